@@ -58,7 +58,7 @@ def enter_code(reference: str) -> None:
 
 def set_up_process() -> None:
     """Find the code that the environment names. Ray would begin a process that fails here again and again: it is the
-    worker that raises (sunspot/train/join.py)."""
+    worker that raises (sunspot/train/joining.py)."""
     try:
         find_code(os.environ.get(CODE, ""))
     except SunspotError as error:

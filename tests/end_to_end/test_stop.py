@@ -70,7 +70,7 @@ def test_a_driver_that_is_told_to_end_saves(
     output = process.communicate(timeout=150)[0]
     assert process.returncode == code, output
     assert said in output
-    assert "the same command goes on" in output
+    assert "the same command continues from there" in output
     terminated_at = newest(run).step
     assert terminated_at % 50, "it did not save when it was told to end"
     status = read_status(run)
@@ -158,6 +158,6 @@ def test_a_bug_of_the_task_ends_the_run_at_once_and_is_named(program: Program, m
     told = r"rank 0, 1: NameError: name 'functional' is not defined, in loss at .*/tests/tasks/buggy\.py:[0-9]+"
     with pytest.raises(SunspotError, match=told) as ended:
         program.run(TASK="tests.tasks.buggy", DATASET=make_data(100), GLOBAL_BATCH_SIZE=20)
-    assert str(ended.value).endswith("; `sunspot check` tries the task in seconds\n`sunspot doctor run` says more")
+    assert str(ended.value).endswith("; `sunspot check` tries the task in seconds\n`sunspot doctor run` explains more")
     assert "Traceback" not in str(ended.value)
     assert len(read_attempts(the_run(program))) == 1

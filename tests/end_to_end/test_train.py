@@ -1,4 +1,4 @@
-"""Whole runs of the training program on real Ray workers: what they consume, and how they go on."""
+"""Complete runs of the training program on real Ray workers: the rows that they consume, and how they resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONG = {"GLOBAL_BATCH_SIZE": 50, "EPOCHS": 2, "CHECKPOINT_EVERY_STEPS": 20}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loader", "worlds"), [("torch", (2, 1)), ("ray", (2, 1, 3))], ids=["torch", "ray"])
-def test_a_killed_run_goes_on_at_another_world_size(
+def test_a_killed_run_resumes_at_another_world_size(
     loader: str, worlds: tuple[int, ...], program: Program, make_data: MakeData
 ) -> None:
     # Three windows of the shuffle; a single row is left over, and joins the last step.
@@ -58,7 +58,7 @@ def test_a_killed_run_goes_on_at_another_world_size(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_the_same_bits(program: Program, make_data: MakeData) -> None:
+def test_a_resumed_run_ends_with_bitwise_equal_weights(program: Program, make_data: MakeData) -> None:
     settings = {
         "DATASET": make_data(1000, test_rows=100),
         "GLOBAL_BATCH_SIZE": 32,
@@ -79,7 +79,7 @@ def test_a_resumed_run_ends_with_the_same_bits(program: Program, make_data: Make
 
 
 @pytest.mark.slow
-def test_bad_rows_end_the_run_with_their_name(program: Program, tmp_path: Path) -> None:
+def test_bad_rows_end_the_run_with_an_error_that_names_them(program: Program, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -92,10 +92,10 @@ def test_bad_rows_end_the_run_with_their_name(program: Program, tmp_path: Path) 
         program.run(DATASET=tmp_path / "broken.parquet", GLOBAL_BATCH_SIZE=2, LOADER="ray")
 
 
-def test_a_killed_run_in_s3_goes_on_elsewhere_from_what_is_whole(
+def test_a_killed_run_in_s3_resumes_elsewhere_from_an_intact_checkpoint(
     program: Program, make_data: MakeData, s3_proxy: FaultProxy, s3_bucket: str, tmp_path: Path
 ) -> None:
-    """Its storage fails now and then, its newest checkpoint is damaged, and there is one node where there were two."""
+    """Its storage fails now and then, its newest checkpoint is damaged, and one of its two nodes is gone."""
 
     def of_a_checkpoint(method: str) -> Callable[[s3.Request], bool]:
         return lambda request: request.method == method and "/checkpoints/" in request.path
@@ -103,7 +103,9 @@ def test_a_killed_run_in_s3_goes_on_elsewhere_from_what_is_whole(
     s3_proxy.on(of_a_checkpoint("PUT"), s3.answer(503, "SlowDown"), times=6)
     s3_proxy.on(of_a_checkpoint("GET"), s3.cut_body(1000), times=2)
     program.settings["STORAGE_PATH"] = f"s3://{s3_bucket}/runs"
-    run, first_is_there, is_killed = the_run(program), tmp_path / "first", tmp_path / "killed"
+    run = the_run(program)
+    first_is_there = tmp_path / "first"
+    is_killed = tmp_path / "killed"
     settings = {
         **LONG,
         "EPOCHS": 1,
@@ -141,7 +143,7 @@ def test_a_killed_run_in_s3_goes_on_elsewhere_from_what_is_whole(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["gs", "az"])
-def test_a_killed_run_goes_on_in_any_cloud(
+def test_a_killed_run_resumes_in_any_cloud(
     scheme: str, program: Program, make_data: MakeData, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     url = f"{scheme}://{request.getfixturevalue(BUCKETS[scheme])}"

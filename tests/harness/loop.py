@@ -37,7 +37,7 @@ from sunspot.train.build import build_model, build_optimizer, load_rest
 from sunspot.train.learner import Learner
 from sunspot.train.learning_rates import LearningRates
 from sunspot.train.loop import train
-from sunspot.train.worker import Beginning, Worker
+from sunspot.train.worker import GroupStart, Worker
 from tests.harness.process_group import in_processes
 
 
@@ -146,7 +146,7 @@ def _make_worker(
     loader: Any = Shares(plan, place.world_size, place.rank)
     learner = Learner(plan, task, place, model, optimizer, average, loader, rates)
     checkpoints = keep(model, optimizer, average)
-    return QuietWorker(learner, Beginning(attempt.step, True, {}), checkpoints, idle, idle, idle, None, ExitStack())
+    return QuietWorker(learner, GroupStart(attempt.step, True, {}), checkpoints, idle, idle, idle, None, ExitStack())
 
 
 def plan_without_evaluation(settings: Settings) -> Plan:

@@ -1,4 +1,4 @@
-"""Tasks that are LightningModules: whole runs on real Ray workers, and what is refused."""
+"""Tasks that are LightningModules: complete runs on real Ray workers, and modules that are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def history(program: Program, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_same_model_learns_the_same_with_and_without_lightning(program: Program, make_data: MakeData) -> None:
+def test_a_model_learns_the_same_with_and_without_lightning(program: Program, make_data: MakeData) -> None:
     # 123 rows in batches of 20: the seventh step of an epoch has 3 rows, enough for one worker only.
     settings = {"DATASET": make_data(123, test_rows=31), "GLOBAL_BATCH_SIZE": 20, "MAX_STEPS": 12}
     settings |= {"CHECKPOINT_EVERY_STEPS": 1, "CHECKPOINTS_TO_KEEP": 99}
@@ -67,7 +67,7 @@ def test_the_same_model_learns_the_same_with_and_without_lightning(program: Prog
     program.run(**settings, RUN_NAME="plain", NUM_WORKERS=1)
     program.run(**settings, **with_lightning, MICRO_BATCH_SIZE=4)
     assert_the_same()
-    # Back to the middle of the first epoch, and on from there with another number of workers.
+    # Return to the middle of the first epoch, and continue there with another number of workers.
     run = the_run(program, "lightning")
     for checkpoint in list_checkpoints(run):
         if checkpoint.step > 5:
@@ -78,7 +78,7 @@ def test_the_same_model_learns_the_same_with_and_without_lightning(program: Prog
 
 
 @pytest.mark.slow
-def test_a_lightning_run_goes_on_after_kills_at_another_world_size(program: Program, make_data: MakeData) -> None:
+def test_a_killed_lightning_run_resumes_at_another_world_size(program: Program, make_data: MakeData) -> None:
     settings = {"TASK": "sunspot.tasks.lightning_mnist", "DATASET": make_data(16_000, row_group=1000, test_rows=50)}
     settings |= {"GLOBAL_BATCH_SIZE": 20, "EPOCHS": 1, "CHECKPOINT_EVERY_STEPS": 20, "LEARNING_RATE": 0.003}
     run = the_run(program)
@@ -135,23 +135,23 @@ def source() -> EmptySource:
 
 
 @pytest.mark.parametrize("step", [0, 1, 7, 19])
-def test_schedules_begin_where_they_were(step: int, source: EmptySource) -> None:
+def test_schedules_resume_at_the_step_of_the_checkpoint(step: int, source: EmptySource) -> None:
     settings = load_settings({"TASK": "sunspot.tasks.lightning_mnist", "GLOBAL_BATCH_SIZE": "10"})
     groups = []
     for begins_at in (0, step):
         task: Any = load_task(settings)
         model = task.build_model(settings, source)
         optimizer = task.build_optimizer(model, settings)
-        optimizer.param_groups[0].update(lr=7.0, betas=(0.5, 0.5))  # as what a checkpoint has
+        optimizer.param_groups[0].update(lr=7.0, betas=(0.5, 0.5))  # as if loaded from a checkpoint
         task.begin_schedule(model, optimizer, begins_at)
         for taken in range(begins_at + 1, step + 1):
             task.advance_schedule(model, taken)
         groups.append({name: value for name, value in optimizer.param_groups[0].items() if name != "params"})
     assert groups[0] == groups[1]
-    assert groups[0]["betas"][0] != 0.5, "OneCycleLR turns this, too"
+    assert groups[0]["betas"][0] != 0.5, "OneCycleLR changes this option, too"
 
 
-def test_the_rates_of_a_module_are_those_that_lightning_itself_gives_it() -> None:
+def test_a_module_has_the_same_rates_as_in_lightning_itself() -> None:
     """This holds from any step, and for epochs of ten steps, which are not a multiple of a scheduler's frequency."""
     import lightning
 
@@ -160,7 +160,8 @@ def test_the_rates_of_a_module_are_those_that_lightning_itself_gives_it() -> Non
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=3, **quiet)
-    trainer.fit(module := EveryFourthStep(), torch.utils.data.DataLoader(torch.ones(10, 1)))
+    module = EveryFourthStep()
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(10, 1)))
     assert len(set(module.rates)) == 9
 
     tasks = ModuleType("my_task")
@@ -175,7 +176,7 @@ def test_the_rates_of_a_module_are_those_that_lightning_itself_gives_it() -> Non
     assert found == pytest.approx(module.rates, rel=1e-12)
 
 
-def test_an_optimizer_that_counts_in_its_groups_goes_on_counting(source: EmptySource) -> None:
+def test_an_optimizer_that_counts_in_its_groups_continues_counting(source: EmptySource) -> None:
     """Prodigy and optimizers without a schedule do that."""
     from sunspot.tasks.lightning_adapter import LightningTask
     from tests.tasks import spoiled_lightning
@@ -192,7 +193,7 @@ def test_an_optimizer_that_counts_in_its_groups_goes_on_counting(source: EmptySo
     settings = load_settings({"TASK": "my_task"})
     task = LightningTask(tasks, settings)
     optimizer = task.build_optimizer(task.build_model(settings, source), settings)
-    optimizer.param_groups[0].update(counted=5, lr=7.0)  # as what a checkpoint has
+    optimizer.param_groups[0].update(counted=5, lr=7.0)  # as if loaded from a checkpoint
     task.begin_schedule(module, optimizer, 5)
     assert (optimizer.param_groups[0]["counted"], optimizer.param_groups[0]["lr"]) == (5, 0.1)
 
@@ -225,7 +226,7 @@ def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypat
     ],
 )
 def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, source: EmptySource) -> None:
-    # Imported by those tests that use it: Lightning takes seconds, and a collection imports every file of tests.
+    # Imported by the tests that use it, because Lightning takes seconds, and collecting tests imports every file.
     from sunspot.tasks.lightning_adapter import LightningTask
     from tests.tasks import spoiled_lightning
 
@@ -245,7 +246,7 @@ def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, sourc
 
 @pytest.fixture
 def log_value(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The `self.log` of a LightningModule."""
+    """Return the `self.log` of a LightningModule."""
     from sunspot.log import WARNED
     from sunspot.tasks.lightning_adapter import LogCapture
 
@@ -288,7 +289,7 @@ def test_two_names_that_lightning_tasks_record_as_one_are_warned_of(
     ]
 
 
-def test_what_lightning_cannot_do_here_is_refused(source: EmptySource) -> None:
+def test_unsupported_lightning_features_are_refused(source: EmptySource) -> None:
     settings = load_settings({"TASK": "sunspot.tasks.lightning_mnist"})
     with pytest.raises(SettingsError, match=r"SUNSPOT_PARALLEL=fsdp: .*does not shard; set it to ddp"):
         load_task(settings.model_copy(update={"parallel": "fsdp"}))

@@ -1,4 +1,4 @@
-"""How one of Ray's trainers ends, as the driver hears of it."""
+"""The end of one of Ray's trainers, as the driver observes it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sunspot.run.requests import StopRequest
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.train import trainer
-from sunspot.train.join import WorkerConfig
+from sunspot.train.joining import WorkerConfig
 from tests.harness.control import LocalControl, worker_group
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_lost_control_channel_does_not_hide_how_training_ended(
+def test_a_lost_control_channel_does_not_hide_the_error_of_the_training(
     gone: bool, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(task="tests.tasks.tiny", storage_path=str(tmp_path), resources_per_worker={"CPU": 1})
@@ -49,8 +49,8 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
         )
 
 
-def test_a_trainer_that_follows_another_knows_how_far_its_workers_were() -> None:
-    """Or the steps since the checkpoint from which it starts would count as never taken."""
+def test_the_next_trainer_knows_the_progress_of_the_previous_one() -> None:
+    """Otherwise the steps since its checkpoint would count as never taken."""
     before, after = LocalControl(), LocalControl()
     before.send(ControlChannel.begin_group, worker_group(1, "a"))
     before.send(ControlChannel.set_progress, Progress(step=7))
@@ -58,7 +58,7 @@ def test_a_trainer_that_follows_another_knows_how_far_its_workers_were() -> None
     before.send(ControlChannel.explain_loss, "out of memory: 2.90 of 3.00 GiB in use on a")
     start = trainer.start_again(before, trainer.TrainerStart(), 3, TrainingFailedError("all workers are gone"))
     assert start
-    after.send(ControlChannel.add_incident_facts, start.incident)
-    for attempt, noted in ((2, 1), (3, 0)):  # the second one, too, if the first took no step
-        incident = after.call(ControlChannel.begin_group, worker_group(attempt, "b"))
+    after.tell(ControlChannel.add_incident_facts, start.incident)
+    for attempt, noted in ((2, 1), (3, 0)):  # the third group knows it too, if the second took no step
+        incident = after.ask(ControlChannel.begin_group, worker_group(attempt, "b"))
         assert (incident.last_step, incident.cause, len(incident.notes)) == (7, Cause.OUT_OF_MEMORY, noted)

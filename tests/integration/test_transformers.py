@@ -1,4 +1,4 @@
-"""Tasks with a Trainer of transformers at changing numbers of ranks: losses, rows, checkpoints, what is refused."""
+"""Tasks with a Trainer of transformers at changing numbers of ranks: losses, rows, checkpoints and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def last_of(trained: Path, name: str) -> Checkpoint:
 
 
 @pytest.mark.parametrize(("name", "killed"), [("one", "killed"), ("adapted", "adapted-killed")])
-def test_a_killed_run_goes_on_as_if_undisturbed_at_another_world_size(trained: Path, name: str, killed: str) -> None:
+def test_a_killed_run_resumes_at_another_world_size_as_if_undisturbed(trained: Path, name: str, killed: str) -> None:
     whole, rest = read(trained, name), read(trained, killed)
     assert len(whole) == STEPS
     assert whole[-1] < whole[0]
@@ -52,7 +52,7 @@ def test_a_killed_run_goes_on_as_if_undisturbed_at_another_world_size(trained: P
     assert taken == {step + 1: [10 * (step % 4) + row for row in range(10)] for step in range(STEPS)}
 
 
-def test_a_checkpoint_is_a_directory_of_theirs(trained: Path) -> None:
+def test_a_checkpoint_is_a_transformers_model_directory(trained: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,19 +70,19 @@ def test_a_checkpoint_is_a_directory_of_theirs(trained: Path) -> None:
     )
     held = load_model(open_run(str(trained), "adapted"), checkpoint)
     trains = {f"model.{name}" for name, _ in adapter.named_parameters() if "lora" in name}
-    assert held.keys() == trains | {"_extra_state"}, "nothing of the base"
+    assert held.keys() == trains | {"_extra_state"}, "the checkpoint contains no weights of the base"
     weights = adapter.state_dict()
     assert all(torch.equal(weights[name.removeprefix("model.")], held[name]) for name in trains)
 
 
-def test_held_out_rows_are_evaluated_with_what_the_trainer_logs(trained: Path) -> None:
+def test_held_out_rows_are_evaluated_with_the_metrics_of_the_trainer(trained: Path) -> None:
     checked = read(trained, "checked")
     assert checked["test_loss"] > 0
     assert checked["margins_mean"] == checked["test_margins_mean"] == 2.5
     assert checked["grad_norm"] > 0
 
 
-def test_what_no_checkpoint_could_hold_is_refused(trained: Path) -> None:
+def test_a_trainer_whose_state_no_checkpoint_could_hold_is_refused(trained: Path) -> None:
     messages = {
         "auto_find_batch_size": "auto_find_batch_size=True among its arguments; leave it out",
         "enable_jit_checkpoint": "enable_jit_checkpoint=True among its arguments; leave it out",

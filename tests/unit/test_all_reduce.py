@@ -1,4 +1,4 @@
-"""The all-reduce between two pods: timed for real between two processes, and what is said of figures from elsewhere."""
+"""The all-reduce between two pods: timed between two real processes, and judged by given figures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sunspot.train.all_reduce import Timing, judge, try_all_reduce
 from tests.harness import REPOSITORY
 
 
-def test_two_pods_meet_and_time_it(tmp_path: Path) -> None:
-    """As doctor starts them, but on this machine."""
+def test_two_pods_meet_and_time_an_all_reduce(tmp_path: Path) -> None:
+    """The processes are started as `sunspot doctor` starts them, but on this machine."""
     environment = {**os.environ, "SUNSPOT_STORAGE_PATH": str(tmp_path / "runs")}
     command = [sys.executable, "-m", "sunspot.train.pod_probe", "--meeting", "here"]
     pods = [
@@ -44,7 +44,7 @@ def test_two_pods_meet_and_time_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_pod_whose_partner_does_not_come_says_so(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pod_warns_if_the_other_pod_does_not_come(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce, "WAIT_S", 1.0)
     monkeypatch.setattr(all_reduce, "LOOK_S", 0.1)
     check = try_all_reduce(str(tmp_path), "here", rank, 0)
@@ -52,7 +52,9 @@ def test_a_pod_whose_partner_does_not_come_says_so(rank: int, tmp_path: Path, mo
     assert not open_storage(str(tmp_path)).list("")
 
 
-def test_a_pod_that_cannot_reach_its_partner_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pod_that_cannot_reach_the_other_one_names_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(all_reduce, "ANSWER_S", 1.0)
     open_storage(str(tmp_path)).write(f"{FOLDER}/here", b"127.0.0.1 9")
     check = try_all_reduce(str(tmp_path), "here", 1, 0)
@@ -72,13 +74,13 @@ def test_a_pod_that_cannot_reach_its_partner_says_where(tmp_path: Path, monkeypa
             Result.OK,
             "and one number in 1.00 ms, by NCCL over Socket, 1 GPU in each",
         ),
-        (Timing(0.3, 0.001, "Socket"), 1, False, Result.WARNING, "GPUs wait where it takes more than 0.2 s"),
+        (Timing(0.3, 0.001, "Socket"), 1, False, Result.WARNING, "GPUs wait if it takes more than 0.2 s"),
         (Timing(0.1, 0.001, "Socket"), 8, True, Result.WARNING, "for EFA, the image needs libfabric"),
         (Timing(0.005, 0.001, "IB"), 8, True, Result.OK, "in 5.0 ms (300.0 Gb/s), "),
         (Timing(0.005, 0.001), 8, True, Result.OK, "by NCCL over a network it did not name, 8 GPUs in each"),
     ],
 )
-def test_what_is_said_of_the_figures(
+def test_slow_or_tcp_networks_are_warned_of(
     timing: Timing, gpus: int, devices: bool, result: Result, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(all_reduce, "RDMA", tmp_path if devices else tmp_path / "none")
@@ -88,14 +90,14 @@ def test_what_is_said_of_the_figures(
 
 
 @pytest.mark.parametrize("network", ["Socket", "IB", "AWS Libfabric", ""])
-def test_the_network_is_read_from_what_nccl_logs(network: str, tmp_path: Path) -> None:
+def test_the_network_is_read_from_the_nccl_log(network: str, tmp_path: Path) -> None:
     log = tmp_path / "nccl"
     lines = ["node:1:1 [0] NCCL INFO NET/IB : No device found.", f"node:1:1 [0] NCCL INFO Using network {network}"]
     log.write_text("\n".join([*lines, "node:1:1 [0] NCCL INFO ncclCommInitRankConfig comm 0x1"] if network else []))
     assert read_network(log) == network
 
 
-def test_the_log_of_nccl_lies_where_no_other_user_writes_and_goes_with_the_process() -> None:
+def test_the_nccl_log_is_private_and_deleted_with_the_process() -> None:
     program = "from sunspot.parallel.nccl_log import own_log; log = own_log(); log.touch(); "
     program += "print(log, oct(log.parent.stat().st_mode)[-3:], log == own_log())"
     said = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60)

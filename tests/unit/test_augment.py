@@ -1,4 +1,4 @@
-"""Augmentation: a row is changed alike at any number of workers, and otherwise in each epoch."""
+"""Augmentation changes a row in the same way at any number of workers, and differently in each epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DRAW: Any = None
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The task of docs/tasks.md, with a smaller model."""
+    """Write the task of docs/tasks.md with a smaller model, and return its name."""
     block = find_example("python", "# my_augmentation.py")
     assert "sunspot.tasks.mnist" in block
     (tmp_path / "my_small_augmentation.py").write_text(block.replace("sunspot.tasks.mnist", "tests.tasks.tiny"))
@@ -32,7 +32,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_small_augmentation"
 
 
-def test_a_row_is_changed_alike_wherever_it_is() -> None:
+def test_a_row_is_augmented_in_the_same_way_on_every_worker() -> None:
     task: Any = SimpleNamespace(
         augment_row=lambda row: {"image": row["image"] + torch.rand(3) + np.random.rand()},
     )
@@ -47,14 +47,14 @@ def test_a_row_is_changed_alike_wherever_it_is() -> None:
         assert not torch.isclose(augment(task, batch, *other, DRAW)["image"], whole["image"]).any()
 
 
-def test_draws_are_not_those_of_the_generators(group: dist.ProcessGroup) -> None:
+def test_draws_differ_from_the_numbers_of_the_generators(group: dist.ProcessGroup) -> None:
     run = TrainingRun(make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", seed=3)), group))
-    batch = next(run.batches())  # which seeds the generators
+    batch = next(run.batches())  # this seeds the generators
     assert not torch.isclose(run.draw(2), torch.rand(len(batch["row"]), 2)).any()
 
 
 def test_losses_do_not_depend_on_the_number_of_workers(example: str, tmp_path: Path) -> None:
-    """In a step that is too small for all workers, too."""
+    """This includes a step that has too few rows for all workers."""
     settings = {"global_batch_size": 5, "max_steps": 6}
     plain = losses_of_ranks(tmp_path / "plain", 1, task="tests.tasks.tiny", **settings)
     alone = losses_of_ranks(tmp_path / "1", 1, task=example, **settings)

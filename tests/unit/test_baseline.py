@@ -1,4 +1,4 @@
-"""The plain baseline: it learns, alone with torch, and refuses what it would ignore."""
+"""The plain baseline learns with torch alone, and refuses settings that it would ignore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 640
 
 @pytest.fixture
 def few_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Few rows for the baseline, and the folder of its storage."""
+    """Give the baseline few rows, and return the folder of its storage."""
     from torch.utils.data import Subset
 
     from sunspot.baseline import train
@@ -48,7 +48,7 @@ def test_the_baseline_learns(few_digits: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("setting", ["MAX_STEPS=2", "TASK=sunspot.tasks.gpt", "STORAGE_PATH=s3://models/runs"])
-def test_a_setting_that_it_would_ignore_is_refused(
+def test_a_setting_that_the_baseline_would_ignore_is_refused(
     setting: str, few_digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, _, value = f"SUNSPOT_{setting}".partition("=")
@@ -58,7 +58,7 @@ def test_a_setting_that_it_would_ignore_is_refused(
     assert not any(few_digits.iterdir())
 
 
-def test_it_is_plain_pytorch() -> None:
+def test_the_baseline_imports_only_plain_pytorch() -> None:
     lines = (REPOSITORY / "app/sunspot/baseline/train.py").read_text().splitlines()
     imported = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))}
     assert imported == {"csv", "pathlib", "pyarrow", "torch", "torchvision"}

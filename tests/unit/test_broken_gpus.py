@@ -1,4 +1,4 @@
-"""Nodes whose GPUs cannot be used are left out, when a run starts and when one breaks in training."""
+"""Nodes with broken GPUs are left out, at the start of a run and when a GPU breaks during training."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import pytest
 from sunspot.elastic.failures import Suspects
 from sunspot.errors import SunspotError
 from sunspot.train import broken_gpus, probe
-from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
+from sunspot.train.broken_gpus import BrokenInTraining, RequiredResources, leave_out_at_start, new_nodes_checked
 from tests.harness.asked_nodes import FakeRay
 from tests.harness.control import LocalControl
 from tests.harness.waiting import wait_until
 
-A, B, C = "a" * 56, "b" * 56, "c" * 56
+A = "a" * 56
+B = "b" * 56
+C = "c" * 56
 
 
 class Cluster:
-    """Nodes A of 8 GPUs, B of 2 and C of none; those in `broken` say that there is no driver."""
+    """A cluster of node A with 8 GPUs, B with 2 and C without. Nodes in `broken` have no GPU driver."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken, self.done = "", list[tuple[str, ...]]()
@@ -54,11 +56,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     [("", 10, ""), ("a", 2, A)],
     ids=["none", "one, and the others do"],
 )
-def test_a_node_whose_gpu_cannot_be_used_is_left_out_where_the_others_do(
+def test_a_node_with_a_broken_gpu_is_left_out_if_the_others_suffice(
     broken: str, least: int, left_out: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.broken = broken
-    lines = leave_out_at_start(cluster.nodes, Needed({"GPU": 1.0}, least))
+    lines = leave_out_at_start(cluster.nodes, RequiredResources({"GPU": 1.0}, least))
     assert cluster.ray.arguments == {A: (8,), B: (2,)}, "the GPUs that each node promises"
     assert cluster.done == ([(left_out,)] if left_out else [])
     assert lines == ([f"node {left_out[:12]} left out: no driver"] if left_out else [])
@@ -75,12 +77,12 @@ def test_a_node_whose_gpu_cannot_be_used_is_left_out_where_the_others_do(
     ],
     ids=["all", "too few others", "the head's"],
 )
-def test_a_run_that_needs_the_nodes_does_not_begin(
+def test_a_run_does_not_start_if_it_needs_a_node_with_a_broken_gpu(
     broken: str, head: str, least: int, why: str, cluster: Cluster
 ) -> None:
     cluster.broken, cluster.ray.here = broken, head
     with pytest.raises(SunspotError, match=rf"of 2 nodes with GPUs cannot compute on them: .*: no driver; {why}"):
-        leave_out_at_start(cluster.nodes, Needed({"GPU": 1.0}, least))
+        leave_out_at_start(cluster.nodes, RequiredResources({"GPU": 1.0}, least))
     assert not cluster.done
 
 
@@ -90,7 +92,7 @@ def training(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> BrokenInTrain
         def call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
             cluster.done.append((method.__name__,))
 
-    return BrokenInTraining(Control(), Needed({"GPU": 1.0}, 2), group_ends=True)
+    return BrokenInTraining(Control(), RequiredResources({"GPU": 1.0}, 2), group_ends=True)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_a_node_whose_gpu_broke_is_left_out_of_the_next_group(
     assert cluster.done == [("forget_group",), (A,)], "a drain of a group's node would be a notice"
 
 
-def test_a_node_that_is_left_out_does_not_hide_the_group_that_trains_on(
+def test_the_remaining_group_still_gets_notices_after_a_node_is_left_out(
     cluster: Cluster, training: BrokenInTraining
 ) -> None:
     """The supervisor passes notices only to the group that the control channel knows."""
@@ -124,7 +126,7 @@ def test_a_node_that_is_left_out_does_not_hide_the_group_that_trains_on(
     [({A: 710, B: 700}, {A, B}), ({C: None}, set()), ({"gone": None}, set()), ({}, set())],
     ids=["the program's error", "no GPU", "a lost node", "none"],
 )
-def test_a_gpu_that_answers_is_not_broken(
+def test_a_gpu_that_still_works_stays_in_use(
     codes: Suspects, asked: set[str], cluster: Cluster, training: BrokenInTraining
 ) -> None:
     assert not training(codes)
@@ -132,7 +134,7 @@ def test_a_gpu_that_answers_is_not_broken(
     assert not cluster.done
 
 
-def test_a_dead_gpu_that_the_run_needs_ends_it(cluster: Cluster, training: BrokenInTraining) -> None:
+def test_a_run_ends_if_it_needs_a_gpu_that_broke(cluster: Cluster, training: BrokenInTraining) -> None:
     cluster.broken = "ab"
     told = rf"a GPU broke: {A[:12]}, {B[:12]}: no driver; the other nodes have room for 0 of at least 2 workers"
     with pytest.raises(SunspotError, match=told):
@@ -140,17 +142,15 @@ def test_a_dead_gpu_that_the_run_needs_ends_it(cluster: Cluster, training: Broke
     assert not cluster.done
 
 
-def test_a_gpu_that_is_needed_and_had_no_error_or_answers_is_tried_again(
-    cluster: Cluster, training: BrokenInTraining
-) -> None:
-    """Then MAX_FAILURES bounds the tries."""
+def test_a_needed_gpu_is_used_again_if_it_works_or_had_no_error(cluster: Cluster, training: BrokenInTraining) -> None:
+    """MAX_FAILURES limits the number of tries then."""
     assert not training({A: 214, B: 220})
-    cluster.broken = "ab"  # as may be those of a node that is about to go
+    cluster.broken = "ab"  # the GPUs of a node that is about to go may not answer either
     assert not training({A: None, B: None})
     assert not cluster.done
 
 
-def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(
+def test_a_new_node_is_checked_before_a_group_grows_onto_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(broken_gpus, "NODE_CHECK_EVERY_S", 0.01)
@@ -162,7 +162,7 @@ def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(
 
     cluster.broken = "b"
     joining, cluster.nodes = cluster.nodes[1:], cluster.nodes[:1]
-    with new_nodes_tried(control, cluster.nodes) as filtered:
+    with new_nodes_checked(control, cluster.nodes) as filtered:
         cluster.answer.clear()
         cluster.nodes += joining
         wait_until(lambda: cluster.ray.arguments)
@@ -171,15 +171,15 @@ def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(
         cluster.answer.set()
         wait_until(lambda: usable() == every)
         time.sleep(0.1)
-    assert cluster.ray.arguments == {B: (2,)}, "the first is known, and the last promises none"
+    assert cluster.ray.arguments == {B: (2,)}, "A was checked already, and C promises no GPU"
     assert control.heard("add_left_out") == [[f"node {B[:12]} left out: no driver"]]
-    assert cluster.done == [(B,)], "once, and no group was told that it is over"
+    assert cluster.done == [(B,)], "B is drained once, and no group is ended"
     assert capsys.readouterr().out == f"warning: node {B[:12]} left out: no driver\n"
 
 
-def test_a_node_that_is_about_to_go_is_not_tried(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draining_node_is_not_checked(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broken_gpus, "NODE_CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(broken_gpus, "draining_nodes", lambda: {B: None})
-    with new_nodes_tried(LocalControl(), []) as filtered:
+    with new_nodes_checked(LocalControl(), []) as filtered:
         wait_until(lambda: [node["NodeID"] for node in filtered(cluster.nodes)] == [A, C])
     assert set(cluster.ray.arguments) == {A}

@@ -1,4 +1,4 @@
-"""`sunspot check`: what it finds in a task, and where."""
+"""`sunspot check`: the problems that it finds in a task, and the lines that it names."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(run):
 """
 
 KEEPS = "self.seen = (0.5 if self.training else 1) * getattr(self, 'seen', 1.0); images = images * self.seen"
-"A state that no state_dict has."
+"Line of code that keeps state outside of the state_dict."
 
 BROKEN = [
     (
@@ -139,7 +139,9 @@ def test_a_sound_task_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lo
     checked = check_task(tmp_path, (of_batch if loop else TASK) + loop, monkeypatch, **given)
     assert {"loss at first", "hits", "test_loss", "test_hits"} <= checked.metrics.keys()
     assert checked.checkpoint_bytes > 10_000
-    assert checked.not_checked == ["SUNSPOT_USE_GPU=true, because torch sees no GPU here"], "AUDIT has no effect here"
+    assert checked.not_checked == ["SUNSPOT_USE_GPU=true, because torch sees no GPU here"], (
+        "AUDIT has no effect in a check"
+    )
     shown = [re.sub(" [0-9.]+", "", line) for line in checked.describe()]
     assert shown[1:4] == [
         "  rows of the first step: hits  loss",
@@ -180,7 +182,7 @@ def test_metrics_of_all_held_out_rows_are_checked(
 
 
 @pytest.mark.parametrize(("share", "done"), [("0", "evaluates nothing"), ("0.5", "trains, evaluates")])
-def test_a_check_says_whether_it_has_evaluated(
+def test_a_check_reports_whether_it_has_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, done: str
 ) -> None:
     rows = "[{'image': torch.full((1, 28, 28), n), 'label': n % 10} for n in range(40)]"
@@ -228,7 +230,7 @@ def test_a_broken_part_of_a_task_is_named(
         check_task(tmp_path, f"{TASK}\n{more}\n", monkeypatch)
 
 
-def test_rows_of_any_type_are_told_with_an_error() -> None:
+def test_an_error_describes_rows_of_any_type() -> None:
     tokens = torch.tensor([[3, 40_000]]).to(torch.uint16)
     checked = TaskCheck("task", [], batch={"text": tokens, "right": torch.tensor([True])})
     told = r"with the rows text uint16 \[1, 2\] 3\.\.40000, right bool \[1\] 1\.\.1"
@@ -236,19 +238,19 @@ def test_rows_of_any_type_are_told_with_an_error() -> None:
         raise ValueError("bad")
 
 
-def test_an_error_before_any_row_was_read_tells_of_no_rows() -> None:
-    with pytest.raises(SunspotError) as caught, TaskCheck("task", []).part("model and optimizer"):
+def test_an_error_before_any_row_was_read_describes_no_rows() -> None:
+    with pytest.raises(SunspotError) as caught, Check("task", []).part("model and optimizer"):
         raise ValueError("bad")
     assert "with the rows" not in str(caught.value)
 
 
-def test_data_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SunspotError, match="nowhere"):
         check_task(tmp_path, TASK, monkeypatch, DATASET=str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(("what", "passes"), [("", True), (', reduction="none"', False)])
-def test_the_command_prints_one_document(
+def test_the_command_prints_one_json_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str, passes: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -265,7 +267,7 @@ def test_the_command_prints_one_document(
     assert said["metrics"]["test_loss"] > 0 if passes else "its loss" in said["error"]
 
 
-def test_without_the_training_program_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_training_program_one_line_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sunspot.train.task_check", None)
     with pytest.raises(SettingsError, match=r"a task needs .*, which is not here; .* installs it"):
         command.run(argparse.Namespace(settings=[], storage=None, json=False))

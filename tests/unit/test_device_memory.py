@@ -1,4 +1,4 @@
-"""The wait for a GPU's memory that the worker group before held, with stand-ins for CUDA and its clock."""
+"""The wait for GPU memory of the previous worker group, with stand-ins for CUDA and the clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GB = 10**9
 
 
 class Gpu:
-    """One of 80 GB, of which `taken` says what others have at a time; and the control channel, and time."""
+    """A GPU of 80 GB, of which other processes use `taken` at each time, with a control channel and a clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.control = 1000.0, LocalControl()
@@ -34,7 +34,7 @@ class Gpu:
         self.now += seconds
 
     def begin_group(self, taken: Callable[[float], float]) -> float:
-        """How long it waits, when others have so many GB after so many seconds."""
+        """Return the seconds for which a group waits, given the GB that others use after some seconds."""
         self.taken, self._began = taken, self.now
         await_device_memory(torch.device("cuda:0"), "node", self.control)
         return self.now - self._began
@@ -45,21 +45,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
-def test_a_group_waits_until_the_old_ones_memory_is_back(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.begin_group(lambda waited_s: 0.5) == 0, "the first group on a node waits for nobody"
+def test_a_group_waits_until_the_previous_groups_memory_is_free(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.begin_group(lambda waited_s: 0.5) == 0, "the first group on a node does not wait"
     assert not capsys.readouterr().out
     waited_s = gpu.begin_group(lambda waited_s: max(0.5, 60 - 20 * waited_s))
     assert 2.5 < waited_s < 3.5
     begin, end = capsys.readouterr().out.splitlines()
     assert begin.startswith(
-        "cuda:0: 20 GB of its memory are free, 79.5 GB were when the group before began; waiting up"
+        "cuda:0: 20 GB of its memory is free, 79.5 GB was free when the previous group began; waiting up"
     )
-    assert end == "cuda:0: 79.5 GB of its memory are free"
-    assert gpu.begin_group(lambda waited_s: 1.0) == 0, "a little more is no group's"
+    assert end == "cuda:0: 79.5 GB of its memory is free"
+    assert gpu.begin_group(lambda waited_s: 1.0) == 0, "a small difference belongs to no group"
 
 
-def test_what_another_program_keeps_is_waited_for_once(gpu: Gpu) -> None:
+def test_only_one_group_waits_for_memory_of_another_program(gpu: Gpu) -> None:
     assert gpu.begin_group(lambda waited_s: 30) == 0
-    assert gpu.begin_group(lambda waited_s: 30) == 0, "it had it before"
+    assert gpu.begin_group(lambda waited_s: 30) == 0, "the other program had the memory before"
     assert gpu.begin_group(lambda waited_s: 50) == pytest.approx(DEVICE_WAIT_S, abs=0.5)
     assert gpu.begin_group(lambda waited_s: 50) == 0

@@ -1,4 +1,4 @@
-"""What a run leaves in storage about itself: its status, its submissions, and its output."""
+"""The records of a run in storage: its status, its submissions, and its output."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def state(run: Run) -> tuple[RunState, str]:
     return status.state, status.reason
 
 
-def test_a_driver_leaves_how_it_ended(run: Run) -> None:
+def test_a_driver_records_its_outcome(run: Run) -> None:
     assert read_status(run) is None
     with recorded_outcome(Claimant(run, "job", new_driver()), None, 10) as outcome:
         assert state(run)[0] is RunState.STARTING
         outcome.finishing()
-        assert state(run) == (RunState.FINISHING, "all steps are taken; the driver predicts and writes the report")
-        outcome.state = RunState.STOPPED
+        assert state(run) == (RunState.FINISHING, "all steps are taken; the driver predicts and reports")
+        outcome.expect(RunState.STOPPED)
     assert state(run)[0] is RunState.STOPPED
     with pytest.raises(SunspotError, match="no luck"), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
         raise SunspotError("no luck")
@@ -98,7 +98,7 @@ def test_a_driver_leaves_how_it_ended(run: Run) -> None:
     assert state(run) == (RunState.FAILED, "a defect")
     [failure] = read_failures(run)
     assert (failure.rank, failure.type, failure.message) == (None, "ZeroDivisionError", "a defect")
-    assert (failure.file, failure.function) == (os.path.relpath(__file__), "test_a_driver_leaves_how_it_ended")
+    assert (failure.file, failure.function) == (os.path.relpath(__file__), "test_a_driver_records_its_outcome")
     with pytest.raises(KeyboardInterrupt), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
         raise KeyboardInterrupt
     assert state(run)[0] is RunState.STOPPED
@@ -113,7 +113,8 @@ def test_a_start_that_fails_before_its_claim_leaves_the_run_as_it_was(
     before = Status(found, "job", "because", attempt=attempt.number, driver=new_driver(), step=7)
     write_status(run, before)
     run.storage.write(run.key("report.html"), b"of the run")
-    claimant = Claimant(run, "another", driver := new_driver())
+    driver = new_driver()
+    claimant = Claimant(run, "another", driver)
     with pytest.raises(type(error)), report_result(run, driver), recorded_outcome(claimant, None, 10):  # noqa: PT012
         shown = state(run)[0]
         raise error
@@ -124,9 +125,10 @@ def test_a_start_that_fails_before_its_claim_leaves_the_run_as_it_was(
     assert not read_failures(run)
 
 
-def test_a_start_that_fails_after_its_claim_is_how_the_run_ended(run: Run) -> None:
+def test_a_start_that_fails_after_its_claim_ends_the_run(run: Run) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
-    with pytest.raises(SettingsError), recorded_outcome(Claimant(run, "another", driver := new_driver()), None, 10):  # noqa: PT012
+    driver = new_driver()
+    with pytest.raises(SettingsError), recorded_outcome(Claimant(run, "another", driver), None, 10):  # noqa: PT012
         status = read_status(run, driver)
         assert status
         write_status(run, replace(status, attempt=start(run, "another").number, state=RunState.RUNNING))
@@ -134,7 +136,7 @@ def test_a_start_that_fails_after_its_claim_is_how_the_run_ended(run: Run) -> No
     assert state(run) == (RunState.FAILED, "no good")
 
 
-def test_the_failure_of_a_retry_is_how_the_run_ended(run: Run) -> None:
+def test_a_retry_that_fails_ends_the_run(run: Run) -> None:
     start(run, "job")
     for reason in ("first", "second"):
         with pytest.raises(SunspotError), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
@@ -142,7 +144,7 @@ def test_the_failure_of_a_retry_is_how_the_run_ended(run: Run) -> None:
         assert state(run) == (RunState.FAILED, reason)
 
 
-def test_a_first_start_that_fails_makes_no_run_but_that_which_was_submitted(tmp_path: Path) -> None:
+def test_a_first_start_that_fails_leaves_a_run_only_if_one_was_submitted(tmp_path: Path) -> None:
     run = open_run(str(tmp_path), "typo")
     for submitted in (False, True):
         if submitted:
@@ -152,7 +154,7 @@ def test_a_first_start_that_fails_makes_no_run_but_that_which_was_submitted(tmp_
         assert (read_status(run) is not None) == bool(list_runs(run.storage)) == submitted
 
 
-def test_a_start_shows_itself_once_the_other_one_is_gone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_shows_its_status_once_the_first_one_is_gone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
     with recorded_outcome(Claimant(run, "another", new_driver()), None, 10):
         assert state(run)[0] is RunState.RUNNING
@@ -162,10 +164,8 @@ def test_a_start_shows_itself_once_the_other_one_is_gone(run: Run, monkeypatch: 
 
 @pytest.mark.parametrize("owner", ["job", "another"])
 @pytest.mark.parametrize("claimed", [False, True])
-def test_a_driver_that_thaws_does_not_take_the_run_from_one_that_began_later(
-    claimed: bool, owner: str, run: Run
-) -> None:
-    """`claimed`: the older one was frozen after its first claim; `owner`: of the newer one."""
+def test_a_driver_that_was_frozen_does_not_take_the_run_from_a_newer_one(claimed: bool, owner: str, run: Run) -> None:
+    """The older driver was frozen after its first claim if `claimed`. `owner` is the owner of the newer driver."""
     older, newer, newest = (new_driver() for _ in range(3))
     with ExitStack() as stack:
         stack.enter_context(recorded_outcome(Claimant(run, "job", older), None, 10))
@@ -176,14 +176,14 @@ def test_a_driver_that_thaws_does_not_take_the_run_from_one_that_began_later(
         assert not may_claim(run, "job", older)
         assert isinstance(fatal_error(Claimant(run, "job", older)), SupersededError)
         stack.enter_context(recorded_outcome(Claimant(run, owner, newest), None, 10))
-        assert may_claim(run, owner, newer), "until the newest claims"
+        assert may_claim(run, owner, newer), "the newer driver owns the run until the newest one claims it"
         assert may_claim(run, owner, newest)
         assert not may_claim(run, owner, newer)
 
 
 @pytest.mark.parametrize("claimed", [False, True])
-def test_a_driver_does_not_begin_its_run_anew_after_a_deletion(claimed: bool, run: Run, tmp_path: Path) -> None:
-    """`claimed`: it had an attempt, and its next group starts."""
+def test_a_driver_does_not_restart_its_run_after_a_deletion(claimed: bool, run: Run, tmp_path: Path) -> None:
+    """The driver had claimed an attempt if `claimed`, and its next group starts."""
     driver = new_driver()
     with pytest.raises(SupersededError, match="was deleted"), recorded_outcome(Claimant(run, "job", driver), None, 10):  # noqa: PT012
         if claimed:
@@ -217,13 +217,13 @@ def test_starts_without_a_new_checkpoint_are_bounded(run: Run) -> None:
     ):
         raise AssertionError("it trained")
     with recorded_outcome(Claimant(run, "job", new_driver()), commit(run, attempt, 5), 2):
-        pass  # a checkpoint later, the count begins anew
+        pass  # a new checkpoint resets the count
     status = read_status(run)
     assert status.starts == 1
     assert status.step == 5
 
 
-def test_an_error_that_a_worker_recorded_as_final_is_final_for_the_driver_too(run: Run) -> None:
+def test_an_error_that_a_worker_recorded_as_final_ends_the_driver_for_good(run: Run) -> None:
     claimant = Claimant(run, "job", start(run, "job").driver)
     assert not has_failed_for_good(claimant)
     record_error(run, 1, DamageError("lost"))
@@ -231,7 +231,7 @@ def test_an_error_that_a_worker_recorded_as_final_is_final_for_the_driver_too(ru
     assert not has_failed_for_good(Claimant(Run(run.storage, "another"), "job", ""))
 
 
-def test_an_interrupt_asks_to_save_and_a_second_one_ends_at_once(
+def test_the_first_interrupt_asks_to_save_and_the_second_ends_at_once(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     control, request = LocalControl(), StopRequest()
@@ -259,10 +259,10 @@ def test_an_interrupt_asks_to_save_and_a_second_one_ends_at_once(
         (signal.SIGINT, "job", KeyboardInterrupt, 130),
     ],
 )
-def test_sigterm_stops_a_run_as_ctrl_c_does_but_on_a_cluster(
+def test_sigterm_stops_a_run_like_ctrl_c_except_on_a_cluster(
     run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, job: str, error: type[BaseException], code: int
 ) -> None:
-    """There it is a lost head, which the operator replaces."""
+    """SIGTERM on a cluster means that the head is lost, and the operator replaces it."""
     monkeypatch.setattr("sunspot.elastic.supervisor.NODE_CHECK_EVERY_S", 0.01)
 
     def train() -> int:
@@ -296,7 +296,7 @@ def test_a_signal_reaches_the_workers_while_storage_hangs(run: Run, monkeypatch:
     monkeypatch.setattr(run.storage, "exists", exists)
     control, request = LocalControl(), StopRequest()
     with recorded_outcome(Claimant(run, "me", new_driver()), None, 10, request), supervised(control, request):
-        assert hangs.wait(20), "nobody reads the stop marker"
+        assert hangs.wait(20), "no thread reads the stop marker"
         signal.raise_signal(signal.SIGTERM)
         wait_until(lambda: control.channel.command().stop, seconds=20)
         answers.set()
@@ -323,15 +323,17 @@ def test_a_stop_stays_until_it_is_cleared(run: Run) -> None:
     assert not stop_requested(run)
 
 
-def test_two_submissions_at_once_get_numbers_of_their_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_submissions_get_different_numbers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     record_submission(run, SubmissionRecord("a", server="1"))
-    monkeypatch.setattr("sunspot.run.requests.list_submissions", lambda run: [])  # the other one was not listed yet
+    monkeypatch.setattr(
+        "sunspot.run.requests.list_submissions", lambda run: []
+    )  # the other submission is not listed yet
     record_submission(run, SubmissionRecord("a", server="2"))
     monkeypatch.undo()
     assert newest_submission(run) == SubmissionRecord("a", server="2")
 
 
-def test_colours_do_not_go_to_a_log(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_contain_no_colours(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with shipped_driver_output(run):
         print("\x1b[33m(raylet)\x1b[0m a node died")
     [stream] = list_streams(run)
@@ -339,7 +341,7 @@ def test_colours_do_not_go_to_a_log(run: Run, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "(raylet) a node died\n"
 
 
-def test_a_log_of_several_segments_reads_as_it_was_written(run: Run) -> None:
+def test_a_log_of_several_segments_is_read_as_it_was_written(run: Run) -> None:
     stream = driver_stream()
     log = LogWriter(run, stream)
     text = bytes(range(256)) * 3000
@@ -356,7 +358,7 @@ def test_a_log_of_several_segments_reads_as_it_was_written(run: Run) -> None:
     assert read_stream(run, "attempt-0001-rank-0000") == b""
 
 
-def test_output_that_storage_does_not_take_is_bounded(run: Run) -> None:
+def test_output_is_bounded_while_storage_refuses_it(run: Run) -> None:
     stream = driver_stream()
     log = LogWriter(run, stream)
     log.append(b"first line\n")
@@ -375,8 +377,8 @@ def test_output_that_storage_does_not_take_is_bounded(run: Run) -> None:
     assert gap[1].decode() == as_bytes(lost)
 
 
-def test_the_first_and_newest_part_of_endless_output_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank prints 5 kB a second for an hour, and is asked to ship it every 5 s."""
+def test_the_first_and_the_newest_part_of_endless_output_are_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank prints 5 kB a second for an hour, and its output is shipped every 5 s."""
     now, writes = 0.0, 0
     write = run.storage.write
 

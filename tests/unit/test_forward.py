@@ -1,4 +1,4 @@
-"""COMPILE: one graph for passes of any number of rows, the gradients of those rows alone, and the names of a model."""
+"""COMPILE: one graph serves passes of any number of rows, and the model's names and gradients stay the same."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan_of(rows: int, **settings: Any) -> Plan:
 
 
 @given(st.integers(2, 500), st.integers(2, 90), st.integers(1, 9), st.integers(0, 20))
-def test_no_pass_gets_larger_when_workers_are_lost(rows: int, batch: int, workers: int, micro: int) -> None:
+def test_passes_do_not_grow_when_workers_are_lost(rows: int, batch: int, workers: int, micro: int) -> None:
     """This holds for any number of remaining workers, out of nine."""
     plan = plan_of(rows, num_workers=9, global_batch_size=batch, micro_batch_size=micro, compile="default")
 
@@ -53,7 +53,7 @@ def test_no_pass_gets_larger_when_workers_are_lost(rows: int, batch: int, worker
     assert plan_of(rows, global_batch_size=batch).pass_rows == 0
 
 
-def test_rows_that_fill_up_a_pass_have_no_part_in_the_step(group: dist.ProcessGroup) -> None:
+def test_rows_that_fill_up_a_pass_do_not_affect_the_step(group: dist.ProcessGroup) -> None:
     settings = Settings(task="tests.tasks.tiny", global_batch_size=8, num_workers=1)
     found = []
     for chosen in (settings, settings.model_copy(update={"compile": "default"})):
@@ -74,9 +74,9 @@ def test_rows_that_fill_up_a_pass_have_no_part_in_the_step(group: dist.ProcessGr
 
 @pytest.fixture
 def only_graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Models compile to graphs, and no code is generated from these: that takes a compiler, and a minute.
+    """Compile models only to graphs, because generating code takes a compiler and a minute.
 
-    Returns the compiler's counters.
+    Return the compiler's counters.
     """
     import torch._dynamo  # takes seconds
     from torch._dynamo.utils import counters
@@ -135,15 +135,15 @@ def test_blocks_compile_themselves_under_fsdp(group: dist.ProcessGroup, only_gra
         np.testing.assert_allclose(compiled[name], weights, rtol=0, atol=1e-5)
 
 
-def test_without_a_compiler_one_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(SettingsError, match=r"SUNSPOT_COMPILE=default: torch.compile needs g\+\+ or clang\+\+, and"):
+    with pytest.raises(SettingsError, match=r"SUNSPOT_COMPILE=default: torch.compile needs g\+\+ or clang\+\+, which"):
         compile_model(nn.Linear(1, 1), plan_of(10, compile="default"), 1, CPU)
     compile_model(nn.Linear(1, 1), plan_of(10), 1, CPU)
 
 
-def test_what_lightning_trains_compiles_itself() -> None:
+def test_a_lightning_module_is_compiled() -> None:
     with pytest.raises(SettingsError, match=r"SUNSPOT_COMPILE=default: .*does not compile"):
         load_task(Settings(task="sunspot.tasks.lightning_mnist", compile="default"))
 

@@ -1,4 +1,4 @@
-"""What is said of a GPU that torch would not find, with stand-ins for NVIDIA's driver."""
+"""The problems that are reported of a GPU that torch cannot use, with stand-ins for NVIDIA's driver."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from sunspot.train.gpu import find_gpu_problem, try_gpus
 
 
 class Driver:
-    """NVIDIA's driver for a version of CUDA, and some GPUs; `broken` has the call that fails on one, and its code."""
+    """NVIDIA's driver for a version of CUDA, with some GPUs. `broken` has the failing call and its code for a GPU."""
 
     def __init__(
         self, cuda: int, code: int = 0, gpus: int = 1, broken: dict[int, tuple[str, int]] | None = None
     ) -> None:
-        self._cuda, self._code, self._gpus, self._broken = cuda, code, gpus, broken or {}
+        self._cuda = cuda
+        self._code = code
+        self._gpus = gpus
+        self._broken = broken or {}
         self._memory: dict[int, int] = {}
         self.in_use = list[int]()
 
@@ -38,7 +41,8 @@ class Driver:
         return self._answer("cuDeviceGet", number)
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
-        if not (code := self._answer("cuDevicePrimaryCtxRetain", device.value)):
+        code = self._answer("cuDevicePrimaryCtxRetain", device.value)
+        if not code:
             self.in_use.append(device.value)
         return code
 
@@ -69,7 +73,7 @@ class Driver:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, build: dict[str, Any], **driver: Any) -> Driver:
-    """Pretend that torch is of that build, with that driver, if any."""
+    """Pretend that this build of torch and this driver, if any, are installed."""
     loaded = Driver(**{"cuda": 0, **driver})
 
     def load(name: str) -> Any:
@@ -87,14 +91,18 @@ def pretend(monkeypatch: pytest.MonkeyPatch, build: dict[str, Any], **driver: An
     [
         ({"cuda": "13.2"}, {}, "driver cannot be loaded (libcuda.so.1: cannot open"),
         ({"cuda": "13.2"}, {"cuda": 13000, "code": 100}, "finds no GPU (cuInit returned 100)"),
-        ({"cuda": "13.2"}, {"cuda": 12080}, "made for CUDA 12, torch 2.15.0 for 13: it needs driver 580 or later"),
+        (
+            {"cuda": "13.2"},
+            {"cuda": 12080},
+            "supports CUDA 12, but torch 2.15.0 is built for CUDA 13: it needs driver 580 or later",
+        ),
         ({"cuda": None}, {"cuda": 13000}, "a build without CUDA"),
         ({"cuda": "13.2"}, {"cuda": 13000}, ""),
         ({"cuda": "12.8"}, {"cuda": 13020}, ""),
         ({"cuda": None, "hip": "7.0"}, {}, ""),
     ],
 )
-def test_why_torch_would_find_no_gpu(
+def test_find_gpu_problem_explains_why_torch_finds_no_gpu(
     monkeypatch: pytest.MonkeyPatch, build: dict[str, Any], driver: dict[str, int], told: str
 ) -> None:
     pretend(monkeypatch, build, **driver)
@@ -103,7 +111,7 @@ def test_why_torch_would_find_no_gpu(
     assert bool(problem) == bool(told)
 
 
-def test_a_check_fails_with_the_fix_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_has_its_fix_in_a_field_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {"cuda": "13.2"})
     check = try_gpus(1)
     assert (check.result, check.fix[:22]) == (Result.FAILED, "install it on the node")
@@ -113,7 +121,7 @@ def test_a_check_fails_with_the_fix_apart(monkeypatch: pytest.MonkeyPatch) -> No
     ("gpus", "broken", "told"),
     [
         (8, {}, ""),
-        (7, {}, "8 GPUs are promised, and NVIDIA's driver finds 7"),
+        (7, {}, "8 GPUs promised, but NVIDIA's driver finds 7; see the node's device plugin"),
         (
             8,
             {5: ("cuDevicePrimaryCtxRetain", 999)},
@@ -122,14 +130,15 @@ def test_a_check_fails_with_the_fix_apart(monkeypatch: pytest.MonkeyPatch) -> No
         (
             8,
             {0: ("forgets", 0), 7: ("cuDeviceGet", 101)},
-            "GPU 0 does not keep what is written into its memory; GPU 7 cannot be used (cuDeviceGet returned 101)",
+            "GPU 0 does not return the data that is written into its memory; "
+            "GPU 7 cannot be used (cuDeviceGet returned 101)",
         ),
         (8, {3: ("cuMemAlloc_v2", 2), 4: ("cuDevicePrimaryCtxRetain", 2)}, ""),
         (9, {8: ("cuDevicePrimaryCtxRetain", 999)}, ""),
     ],
     ids=["all work", "one is gone", "one is dead", "two are", "full ones work", "one that is not promised"],
 )
-def test_each_gpu_that_a_node_promises_is_tried(
+def test_each_promised_gpu_is_checked(
     monkeypatch: pytest.MonkeyPatch, gpus: int, broken: dict[int, tuple[str, int]], told: str
 ) -> None:
     driver = pretend(monkeypatch, {"cuda": "13.2"}, cuda=13000, gpus=gpus, broken=broken)
@@ -137,8 +146,8 @@ def test_each_gpu_that_a_node_promises_is_tried(
     assert not driver.in_use
 
 
-def test_one_of_several_parts_of_a_gpu_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA shows a process one part of a GPU that is divided (MIG), however many its pod has."""
+def test_only_one_mig_instance_is_visible_to_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA shows a process only one MIG instance, even if its pod has several."""
     pretend(monkeypatch, {"cuda": "13.2"}, cuda=13000, gpus=1)
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "MIG-1,MIG-2")
     assert not find_gpu_problem(2)

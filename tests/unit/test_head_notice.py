@@ -74,10 +74,8 @@ def test_the_workers_save_once_and_keep_training() -> None:
         checkpoints=SimpleNamespace(due=lambda step, step_s: due[step]),
         reporter=SimpleNamespace(due=lambda: False),
         window=SimpleNamespace(last_step_s=0.1),
-        _saved=False,
+        _saved_for_head=False,
     )
-    actions = [Worker.wanted(worker, step) for step in range(len(due))]
-    assert [action.save for action in actions] == [False, False, True, False, True], (
-        "no save begins while another one is committed"
-    )
+    actions = [Worker.choose_actions(worker, step) for step in range(len(due))]
+    assert [action.save for action in actions] == [False, False, True, False, True], "not while one is committed"
     assert not any(action.stop or action.restart for action in actions)

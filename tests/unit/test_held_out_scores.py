@@ -1,4 +1,4 @@
-"""Metrics of all held-out rows: what `compute_metrics` of a task gets, and what it may return."""
+"""Metrics of all held-out rows: the arguments of a task's `compute_metrics`, and its results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def compute_metrics(scores, rows):
 
 
 class HeldOutRows:
-    """A rank's held-out rows, every so many."""
+    """The held-out rows of one rank, in batches."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup) -> None:
         assert plan.test
@@ -66,7 +66,7 @@ class HeldOutRows:
 
 @pytest.fixture
 def plan_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Plan]:
-    """Writes the task with one more function, and plans a run of it."""
+    """Write the task with one more function, and return the plan of a run of it."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(text: str) -> Plan:
@@ -109,7 +109,7 @@ def test_all_rows_are_scored_once_on_any_number_of_workers(plan_of: Callable[[st
         ("{'hits': 1}", "returned hits, which loss returns for each row; rename one"),
     ],
 )
-def test_what_it_may_not_return_is_told(
+def test_an_invalid_result_of_compute_metrics_is_refused(
     returned: str, says: str, plan_of: Callable[[str], Plan], group: dist.ProcessGroup
 ) -> None:
     plan = plan_of(f"def compute_metrics(scores, rows): return {returned}")
@@ -117,7 +117,7 @@ def test_what_it_may_not_return_is_told(
         evaluate_rank(plan, group)
 
 
-def test_scores_that_take_too_much_memory_are_refused(
+def test_scores_that_need_too_much_memory_are_refused(
     plan_of: Callable[[str], Plan], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.train.held_out_scores, "MAX_BYTES", 3000)

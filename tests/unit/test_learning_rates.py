@@ -1,4 +1,4 @@
-"""The learning rates of each step: those of a plain PyTorch loop, from whichever step a run goes on."""
+"""The learning rates of each step are those of a plain PyTorch loop, from whichever step a run resumes."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ NO_SOURCE: Any = None
 
 
 def plan_of(settings: Settings, total_steps: int = STEPS) -> Plan:
-    """A plan of two epochs, without data."""
+    """Return a plan of two epochs without data."""
     return Plan(settings, NO_SOURCE, None, Steps(total_steps // 2, 1), total_steps)
 
 
 def rates_of(module: Any, settings: Settings, total_steps: int = STEPS) -> LearningRates:
-    """The learning rates of a task whose model is a single layer."""
+    """Return the learning rates of a task whose model is a single layer."""
     task = fill_in(module, settings)
     optimizer, _ = build.build_optimizer(settings, task, nn.Linear(2, 2))
     return LearningRates(plan_of(settings, total_steps), task, optimizer)
 
 
 def play_plain_loop(module: Any, settings: Settings) -> list[list[dict[str, Any]]]:
-    """The groups of an optimizer at each step of a plain loop, without their parameters."""
+    """Return the groups of an optimizer at each step of a plain loop, without their parameters."""
     optimizer = module.build_optimizer(nn.Linear(2, 2), settings)
     scheduler, seen = module.build_scheduler(optimizer, settings, STEPS), []
     for _ in range(STEPS):
@@ -73,7 +73,7 @@ def play_plain_loop(module: Any, settings: Settings) -> list[list[dict[str, Any]
 
 
 def module_of(**functions: Any) -> ModuleType:
-    """A task module with these functions, and with an optimizer at a rate of its own if they include none."""
+    """Return a task module with these functions, and with an optimizer if they do not include one."""
     module = ModuleType("mine")
     vars(module).update({"build_optimizer": scheduled.build_optimizer, **functions})
     return module
@@ -81,8 +81,8 @@ def module_of(**functions: Any) -> ModuleType:
 
 @pytest.mark.parametrize("kind", scheduled.SCHEDULERS)
 @pytest.mark.parametrize("makes", ["SGD", "AdamW of tensors"])
-def test_each_group_has_the_options_of_a_plain_loop_at_every_step(kind: str, makes: str) -> None:
-    """This holds from whichever step a run resumes, and whatever rates are in the checkpoint that it loads."""
+def test_each_group_has_the_same_options_as_in_a_plain_loop_at_every_step(kind: str, makes: str) -> None:
+    """This holds from whichever step a run resumes, and with any rates in its checkpoint."""
 
     def build_adam(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         groups = [{"params": [model.weight], "lr": torch.tensor(0.02)}, {"params": [model.bias]}]
@@ -112,7 +112,7 @@ def test_each_group_has_the_options_of_a_plain_loop_at_every_step(kind: str, mak
                 if kind in ("OneCycleLR", "CyclicLR", "cycle after a warm-up"):
                     name = "momentum" if makes == "SGD" else "betas"
                     assert group[name] == pytest.approx(there[name], rel=1e-12), step
-                assert "max_lr" not in group, "what only the scheduler needs stays with the stand-in"
+                assert "max_lr" not in group, "options that only the scheduler needs stay in the stand-in"
 
 
 @pytest.mark.parametrize("kind", ["OneCycleLR", "CosineAnnealingWarmRestarts"])
@@ -173,7 +173,7 @@ def test_several_optimizers_each_follow_their_own_scheduler() -> None:
     ]
 
 
-def test_a_scheduler_is_told_how_many_steps_an_epoch_has() -> None:
+def test_a_scheduler_can_get_the_number_of_steps_per_epoch() -> None:
     def build_scheduler(optimizer: Any, settings: Settings, total_steps: int, steps_per_epoch: int) -> Any:
         return MultiStepLR(optimizer, [steps_per_epoch], 0.1)
 
@@ -200,7 +200,7 @@ MAKERS: list[Callable[[Any, int, float], Any]] = [
     st.lists(st.tuples(st.sampled_from(MAKERS), st.integers(1, 15), st.floats(0.1, 1)), min_size=1, max_size=3),
     st.integers(0, 50),
 )
-def test_a_scheduler_that_jumps_to_a_step_has_the_rate_of_one_that_took_all_steps(made: Any, step: int) -> None:
+def test_jumping_to_a_step_gives_the_same_rate_as_taking_all_steps(made: Any, step: int) -> None:
     def build(optimizer: Any, *_: Any) -> Any:
         parts = [make(optimizer, steps, share) for make, steps, share in made]
         return SequentialLR(optimizer, parts, [9 * n for n in range(1, len(parts))]) if len(parts) > 1 else parts[0]
@@ -211,21 +211,21 @@ def test_a_scheduler_that_jumps_to_a_step_has_the_rate_of_one_that_took_all_step
         played.step()
         scheduler.step()
     asked_scheduler = build(asked)
-    if not can_jump(asked_scheduler):  # it is played, then
+    if not can_jump(asked_scheduler):  # then its steps are taken one by one
         assert any(isinstance(part, MAKERS_OF_RATES) for part in asked_scheduler._schedulers)
         return
     jump(asked_scheduler, step)
     assert asked.param_groups[0]["lr"] == pytest.approx(played.param_groups[0]["lr"], rel=1e-9, abs=1e-12)
 
 
-def test_a_run_that_goes_on_far_from_its_beginning_does_not_play_all_rates() -> None:
+def test_a_run_that_resumes_late_does_not_compute_all_earlier_rates() -> None:
     asked: list[int] = []
     module = module_of(build_scheduler=lambda optimizer, *_: LambdaLR(optimizer, lambda n: asked.append(n) or 0.5))
     assert rates_of(module, Settings()).at(50_000, 10**6)[0]["lr"] == 0.01
     assert len(asked) < 5
 
 
-def test_a_scheduler_that_sets_a_rate_before_it_notes_the_initial_one_begins_there() -> None:
+def test_a_scheduler_that_sets_the_rate_when_it_is_made_begins_with_that_rate() -> None:
     class Begun(ExponentialLR):
         def __init__(self, optimizer: Any) -> None:
             for group in optimizer.param_groups:
@@ -241,7 +241,7 @@ def test_a_scheduler_that_sets_a_rate_before_it_notes_the_initial_one_begins_the
     assert rates.at(7, STEPS)[1]["lr"] == pytest.approx(expected[7][1]["lr"]) == pytest.approx(0.5 * 0.9**7)
 
 
-def test_a_scheduler_that_was_stepped_as_it_was_built_goes_on_from_there() -> None:
+def test_a_scheduler_that_was_stepped_when_it_was_built_continues_from_there() -> None:
     def build_scheduler(optimizer: Any, settings: Settings, total_steps: int) -> Any:
         scheduler = ExponentialLR(optimizer, 0.9)
         optimizer.step()
@@ -278,7 +278,7 @@ def test_a_scheduler_that_cannot_set_the_rates_is_refused(build: Callable[[Any],
         ({"schedule": lambda step, total: [1.0, 0.5, 0.25][step]}, "step 4 of 40: IndexError"),
     ],
 )
-def test_a_step_without_a_rate_is_found_before_the_first_step(functions: dict[str, Any], says: str) -> None:
+def test_a_step_without_a_rate_is_reported_before_the_first_step(functions: dict[str, Any], says: str) -> None:
     rates = rates_of(module_of(**functions), Settings(task="mine"))
     with pytest.raises(SettingsError, match=f"TASK=mine: has no learning rate for {says}"):
         rates.describe(STEPS)
@@ -315,7 +315,7 @@ def test_a_long_run_is_described_from_some_of_its_steps() -> None:
     assert "2.2e-02 at most" in line
 
 
-def test_a_rate_that_depends_on_the_number_of_steps_is_reported() -> None:
+def test_a_rate_that_jumps_because_the_run_has_another_length_is_reported() -> None:
     def describe(module: Any, before: int) -> str:
         rates = rates_of(module, Settings(), 120)
         learner: Any = SimpleNamespace(rates=rates, task=rates._task, plan=plan_of(Settings(), 120))
@@ -323,8 +323,8 @@ def test_a_rate_that_depends_on_the_number_of_steps_is_reported() -> None:
 
     cycle = module_of(build_scheduler=lambda optimizer, _, total: PolynomialLR(optimizer, total))
     assert describe(cycle, 81) == (
-        "120 steps by SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS, 81 before: "
-        "the learning rate goes on at 0.00667, not at 0.000247"
+        "SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS now give 120 steps, 81 before: "
+        "the learning rate continues at 0.00667 instead of 0.000247"
     )
     assert not describe(cycle, 120)
     assert not describe(cycle, 0)
@@ -347,7 +347,7 @@ def test_a_task_whose_optimizer_has_a_scheduler_already_is_refused() -> None:
     ("library", "why"),
     [("build_keras", "Keras model brings"), ("build_trainer", "its Trainer"), ("build_trees", "trees")],
 )
-def test_a_scheduler_of_a_task_for_a_library_that_has_its_own_is_refused(
+def test_a_scheduler_is_refused_if_the_library_has_its_own(
     library: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ADAPTERS, library, "builtins:dict")
@@ -357,7 +357,7 @@ def test_a_scheduler_of_a_task_for_a_library_that_has_its_own_is_refused(
         load_task(Settings(task=f"mine_{library}"))
 
 
-def test_learning_rates_of_a_bundled_task_are_those_of_its_schedule() -> None:
+def test_bundled_tasks_follow_their_schedule() -> None:
     settings = Settings(task="tests.tasks.tiny", learning_rate=0.5)
     task = load_task(settings)
     optimizer, _ = build.build_optimizer(settings, task, nn.Linear(2, 2))

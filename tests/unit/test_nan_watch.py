@@ -1,4 +1,4 @@
-"""A loss or weights that are NaN or infinite: when they are noticed, what is kept, and when the run ends."""
+"""A loss or weights that are NaN or infinite: their detection, the checkpoints that are kept, and the run's end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sunspot.run.checkpoints import (
 from sunspot.settings import Settings
 from sunspot.train.loop import train
 from sunspot.train.nan_watch import NanWatch, has_finite_weights
-from sunspot.train.worker import Beginning, Worker
+from sunspot.train.worker import GroupStart, Worker
 from tests.harness.loop import QuietWorker, join_run, keep_run, make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 from tests.harness.runs import begin, commit, start
@@ -42,13 +42,13 @@ def watched(
     model: nn.Module | None = None,
     before: dict[str, Any] | None = None,
     limit: int = 3,
-    examined: bool = True,
+    weights_checked: bool = True,
 ) -> NanWatch:
-    return NanWatch(Settings(max_nan_windows=limit), group, before or {}, model or nn.Linear(2, 2), examined)
+    return NanWatch(Settings(max_nan_windows=limit), group, before or {}, model or nn.Linear(2, 2), weights_checked)
 
 
 def look(watch: NanWatch, step: int, loss: float, newest: float | None = None, saves: bool = False) -> bool:
-    """Close a window of ten steps; returns whether the run ends."""
+    """Close a window of ten steps, and return True if the run ends."""
     last = torch.tensor([loss if newest is None else newest, 1.0])
     watch.look({"step": step, "steps": 10, "loss": loss}, [{"loss": last}], saves)
     return watch.verdict(last=False) is not None
@@ -66,18 +66,18 @@ def test_a_run_ends_after_windows_in_a_row_with_a_loss_that_is_not_finite(
     assert watch.state == {}
     assert [look(watch, step, loss) for step in (40, 50, 60)] == [False, False, True]
     assert str(watch.verdict(last=False)).startswith(
-        "the loss is not finite since step 31, for 3 windows of metrics in a row (SUNSPOT_MAX_NAN_WINDOWS=3): lower "
+        "the loss has not been finite since step 31, for 3 windows of metrics in a row (SUNSPOT_MAX_NAN_WINDOWS=3): "
     )
 
 
-def test_no_run_ends_by_single_rows_or_by_steps_that_a_loss_scaler_skips(group: dist.ProcessGroup) -> None:
+def test_single_rows_and_steps_that_a_loss_scaler_skips_do_not_end_a_run(group: dist.ProcessGroup) -> None:
     """The mean of each window is NaN, but its newest step is not."""
     watch = watched(group, limit=1)
     assert not any(look(watch, step, NAN, newest=0.5) for step in range(10, 100, 10))
     assert watch.state == {}
 
 
-def test_a_loop_without_a_metric_called_loss_is_judged_by_all_names_that_end_in_loss(group: dist.ProcessGroup) -> None:
+def test_without_a_metric_called_loss_all_names_that_end_with_loss_are_checked(group: dist.ProcessGroup) -> None:
     record = {"step": 10, "steps": 10, "generator_loss": NAN, "ratio": NAN}
     newest = {"generator_loss": torch.tensor([NAN]), "ratio": torch.tensor([NAN])}
     for more, windows in (({}, 1), ({"loss": 1.0}, 0)):
@@ -106,14 +106,14 @@ def test_without_a_limit_a_run_only_warns(group: dist.ProcessGroup) -> None:
     assert (watch.state["nan_since"], watch.state["nan_windows"], watch.state["nan_weights"]) == (1, 9, 0)
 
 
-def test_weights_that_the_newest_step_has_broken_are_found_as_they_are_saved(group: dist.ProcessGroup) -> None:
+def test_weights_that_the_newest_step_has_broken_are_found_when_they_are_saved(group: dist.ProcessGroup) -> None:
     """The loss does not show such weights before the next step."""
     model = nn.Linear(2, 2)
     watch = watched(group, model)
     with torch.no_grad():
         model.bias[1] = INF
     assert not look(watch, 10, 1.0)
-    assert watch.state == {}, "nothing is saved, so nothing is read"
+    assert watch.state == {}, "weights are not read if nothing is saved"
     assert not look(watch, 20, 1.0, saves=True)
     assert watch.state == {"nan_since": 20, "nan_windows": 0, "nan_weights": 1}
     look(watch, 30, NAN)
@@ -132,18 +132,20 @@ def test_weights_that_are_infinite_from_the_beginning_are_accepted(group: dist.P
         look(watch, 20, NAN)
         assert watch.state == {"nan_accepted": 1, "nan_since": 11, "nan_windows": 1, "nan_weights": 0}
         look(watch, 30, 1.0)
-        watch = watched(group, model, watch.state, examined=False)  # of a group that goes on in place
+        watch = watched(
+            group, model, watch.state, weights_checked=False
+        )  # the state of a group that continues in place
     assert not watched(group, before=watch.state).state, "the checkpoint's weights are finite by now"
     model.bias.requires_grad_(False)
     model.register_buffer("mask", torch.full((2,), -INF))
     assert has_finite_weights(model)
 
 
-def test_weights_that_broke_just_before_a_loss_are_not_taken_for_meant(group: dist.ProcessGroup) -> None:
-    """The group after it goes on from a state of survivors, or from a copy in memory, that nothing has looked at."""
+def test_weights_that_broke_just_before_a_loss_are_not_accepted(group: dist.ProcessGroup) -> None:
+    """The next group continues from a state in place or from a copy in memory, whose weights were not checked."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, NAN)
-    watch = watched(group, model, {"loss": 1.0}, examined=False)
+    watch = watched(group, model, {"loss": 1.0}, weights_checked=False)
     look(watch, 10, NAN, saves=True)
     assert watch.state == {"nan_since": 1, "nan_windows": 1, "nan_weights": 1}
 
@@ -152,7 +154,7 @@ def test_weights_that_broke_just_before_a_loss_are_not_taken_for_meant(group: di
 def test_large_weights_of_any_type_are_finite(dtype: torch.dtype) -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.full((70_000,), 30_000.0, dtype=dtype))
-    assert has_finite_weights(model), "though the sum is none of a float16"
+    assert has_finite_weights(model), "the sum does not fit into a float16"
     with torch.no_grad():
         model.weight[1] = NAN
     assert not has_finite_weights(model)
@@ -168,12 +170,12 @@ class Foreign(nn.Module):
         raise NotImplementedError
 
 
-def test_weights_of_a_model_without_parameters_are_those_of_its_state() -> None:
+def test_a_model_without_parameters_is_checked_by_its_state() -> None:
     assert not has_finite_weights(Foreign())
     assert has_finite_weights(nn.Identity())
 
 
-def test_all_ranks_decide_alike(tmp_path: Path) -> None:
+def test_all_ranks_decide_the_same(tmp_path: Path) -> None:
     """A rank without rows in the newest step decides like the others."""
 
     def act(group: dist.ProcessGroup) -> tuple[dict[str, float], bool]:
@@ -186,7 +188,7 @@ def test_all_ranks_decide_alike(tmp_path: Path) -> None:
     assert states == [({"nan_since": 1, "nan_windows": 1, "nan_weights": 0}, True)] * 2
 
 
-def test_a_mean_that_is_not_finite_spoils_no_later_one() -> None:
+def test_a_mean_that_is_not_finite_does_not_affect_later_means() -> None:
     recent = RecentMeans(1000, {})
     recent.add(100, {"loss": 1.0})
     recent.add(100, {"loss": NAN})
@@ -223,7 +225,7 @@ def test_the_newest_checkpoint_with_finite_weights_is_kept() -> None:
     assert [each.step for each in expired(given, 1, "accuracy", "max")] == [3]
 
 
-def test_a_run_goes_on_from_the_newest_checkpoint_with_finite_weights(tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_newest_checkpoint_with_finite_weights(tmp_path: Path) -> None:
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job")
     good = [commit(run, attempt, step) for step in (3, 6)]
@@ -233,7 +235,7 @@ def test_a_run_goes_on_from_the_newest_checkpoint_with_finite_weights(tmp_path: 
     assert [(each.name, each.kind) for each in passed] == [(each.name, Unusable.NOT_FINITE) for each in reversed(bad)]
 
 
-def test_without_another_checkpoint_a_run_goes_on_from_one_that_is_not_finite(tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint_with_nan_weights_if_it_has_no_other(tmp_path: Path) -> None:
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job")
     newest = [commit(run, attempt, step, nan_weights=1) for step in (3, 6)][-1]
@@ -255,12 +257,12 @@ def loss(model, batch):
 """
 
 STEP = [0, 0]
-"""Steps taken in this process, and the first with a loss that is not finite."""
+"""Number of steps taken in this process, and the first step whose loss is not finite."""
 
 
 @pytest.fixture
 def diverging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of a run of twelve steps, whose loss is NaN from the sixth on; each step is a window."""
+    """Return the settings of a run of twelve steps whose loss is NaN from the sixth on. Each step is a window."""
     (tmp_path / "diverges.py").write_text(DIVERGES)
     monkeypatch.syspath_prepend(tmp_path)
     STEP[:] = [0, 6]
@@ -274,9 +276,13 @@ def join(group: dist.ProcessGroup, owner: str, **settings: Any) -> tuple[Run, Wo
     return run, join_run(plan, run, owner, group)
 
 
-def test_a_run_ends_and_starts_again_from_what_is_finite(diverging: dict[str, Any], group: dist.ProcessGroup) -> None:
+def test_a_run_that_diverged_restarts_from_a_finite_checkpoint(
+    diverging: dict[str, Any], group: dist.ProcessGroup
+) -> None:
     run, worker = join(group, "one", **diverging, max_nan_windows=2)
-    with pytest.raises(DivergedError, match=r"^the loss is not finite since step 6, for 2 windows of metrics in a row"):
+    with pytest.raises(
+        DivergedError, match=r"^the loss has not been finite since step 6, for 2 windows of metrics in a row"
+    ):
         train(worker)
     assert worker.step == 7, "and takes no further step"
     kept = list_checkpoints(run)
@@ -284,9 +290,9 @@ def test_a_run_ends_and_starts_again_from_what_is_finite(diverging: dict[str, An
     assert [each.step for each in kept if not each.finite] == [6], "the state that ended the run is not saved"
     assert kept[-1].metrics[NAN_WEIGHTS] == 1
 
-    STEP[:] = [0, 100]  # mended
+    STEP[:] = [0, 100]  # the loss stays finite from now on
     _, worker = join(group, "two", **diverging)
-    assert worker.beginning.step == 5
+    assert worker.group_start.step == 5
     train(worker)
     worker.checkpoints.close(finished=True)
     found, _ = find_newest_good(run, read_attempts(run))
@@ -294,18 +300,18 @@ def test_a_run_ends_and_starts_again_from_what_is_finite(diverging: dict[str, An
     assert (found.step, found.finite) == (12, True)
 
 
-def test_a_group_in_place_goes_on_looking_at_the_weights_after_the_first_step(group: dist.ProcessGroup) -> None:
+def test_a_group_that_continues_in_place_keeps_checking_the_weights(group: dist.ProcessGroup) -> None:
     built = make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", num_workers="1")), group)
     for parameter in built.learner.model.parameters():
         nn.init.constant_(parameter, INF)
 
     def state_of_group(step: int) -> dict[str, Any]:
-        beginning = Beginning(step, True, {}, in_place=True, examined=False)
+        group_start = GroupStart(step, True, {}, in_place=True, weights_checked=False)
         idle: Any = None
-        return QuietWorker(built.learner, beginning, idle, idle, idle, idle, None, ExitStack())._nan_watch.state
+        return QuietWorker(built.learner, group_start, idle, idle, idle, idle, None, ExitStack())._nan_watch.state
 
     assert state_of_group(5) == {}
-    assert state_of_group(0) == {"nan_accepted": 1}, "the task has made them so"
+    assert state_of_group(0) == {"nan_accepted": 1}, "the task began with infinite weights"
 
 
 @pytest.mark.parametrize(("limit", "ends"), [(100, True), (0, False)])

@@ -1,4 +1,4 @@
-"""What the settings say of the optimizer: schedule, decay and clipping; the same at any number of workers."""
+"""Settings of the optimizer: schedule, weight decay and clipping work in the same way at any number of workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sunspot.train import build
 from tests.harness.loop import train_ranks
 
 TINY = {"task": "tests.tasks.tiny", "global_batch_size": 25, "learning_rate": 0.1, "max_steps": 4}
-"""Trained by SGD, whose steps are as long as its gradients."""
+"""Settings of a run with SGD, whose steps are as long as its gradients."""
 
 
 @given(st.sampled_from(["linear", "cosine", "constant"]), st.integers(0, 30), st.integers(1, 40))
@@ -42,14 +42,14 @@ def test_a_rate_rises_to_its_peak_and_falls_from_there(schedule: str, warmup: in
 
 
 @given(st.floats(0, 1, exclude_min=True, exclude_max=True), st.integers(1, 1000))
-def test_a_share_of_the_steps_is_a_warm_up(share: float, total: int) -> None:
+def test_a_fraction_of_the_steps_is_a_warm_up(share: float, total: int) -> None:
     steps = Settings(warmup_steps=math.ceil(share * total))
     for step in range(total):
         found = learning_rate_factor(Settings(warmup_steps=share), step, total)
         assert found == learning_rate_factor(steps, step, total)
 
 
-def test_a_task_of_two_functions_gets_the_rest_by_the_settings() -> None:
+def test_a_task_with_two_functions_gets_an_optimizer_and_a_schedule_by_the_settings() -> None:
     module = ModuleType("mine")
     module.build_model, module.loss = (lambda *_: nn.Linear(2, 2)), None
     settings = Settings(schedule="cosine", warmup_steps=1, weight_decay=0.1, learning_rate=0.5)
@@ -63,7 +63,7 @@ def test_a_task_of_two_functions_gets_the_rest_by_the_settings() -> None:
     assert fill_in(module, Settings(weight_decay=0.1)).schedule(0, 1) == 7.0
 
 
-def test_a_task_that_brings_a_scheduler_has_no_other_schedule() -> None:
+def test_a_task_with_its_own_scheduler_has_no_other_schedule() -> None:
     module, settings = ModuleType("mine"), Settings(task="mine")
     module.build_scheduler = lambda optimizer, *_: None
     assert not hasattr(fill_in(module, settings), "schedule")
@@ -86,8 +86,10 @@ def test_a_setting_that_would_change_nothing_is_refused(task: str, name: str, va
     load_task(Settings(task=task, clip_norm=1))
 
 
-def test_a_run_goes_on_with_the_rate_and_decay_of_today() -> None:
-    model, before, today = nn.Linear(2, 2), Settings(weight_decay=0.1), Settings(weight_decay=0.3, learning_rate=0.5)
+def test_a_resumed_run_uses_the_current_rate_and_decay() -> None:
+    model = nn.Linear(2, 2)
+    before = Settings(weight_decay=0.1)
+    today = Settings(weight_decay=0.3, learning_rate=0.5)
     saved = build_optimizer(model, before).state_dict()
     optimizer, _ = build.build_optimizer(today, fill_in(ModuleType("mine"), today), model)
     build.load_rest(TrainingState(optimizer=saved), model, optimizer)
@@ -96,10 +98,14 @@ def test_a_run_goes_on_with_the_rate_and_decay_of_today() -> None:
 
 
 @pytest.mark.parametrize("fused", [None, True])
-def test_a_state_is_laid_out_as_the_parameters_are(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints have plain tensors, and a fused optimizer takes one layout only."""
+def test_a_restored_state_has_the_memory_layout_of_the_parameters(
+    fused: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints have contiguous tensors, and a fused optimizer accepts only one layout."""
     monkeypatch.setattr("sunspot.parallel.sharding.CHANNELS_LAST", ("cpu",))
-    module, settings, state = ModuleType("mine"), Settings(), TrainingState()
+    module = ModuleType("mine")
+    settings = Settings()
+    state = TrainingState()
     module.build_optimizer = lambda m, _: torch.optim.AdamW(m.parameters(), 0.1, fused=fused)
     images, losses = torch.rand(5, 3, 8, 8), []
     for resumes in (False, True):
@@ -125,7 +131,7 @@ def test_a_state_is_laid_out_as_the_parameters_are(fused: bool | None, monkeypat
     assert losses[0] == losses[1]
 
 
-def test_a_gradient_is_cut_to_its_longest() -> None:
+def test_a_gradient_is_clipped_to_the_maximum_norm() -> None:
     model = nn.Linear(3, 1, bias=False)
     for longest, left in [(0.0, 5.0), (10.0, 5.0), (2.5, 2.5)]:
         model.weight.grad = torch.tensor([[3.0, 4.0, 0.0]])
@@ -133,8 +139,8 @@ def test_a_gradient_is_cut_to_its_longest() -> None:
         assert float(model.weight.grad.norm()) == pytest.approx(left)
 
 
-def test_clipping_is_of_the_whole_step_and_model(tmp_path: Path) -> None:
-    """However many workers share it, in however many passes, and with the model whole or in parts."""
+def test_clipping_uses_the_norm_of_the_complete_step_and_model(tmp_path: Path) -> None:
+    """This holds for any number of workers and passes, and for a sharded model."""
     free = train_ranks(tmp_path / "free", 1, **TINY)
     alone = train_ranks(tmp_path / "alone", 1, **TINY, clip_norm=0.05)
     several = train_ranks(tmp_path / "several", 3, **TINY, clip_norm=0.05, micro_batch_size=4)
@@ -146,8 +152,8 @@ def test_clipping_is_of_the_whole_step_and_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_gradients_that_travel_in_bf16_are_rounded(parallel: str, tmp_path: Path) -> None:
-    """Far less than they are long; a worker alone sends none."""
+def test_gradients_that_are_sent_in_bf16_are_rounded(parallel: str, tmp_path: Path) -> None:
+    """Rounding changes them little. A single worker sends no gradients."""
     exact = train_ranks(tmp_path / "exact", 2, **TINY)
     rounded = train_ranks(tmp_path / "rounded", 2, **TINY, parallel=parallel, gradient_precision="bf16")
     apart = np.abs(rounded["4.weight"] - exact["4.weight"]).max()

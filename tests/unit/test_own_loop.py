@@ -1,4 +1,4 @@
-"""A task's own loop: the steps of ours at any number of workers, and what is said of one that cannot be."""
+"""A task's own loop takes the steps of the default loop at any number of workers, and invalid loops are refused."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from sunspot.settings import Settings
 from sunspot.tasks import gan, load_task
 from sunspot.tasks.defaults import Optimizers, fill_in
 from sunspot.train.loop import train
-from sunspot.train.worker import Beginning
+from sunspot.train.worker import GroupStart
 from tests.harness import REPOSITORY
 from tests.harness.loop import losses_of_ranks, make_worker, plan_without_evaluation, train_ranks
 
 BATCH = {"global_batch_size": 25, "max_steps": 12}
-"""Whose shares differ on two workers, and on three."""
+"""Settings of steps whose rows are unevenly divided between two workers, and among three."""
 
 
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tasks of docs/own-loop.md, to be imported."""
+    """Make the tasks of docs/own-loop.md importable."""
     text = (REPOSITORY / "docs/own-loop.md").read_text()
     blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", text, re.S | re.M)
     for name, text in blocks:
@@ -56,7 +56,7 @@ def test_losses_do_not_depend_on_the_number_of_workers(task: str, examples: None
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Writes a task with the model of the small one; returns its name."""
+    """Return a function that writes a task with the model of the small task and returns its name."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(text: str) -> str:
@@ -84,8 +84,10 @@ def train(run):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_loop_takes_the_steps_of_ours(parallel: str, tmp_path: Path, own: Callable[..., str]) -> None:
-    """In a step that is too small for all workers, too."""
+def test_an_own_loop_takes_the_same_steps_as_the_default_loop(
+    parallel: str, tmp_path: Path, own: Callable[..., str]
+) -> None:
+    """This includes a step that has too few rows for all workers."""
     settings: dict[str, Any] = {"global_batch_size": 5, "max_steps": 4, "parallel": parallel, "clip_norm": 0.5}
     ours = train_ranks(tmp_path / "ours", 3, task="tests.tasks.tiny", **settings)
     theirs = train_ranks(tmp_path / "theirs", 3, task=own(PLAIN), **settings)
@@ -94,10 +96,10 @@ def test_a_loop_takes_the_steps_of_ours(parallel: str, tmp_path: Path, own: Call
 
 
 @pytest.mark.parametrize(("parallel", "micro"), [("ddp", 2), ("fsdp", 0)])
-def test_an_infinite_loss_of_an_uncounted_row_changes_nothing(
+def test_an_infinite_loss_of_a_padding_row_changes_nothing(
     parallel: str, micro: int, tmp_path: Path, own: Callable[..., str]
 ) -> None:
-    """Idle ranks are given the first row twice; its loss may be infinite, and 0 times that is not 0."""
+    """Idle ranks get the first row twice. Its loss may be infinite, and 0 times infinity is not 0."""
     infinite = own("""
 import torch
 from sunspot.tasks.images import loss as measure
@@ -113,7 +115,7 @@ def loss(model, batch):
         np.testing.assert_allclose(theirs[name], weights, rtol=0, atol=1e-5)
 
 
-def test_no_parameter_changes_before_the_copy_of_it_is_done(group: dist.ProcessGroup, own: Callable[..., str]) -> None:
+def test_no_parameter_changes_before_its_copy_is_complete(group: dist.ProcessGroup, own: Callable[..., str]) -> None:
     worker = make_worker(plan_without_evaluation(Settings(task=own(PLAIN), **BATCH)), group)
     weight: torch.Tensor = worker.learner.model[0].weight.detach()
     after, waited = [weight.clone()], list[torch.Tensor]()
@@ -124,10 +126,10 @@ def test_no_parameter_changes_before_the_copy_of_it_is_done(group: dist.ProcessG
     assert all(torch.equal(before, then) for before, then in zip(after, waited, strict=False))
 
 
-def test_a_loss_while_ddp_begins_leaves_nothing_in_the_optimizers(
+def test_losing_a_worker_while_ddp_starts_leaves_no_hooks_in_the_optimizers(
     group: dist.ProcessGroup, own: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are those of the next group."""
+    """The next group uses the same optimizers."""
 
     def lose(*given: Any, **named: Any) -> Any:
         raise RuntimeError("Connection closed by peer")
@@ -168,7 +170,7 @@ CHANGES = "optimizer.param_groups[0]['lr'] = 0.5 ** run.position"
         ("after", CHANGES, "changed the learning rate from .* to 1 between two steps"),
     ],
 )
-def test_rates_that_a_loop_sets_and_would_lose_are_refused(
+def test_rates_that_a_loop_sets_are_refused_if_they_would_be_replaced(
     where: str, what: str, says: str, group: dist.ProcessGroup, own: Callable[..., str]
 ) -> None:
     task = own(OWN_RATES.format(**{"before": "", "in_step": "", "after": "", where: what}))
@@ -188,7 +190,7 @@ def test_rates_that_a_loop_sets_before_the_optimizers_step_are_kept(
 def test_each_step_draws_its_own_random_numbers_and_counts_its_epoch(
     group: dist.ProcessGroup, own: Callable[..., str]
 ) -> None:
-    """The numbers that a resumed run draws, too; and after the last step it is still the last epoch."""
+    """A resumed run draws the same numbers. After the last step, the epoch is still the last one."""
     task = own("""
 import torch
 drawn = {}
@@ -207,14 +209,14 @@ def train(run):
     assert drawn.pop("end") == 2
     assert len({number for number, _ in drawn.values()}) == 4
     worker = make_worker(plan, group)
-    worker.beginning = Beginning(2, True, {})
+    worker.group_start = GroupStart(2, True, {})
     importlib.import_module(task).drawn.clear()
     train(worker)
     assert importlib.import_module(task).drawn[3] == drawn[3]
 
 
-def test_modes_that_a_task_has_set_are_kept(own: Callable[..., str], group: dist.ProcessGroup) -> None:
-    """But a model that is in evaluation mode as a whole was loaded like that, and trains."""
+def test_module_modes_that_a_task_has_set_are_kept(own: Callable[..., str], group: dist.ProcessGroup) -> None:
+    """But a model that is completely in evaluation mode was loaded like that, and is put into training mode."""
     task = own("""
 import tests.tasks.tiny
 from sunspot.tasks.images import loss
@@ -232,7 +234,7 @@ def build_model(settings, source):
 
 
 def test_several_optimizers_are_saved_and_restored_as_one() -> None:
-    """As if nothing had been between two steps; and the state is that of one optimizer with all of the groups."""
+    """The run resumes as if uninterrupted, and the saved state is that of one optimizer with all groups."""
 
     def trained(steps: int, saved: Any = None) -> tuple[nn.Module, Optimizers]:
         torch.manual_seed(0)
@@ -267,7 +269,7 @@ def test_several_optimizers_are_saved_and_restored_as_one() -> None:
         assert torch.equal(resumed.state_dict()[name], weights), name
 
 
-def test_our_loop_steps_several_optimizers(own: Callable[..., str], tmp_path: Path) -> None:
+def test_the_default_loop_steps_several_optimizers(own: Callable[..., str], tmp_path: Path) -> None:
     two = own("""
 import torch
 from sunspot.tasks.images import loss
@@ -282,7 +284,7 @@ def build_optimizer(model, settings):
         np.testing.assert_array_equal(theirs[name], weights)
 
 
-def test_the_loop_of_the_gan_is_that_of_the_docs() -> None:
+def test_the_docs_show_the_loop_of_the_gan_task() -> None:
     text = (REPOSITORY / "docs/own-loop.md").read_text()
     [shown] = re.findall(r"^```python\n(generator, .*?)^```$", text, re.S | re.M)
     lines = [line.strip() for line in Path(gan.__file__).read_text().splitlines()]
@@ -307,21 +309,19 @@ BEGIN = "def train(run):\n    for batch in run.batches():\n        "
     ("text", "message"),
     [
         (BEGIN + "pass", "took a batch and did not call run.step"),
-        (BEGIN + "run.step()", "logged nothing of a batch"),
+        (BEGIN + "run.step()", "logged nothing for a batch"),
         (BEGIN + "run.log({'loss': run.model.state_dict()['0.bias']})", r"logged loss of shape \[8\]; .* 25 rows"),
         (BEGIN + "run.log({'loss': run.model[0].bias.sum()}); run.step(); run.step()", "called run.step.. twice"),
         (BEGIN + "run.log({'loss': run.model[0].bias.sum()}); run.step(); break", "returned at step 1 of 12"),
     ],
 )
-def test_a_loop_that_cannot_be_is_told_so(
-    text: str, message: str, own: Callable[..., str], group: dist.ProcessGroup
-) -> None:
+def test_an_invalid_loop_is_refused(text: str, message: str, own: Callable[..., str], group: dist.ProcessGroup) -> None:
     worker = make_worker(plan_without_evaluation(Settings(task=own(text), **BATCH)), group)
     with pytest.raises(SettingsError, match=message):
         train(worker)
 
 
-def test_held_out_rows_need_a_loss(examples: None) -> None:
+def test_held_out_rows_require_a_loss(examples: None) -> None:
     settings = Settings(task="my_loop")
     plan = make_plan(settings, load_task(settings))
     assert plan.test is None
@@ -329,7 +329,7 @@ def test_held_out_rows_need_a_loss(examples: None) -> None:
 
 
 def test_the_script_that_became_a_task_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And goes on from what it has saved; with the same rates, and a model of the same loss at first."""
+    """It also resumes from its checkpoint, with the same rates, and with a model of the same initial loss."""
     from tests.tasks import nano, nano_script
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():

@@ -1,4 +1,4 @@
-"""The check before training that every node sees the run's storage, with a fake of Ray's part in it."""
+"""The check before training that every node can use the run's storage, with a stand-in for Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def probe_fakes(monkeypatch: pytest.MonkeyPatch, folder: Path, count: int, answe
     return fake
 
 
-def test_a_thousand_nodes_are_asked_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_thousand_nodes_are_asked_in_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def answer(node: str) -> str:
         time.sleep(0.02)
         return ""
@@ -40,7 +40,7 @@ def test_a_thousand_nodes_are_asked_side_by_side(monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - began < 10, "one after another takes 20 s"
 
 
-def test_all_nodes_that_cannot_use_the_storage_are_named_at_once(
+def test_one_error_names_all_nodes_that_cannot_use_the_storage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(node: str) -> str:
@@ -48,7 +48,7 @@ def test_all_nodes_that_cannot_use_the_storage_are_named_at_once(
         if number in (3, 4):
             raise ray.exceptions.GetTimeoutError("no answer")
         return (
-            "it reads something else than was written"
+            "it does not read what another node has written"
             if number < 20
             else f"run/probe-{uuid4().hex}: denied"
             if number > 39
@@ -59,12 +59,15 @@ def test_all_nodes_that_cannot_use_the_storage_are_named_at_once(
         probe_fakes(monkeypatch, tmp_path, 50, answer)
     text = str(refused.value)
     assert "28 of 50 other nodes cannot use it" in text
-    assert "000000000000, 000000000001, 000000000002 and 15 others: it reads something else than was written" in text
+    assert (
+        "000000000000, 000000000001, 000000000002 and 15 others: it does not read what another node has written" in text
+    )
     assert "000000000040, 000000000041, 000000000042 and 7 others: run/probe-...: denied" in text
     assert "SUNSPOT_STORAGE_PATH must be s3://..., gs://... or az://..., or a file system that all nodes share" in text
     assert "\n" not in text
     [warning] = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert warning.startswith("warning: 2 nodes did not answer, asked about the storage: 000000000003, 000000000004: ")
+    expected = "warning: 2 nodes did not answer when asked about the storage: 000000000003, 000000000004: "
+    assert warning.startswith(expected)
     assert "no answer" in warning
 
 
@@ -76,5 +79,5 @@ def test_a_defect_of_the_check_itself_is_not_hidden(monkeypatch: pytest.MonkeyPa
         probe_fakes(monkeypatch, tmp_path, 3, answer)
 
 
-def test_a_cluster_of_one_node_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cluster_of_one_node_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert probe_fakes(monkeypatch, tmp_path, 0, lambda node: pytest.fail("asked")).most_at_once == 0

@@ -1,4 +1,4 @@
-"""Ray is told which workers to replace, and a trainer without workers ends."""
+"""The replacement of lost workers by Ray, and the end of a trainer without workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sunspot.elastic.membership import Member, Membership, MembershipSnapshot
 from sunspot.ray_internals import controller
 from sunspot.ray_internals.controller import end_lost
 from sunspot.train import trainer
-from sunspot.train.trainer import left_alone
+from sunspot.train.trainer import only_driver_remains
 
 
 class Worker:
@@ -54,14 +54,14 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Any:
     return now
 
 
-def test_dead_workers_are_replaced_and_those_that_answer_are_not(time: list[float]) -> None:
+def test_only_workers_that_do_not_answer_are_replaced(time: list[float]) -> None:
     dead, whole = Worker("a", ConnectionError()), Worker("b", "done")
     end_lost([dead, whole], Mock(side_effect=AssertionError))
     assert (dead.ended, whole.ended, time[0]) == (True, False, 0.0)
 
 
-def test_a_busy_worker_that_is_alive_is_not_ended_for_its_silence(time: list[float]) -> None:
-    """The worker holds the GIL for half a minute while another one is being replaced."""
+def test_a_busy_worker_is_not_replaced_for_its_silence(time: list[float]) -> None:
+    """The worker holds the GIL for half a minute, while another one is being replaced."""
     busy, frozen = Worker("busy", None), Worker("frozen", None)
 
     def find_living() -> list[str]:
@@ -75,17 +75,17 @@ def test_a_busy_worker_that_is_alive_is_not_ended_for_its_silence(time: list[flo
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_worker_that_never_answers_is_ended_after_a_limit(known: bool, time: list[float]) -> None:
+def test_the_wait_for_a_worker_that_never_answers_is_limited(known: bool, time: list[float]) -> None:
     silent = Worker("silent", None)
     end_lost([silent], (lambda: ["silent-1"]) if known else Mock(side_effect=OSError("the driver is gone")))
     assert silent.ended
     assert time[0] <= (controller.LIVING_S if known else controller.ANSWER_S) + 1
 
 
-def test_a_trainer_ends_if_only_a_hung_replacement_is_left(
+def test_a_trainer_ends_if_its_only_replacement_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trainer, "ALONE_CHECK_S", 0.01)
+    monkeypatch.setattr(trainer, "MEMBERS_CHECK_EVERY_S", 0.01)
     membership = Membership(1)
     membership.enter(Member("first", "node"))
     membership.request_to_join("first", 0.0)
@@ -93,15 +93,15 @@ def test_a_trainer_ends_if_only_a_hung_replacement_is_left(
     assert membership.trains
     membership.enter(Member("hangs", "node"))
     membership.lose("first", 2.0)
-    assert not membership.snapshot().has_no_members
-    assert left_alone(Future(), membership.snapshot, limit_s=0.1)
+    assert not membership.deserted
+    assert only_driver_remains(Future(), membership, limit_s=0.1)
 
 
-@pytest.mark.parametrize("read_membership", [None, Membership(2).snapshot], ids=["restart mode", "survivor mode"])
-def test_a_stop_before_any_worker_trains_does_not_wait_for_one(
-    read_membership: Callable[[], MembershipSnapshot] | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("membership", [None, Membership(2)], ids=["a group that ends as a whole", "survivors"])
+def test_a_stop_before_any_worker_trains_ends_the_trainer_at_once(
+    membership: Membership | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "ALONE_CHECK_S", 0.01)
+    monkeypatch.setattr(trainer, "MEMBERS_CHECK_EVERY_S", 0.01)
     looks = iter([False, False, True])
-    assert left_alone(Future(), read_membership, lambda: next(looks))
+    assert only_driver_remains(Future(), membership, lambda: next(looks))
     assert list(looks) == []

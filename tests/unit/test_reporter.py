@@ -1,4 +1,4 @@
-"""What the workers report of their steps, and what of that is in storage."""
+"""The reports of workers about their steps, on the terminal and in storage."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ from sunspot.run.incidents import Cause, read_receipts
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import Settings
 from sunspot.train.reporter import Reporter
-from sunspot.train.worker import Beginning, Step, Worker
+from sunspot.train.worker import GroupStart, Step, Worker
 from tests.harness.control import LocalControl
 from tests.harness.runs import begin, consumed, record_audit, start
 
 
 def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
-    """A worker alone; `own` are its checkpoints, commands, telemetry and reporter."""
+    """Return a single worker. `own` are its checkpoints, commands, telemetry and reporter."""
     place = WorkerPlace(group)
     learner: Any = SimpleNamespace(plan=plan, place=place, average=MagicMock(), model=torch.nn.Identity())
     checkpoints, commands, telemetry, reporter = own
-    begun = Beginning(0, True, {})
+    begun = GroupStart(0, True, {})
     return Worker(learner, begun, checkpoints, commands, MagicMock(), telemetry, reporter, ExitStack())
 
 
 @pytest.mark.parametrize("name", ["loss", "generator_loss"])
-def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
+def test_each_report_adds_a_record_and_separate_numbers_of_each_rank(
     name: str, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve steps of an epoch of four, reported at its ends; a loop of its own may name its losses as it likes."""
+    """Twelve steps are reported at the end of each epoch of four. A task's own loop may name its losses freely."""
     reported: list[dict[str, Any]] = []
     monkeypatch.setattr(sunspot.train.worker.ray.train, "report", reported.append)
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
-    for first in (1, 4):  # left unmerged by one before it
+    for first in (1, 4):  # segments that an earlier process has not merged
         record_audit(run, Attempt(0, "job", None, 0), consumed(first, first + 2))
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)
     begun = StartPoint(attempt, nodes={0: "node"})
@@ -72,6 +72,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     control.channel.add_left_out(["node a left out: GPU 3 cannot be used"])
     control.channel.explain_loss("out of memory: 2.90 of 3.00 GiB in use on a")
     reporter = Reporter(run, plan, begun, TrainingState(), control, journals, checkpoints, Phases())
+    reporter.announce()
     telemetry = MagicMock()
     commands: Any = SimpleNamespace(poll=Command)
     worker = make_worker(plan, group, checkpoints, commands, telemetry, reporter)
@@ -109,10 +110,10 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     assert len(run.storage.list(run.key("audit"))) == 1
 
 
-def test_a_step_has_one_loss_and_a_failure_its_reason_wherever_they_are_shown(
+def test_a_loss_and_the_reason_of_a_failure_are_the_same_wherever_they_are_shown(
     group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A report after step 3 leaves one step to the window that ends with the epoch of four."""
+    """A report after step 3 leaves one step for the window that ends with the epoch of four steps."""
     monkeypatch.setattr(sunspot.train.worker.ray.train, "report", lambda _: None)
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
@@ -125,6 +126,7 @@ def test_a_step_has_one_loss_and_a_failure_its_reason_wherever_they_are_shown(
     control = LocalControl()
     control.channel.explain_start(Incident(Cause.WORKER_FAILED, "rank 0: KeyError: 'weights'"))
     reporter = Reporter(run, plan, begun, TrainingState(), control, journals, checkpoints, Phases())
+    reporter.announce()
     worker = make_worker(plan, group, checkpoints, MagicMock(), MagicMock(), reporter)
     agree = MagicMock()
     monkeypatch.setattr(worker, "_decisions", MagicMock(agree=agree))
@@ -137,13 +139,13 @@ def test_a_step_has_one_loss_and_a_failure_its_reason_wherever_they_are_shown(
     shown = [status.loss, control.heard("add_metrics")[-1]["loss"], checkpoints.save.call_args.args[1]["loss"]]
     assert shown == [3.0, 3.0, 3.0], "the mean of the epoch's rows"
     assert status.warning == "its workers were started again after worker failed (rank 0: KeyError: 'weights')"
-    assert control.heard("log").count("  between nodes, NCCL takes Socket") == 1
+    assert control.heard("log").count("  between nodes, NCCL uses Socket") == 1
 
 
-def test_a_loss_that_is_not_finite_is_told_at_once_and_again_when_it_is_finite(
+def test_a_loss_is_reported_when_it_becomes_nan_and_when_it_is_finite_again(
     group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps 3 and 4 of 8 have a loss that is NaN; every second step is the end of an epoch, and of a window."""
+    """The loss is NaN in steps 3 and 4 of 8. Every second step ends an epoch and a window."""
     monkeypatch.setattr(sunspot.train.worker.ray.train, "report", lambda _: None)
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
@@ -153,6 +155,7 @@ def test_a_loss_that_is_not_finite_is_told_at_once_and_again_when_it_is_finite(
     control.channel.explain_start(Incident(Cause.BEGIN))
     begun = StartPoint(attempt, nodes={0: "node"})
     reporter = Reporter(run, plan, begun, TrainingState(), control, Journals(run, 1), checkpoints, Phases())
+    reporter.announce()
     worker = make_worker(plan, group, checkpoints, MagicMock(), MagicMock(), reporter)
     monkeypatch.setattr(worker, "_decisions", MagicMock(agree=lambda _: StepActions()))
     since, windows = [], []
@@ -169,7 +172,7 @@ def test_a_loss_that_is_not_finite_is_told_at_once_and_again_when_it_is_finite(
     said = [record.message for record in caplog.records]
     assert said == [
         "hits: the mean over the steps 1 to 2 is not finite; the loss of step 2 is finite",
-        "the loss is NaN or infinite since step 3, in 1 window of metrics in a row",
+        "the loss has been NaN or infinite since step 3, in 1 window of metrics in a row",
         "the loss is finite again in the steps 5 to 6",
     ]
     records = read_journal(run, "metrics")
@@ -178,13 +181,14 @@ def test_a_loss_that_is_not_finite_is_told_at_once_and_again_when_it_is_finite(
 
 @pytest.mark.parametrize("another", [True, False], ids=["another driver", "the next group of this driver"])
 def test_a_loop_ends_once_another_driver_owns_the_run(another: bool, tmp_path: Path) -> None:
-    """Some loops commit seldom, and nothing catches errors of the thread that writes the status."""
+    """Some loops commit seldom, and errors of the thread that writes the status are ignored."""
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning", driver="mine")
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)
     begun = StartPoint(attempt, nodes={0: "node"})
     checkpoints = MagicMock(newest=None, commit_s=None)
     reporter = Reporter(run, plan, begun, TrainingState(), LocalControl(), Journals(run, 1), checkpoints, Phases())
+    reporter.announce()
     reporter.heartbeat()
     start(run, "other job" if another else "job", driver="theirs" if another else "mine")
     with pytest.raises(SupersededError):
@@ -193,7 +197,7 @@ def test_a_loop_ends_once_another_driver_owns_the_run(another: bool, tmp_path: P
         reporter.heartbeat()
 
 
-def test_the_line_of_an_epoch_has_the_metrics_of_the_task(group: dist.ProcessGroup) -> None:
+def test_the_line_of_an_epoch_shows_the_task_metrics(group: dist.ProcessGroup) -> None:
     window = MetricWindow(group, torch.device("cpu"), RecentMeans(10, {}))
     window.add_step([{"loss": torch.tensor([1.0, 2.0]), "top2": torch.tensor([0.0, 1.0])}], 0.1, data_wait=0.0)
     line = epoch_line({**window.close(5, 1, 0.1), **window.recent.newest, "test_mae": 3e-5, "attempt": 1})
@@ -202,7 +206,7 @@ def test_the_line_of_an_epoch_has_the_metrics_of_the_task(group: dist.ProcessGro
     )
 
 
-def test_after_the_loss_of_a_rank_its_last_step_is_not_shown_as_news(
+def test_the_last_step_of_a_lost_rank_is_not_shown_as_news(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
@@ -218,15 +222,15 @@ def test_after_the_loss_of_a_rank_its_last_step_is_not_shown_as_news(
     ]
 
 
-def test_a_rate_is_of_one_worker_group_alone() -> None:
-    """The group after a loss may be past the step of the loss when it is seen first."""
+def test_a_rate_is_computed_within_one_worker_group() -> None:
+    """After a loss, the next group may have passed the lost step when it is first observed."""
     lines = _Lines(60, 60)
     states = [(1, 31, 100.0), (1, 41, 105.0), (2, 42, 145.0), (2, 46, 147.0)]
     shown = [lines.describe(Progress(attempt, step, 0.5, time=time)) for attempt, step, time in states]
     assert [re.findall("[0-9.]+ steps/s", text) for text in shown] == [[], ["2.0 steps/s"], [], ["2.0 steps/s"]]
 
 
-def test_plain_lines_say_only_what_is_new(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_show_only_news(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
     lines, trains = _Lines(10, 5), Progress(1, 5, 0.5, time=1.0)
     evaluates = replace(trains, doing="evaluating 2000 rows")

@@ -1,6 +1,6 @@
-"""Loops of one's own, and averaged weights: killed in the middle of a step, and resumed on another number of workers.
+"""Runs with their own loops and averaged weights are killed in a step and resume at another number of workers.
 
-By forked ranks with the product's own checkpoints, without Ray.
+The ranks are forked processes that write real checkpoints, without Ray.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from sunspot.settings import Settings
 from tests.harness.loop import plan_without_evaluation, train_group
 from tests.harness.training import consumed, newest, weights
 
-STEPS, KILLED_AT, SAVED_EVERY = 24, 17, 5
+STEPS = 24
+KILLED_AT = 17
+SAVED_EVERY = 5
 
 
 def plan_of(storage: Path, settings: dict[str, Any]) -> Plan:
-    """An epoch of STEPS steps."""
+    """Return a plan of one epoch of STEPS steps."""
     common = {"storage_path": str(storage), "run_name": "run", "epochs": 1, "audit": True, "checkpoint_every_s": 0}
     rows = rows_in(plan_without_evaluation(Settings(**settings)).source)
     batch = {"global_batch_size": -(-rows // STEPS), "checkpoint_every_steps": SAVED_EVERY}
@@ -42,7 +44,9 @@ def plan_of(storage: Path, settings: dict[str, Any]) -> Plan:
     ],
     ids=["gan", "nano", "ema from parts", "ema to parts"],
 )
-def test_what_was_killed_goes_on(settings: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
+def test_a_killed_run_resumes_at_another_number_of_workers(
+    settings: dict[str, Any], then: dict[str, Any], tmp_path: Path
+) -> None:
     broken, whole = (plan_of(tmp_path / name, settings) for name in ("broken", "whole"))
     resumed = plan_of(tmp_path / "broken", {**settings, **then})
     train_group(broken, 2, killed_at=KILLED_AT)
@@ -52,7 +56,7 @@ def test_what_was_killed_goes_on(settings: dict[str, Any], then: dict[str, Any],
     assert [attempt.step for attempt in read_attempts(run)] == [0, KILLED_AT // SAVED_EVERY * SAVED_EVERY]
     assert newest(run).step == STEPS
     rows = [row for step in consumed(run).values() for row in step]
-    assert sorted(rows) == list(range(rows_in(whole.source))), "each row once, as the audit has them"
+    assert sorted(rows) == list(range(rows_in(whole.source))), "the audit contains each row once"
     expected = weights(open_run(str(tmp_path / "whole"), "run"))
     for name, tensor in weights(run).items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5)

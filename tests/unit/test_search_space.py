@@ -167,7 +167,7 @@ def test_trials_have_a_fixed_number_of_workers() -> None:
         (
             "sunspot.train",
             {"SUNSPOT_LEARNING_RATE": "loguniform(1e-4,1e-2)"},
-            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2): one run takes one value; `sunspot tune` trains",
+            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2): a run takes one value; use `sunspot tune` to train",
         ),
         (
             "sunspot.tune",

@@ -1,4 +1,4 @@
-"""What surrounds an optimizer step: its random numbers, and the evaluation at the end of an epoch."""
+"""The code around an optimizer step: its random numbers, and the evaluation at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sunspot.train.learner import Learner
 from sunspot.train.loop import take_step, train
 from sunspot.train.randomness import seed_generators
 from sunspot.train.run import TrainingRun
-from sunspot.train.worker import Beginning, RegroupError, Step, Worker
+from sunspot.train.worker import GroupStart, RegroupError, Step, Worker
 from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 
@@ -45,7 +45,7 @@ HELD_OUT = 50
 def evaluating(
     group: dist.ProcessGroup, world_size: int, batches: Iterator[Batch] | None = None, **settings: Any
 ) -> Any:
-    """What an evaluation needs on one of `world_size` workers, and its `passes`: the rows of each."""
+    """Return a stand-in for a learner on one of `world_size` workers. Its `passes` are the row counts of its passes."""
     passes: list[int] = []
 
     def test(batch_size: int) -> Iterator[Batch]:
@@ -72,14 +72,14 @@ def evaluating(
 
 
 def results_of(learner: Any) -> dict[str, float] | None:
-    """The results of an evaluation that no command cuts short."""
+    """Return the results of an evaluation that no command interrupts."""
     return evaluate(learner, Command, lambda _: None).results
 
 
 @pytest.mark.parametrize(
     ("world_size", "batch", "micro", "largest"), [(1, 40, 8, 8), (2, 40, 16, 10), (2, 41, 0, 21), (30, 40, 0, 2)]
 )
-def test_an_evaluation_takes_no_more_rows_at_once_than_training(
+def test_an_evaluation_pass_has_no_more_rows_than_a_training_pass(
     group: dist.ProcessGroup, world_size: int, batch: int, micro: int, largest: int
 ) -> None:
     learner = evaluating(group, world_size, global_batch_size=batch, micro_batch_size=micro)
@@ -89,7 +89,7 @@ def test_an_evaluation_takes_no_more_rows_at_once_than_training(
 
 
 class Cached(torch.nn.Module):
-    """Makes a table in the first pass, as those of rotary angles are; one part stays in evaluation mode."""
+    """A model that makes a table in its first pass, like rotary embeddings. One part stays in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,9 @@ class Cached(torch.nn.Module):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_training_goes_on_with_what_an_evaluation_left(parallel: str, group: dist.ProcessGroup) -> None:
+def test_training_can_use_tensors_that_the_model_made_during_an_evaluation(
+    parallel: str, group: dist.ProcessGroup
+) -> None:
     learner = evaluating(group, 1, parallel=parallel)
     model = learner.model = Cached()
     learner.task.loss = lambda model, batch: (model(batch["row"])[:, 0], {})
@@ -112,16 +114,16 @@ def test_training_goes_on_with_what_an_evaluation_left(parallel: str, group: dis
     assert (model.training, model.layer.training, model.frozen.training) == (True, True, False)
 
 
-def test_who_joins_or_leaves_waits_for_an_evaluation(group: dist.ProcessGroup) -> None:
-    """One that begins anew for each newcomer may never end."""
+def test_workers_join_and_leave_only_after_an_evaluation(group: dist.ProcessGroup) -> None:
+    """An evaluation that restarted for each new worker might never end."""
     assert evaluate(evaluating(group, 1), lambda: Command(regroup=True), lambda _: None).results
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_parts_of_the_last_step_are_copied_before_a_change(
+def test_sharded_state_is_copied_before_the_group_changes(
     sharded: bool, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even while the previous copy is under way, because all go back to the newest copy."""
+    """This holds even while the previous copy is running, because all workers return to the newest copy."""
     worker = make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", global_batch_size=8)), group)
     saved: list[dict[str, Any]] = []
     worker.checkpoints.save = lambda step, metrics, **how: saved.append(how)
@@ -135,10 +137,10 @@ def test_parts_of_the_last_step_are_copied_before_a_change(
 
 @pytest.mark.parametrize("command", [Command(restart=True), Command(stop=True)])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_notice_cuts_an_evaluation_short_on_all_ranks(
+def test_a_notice_interrupts_an_evaluation_on_all_ranks(
     parallel: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though only rank 0 hears of it, and the other one has more rows than it will ever see."""
+    """Only rank 0 hears of the notice, and the other rank has more rows than it could ever evaluate."""
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
 
     def act(group: dist.ProcessGroup) -> tuple[bool, bool, bool]:
@@ -154,8 +156,10 @@ def test_a_notice_cuts_an_evaluation_short_on_all_ranks(
     assert in_processes(tmp_path, 2, act) == [(True, command.stop, command.restart)] * 2
 
 
-def test_a_rank_without_rows_is_alive_while_others_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As held-out rows may be uneven, and an evaluation may take longer than HANG_TIMEOUT_S."""
+def test_a_rank_without_rows_sends_heartbeats_while_others_evaluate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held-out rows may be unevenly divided, and an evaluation may take longer than HANG_TIMEOUT_S."""
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
 
     def act(group: dist.ProcessGroup) -> tuple[dict[str, float] | None, int]:
@@ -166,11 +170,11 @@ def test_a_rank_without_rows_is_alive_while_others_evaluate(tmp_path: Path, monk
 
     (results, _), (same, beats) = in_processes(tmp_path, 2, act)
     assert results == same == {"test_loss": pytest.approx(sum(range(20)) / 21)}
-    assert beats > 5, "one for each round, and of those many while the other evaluates"
+    assert beats > 5, "there is a heartbeat for each of the many rounds of the other rank's evaluation"
 
 
 class Recorded(Worker):
-    """A worker that trains nothing, and keeps in `calls` and `records` what it does after a step."""
+    """A worker that does not train, and records what it does after a step in `calls` and `records`."""
 
     def __init__(
         self,
@@ -195,7 +199,7 @@ class Recorded(Worker):
         loss = learner.task.loss
         learner.task.loss = lambda *given: self.calls.append("evaluates") or loss(*given)
         reporter: Any = MagicMock(due=lambda: False)
-        begun = Beginning(25, evaluated, before or {}, await_sums=lambda: None)
+        begun = GroupStart(25, evaluated, before or {}, await_sums=lambda: None)
         ignored = MagicMock()
         super().__init__(learner, begun, checkpoints, commands, ignored, ignored, reporter, ExitStack())
 
@@ -229,10 +233,10 @@ class Recorded(Worker):
         (Command(stop=True), [("save", 25, False, True)]),
     ],
 )
-def test_an_epochs_end_is_kept_before_its_evaluation(
+def test_the_end_of_an_epoch_is_saved_before_its_evaluation(
     command: Command, left: list[Any], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is lost, or cut short, from there on costs no step, and is not told to be evaluated."""
+    """A loss or an interrupt during the evaluation costs no step, and the state does not count as evaluated."""
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
     worker = Recorded(evaluating(group, 1), command)
     assert worker.take_step(25) == command.stop
@@ -241,7 +245,7 @@ def test_an_epochs_end_is_kept_before_its_evaluation(
     assert (record["epoch"], "test_loss" in record) == (1, command == Command())
     outlived = worker.leave()
     assert outlived
-    assert outlived[1].metrics.items() >= record.items(), "an evaluation that is made up adds to this record"
+    assert outlived[1].metrics.items() >= record.items(), "a repeated evaluation adds to this record"
 
 
 def test_an_epoch_whose_end_a_loss_interrupts_is_still_evaluated(group: dist.ProcessGroup) -> None:
@@ -263,26 +267,26 @@ def test_an_epoch_whose_end_a_loss_interrupts_is_still_evaluated(group: dist.Pro
         (Command(stop=True), [("save", 25, False, True)]),
     ],
 )
-def test_an_evaluation_is_made_up_once(
+def test_an_interrupted_evaluation_is_repeated_once(
     command: Command, done: list[Any], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
     learner = evaluating(group, 1)
     worker = Recorded(learner, command)
-    assert not worker.make_up_evaluation()
+    assert not worker.repeat_evaluation()
     assert not worker.calls
     worker = Recorded(learner, command, evaluated=False)
-    assert worker.make_up_evaluation() == command.stop
+    assert worker.repeat_evaluation() == command.stop
     assert [*dict.fromkeys(worker.calls)] == ["evaluates", *done]
     assert ("test_loss" in worker.records[-1]) == (command == Command())
-    assert not worker.make_up_evaluation()
+    assert not worker.repeat_evaluation()
 
 
 @pytest.mark.parametrize(("order", "ends"), [("min", [False, False, False, True]), ("max", [False, True])])
-def test_a_run_ends_once_evaluations_in_a_row_improve_nothing(
+def test_a_run_ends_after_several_evaluations_without_an_improvement(
     order: str, ends: list[bool], group: dist.ProcessGroup
 ) -> None:
-    """And a restart from any checkpoint goes on counting where that stood."""
+    """A restart continues counting from the checkpoint."""
     kept: dict[str, Any] = {}
     for offset, end in zip((0, -1, float("nan"), -1), ends, strict=False):
         settings = {"early_stop_evaluations": 2 if order == "min" else 1, "checkpoint_order": order}
@@ -297,8 +301,8 @@ def test_a_run_ends_once_evaluations_in_a_row_improve_nothing(
     assert best == pytest.approx(sum(range(HELD_OUT)) / HELD_OUT - (order == "min"))
 
 
-def test_an_evaluation_has_the_buffers_that_a_checkpoint_has(tmp_path: Path) -> None:
-    """Those of rank 0, such as batch norm's averages: each rank has its own until then."""
+def test_an_evaluation_uses_the_same_buffers_as_a_checkpoint(tmp_path: Path) -> None:
+    """These are the buffers of rank 0, such as batch norm's averages, of which each rank has its own before."""
 
     def act(group: dist.ProcessGroup) -> tuple[float, dict[str, float] | None]:
         learner = evaluating(group, 2)
@@ -311,7 +315,7 @@ def test_an_evaluation_has_the_buffers_that_a_checkpoint_has(tmp_path: Path) -> 
     assert in_processes(tmp_path, 2, act) == [(0.0, {"test_loss": 0.0})] * 2
 
 
-def test_a_checkpoint_that_can_wait_does_so_while_one_is_committed(group: dist.ProcessGroup) -> None:
+def test_a_checkpoint_that_can_wait_is_delayed_while_another_is_committed(group: dist.ProcessGroup) -> None:
     for busy in (True, False):
         worker = Recorded(evaluating(group, 1, parallel="fsdp", checkpoint_every_steps=2), Command(), busy=busy)
         for step in range(1, 21):
@@ -321,7 +325,7 @@ def test_a_checkpoint_that_can_wait_does_so_while_one_is_committed(group: dist.P
 
 
 def run_on(device: str, group: dist.ProcessGroup) -> TrainingRun:
-    """A run of a worker alone, with all of its tensors on a device."""
+    """Return the run of a single worker, with all of its tensors on a device."""
     settings = Settings(task="tests.tasks.tiny", global_batch_size=8, micro_batch_size=5, clip_norm=1)
     worker = make_worker(plan_without_evaluation(settings), group)
     learner = worker.learner
@@ -338,8 +342,8 @@ def run_on(device: str, group: dist.ProcessGroup) -> TrainingRun:
     return TrainingRun(worker)
 
 
-def test_a_step_reads_nothing_that_the_device_computes(group: dist.ProcessGroup) -> None:
-    """Tensors of the meta device have no values: whatever would wait for one raises."""
+def test_a_step_never_waits_for_a_value_from_the_device(group: dist.ProcessGroup) -> None:
+    """Tensors of the meta device have no values, so waiting for one raises an error."""
     run = run_on("meta", group)
     for batch in itertools.islice(run.batches(), 2):
         take_step(run, batch)
@@ -360,7 +364,7 @@ def test_a_step_does_not_wait_for_the_gpu(group: dist.ProcessGroup) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_random_numbers_of_a_step_are_those_that_torch_manual_seed_gives() -> None:
+def test_a_step_draws_the_same_numbers_as_after_torch_manual_seed() -> None:
     seed_generators(3, 7, 1)
     drawn = torch.rand(4), np.random.rand(), random.random()
     word = int(np.random.SeedSequence([3, 7, 1]).generate_state(1)[0])
@@ -372,8 +376,8 @@ def test_the_random_numbers_of_a_step_are_those_that_torch_manual_seed_gives() -
 
 
 @pytest.mark.parametrize("needs_others", [False, True])
-def test_a_process_that_joins_has_taken_a_step_that_leaves_no_trace(needs_others: bool) -> None:
-    """Of it only what the optimizer allocates stays, which the others' state replaces; its loss replaces a buffer."""
+def test_a_warm_up_step_leaves_no_trace(needs_others: bool) -> None:
+    """Only the optimizer's state stays, which the others' state replaces. The loss replaces a buffer in this test."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model[0].register_buffer("center", torch.zeros(2))
     source: Any = SimpleNamespace(row_groups=(60,), read=lambda group, rows: {"x": np.ones((len(rows), 2), np.float32)})
@@ -392,7 +396,7 @@ def test_a_process_that_joins_has_taken_a_step_that_leaves_no_trace(needs_others
     learner = Learner(plan, task, WorkerPlace(), model, optimizer, WeightAverage(optimizer, 0), *[MagicMock()] * 2)
     before = [buffer.clone() for buffer in model.buffers()]
     learner.warm_up()
-    assert passes == [4], "rows of one of three workers"
+    assert passes == [4], "the pass has the rows of one of three workers"
     assert all(map(torch.equal, model.buffers(), before))
     assert [parameter.grad for parameter in model.parameters()] == [None] * 4
     assert bool(optimizer.state) is not needs_others

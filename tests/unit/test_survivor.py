@@ -1,4 +1,4 @@
-"""A process that outlives its group: what it knows of the state that it holds, and how it forms the next group."""
+"""A process that outlives its group: the state that it keeps, and the next group that it forms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sunspot.run import open_run
 from sunspot.run.attempts import IN_PLACE, Attempt, Metadata, checkpoint_name, claim
 from sunspot.run.failures import read_failures
 from sunspot.settings import Settings
-from sunspot.train import join, loop, replacement
+from sunspot.train import joining, loop, replacement
 from sunspot.train import survivor as survivors
 from sunspot.train.survivor import NoGroupError, Survivor
 from sunspot.train.worker import RegroupError
@@ -43,8 +43,8 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
         return Survivor(address, limit_s)
 
 
-def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tmp_path: Path) -> None:
-    """Its group may end before it trains: alone, it would claim the step before with the parameters of this one."""
+def test_a_received_newer_state_does_not_keep_the_name_of_the_old_one(tmp_path: Path) -> None:
+    """Its group may end before it trains. It would then claim the older step with the newer step's parameters."""
 
     def act(group: Any) -> LiveState | None:
         rank = dist.get_rank()
@@ -59,7 +59,7 @@ def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tm
 
 
 @pytest.mark.parametrize(("hang_timeout_s", "limits_s"), [(300.0, [900.0]), (0.0, [])])
-def test_a_process_that_hangs_while_it_prepares_itself_alone_is_ended(
+def test_a_process_that_hangs_while_it_prepares_alone_is_ended(
     hang_timeout_s: float, limits_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active = list[float]()
@@ -81,8 +81,8 @@ def test_a_process_that_hangs_while_it_prepares_itself_alone_is_ended(
     assert not active
 
 
-def test_a_process_that_was_handed_a_state_has_it_before_its_group_trains() -> None:
-    """Otherwise, if the only other process with the state dies right then, all would go back to a copy."""
+def test_a_process_that_received_a_state_can_offer_it_before_its_group_trains() -> None:
+    """Otherwise all would return to a copy if the only other process with the state died right then."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     attempt = Attempt(3, "job", FURTHEST.checkpoint, 5, nonce="11111111")
     survivor.keep(attempt, TrainingState(metrics={"loss": 1.0}, taken=7.0, ledger=("window",), tier=IN_PLACE))
@@ -93,11 +93,11 @@ def test_a_process_that_was_handed_a_state_has_it_before_its_group_trains() -> N
     stood = list[int | None]()
     survivor._client = Mock(join_next=stood.append)
     survivor.form()
-    assert stood == [5], "the decider knows"
+    assert stood == [5], "the decider learns the step"
 
 
-def test_all_go_on_with_the_metrics_and_rows_of_one(tmp_path: Path) -> None:
-    """A loss may end an evaluation on some of them only: then one alone would stop early, later."""
+def test_all_members_continue_with_the_metrics_and_rows_of_one_member(tmp_path: Path) -> None:
+    """A loss may end an evaluation on only some members. One of them would then stop the run early, alone."""
 
     def act(group: Any) -> Any:
         rank = dist.get_rank()
@@ -113,7 +113,7 @@ def test_all_go_on_with_the_metrics_and_rows_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_group_builds_together_or_not_at_all(live: bool) -> None:
-    """One that has prepared itself, and one that came when none trained, would wait for each other in collectives."""
+    """A prepared process and a process that came when no group trained would wait for each other in collectives."""
     prepared, other = (on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0) for _ in range(2))
     prepared.prepare(Mock)
     for each in (prepared, other):
@@ -121,8 +121,8 @@ def test_a_group_builds_together_or_not_at_all(live: bool) -> None:
     assert [bool(each.learner) for each in (prepared, other)] == [live, live]
 
 
-def test_a_group_that_is_closed_before_it_has_a_socket_forms_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member was lost right after the word that it belongs to the group; nothing can be cut yet."""
+def test_forming_stops_if_the_group_is_closed_before_it_has_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member was lost right after it was admitted to the group, when there is no socket to cut yet."""
     monkeypatch.setattr(survivors, "FORM_LIMIT_S", 600)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     survivor = on_device("cpu", MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
@@ -133,10 +133,8 @@ def test_a_group_that_is_closed_before_it_has_a_socket_forms_no_longer(monkeypat
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_gpu_takes_no_step_by_sums_of_a_group_that_was_broken_off(
-    broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL's collectives end without an error when they are aborted, and with sums of anything."""
+def test_a_gpu_takes_no_step_with_sums_of_an_aborted_group(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborted NCCL collectives end without an error, with arbitrary sums."""
     survivor = on_device("cuda", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     aborted = list[bool]()
     survivor._client = Mock(closed=lambda wait_s: bool(aborted))
@@ -151,7 +149,7 @@ def test_a_worker_alone_in_its_group_stops_when_the_group_is_closed(tmp_path: Pa
 
     def act(group: Any) -> int:
         worker = make_worker(plan_without_evaluation(Settings(max_steps=8)), group)
-        worker.beginning = replace(worker.beginning, is_closed=lambda: worker.step == 3)
+        worker.group_start = replace(worker.group_start, is_closed=lambda: worker.step == 3)
         with pytest.raises(RegroupError):
             loop.train(worker)
         return worker.step
@@ -160,14 +158,14 @@ def test_a_worker_alone_in_its_group_stops_when_the_group_is_closed(tmp_path: Pa
 
 
 def test_an_evaluation_stops_when_the_group_is_closed() -> None:
-    worker = SimpleNamespace(beginning=SimpleNamespace(is_closed=lambda: True))
+    worker = SimpleNamespace(group_start=SimpleNamespace(is_closed=lambda: True))
     worker._leave_closed_group = lambda: survivors.Worker._leave_closed_group(worker)  # type: ignore[arg-type]
     with pytest.raises(RegroupError):
         survivors.Worker._heartbeat(worker, True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_process_outlives_the_group_that_its_own_driver_has_superseded(closed: bool) -> None:
+def test_a_process_outlives_a_group_that_its_own_driver_has_superseded(closed: bool) -> None:
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor._client = Mock(closed=lambda wait_s: closed)
     assert survivor.outlives(SupersededError("attempt 2 owns the run")) is closed
@@ -175,48 +173,50 @@ def test_a_process_outlives_the_group_that_its_own_driver_has_superseded(closed:
 
 
 @pytest.mark.parametrize(("driver", "fatal"), [("this", False), ("another", True)])
-def test_only_a_group_of_another_driver_ends_the_run(driver: str, fatal: bool, tmp_path: Path) -> None:
+def test_a_superseded_worker_ends_the_run_only_if_another_driver_owns_it(
+    driver: str, fatal: bool, tmp_path: Path
+) -> None:
     run, control = open_run(str(tmp_path), "run"), LocalControl()
     ours = Attempt(1, "job", None, 0, metadata=Metadata(driver="this"))
     claim(run, [], ours)
     claim(run, [ours], Attempt(2, "job", None, 0, metadata=Metadata(driver=driver)))
-    joined: Any = SimpleNamespace(run=run, control=control, place=WorkerPlace(), start=SimpleNamespace(attempt=ours))
-    join.record_end(SupersededError("attempt 2 owns the run"), joined)
+    setup: Any = SimpleNamespace(run=run, control=control, place=WorkerPlace(), start=SimpleNamespace(attempt=ours))
+    joining.record_end(SupersededError("attempt 2 owns the run"), setup)
     assert bool(control.channel.group_end().fatal) is fatal
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, True), (1, False)])
-def test_a_replacement_tells_what_ends_the_run_if_nobody_is_left_that_trained(
+def test_a_replacement_reports_a_fatal_error_if_no_trained_worker_is_left(
     rank: int, told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Or else the run would end with MAX_FAILURES lost workers, and not with the exit code of the error."""
+    """Otherwise the run would end because of MAX_FAILURES lost workers, instead of with the error's exit code."""
     control = LocalControl()
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     monkeypatch.setattr(survivor, "form", lambda: WorkerPlace(None, rank, 2, nodes=["node", "node"]))
     monkeypatch.setattr(survivor, "prepare", lambda build: None)
     for name in ("print_logs", "find_code", "enter_folder", "quiet_ray_train", "Watchdog", "listening_to_rounds"):
-        monkeypatch.setattr(join, name, MagicMock())
-    for name in ("open_memory", "round_products"):
-        monkeypatch.setattr(join, name, Mock(return_value=None))
-    monkeypatch.setattr(join.ray.train.torch, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(join.dist, "barrier", lambda group: None)
-    monkeypatch.setattr(join.torch, "set_num_threads", lambda threads: None)
-    monkeypatch.setattr(join, "agree_on_start", Mock(side_effect=DamageError("no checkpoint is whole")))
+        monkeypatch.setattr(joining, name, MagicMock())
+    for name in ("open_memory", "set_tf32"):
+        monkeypatch.setattr(joining, name, Mock(return_value=None))
+    monkeypatch.setattr(joining.ray.train.torch, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(joining.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(joining.torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(joining, "agree_on_start", Mock(side_effect=DamageError("no checkpoint is whole")))
     config: Any = Mock(control=control, plan=plan_without_evaluation(Settings()))
     config.claimant = lambda: Mock(run=open_run(str(tmp_path), "run"))
-    with pytest.raises(DamageError), join.join_run(config, survivor):
-        pass
+    with pytest.raises(DamageError):
+        loop.train_in_group(config, survivor)
     assert bool(control.channel.group_end().fatal) is told
 
 
 @pytest.mark.parametrize("others_train", [True, False])
 @pytest.mark.parametrize("others_first", [True, False])
-def test_members_that_do_not_meet_give_up_soon(
+def test_members_that_cannot_connect_give_up_soon(
     others_first: bool, others_train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One member stands still while its heartbeats go on. A collective may take far longer than forming a group.
+    """One member hangs but sends heartbeats. A collective may take far longer than forming a group.
 
-    The first one that gives up closes the group for the others.
+    The first member that gives up closes the group for the others.
     """
     monkeypatch.setattr(survivors, "FORM_LIMIT_S", 0.3)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -226,28 +226,30 @@ def test_members_that_do_not_meet_give_up_soon(
     stand = Mock(return_value=(Generation(7, members), 0))
     survivor._client = Mock(join_next=stand, closed=lambda wait_s: others_first and wait_s > 0)
     began = time.monotonic()
-    with pytest.raises(NoGroupError, match="node-1, node-2 may connect to each other"):
+    with pytest.raises(NoGroupError, match="node-1, node-2 can connect to each other"):
         survivor.form()
     assert time.monotonic() - began < 30
-    assert stand.call_count == (1 if others_train else survivors.GROUP_TRIES), "the others wait in each try"
+    assert stand.call_count == (1 if others_train else survivors.GROUP_TRIES), (
+        "the others wait for a replacement in each try"
+    )
 
 
-def test_a_process_that_is_always_taken_for_lost_gives_up() -> None:
+def test_a_process_that_repeatedly_counts_as_lost_gives_up() -> None:
     """The process held the GIL for too long while it built its model, and would do so again."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor._client = Mock(connections=1)
     for connections in range(1, survivors.GROUP_TRIES + 1):
         survivor._connections, survivor._client.connections = connections, connections + 1
         survivor.leave(RegroupError())
-    with pytest.raises(NoGroupError, match=r"3 groups in a row took no step: .*for lost"):
+    with pytest.raises(NoGroupError, match=r"3 groups in a row took no step: .*considered this process lost"):
         survivor.form()
-    survivor._worker = Mock(step=5, beginning=Mock(step=4))
+    survivor._worker = Mock(step=5, group_start=Mock(step=4))
     survivor.leave(RegroupError())
     assert not survivor._failed_groups, "a step was taken"
 
 
 class Ended(BaseException):
-    """Raised in place of ending the process."""
+    """Raised instead of ending the process."""
 
 
 @pytest.mark.parametrize(("others_train", "trained"), [(True, False), (True, True), (False, False)])
@@ -291,7 +293,7 @@ def test_a_node_whose_replacements_cannot_train_is_left_out(
         with pytest.raises(Ended):
             replacement.end_replacement(DataError("no such mount"), config)
     assert drained == (["bad", "bad"] if left_out else [])
-    assert pauses == ([] if left_out else [10.0, 20.0]), "on a node that must stay, tries become rare"
-    assert "no such mount; the others train on" in control.heard("log")[0]
+    assert pauses == ([] if left_out else [10.0, 20.0]), "on a node that cannot be left out, tries become rare"
+    assert "no such mount; the others keep training" in control.heard("log")[0]
     [failure] = read_failures(config.run)
     assert (failure.rank, failure.type, failure.message) == (2, "DataError", "no such mount")

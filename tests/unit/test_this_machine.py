@@ -1,4 +1,4 @@
-"""A run that can never start on this machine is refused before anything of it starts."""
+"""A run that can never start on this machine is refused before anything is started or written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sunspot.train.this_machine import refuse_impossible, refuse_lack
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have two cores, no GPU, and room for a hundred workers in memory."""
+    """Pretend that the machine has two cores, no GPU, and memory for a hundred workers."""
     monkeypatch.setattr(sunspot.ray_session, "starts_own_session", lambda: True)  # other tests may have started Ray
     monkeypatch.setattr(this_machine, "cores_here", lambda: 2)
     monkeypatch.setattr(this_machine, "memory_left", lambda: 30_000_000_000)
@@ -29,26 +29,26 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"USE_GPU": "true"},
-            "SUNSPOT_USE_GPU=true: 2 workers of 1 GPU need 2, and this machine has 0 that torch sees; leave it at auto",
+            "SUNSPOT_USE_GPU=true: 2 workers of 1 GPU need 2, but this machine has 0 that torch sees; leave it at auto",
         ),
         (
             {"RESOURCES_PER_WORKER": '{"CPU": 4}'},
-            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 4}: 2 workers of 4 CPU need 8, and this machine has 2; lower it',
+            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 4}: 2 workers of 4 CPU need 8, but this machine has 2; lower it',
         ),
         (
             {"RESOURCES_PER_WORKER": '{"CPU": 2}'},
-            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 2}: 2 workers of 2 CPU need 4, and this machine has 2; lower it, or '
+            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 2}: 2 workers of 2 CPU need 4, but this machine has 2; lower it, or '
             "set SUNSPOT_NUM_WORKERS to 1",
         ),
         (
             {"NUM_WORKERS": "64"},
             "SUNSPOT_NUM_WORKERS=64: 64 workers would be too many for this machine, with 2 cores and 30 GB of free "
-            "memory, of which a worker takes at least 300 MB; set it to 8 or less, or start them all the same with "
+            "memory, of which a worker takes at least 300 MB; set it to 8 or less, or start them anyway with "
             "SUNSPOT_ACCEPT=64-workers",
         ),
     ],
 )
-def test_what_can_never_start_leaves_no_run_and_names_the_fix(
+def test_a_run_that_can_never_start_is_refused_with_a_fix(
     settings: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
@@ -61,12 +61,12 @@ def test_what_can_never_start_leaves_no_run_and_names_the_fix(
     [
         {"NUM_WORKERS": "8"},
         {"NUM_WORKERS": "64", "ACCEPT": "order-of-rows,64-workers"},
-        {"NUM_WORKERS": "2..64", "RESOURCES_PER_WORKER": '{"CPU": 1}'},  # two of them begin
+        {"NUM_WORKERS": "2..64", "RESOURCES_PER_WORKER": '{"CPU": 1}'},  # only two workers start
         {"NUM_WORKERS": "1", "RESOURCES_PER_WORKER": '{"CPU": 2, "accelerator_type:A100": 0.1}'},
         {"NUM_WORKERS": "6", "RESOURCES_PER_WORKER": '{"CPU": 0.3333}'},
     ],
 )
-def test_what_can_start_is_not_refused(settings: dict[str, str]) -> None:
+def test_a_run_that_can_start_is_not_refused(settings: dict[str, str]) -> None:
     refuse_impossible(load_settings(settings))
 
 
@@ -80,7 +80,7 @@ def test_more_workers_than_memory_holds_are_refused(left: int, fix: str, monkeyp
         refuse_impossible(load_settings({"NUM_WORKERS": "4"}))
 
 
-def test_a_machine_that_does_not_tell_its_memory_is_judged_by_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_known_memory_the_cores_limit_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_machine, "memory_left", lambda: None)
     refuse_impossible(load_settings({"NUM_WORKERS": "8"}))
     with pytest.raises(SettingsError, match="with 2 cores; set it to 8 or less"):
@@ -90,5 +90,5 @@ def test_a_machine_that_does_not_tell_its_memory_is_judged_by_its_cores(monkeypa
 def test_a_resource_that_ray_does_not_know_is_named() -> None:
     given = {"CPU": 1.0, "gpu": 1.0}
     settings = load_settings({"RESOURCES_PER_WORKER": '{"CPU": 1, "gpu": 1}'})
-    with pytest.raises(SettingsError, match=r'"gpu": 1\}: 2 workers of 1 gpu need 2, and this machine has 0; lower it'):
+    with pytest.raises(SettingsError, match=r'"gpu": 1\}: 2 workers of 1 gpu need 2, but this machine has 0; lower it'):
         refuse_lack(settings, given, {"CPU": 2.0, "GPU": 2.0})

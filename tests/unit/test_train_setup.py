@@ -1,4 +1,4 @@
-"""What keeps a run from training is found before its first step."""
+"""The start of a worker, from its group to its first step, and the problems that are found on the way."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from sunspot.run.history import Journal, read_journal
 from sunspot.run.logs import rank_stream, read_stream
 from sunspot.settings import Settings
 from sunspot.storage.local import LocalStorage
-from sunspot.train import build, join
+from sunspot.train import build, joining, loop
 from sunspot.train.build import (
-    Joined,
+    WorkerSetup,
     leaves_out_evaluation,
     open_journals,
     record_left_out,
     refuse_small_micro_batches,
 )
-from sunspot.train.join import WorkerConfig, round_products
+from sunspot.train.joining import WorkerConfig, set_tf32
+from sunspot.train.loop import train_in_group
 from sunspot.train.probe import probe_here
-from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Beginning, RegroupError, Worker
+from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, GroupStart, RegroupError, Worker
 from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
 
@@ -58,7 +59,7 @@ def test_small_micro_batches_are_refused_with_batch_norm() -> None:
         refuse_small_micro_batches(model[0], settings)
 
 
-def test_other_versions_than_before_are_an_event(tmp_path: Path, warned: list[str]) -> None:
+def test_changed_versions_are_an_event(tmp_path: Path, warned: list[str]) -> None:
     def events(*before: dict[str, str]) -> list[tuple[str, str]]:
         run = open_run(str(tmp_path / uuid.uuid4().hex), "run")
         versions = [*before, {"numpy": "2.4.6", "torch": "2.9.0", "ray": "2.60.0"}]
@@ -72,7 +73,7 @@ def test_other_versions_than_before_are_an_event(tmp_path: Path, warned: list[st
     assert not warned
     other = {**same, "numpy": "2.3.0", "ray": "2.50.0"}
     assert events(same, other) == [("versions changed", "numpy: 2.3.0 -> 2.4.6, ray: 2.50.0 -> 2.60.0")]
-    assert warned == ["other versions than attempt 2 had: numpy: 2.3.0 -> 2.4.6, ray: 2.50.0 -> 2.60.0"]
+    assert warned == ["versions changed since attempt 2: numpy: 2.3.0 -> 2.4.6, ray: 2.50.0 -> 2.60.0"]
 
 
 @pytest.mark.parametrize(
@@ -85,16 +86,16 @@ def test_other_versions_than_before_are_an_event(tmp_path: Path, warned: list[st
         ([20] * 9, 20, False),
     ],
 )
-def test_an_evaluation_that_is_always_cut_short_does_not_keep_the_run_from_training(
+def test_an_evaluation_that_is_always_interrupted_does_not_stop_the_training(
     before: list[int], total: int, left_out: bool, tmp_path: Path
 ) -> None:
-    """But for the last one: nothing comes after it."""
+    """Only the last evaluation is always repeated, because no step waits for it."""
     attempts = [Attempt(number, "me", None, step) for number, step in enumerate(before, start=1)]
     start = StartPoint(Attempt(9, "me", None, 20), attempts)
     assert leaves_out_evaluation(start, total) == left_out
 
 
-def test_a_group_that_others_join_has_not_failed_to_evaluate() -> None:
+def test_a_group_that_only_grows_does_not_count_as_a_failed_evaluation() -> None:
     def attempt(number: int, *processes: str) -> Attempt:
         return Attempt(number, "me", None, 20, metadata=Metadata(processes=processes))
 
@@ -108,44 +109,45 @@ def test_a_group_that_others_join_has_not_failed_to_evaluate() -> None:
     ("tier", "step", "stale", "again"),
     [("memory", 10, 0, True), ("memory", 9, 0, False), ("memory", 9, 2, True), ("storage", 10, 2, False)],
 )
-def test_an_end_that_only_memory_has_is_evaluated_and_saved_again(
+def test_a_final_state_that_is_only_in_memory_is_evaluated_and_saved_again(
     tier: str, step: int, stale: int, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its commit was lost, and no step follows."""
-    begun: list[Beginning] = []
+    """Its commit was lost, and no further step would save it."""
+    begun: list[GroupStart] = []
     for name in ("CheckpointManager", "Telemetry", "CommandPoller", "await_device_memory", "build_learner"):
         monkeypatch.setattr(build, name, MagicMock())
-    monkeypatch.setattr(build, "Worker", lambda _, beginning, *others: begun.append(beginning))
+    monkeypatch.setattr(build, "Worker", lambda _, group_start, *others: begun.append(group_start))
     plan: Any = SimpleNamespace(settings=Settings(early_stop_evaluations=2), total_steps=10)
     start: Any = StartPoint(Attempt(2, "me", None, step))
     nothing: Any = None
     place = WorkerPlace(rank=1, nodes=["node", "node"])
-    joined = Joined(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing)
-    build.build_worker(joined, TrainingState(tier=tier, metrics={"evaluations_since_best": stale}), Phases())
+    setup = WorkerSetup(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing)
+    build.build_worker(setup, TrainingState(tier=tier, metrics={"evaluations_since_best": stale}), Phases())
     assert begun[0].evaluated is not again
 
 
 @pytest.mark.parametrize("handed_over", [True, False])
-def test_workers_whose_parameters_differ_go_back_to_a_copy_together(
+def test_workers_whose_parameters_differ_all_return_to_a_copy(
     handed_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last bits differ at each change on processors of different kinds, which is not a failure."""
+    """The last bits differ after each change on processors of different kinds, which is not a failure."""
     for name in ("load_weights", "load_rest", "same_parameters"):
         monkeypatch.setattr(build, name, MagicMock(return_value=False))
     survivor, nothing = MagicMock(), cast(Any, None)
     plan: Any = SimpleNamespace(settings=Settings(), total_steps=10)
     start, place = StartPoint(Attempt(2, "me", None, 5)), WorkerPlace(MagicMock(), rank=1, nodes=["node", "node"])
-    joined = Joined(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing, survivor)
+    setup = WorkerSetup(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing, survivor)
     state = TrainingState(model={} if handed_over else None, tier=IN_PLACE)
     with pytest.raises(RegroupError):
-        build.build_worker(joined, state, Phases())
+        build.build_worker(setup, state, Phases())
     survivor.forget.assert_called_once_with()
     assert survivor.keep.call_count == handed_over
 
 
-def test_an_evaluation_that_was_left_out_is_an_event(tmp_path: Path, warned: list[str]) -> None:
+def test_a_skipped_evaluation_is_an_event(tmp_path: Path, warned: list[str]) -> None:
     run = open_run(str(tmp_path), "run")
-    record_left_out(20, events := Journal(run, "events", 1))
+    events = Journal(run, "events", 1)
+    record_left_out(20, events)
     events.flush()
     [event] = read_journal(run, "events")
     assert (event["event"], event["step"], [event["detail"]]) == ("evaluation left out", 20, warned)
@@ -153,11 +155,11 @@ def test_an_evaluation_that_was_left_out_is_an_event(tmp_path: Path, warned: lis
 
 
 @pytest.mark.parametrize("rounded", [True, False])
-def test_products_are_rounded_as_precision_says(rounded: bool) -> None:
-    """Those of convolutions, too, which torch rounds unless it is told."""
+def test_precision_decides_about_tf32(rounded: bool) -> None:
+    """This includes convolutions, for which torch uses TF32 by default."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
-        round_products(rounded)
+        set_tf32(rounded)
         assert (torch.get_float32_matmul_precision() == "high", torch.backends.cudnn.allow_tf32) == (rounded, rounded)
     finally:
         torch.set_float32_matmul_precision(before[0])
@@ -165,7 +167,7 @@ def test_products_are_rounded_as_precision_says(rounded: bool) -> None:
 
 
 @pytest.mark.parametrize(("ahead_s", "limit_s"), [(0, 29), (-3600, 30), (3600, 0)])
-def test_a_notice_is_no_longer_than_a_notice_when_a_clock_is_set(ahead_s: float, limit_s: float) -> None:
+def test_a_clock_that_is_set_back_does_not_extend_a_notice(ahead_s: float, limit_s: float) -> None:
     command = Command(restart=True, deadline=time.time() + 30 - ahead_s)  # by the clock of the driver's node
     plan = SimpleNamespace(settings=Settings(notice_s=30))
     worker: Any = SimpleNamespace(commands=SimpleNamespace(poll=lambda: command), learner=SimpleNamespace(plan=plan))
@@ -173,7 +175,7 @@ def test_a_notice_is_no_longer_than_a_notice_when_a_clock_is_set(ahead_s: float,
 
 
 @pytest.mark.parametrize(("moves", "limit_s"), [(False, DRAIN_S), (True, None)])
-def test_a_state_whose_nodes_are_given_back_gets_to_storage(moves: bool, limit_s: float | None) -> None:
+def test_a_state_reaches_storage_before_its_nodes_are_returned(moves: bool, limit_s: float | None) -> None:
     command = Command(restart=True, moves=moves)
     worker: Any = SimpleNamespace(
         commands=SimpleNamespace(poll=lambda: command), checkpoints=SimpleNamespace(in_memory=True)
@@ -181,16 +183,16 @@ def test_a_state_whose_nodes_are_given_back_gets_to_storage(moves: bool, limit_s
     assert Worker._drain_limit_s(worker) == limit_s
 
 
-def test_a_node_that_does_not_see_the_storage_is_found(tmp_path: Path) -> None:
+def test_a_node_that_cannot_read_the_storage_is_found(tmp_path: Path) -> None:
     run = open_run(str(tmp_path / "here"), "run")
     run.storage.write(run.key("probe"), b"content")
     assert probe_here(str(tmp_path / "here"), "run", run.key("probe"), b"content") == ""
     assert "not found" in probe_here(str(tmp_path / "there"), "run", run.key("probe"), b"content")
-    assert "something else" in probe_here(str(tmp_path / "here"), "run", run.key("probe"), b"other")
+    assert "does not read" in probe_here(str(tmp_path / "here"), "run", run.key("probe"), b"other")
 
 
 class Watched:
-    """A watchdog that says whether it would end this process."""
+    """A watchdog that records whether it would end this process."""
 
     entered = paused_now = False
 
@@ -217,14 +219,15 @@ def anything(*_: object, **__: object) -> Any:
     return SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1, gauges=None)
 
 
-def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_rows_and_building_a_model_do_not_count_as_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     watched, paused = Watched(), dict[str, bool]()
 
     def takes_long(name: str) -> Any:
         return lambda *_: paused.update({name: watched.paused_now}) or MagicMock()
 
-    for name in ("CheckpointManager", "Telemetry", "Reporter", "CommandPoller", "Worker", "open_journals"):
+    for name in ("CheckpointManager", "Telemetry", "CommandPoller", "Worker", "open_journals"):
         monkeypatch.setattr(build, name, anything)
+    monkeypatch.setattr(build, "Reporter", MagicMock())
     monkeypatch.setattr(build, "describe_new_length", lambda *_: "")
     monkeypatch.setattr(build, "describe_rates", lambda *_: [])
     slow = ("await_device_memory", "build_learner")
@@ -234,22 +237,22 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), before=(), nodes={0: "node"})
     nothing: Any = None
     place = WorkerPlace(device=torch.device("cuda"), nodes=["node"])
-    joined = Joined(plan, anything(), start, place, None, cast(Any, watched), nothing, nothing)
-    build.build_worker(joined, TrainingState(), Phases())
+    setup = WorkerSetup(plan, anything(), start, place, None, cast(Any, watched), nothing, nothing)
+    build.build_worker(setup, TrainingState(), Phases())
     assert paused == dict.fromkeys(slow, True)
-    assert next(iter(paused)) == "await_device_memory", "before anything is allocated"
+    assert next(iter(paused)) == "await_device_memory", "workers wait before they allocate memory"
 
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
-    """What `join_run` gets, without Ray and a group."""
+    """Return the configuration of a worker that joins the run without Ray and without a group."""
     names = ("quiet_ray_train", "launch_time", "show_claim", "first_status", "record_end")
     for name in names:
-        monkeypatch.setattr(join, name, anything)
+        monkeypatch.setattr(joining, name, anything)
     monkeypatch.setattr(WorkerConfig, "claimant", lambda _: SimpleNamespace(run=anything()))
-    monkeypatch.setattr(join, "first_incident", lambda _: Incident())
-    monkeypatch.setattr(join, "open_memory", lambda *_: None)
-    monkeypatch.setattr(join, "Watchdog", lambda *_: Watched())
+    monkeypatch.setattr(joining, "first_incident", lambda _: Incident())
+    monkeypatch.setattr(joining, "open_memory", lambda *_: None)
+    monkeypatch.setattr(joining, "Watchdog", lambda *_: Watched())
     monkeypatch.setattr("torch.distributed.new_group", lambda *_, **__: None)
     monkeypatch.setattr("torch.distributed.barrier", anything)
     monkeypatch.setattr("ray.train.get_context", anything)
@@ -259,10 +262,10 @@ def config(monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
 
 
 @pytest.mark.parametrize("copy", [None, "a copy in a node's memory"])
-def test_a_node_that_freezes_while_a_group_starts_is_a_hang(
+def test_a_node_that_freezes_while_a_group_starts_counts_as_a_hang(
     copy: Any, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it agrees on where to start, sends its copy, or reads from storage, which has a limit of its own."""
+    """This holds while it agrees on the start, sends its copy, or reads from storage, which has its own limit."""
     watched, seen = Watched(), list[bool]()
 
     def load_start(*_: object) -> Any:
@@ -271,34 +274,36 @@ def test_a_node_that_freezes_while_a_group_starts_is_a_hang(
 
     def agree_on_start(*_: object) -> Any:
         seen.append(watched.entered and not watched.paused_now)
-        return StartPoint(Attempt(1, "me", None, 0), copy=copy), None
+        return StartPoint(Attempt(1, "me", None, 0), copy=copy), anything()
 
-    monkeypatch.setattr(join, "agree_on_start", agree_on_start)
-    monkeypatch.setattr(join, "shipped_worker_output", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(join, "Watchdog", lambda *_: watched)
-    monkeypatch.setattr(join, "load_start", load_start)
-    with pytest.raises(SettingsError), join.join_run(config):
-        pytest.fail("it went on")
+    monkeypatch.setattr(joining, "agree_on_start", agree_on_start)
+    monkeypatch.setattr(joining, "shipped_worker_output", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(joining, "Watchdog", lambda *_: watched)
+    monkeypatch.setattr(joining, "load_start", load_start)
+    with pytest.raises(SettingsError):
+        train_in_group(config)
     assert seen == [True, True]
 
 
-def test_the_driver_hears_what_a_worker_is_warned_of(
+def test_warnings_of_a_worker_reach_the_driver(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def agree_on_start(*_: object) -> Any:
         logging.getLogger("sunspot.storage").warning("no answer from storage for 31 s")
         raise SettingsError("far enough")
 
-    monkeypatch.setattr(join, "agree_on_start", agree_on_start)
-    with pytest.raises(SettingsError), join.join_run(config):
-        pytest.fail("it went on")
+    monkeypatch.setattr(joining, "agree_on_start", agree_on_start)
+    with pytest.raises(SettingsError):
+        train_in_group(config)
     logging.getLogger("sunspot.storage").warning("after the run")
-    assert config.control.call(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
-    assert "warning: no answer from storage for 31 s\n" in capsys.readouterr().out, "and its own log has it"
+    assert config.control.ask(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
+    assert "warning: no answer from storage for 31 s\n" in capsys.readouterr().out, (
+        "the worker's own log has the warning, too"
+    )
 
 
 class SlowStorage(LocalStorage):
-    """Takes its time to write."""
+    """A storage whose writes take some time."""
 
     def __init__(self, root: Path, write_s: float) -> None:
         super().__init__(str(root))
@@ -310,48 +315,46 @@ class SlowStorage(LocalStorage):
 
 
 def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contextlib.ExitStack) -> Worker:
-    """A worker whose group restarts, with `left_s` of a notice."""
+    """Return a worker whose group restarts, with `left_s` seconds of a notice left."""
     deadline = None if left_s is None else time.time() + DEADLINE_MARGIN_S + left_s
     commands = MagicMock(poll=lambda: Command(restart=True, deadline=deadline))
     place = WorkerPlace(group)
     plan = SimpleNamespace(settings=Settings(notice_s=60), steps=Steps(8, 2))
     learner: Any = SimpleNamespace(place=place, plan=plan, model=torch.nn.Identity())
     watchdog: Any = Watched()
-    begun = Beginning(0, True, {})
+    begun = GroupStart(0, True, {})
     return Worker(learner, begun, MagicMock(), commands, watchdog, MagicMock(), reporter, outputs)
 
 
-def test_a_restart_takes_the_last_lines_and_metrics_along(
+def test_the_last_lines_and_metrics_are_stored_before_a_restart(
     config: WorkerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray kills all workers as soon as one has ended."""
+    """Ray kills all workers as soon as one of them has ended."""
     run = Run(SlowStorage(tmp_path, 0.3), "run")
     journal, start = Journal(run, "metrics", 1), StartPoint(Attempt(1, "me", None, 0))
     reporter: Any = SimpleNamespace(drain=anything, publisher=Background(60, journal.flush), end=anything)
-    workers: list[Worker] = []
 
-    def make_this_worker(joined: Joined, *_: object) -> Worker:
-        workers.append(make_worker(10, None, reporter, joined.outputs))
-        return workers[0]
+    def make_this_worker(setup: WorkerSetup, *_: object) -> Worker:
+        return make_worker(10, None, reporter, setup.outputs)
 
-    monkeypatch.setattr(join, "build_worker", make_this_worker)
+    monkeypatch.setattr(joining, "build_worker", make_this_worker)
     monkeypatch.setattr(WorkerConfig, "claimant", lambda _: Claimant(run, "me"))
-    for name, value in [("agree_on_start", (start, None))]:
-        monkeypatch.setattr(join, name, lambda *_, value=value: value)
-    monkeypatch.setattr(join, "load_start", lambda *_: TrainingState())
+    monkeypatch.setattr(joining, "agree_on_start", lambda *_: (start, anything()))
+    monkeypatch.setattr(joining, "load_start", lambda *_: TrainingState())
     monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
     stored: list[Any] = []
 
-    def train() -> None:
+    def train(worker: Worker) -> None:
         os.write(1, b"the last line\n")
         journal.append({"step": 7})
         try:
-            workers[0].restart_group()
+            worker.restart_group()
         finally:
             stored.extend([read_stream(run, rank_stream(1, 0)), read_journal(run, "metrics")])
 
-    with pytest.raises(GroupRestartError), join.join_run(config):
-        train()
+    monkeypatch.setattr(loop, "train", train)
+    with pytest.raises(GroupRestartError):
+        train_in_group(config)
     [text, metrics] = stored
     assert b"the last line\n" in text
     assert text.decode().endswith(f"{GroupRestartError()}\n")
@@ -359,10 +362,10 @@ def test_a_restart_takes_the_last_lines_and_metrics_along(
 
 
 @pytest.mark.parametrize(("write_s", "left_s"), [(1, 30), (60, 1)])
-def test_workers_end_once_the_output_of_all_is_in_storage_or_the_notice_is_over(
+def test_workers_end_once_all_output_is_stored_or_the_notice_is_over(
     write_s: float, left_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 alone knows of the notice, and the output of rank 1 takes long."""
+    """Only rank 0 knows of the notice, and the output of rank 1 takes long."""
     monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
 
     def act(group: dist.ProcessGroup) -> float:

@@ -1,4 +1,4 @@
-"""A step that a worker cannot end is taken back, or the worker knows that it cannot be."""
+"""A step that a worker cannot complete is taken back, or the worker finds out that this is impossible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sunspot.settings import Settings
 from sunspot.train.learner import Learner
 from sunspot.train.loop import train
 from sunspot.train.undo import StepUndo
-from sunspot.train.worker import Beginning
+from sunspot.train.worker import GroupStart
 from tests.harness.loop import QuietWorker, make_worker, plan_without_evaluation
 from tests.tasks import early_changes
 
@@ -23,7 +23,7 @@ BROKEN_AT = 5
 
 
 def outliving(learner: Learner, step: int) -> QuietWorker:
-    """Return a worker that outlives its group, and goes on from `step`."""
+    """Return a worker that outlives its group and continues from `step`."""
     stepped = learner.undo.stepped
 
     def nothing(*given: Any, **named: Any) -> None:
@@ -37,8 +37,8 @@ def outliving(learner: Learner, step: int) -> QuietWorker:
         name_at=lambda step: f"step {step}",
     )
     idle: Any = SimpleNamespace(**dict.fromkeys(("heartbeat", "report", "took_step"), nothing))
-    beginning = Beginning(step, True, {}, await_sums=nothing, in_place=step > 0)
-    return QuietWorker(learner, beginning, checkpoints, idle, idle, idle, None, ExitStack())
+    group_start = GroupStart(step, True, {}, await_sums=nothing, in_place=step > 0)
+    return QuietWorker(learner, group_start, checkpoints, idle, idle, idle, None, ExitStack())
 
 
 def learner_of(way: str, group: dist.ProcessGroup) -> Learner:
@@ -62,7 +62,7 @@ def learner_of(way: str, group: dist.ProcessGroup) -> Learner:
         ("state that grows", False),
     ],
 )
-def test_a_step_that_breaks_off_is_taken_back_or_found_out(
+def test_a_broken_step_is_taken_back_or_reported_as_impossible(
     way: str, taken_back: bool, group: dist.ProcessGroup
 ) -> None:
     """Taking the step again leads to the weights of an undisturbed run."""
@@ -97,7 +97,7 @@ def follow(model: Any) -> None:
         model.teacher.weight.lerp_(model.student.weight, 0.1)
 
 
-def test_changes_by_an_evaluation_or_a_loop_between_two_steps_stay() -> None:
+def test_changes_by_an_evaluation_or_a_loop_between_two_steps_are_kept() -> None:
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
     optimizer = torch.optim.SGD(model["student"].parameters(), 0.1)
     undo = StepUndo(model, optimizer)
@@ -122,8 +122,8 @@ def test_changes_by_an_evaluation_or_a_loop_between_two_steps_stay() -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["in place", "replaced"])
-def test_what_a_loop_has_changed_in_buffers_between_two_steps_stays(replaced: bool) -> None:
-    """As an average of the weights that is kept in buffers, and follows them after `run.step()`."""
+def test_buffers_that_a_loop_changes_between_two_steps_are_kept(replaced: bool) -> None:
+    """Such a buffer may be an average of the weights that is updated after `run.step()`."""
     model: Any = torch.nn.Linear(2, 2)
     model.register_buffer("average", torch.zeros(2, 2))
     undo = StepUndo(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -140,7 +140,7 @@ def test_what_a_loop_has_changed_in_buffers_between_two_steps_stays(replaced: bo
     assert torch.equal(model.average, torch.ones(2, 2))
 
 
-def test_a_teacher_that_moves_in_each_pass_is_named_once_a_step_has_more_passes() -> None:
+def test_a_teacher_that_moves_in_each_pass_is_named_if_a_step_has_more_passes() -> None:
     """A step has more forward passes with fewer workers."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
     undo = StepUndo(model, torch.optim.SGD(model["student"].parameters(), 0.1))
@@ -160,7 +160,7 @@ def test_a_teacher_that_moves_in_each_pass_is_named_once_a_step_has_more_passes(
 
 
 @pytest.mark.parametrize("more_than_tensors", [False, True])
-def test_an_optimizer_gets_the_state_back_that_it_had_before_its_step(more_than_tensors: bool) -> None:
+def test_an_optimizer_gets_back_the_state_before_its_step(more_than_tensors: bool) -> None:
     """A parameter gets its first gradient in the step that is taken back. A list in the state cannot be put back."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "ab"})
     first, last = (torch.optim.Adam(part.parameters(), 0.1) for part in model.values())
@@ -189,4 +189,4 @@ def test_an_optimizer_gets_the_state_back_that_it_had_before_its_step(more_than_
         assert all(torch.equal(after[0][name], values) for name, values in before[0].items())
     undo.keep()
     step(first, last)
-    assert not undo.put_back(), "the last one has no copy"
+    assert not undo.put_back(), "the last optimizer has no copy"

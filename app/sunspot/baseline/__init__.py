@@ -1,1 +1,1 @@
-"""Digits with ResNet-18 in plain PyTorch: where docs/tutorial.ipynb begins."""
+"""Trains ResNet-18 on digits in plain PyTorch. docs/tutorial.ipynb begins with it, and makes it distributed."""

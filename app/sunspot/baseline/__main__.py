@@ -6,10 +6,11 @@ from sunspot.settings import PREFIX, Settings, load_settings
 from sunspot.storage.local import local_path
 
 READS = ["run_name", "storage_path", "epochs", "global_batch_size", "learning_rate", "seed"]
+"""Settings that the baseline reads."""
 
 
 def main() -> int:
-    """Read the settings, train, and print where the results are."""
+    """Read the settings, train, and print the folder of the results."""
     CommandParser(
         "sunspot.baseline", "Train ResNet-18 on the bundled digits in plain PyTorch, on one device.", READS
     ).parse()
@@ -20,7 +21,7 @@ def main() -> int:
                 f"{PREFIX}{name.upper()}: the baseline does not read it; unset it, or use `python -m sunspot.train`"
             )
     if "://" in settings.storage_path:
-        raise SettingsError(f"{PREFIX}STORAGE_PATH={settings.storage_path}: the baseline writes to a folder only")
+        raise SettingsError(f"{PREFIX}STORAGE_PATH={settings.storage_path}: the baseline writes only to a folder")
 
     import torch
 

@@ -1,6 +1,6 @@
-"""Training in plain PyTorch on one device: no Ray, and nothing else of Sunspot.
+"""Trains in plain PyTorch on one device, without Ray and without Sunspot.
 
-docs/tutorial.ipynb explains it, and makes it distributed by one change at a time.
+docs/tutorial.ipynb explains this, and makes it distributed with one change at a time.
 """
 
 import csv
@@ -13,19 +13,20 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision.models import resnet18
 
 SAMPLE = Path(__file__).parents[1] / "data" / "sample.parquet"
-"""14,000 digits of MNIST, the held-out ones last."""
+"""Table of 14,000 MNIST digits. The held-out digits are the last rows."""
 
 TRAINING_ROWS = 12_000
+"""Number of digits to train on. The others are held out."""
 
 Digits = Dataset[tuple[torch.Tensor, ...]]
-"""Pairs of an image, float32 [1, 28, 28], and its label."""
+"""Dataset of pairs of an image, float32 [1, 28, 28], and its label."""
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """Load the bundled digits for training, and those held out."""
+    """Load the bundled digits: the training digits and the held-out digits."""
     table = pyarrow.parquet.read_table(SAMPLE)
     pixels = table["image"].combine_chunks().to_numpy_ndarray()  # uint8 [14000, 28, 28]
-    images = torch.tensor(pixels).unsqueeze(1).float() / 127.5 - 1  # from -1, black, to 1, white
+    images = torch.tensor(pixels).unsqueeze(1).float() / 127.5 - 1  # from -1 (black) to 1 (white)
     labels = torch.tensor(table["label"].to_numpy())
     return (
         TensorDataset(images[:TRAINING_ROWS], labels[:TRAINING_ROWS]),
@@ -43,7 +44,7 @@ def build_model() -> nn.Module:
 def train(
     training: Digits, test: Digits, epochs: int, batch_size: int, learning_rate: float
 ) -> tuple[nn.Module, list[dict[str, float]]]:
-    """Train a model; returns it, and loss and accuracy of each epoch."""
+    """Train a model, and return it with the loss and the accuracy of each epoch."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build_model().to(device)
     loader = DataLoader(training, batch_size, shuffle=True)
@@ -68,10 +69,11 @@ def train(
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, test: Digits) -> float:
-    """Return the share of held-out digits that the model recognizes."""
+    """Return the fraction of held-out digits that the model classifies correctly."""
     model.eval()
     device = next(model.parameters()).device
-    correct = rows = 0
+    correct = 0
+    rows = 0
     for images, labels in DataLoader(test, batch_size=500):
         correct += int((model(images.to(device)).argmax(dim=1).cpu() == labels).sum())
         rows += len(labels)
@@ -79,7 +81,7 @@ def evaluate(model: nn.Module, test: Digits) -> float:
 
 
 def save(folder: Path, model: nn.Module, history: list[dict[str, float]]) -> None:
-    """Write model.pt and metrics.csv."""
+    """Write `model.pt` and `metrics.csv` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), folder / "model.pt")
     with open(folder / "metrics.csv", "w", encoding="utf-8", newline="") as file:

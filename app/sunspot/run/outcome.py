@@ -92,7 +92,7 @@ def recorded_outcome(
             with suppress(StorageError):
                 with_deadline(RECORD_S, "writing how the run failed", record_failure, run, failure)
         raise
-    status.end(status.state, status.reason)
+    status.end_as_expected()
 
 
 def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:
@@ -206,6 +206,14 @@ class DriverStatusWriter:
             reason="all steps are taken; the driver predicts and writes the report",
             world_size=0,
         )
+
+    def expect(self, state: RunState, reason: str = "") -> None:
+        """Set the state, and the reason if it is unusual, in which the run ends unless an error ends the driver."""
+        self._outcome = state, reason
+
+    def end_as_expected(self) -> None:
+        """Write that the driver ended without an error."""
+        self.end(*self._outcome)
 
     def withdraw(self) -> None:
         """Delete this start's status, so that the one before it counts again. Raises `StorageError`."""

@@ -49,6 +49,15 @@ class StopRequest:
         """Look in storage for the marker of `sunspot stop`. Once found, it counts for the rest of this start."""
         self.marked = self.marked or stop_requested(run)
 
+    def note_signal(self, number: int) -> None:
+        """Note that this process got a signal. SIGINT replaces an earlier signal. Safe to call in a signal handler."""
+        if self.signal is None or number == signal.SIGINT:
+            self.signal = signal.Signals(number)
+
+    def note_marker(self) -> None:
+        """Note that the run has its stop marker, as another process has seen."""
+        self.marked = True
+
     def raise_signal(self, kept: str, job: str) -> None:
         """Raise the error that ends this process if it received a signal. Call this once everything is saved.
 

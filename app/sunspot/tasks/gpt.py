@@ -1,8 +1,8 @@
-"""A small GPT on bytes of text: worth sharding over workers (PARALLEL=fsdp) once TASK_ARGS make it large.
+"""A small GPT that predicts bytes of text. TASK_ARGS can make it large enough for sharding (PARALLEL=fsdp).
 
-Pre-norm blocks as in GPT-2 (Radford et al., 2019). DATASET=sample is the reference that comes with Python; otherwise
-any text file. TASK_ARGS: `layers` (4), `width` (128), `heads` (4), `context` (128 bytes), `tied` (true: the output
-layer shares the weights of the byte embedding).
+Its pre-norm blocks are those of GPT-2 (Radford et al., 2019). DATASET is the path of a text file, or `sample` for the
+language reference that comes with Python. TASK_ARGS: `layers` (4), `width` (128), `heads` (4), `context` (128 bytes),
+and `tied` (true if the output layer shares the weights of the byte embedding).
 """
 
 import math
@@ -25,14 +25,14 @@ __all__ = ["build_model", "build_optimizer", "find_sources", "loss", "schedule",
 DEFAULTS = {"layers": 4, "width": 128, "heads": 4, "context": 128, "tied": True}
 
 WEIGHT_DECAY = 0.1
-"""On matrices only, not on norms and biases; the value is GPT-3's (Brown et al., 2020)."""
+"""Weight decay of matrices, as in GPT-3 (Brown et al., 2020). Norms and biases have none."""
 
 INIT_STD = 0.02
 """Standard deviation of the initial weights (GPT-2)."""
 
 
 class GPT(nn.Module):
-    """Bytes to scores of the next byte, with causal attention."""
+    """A transformer with causal attention that computes the scores of the next byte."""
 
     def __init__(self, vocabulary: int, layers: int, width: int, heads: int, context: int, tied: bool) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # Each block adds to the residual stream twice: scaled down, the sum does not grow with the layers.
+                # Each block adds to the residual stream twice. Scaling keeps the sum from growing with the layers.
                 adds_to_stream = name.endswith("out.weight")
                 nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * layers) if adds_to_stream else INIT_STD)
         if tied:
             self.head.weight = self.byte.weight
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Turn int64 [B, T] into float [B, T, vocabulary]."""
+        """Return the scores of the next byte, float [B, T, vocabulary], for bytes int64 [B, T]."""
         stream = self.byte(text) + self.position.weight[: text.shape[1]]
         for block in self.blocks:
             stream = block(stream)
@@ -58,7 +58,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer MLP at each position; float [B, T, width] to the same."""
+    """Causal self-attention, and then a two-layer MLP at each position. Maps float [B, T, width] to the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -90,16 +90,17 @@ def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimiz
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """Mean cross-entropy of each row's bytes, in nats; metrics: accuracy, and bits per byte."""
+    """Return the mean cross-entropy of each row's bytes, in nats, and as metrics the accuracy and the bits per byte."""
     text = batch["text"].long()
-    scores, targets = model(text[:, :-1]), text[:, 1:]
+    scores = model(text[:, :-1])
+    targets = text[:, 1:]
     losses = functional.cross_entropy(scores.transpose(1, 2), targets, reduction="none").mean(dim=1)
     accuracy = (scores.argmax(dim=2) == targets).float().mean(dim=1)
     return losses, {"accuracy": accuracy, "bits_per_byte": losses.detach() / math.log(2)}
 
 
 def show(model: nn.Module, rows: Batch) -> dict[str, Any]:
-    """Show the perplexity of the rows, for each byte, and the easiest and the hardest of them."""
+    """Return the perplexity of the rows for each byte, and the rows with the lowest and the highest loss."""
     losses, _ = loss(model, rows)
     texts = [bytes(text).decode(errors="replace") for text in rows["text"].tolist()]
     return {
@@ -109,7 +110,7 @@ def show(model: nn.Module, rows: Batch) -> dict[str, Any]:
 
 
 def read_sizes(settings: Settings) -> dict[str, Any]:
-    """Read TASK_ARGS with the defaults filled in; raises `SettingsError` if they make no model."""
+    """Return TASK_ARGS, with defaults for missing ones. Raises `SettingsError` if one is not valid."""
     sizes = {**DEFAULTS, **settings.task_args}
     wrong = [
         f"{name}={value!r}"
@@ -117,7 +118,7 @@ def read_sizes(settings: Settings) -> dict[str, Any]:
         if name not in DEFAULTS or type(value) is not type(DEFAULTS[name]) or (name != "tied" and value < 1)
     ]
     if not wrong and sizes["width"] % sizes["heads"]:
-        wrong = [f"width={sizes['width']}, which {sizes['heads']} heads do not divide"]
+        wrong = [f"width={sizes['width']}, which is not a multiple of heads={sizes['heads']}"]
     if wrong:
         raise SettingsError(
             f"SUNSPOT_TASK_ARGS: {', '.join(wrong)}; sunspot.tasks.gpt takes layers, width, heads and context (whole "

@@ -1,4 +1,4 @@
-"""Shared by tasks on images: normalization, a classifier's loss and prediction, and a learning rate schedule."""
+"""Functions for tasks on images: normalization, a classifier's loss and prediction, and a learning rate schedule."""
 
 import math
 
@@ -9,11 +9,11 @@ from torch.nn import functional
 from sunspot.data.source import Batch
 
 WARMUP = 0.1
-"""Share of the steps during which the rate rises: at full rate, Adam's first steps upset batch norm."""
+"""Fraction of the steps during which the rate rises. At the full rate, Adam's first steps would upset batch norm."""
 
 
 def schedule(step: int, total_steps: int) -> float:
-    """Linear warm-up, then cosine decay to zero (Loshchilov and Hutter, 2017, without restarts)."""
+    """Return the factor of the learning rate: linear warm-up, then cosine decay (Loshchilov and Hutter, 2017)."""
     done = (step + 0.5) / total_steps
     return done / WARMUP if done < WARMUP else 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
 
@@ -29,5 +29,5 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:
-    """Turn uint8 [B, C, H, W] into float32 from -1 to 1: mean and deviation 0.5. Runs on the images' device."""
+    """Return uint8 images [B, C, H, W] as float32 from -1 to 1, on the same device."""
     return images.float().div_(127.5).sub_(1)

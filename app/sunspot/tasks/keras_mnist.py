@@ -1,4 +1,4 @@
-"""A small convolutional network of Keras on digits, or any other images."""
+"""A small convolutional Keras network on digits or any other images."""
 
 import keras
 from keras import layers

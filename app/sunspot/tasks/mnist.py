@@ -1,4 +1,4 @@
-"""ResNet-18 on digits, or any other images: its first convolution and its head are made for the dataset."""
+"""ResNet-18 on digits or any other images. Its first convolution and its head fit the dataset."""
 
 import torch
 from torch import nn

@@ -1,15 +1,15 @@
-"""What language models show of themselves in the report."""
+"""Tables of texts that language models show in the report."""
 
 from typing import Any
 
 import torch
 
 SHOWN = 5
-"""Texts in the report: so many of the easiest, and of the hardest."""
+"""Number of texts with the lowest loss, and also with the highest loss, in the report."""
 
 
 def by_loss(losses: torch.Tensor, **columns: list[Any]) -> list[dict[str, Any]]:
-    """Return the easiest and the hardest rows of a table, each with its loss; `losses` are float [rows]."""
+    """Return the rows with the lowest and the highest loss, each with its loss. `losses` are float [rows]."""
     order = losses.argsort().tolist()
     chosen = dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]])
     return [

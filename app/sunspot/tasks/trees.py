@@ -1,7 +1,7 @@
 """Gradient-boosted trees, one round for each epoch: SUNSPOT_TASK_ARGS={"library": "lightgbm", "num_leaves": 31}.
 
-Each row is an image, or the numbers in `columns`: then `label` is a class if `classes` is true, and else a number. What
-else is in SUNSPOT_TASK_ARGS are the library's own parameters.
+Each row is an image, or the numbers in the listed `columns`. With columns, `label` is a class if `classes` is true, and
+a number otherwise. All other entries of SUNSPOT_TASK_ARGS are parameters of the library.
 """
 
 from sunspot.data.columns import Column
@@ -16,8 +16,9 @@ __all__ = ["build_trees", "find_sources"]
 
 
 def find_sources(settings: Settings) -> tuple[Source, Source | None]:
-    """Find images, or a table with `columns`."""
-    columns, classes = settings.task_args.get("columns"), settings.task_args.get("classes", False)
+    """Find images, or a table if TASK_ARGS list `columns`."""
+    columns = settings.task_args.get("columns")
+    classes = settings.task_args.get("classes", False)
     if not columns:
         return find_images(settings)
     if not (isinstance(columns, list) and all(isinstance(name, str) for name in columns)) or "label" in columns:
@@ -27,7 +28,7 @@ def find_sources(settings: Settings) -> tuple[Source, Source | None]:
 
 
 def build_trees(settings: Settings, source: Source) -> Trees:
-    """Build trees of the `library` (default: xgboost)."""
+    """Build trees with the `library` of TASK_ARGS, by default xgboost."""
     options = {name: value for name, value in settings.task_args.items() if name not in ("columns", "classes")}
     library = options.pop("library", "xgboost")
     if library not in KINDS:

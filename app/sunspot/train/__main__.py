@@ -1,4 +1,4 @@
-"""`python -m sunspot.train`: train the run that the SUNSPOT_ settings describe, from wherever it stands."""
+"""`python -m sunspot.train`: train the run that the SUNSPOT_ settings describe, from its newest state."""
 
 import os
 from collections.abc import Sequence
@@ -17,11 +17,12 @@ from sunspot.train.driver import train_run
 def main(words: Sequence[str] | None = None) -> int:
     """Read the settings, and train the run that they describe."""
     CommandParser(
-        "sunspot.train", "Train the run that the settings describe, from where it stands.", Settings.model_fields
+        "sunspot.train", "Train the run that the settings describe, from its newest state.", Settings.model_fields
     ).parse(words)
-    if space := find_dimensions(os.environ):
+    space = find_dimensions(os.environ)
+    if space:
         given = ", ".join(f"{PREFIX}{dimension.name}={dimension.text}" for dimension in space)
-        raise SettingsError(f"{given}: one run takes one value; `sunspot tune` trains a run for each of several")
+        raise SettingsError(f"{given}: a run takes one value; use `sunspot tune` to train a run for each value")
     settings = load_settings()
     print_logs()
     refuse_unusable(settings)
@@ -30,6 +31,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if not os.environ.get(f"{PREFIX}JOB_ID"):  # on a cluster, the end of a driver is a loss, and it starts again
+    if not os.environ.get(f"{PREFIX}JOB_ID"):  # on a cluster, a killed driver counts as lost and starts again
         raise_end_signals()
-    run_and_exit(end_for_good(main), "interrupted: what was committed is safe; the same command goes on from there")
+    run_and_exit(
+        end_for_good(main),
+        "interrupted: committed checkpoints are safe; the same command continues from the newest one",
+    )

@@ -1,6 +1,6 @@
-"""Times an all-reduce between two pods: by NCCL among all of their GPUs, or by gloo where they have none.
+"""Times an all-reduce between two pods: with NCCL among all of their GPUs, or with gloo if they have none.
 
-The pods meet through the run's storage, as both reach it: the first serves a store of torch's, and writes where it is.
+The pods meet through the run's storage. The first pod serves a torch store, and writes the address to the storage.
 """
 
 import multiprocessing
@@ -26,40 +26,48 @@ from sunspot.storage import Storage, open_storage
 from sunspot.storage.prove import FOLDER, Check, Result, failure, seconds
 
 NAME = "network"
+"""Name of the check."""
 
 GRADIENTS = 100_000_000
-"""Bytes of the large all-reduce: about what ResNet-50 has of gradients (25.6 million numbers in fp32)."""
+"""Bytes of the large all-reduce, about as many as the gradients of ResNet-50 (25.6 million numbers in fp32)."""
 
 TIMES = 10
-"""How often each is repeated; the first time, they connect."""
+"""Number of times that each all-reduce is repeated. The first one includes connecting."""
 
 MAX_S = 0.2
-"""The longest that the large one may take between GPUs, which exchange gradients during the backward pass. That of
-ResNet-50 takes a T4, the slowest GPU that works, about 0.2 s for 128 images: twice the 0.11 s of its forward pass
-(NVIDIA, DeepLearningExamples, ResNet50 v1.5 for PyTorch). On a slower network, every GPU waits."""
+"""Maximum duration of the large all-reduce in seconds. GPUs exchange gradients during the backward pass.
 
-WAIT_S, LOOK_S = 300.0, 1.0
-"""How long a pod waits for the other, which may still lack its node, and how often it looks for it."""
+The backward pass of ResNet-50 takes about 0.2 s for 128 images on a T4, the slowest GPU that works: twice the 0.11 s of
+its forward pass (NVIDIA, DeepLearningExamples, ResNet50 v1.5 for PyTorch). On a slower network, every GPU waits.
+"""
+
+WAIT_S = 300.0
+"""Maximum number of seconds that a pod waits for the other one, which may still be waiting for its node."""
+
+LOOK_S = 1.0
+"""Seconds between two checks for the other pod."""
 
 ANSWER_S = 60.0
-"""The longest that the other pod may take to answer, and each all-reduce."""
+"""Maximum number of seconds that the other pod may take to answer, and that each all-reduce may take."""
 
 RDMA = Path("/dev/infiniband")
-"""Where a pod has its devices of InfiniBand, RoCE or EFA, if it has asked for any."""
+"""Directory of a pod's InfiniBand, RoCE or EFA devices, if it has requested any."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What an all-reduce takes: medians."""
+    """Median durations of the two all-reduces."""
 
     large_s: float
+    "Seconds for GRADIENTS bytes."
     small_s: float
+    "Seconds for one number."
     network: str = ""
-    "What NCCL takes between nodes, in its own words: Socket, IB, Libfabric; empty: it did not say."
+    "NCCL's name of the network between nodes: Socket, IB or Libfabric. Empty if NCCL did not name it."
 
 
 def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Check:
-    """Time an all-reduce with the pod that has the same `meeting`, and of the ranks 0 and 1 the other."""
+    """Time an all-reduce with the pod that has the same `meeting` and the other `rank`, which is 0 or 1."""
     gpus = min(gpus, torch.cuda.device_count())
     try:
         store, host = open_store(open_storage(storage_path), f"{FOLDER}/{meeting}", rank)
@@ -78,9 +86,9 @@ def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Che
 
 
 def judge(timing: Timing, gpus: int) -> Check:
-    """Say what was measured with so many GPUs in each pod, and whether GPUs would wait for it.
+    """Return the check's result for pods with this number of `gpus`. It is a warning if the GPUs would wait.
 
-    Gb/s are those of one direction: NCCL's bus bandwidth (NVIDIA, nccl-tests, PERFORMANCE.md).
+    Gb/s are those of one direction, which is NCCL's bus bandwidth (NVIDIA, nccl-tests, PERFORMANCE.md).
     """
     workers = 2 * max(gpus, 1)
     gigabits = GRADIENTS * 8e-9 / timing.large_s * 2 * (workers - 1) / workers
@@ -91,13 +99,13 @@ def judge(timing: Timing, gpus: int) -> Check:
         fix = f"the pod has {RDMA}: for EFA, the image needs libfabric and its plug-in (docs/cluster.md)"
         return Check(NAME, Result.WARNING, seen, fix)
     if gpus and timing.large_s > MAX_S:
-        fix = f"GPUs wait where it takes more than {MAX_S:g} s: have nodes in one zone, or with a faster network"
+        fix = f"GPUs wait if it takes more than {MAX_S:g} s; use nodes in one zone, or with a faster network"
         return Check(NAME, Result.WARNING, seen, fix)
     return Check(NAME, Result.OK, seen)
 
 
 def open_store(storage: Storage, key: str, rank: int) -> tuple[Any, str]:
-    """Open a store for the processes of both pods, once both are there; also returns the host that serves it.
+    """Return a store for the processes of both pods once both pods are there, and the host that serves it.
 
     Raises `TimeoutError` if the other pod does not come, and `RuntimeError` if it cannot be reached.
     """
@@ -120,7 +128,7 @@ def open_store(storage: Storage, key: str, rank: int) -> tuple[Any, str]:
 
 
 def _await_address(storage: Storage, key: str) -> tuple[str, int]:
-    """Wait for what the first pod writes."""
+    """Wait for the address that the first pod writes."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         storage.refresh(FOLDER)
@@ -132,7 +140,7 @@ def _await_address(storage: Storage, key: str) -> tuple[str, int]:
 
 
 def measure(host: str, port: int, world_size: int, gpus: int, rank: int) -> Timing:
-    """Time the all-reduces as one rank, in a process of its own: on the GPU of that rank, if its pod has any."""
+    """Time the all-reduces as one rank, on the GPU of that rank if its pod has GPUs. Each rank has its own process."""
     limit = timedelta(seconds=ANSWER_S)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "nccl"
@@ -141,18 +149,18 @@ def measure(host: str, port: int, world_size: int, gpus: int, rank: int) -> Timi
         if gpus:
             torch.cuda.set_device(device)
         store = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-        way = "nccl" if gpus else "gloo"
-        dist.init_process_group(way, store=store, rank=rank, world_size=world_size, timeout=limit)
+        backend = "nccl" if gpus else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         large_s, small_s = (time_all_reduce(torch.zeros(size, device=device)) for size in (GRADIENTS // 4, 1))
         dist.destroy_process_group()
         return Timing(large_s, small_s, read_network(log))
 
 
 def time_all_reduce(values: torch.Tensor) -> float:
-    """Return in how many seconds the values are summed over all ranks, the median of TIMES."""
+    """Return the seconds in which the values are summed over all ranks, as the median of TIMES."""
 
     def exchange() -> None:
         dist.all_reduce(values)
-        values[0].item()  # a GPU runs ahead
+        values[0].item()  # waits for the GPU
 
     return statistics.median(seconds(exchange) for _ in range(TIMES))

@@ -1,6 +1,6 @@
-"""Leaves out nodes whose GPUs cannot be used: when a run starts, when they join it, and when one breaks as it trains.
+"""Leaves out nodes with broken GPUs: at the start of a run, when nodes join it, and after a loss.
 
-A node is left out by draining it: nothing begins there any more, and it ends once it is idle.
+A node is left out by draining it: Ray places nothing there from then on, and the node ends once it is idle.
 """
 
 import logging
@@ -25,83 +25,87 @@ from sunspot.train.probe import PROBE_TIMEOUT_S, Problems, ask_nodes, list_probl
 log = logging.getLogger(__name__)
 
 HARDWARE_ERRORS = {214: "an uncorrectable error of its memory (ECC)", 220: "an uncorrectable error of NVLink"}
-"""CUDA's codes of errors that no program causes, after which a GPU may still answer."""
+"""Faults of the hardware by CUDA's error code. A GPU may still answer after one of them."""
 
 SUSPECT_TIMEOUT_S = 30.0
-"""How long a node may take to answer after a loss, while the others wait: Ray misses a node in half of that."""
+"""Maximum number of seconds to wait for a node's answer after a loss. Ray notices a lost node in half this time."""
 
 
 @dataclass(frozen=True)
-class Needed:
-    """What a run needs of the nodes that stay."""
+class RequiredResources:
+    """Resources that the remaining nodes must have, so that the run can train."""
 
     per_worker: dict[str, float]
-    "Resources of each worker."
+    "Amount of each resource that one worker needs."
     least: int
-    "Fewest workers that the run trains with."
+    "Smallest number of workers that the run trains with."
 
-    def refuse_loss(self, broken: Sequence[str], nodes: Sequence[Mapping[str, Any]], told: str) -> None:
-        """Raise `SunspotError`, which begins with `told`, unless the run does without the broken ones of these nodes.
+    def refuse_loss(self, broken: Sequence[str], nodes: Sequence[Mapping[str, Any]], reason: str) -> None:
+        """Raise `SunspotError`, with this `reason`, if the run cannot continue without the `broken` nodes.
 
-        It never does without this node, the head.
+        `nodes` are all nodes of the run, as in `ray.nodes()`. The run never continues without this node, the head.
         """
         if ray.get_runtime_context().get_node_id() in broken:
-            raise SunspotError(f"{told}; the head cannot be left out")
+            raise SunspotError(f"{reason}; the head cannot be left out")
         room = sum(find_room([dict(node) for node in nodes if node["NodeID"] not in broken], self.per_worker).values())
         if room < self.least:
             raise SunspotError(
-                f"{told}; the other nodes have room for {room} of at least {plural(self.least, 'worker')}"
+                f"{reason}; the other nodes have room for {room} of at least {plural(self.least, 'worker')}"
             )
 
 
 def find_broken_gpus(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S) -> Problems:
-    """Find what is wrong with the GPUs that these nodes promise."""
+    """Return the problems of the GPUs that these nodes promise, by node."""
     promised = {str(node["NodeID"]): (ceil(gpus),) for node in nodes if (gpus := node["Resources"].get("GPU"))}
     return ask_nodes("their GPUs", find_gpu_problem, promised, 1, timeout_s)
 
 
-def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], needed: Needed) -> list[str]:
-    """Leave out the nodes with broken GPUs, and return a line on each; raises like `Needed.refuse_loss`."""
+def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], required: RequiredResources) -> list[str]:
+    """Leave out the nodes with broken GPUs, and return a line about each.
+
+    Raises `SunspotError` if too few nodes remain (`RequiredResources.refuse_loss`).
+    """
     problems = find_broken_gpus(nodes)
     if not problems:
         return []
     promising = sum(bool(node["Resources"].get("GPU")) for node in nodes)
-    told = f"{len(problems)} of {plural(promising, 'node')} with GPUs cannot compute on them"
-    needed.refuse_loss(list(problems), nodes, f"{told}: {list_problems(problems)}")
+    summary = f"{len(problems)} of {plural(promising, 'node')} with GPUs cannot compute on them"
+    required.refuse_loss(list(problems), nodes, f"{summary}: {list_problems(problems)}")
     verb = "are" if len(problems) > 1 else "is"
-    log.warning(f"{told}, and {verb} left out: {list_problems(problems)}")
+    log.warning(f"{summary}, and {verb} left out: {list_problems(problems)}")
     return _leave_out(problems)
 
 
 @contextmanager
-def new_nodes_tried(
+def new_nodes_checked(
     control: ControlClient, nodes: Sequence[Mapping[str, Any]]
 ) -> Iterator[Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]:
-    """Leave out nodes that join with broken GPUs while the context lasts; `nodes` have been tried before.
+    """Leave out nodes that join with broken GPUs while the context lasts. `nodes` have been checked already.
 
-    Yields a filter for nodes (as in `ray.nodes()`) that are reachable and have been tried: a group grows by no others.
-    That costs the training nothing: a node is asked as it joins, for a few seconds, while the others train, and room
-    for more workers must last as long anyway (`nodes.SETTLED_S`). A group that waits for nodes does not wait for this:
-    Ray may start it on one that turns out to be broken, and then starts it again without.
+    Yields a filter that keeps the nodes, as in `ray.nodes()`, that are reachable and have been checked. A group grows
+    only onto those nodes. The check takes a few seconds while the group trains, and a group grows only once there has
+    been room for longer than that (`nodes.SETTLED_S`). A group that is waiting for nodes does not wait for the check:
+    Ray may start it on a node that turns out to be broken, and then restarts it without that node.
     """
-    tried = {str(node["NodeID"]) for node in nodes}
+    checked = {str(node["NodeID"]) for node in nodes}
 
     def look() -> None:
         draining = draining_nodes()
-        known = {*tried, *draining}
+        known = {*checked, *draining}
         joined = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in known]
         if not joined:
             return
         try:
-            if problems := find_broken_gpus(joined):
+            problems = find_broken_gpus(joined)
+            if problems:
                 lines = _leave_out(problems)
                 control.send(ControlChannel.add_left_out, lines)
                 log.warning("; ".join(lines))
         finally:
-            tried.update(str(node["NodeID"]) for node in joined)
+            checked.update(str(node["NodeID"]) for node in joined)
 
     def usable(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [node for node in reachable_nodes(nodes) if node["NodeID"] in tried]
+        return [node for node in reachable_nodes(nodes) if node["NodeID"] in checked]
 
     with Background(NODE_CHECK_EVERY_S, look):
         yield usable
@@ -109,38 +113,39 @@ def new_nodes_tried(
 
 @dataclass(frozen=True)
 class BrokenInTraining:
-    """Leaves out the nodes on which a GPU has ended a rank; for Ray Train's controller, before the next group."""
+    """Leaves out nodes on which a broken GPU has ended a rank. Ray Train's controller calls it before each group."""
 
     control: ControlClient
-    needed: Needed
+    required: RequiredResources
     group_ends: bool = False
-    "True if the loss of one rank ends its group. Otherwise the others train on, and must still hear of notices."
+    "True if the loss of one rank ends its group. Otherwise the others keep training and must still hear of notices."
 
     def __call__(self, suspects: Suspects) -> list[str]:
-        """Leave out those of these nodes whose GPU is broken, and return a line on each.
+        """Leave out the suspect nodes whose GPU is broken, and return a line about each.
 
-        An error of CUDA may be the program's, and a process may be lost for any reason. So the GPU's driver on such a
-        node is asked, as at the start, which takes seconds. Raises like `Needed.refuse_loss` where a GPU had an error
-        and cannot be used any more. One that still answers is tried again, and so is one that does not answer, whose
-        node may be going.
+        A CUDA error may be the program's fault, and a process may be lost for any reason. So this asks the GPU's driver
+        on each suspect node, as at the start, which takes seconds. A GPU that still works stays in use, and so does a
+        node that does not answer, because it may be about to go. Raises `SunspotError` if a GPU had an error, can no
+        longer be used, and the run cannot continue without its node.
         """
         known = {id: HARDWARE_ERRORS.get(code or 0) for id, code in suspects.items()}
-        told = {id: f"its GPU had {error}" for id, error in known.items() if error}
-        nodes, draining = ray.nodes(), draining_nodes()
+        faults = {id: f"its GPU had {error}" for id, error in known.items() if error}
+        nodes = ray.nodes()
+        draining = draining_nodes()
         asked = [node for node in nodes if node["NodeID"] in suspects and node["NodeID"] not in draining]
-        asked = reachable_nodes([node for node in asked if node["Resources"].get("GPU") or node["NodeID"] in told])
+        asked = reachable_nodes([node for node in asked if node["Resources"].get("GPU") or node["NodeID"] in faults])
         dead = find_broken_gpus(asked, SUSPECT_TIMEOUT_S)
-        problems = {node["NodeID"]: told[node["NodeID"]] for node in asked if node["NodeID"] in told} | dead
+        problems = {node["NodeID"]: faults[node["NodeID"]] for node in asked if node["NodeID"] in faults} | dead
         if not problems:
             return []
         try:
-            self.needed.refuse_loss(list(problems), staying_nodes(), f"a GPU broke: {list_problems(problems)}")
+            self.required.refuse_loss(list(problems), staying_nodes(), f"a GPU broke: {list_problems(problems)}")
         except SunspotError:
             if any(suspects[id] is not None for id in dead):
                 raise
             return []
-        if self.group_ends:  # before the drain, which a group that still counted would take for a notice
-            self.control.call(ControlChannel.forget_group)
+        if self.group_ends:  # otherwise the group would take the drain for a notice
+            self.control.ask(ControlChannel.forget_group)
         return _leave_out(problems)
 
 

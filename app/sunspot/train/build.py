@@ -1,4 +1,4 @@
-"""Builds what a worker trains with, from the state that its group starts from: learner, checkpoints and reports."""
+"""Builds a worker, with its learner, its checkpoints and its reports, from the state that its group starts from."""
 
 import logging
 import math
@@ -57,23 +57,23 @@ from sunspot.train.learner import Learner, Loader
 from sunspot.train.learning_rates import LearningRates
 from sunspot.train.reporter import Reporter
 from sunspot.train.survivor import Survivor
-from sunspot.train.worker import Beginning, RegroupError, Worker
+from sunspot.train.worker import GroupStart, RegroupError, Worker
 
 log = logging.getLogger(__name__)
 
 RECOMPUTED_OPTIONS = ("lr", "initial_lr", "weight_decay", "fused")
-"""Options of an optimizer's groups that settings or the device decide anew at each start of a run."""
+"""Options of an optimizer's groups that are not restored, because settings or the device decide them at each start."""
 
 COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
-"""By kind of device: the variable that names the compiler for what torch.compile writes, and where else to look."""
+"""Variable that names the compiler for torch.compile, and the default compilers, by type of device."""
 
 EVALUATION_TRIES = 3
-"""Worker groups that begin an evaluation before it is left out: it may take longer than there is between notices."""
+"""Number of groups that try an evaluation before it is left out. Notices may come faster than it can complete."""
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A process that has claimed the run with its group, and what it holds of both."""
+class WorkerSetup:
+    """The setup of a worker whose group has claimed the run: everything that it needs to be built."""
 
     plan: Plan
     run: Run
@@ -83,36 +83,43 @@ class Joined:
     watchdog: Watchdog
     control: ControlClient
     outputs: ExitStack
-    "Closing it brings what is not there yet of log, metrics and status to storage."
+    "Contexts whose end writes the rest of the log, the metrics and the status to storage."
     survivor: Survivor | None = None
-    "What this process brings with it."
+    "This process, if it outlives its groups, with the learner that it keeps."
 
 
-def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker:
-    """Build the worker of a process that has joined the run; `phases` says when its group reached what so far."""
-    plan, start, place, watchdog = joined.plan, joined.start, joined.place, joined.watchdog
+def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
+    """Build the worker of a process whose group has claimed the run. `phases` are the times of its start so far."""
+    plan = setup.plan
+    start = setup.start
+    place = setup.place
+    watchdog = setup.watchdog
     attempt = start.attempt
-    learner = joined.survivor.learner if joined.survivor else None
-    with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
-        if place.device.type == "cuda":  # on all workers, before any of them allocates
-            awaits = partial(await_device_memory, place.device, place.nodes[place.rank], joined.control)
+    learner = setup.survivor.learner if setup.survivor else None
+    with watchdog.paused():  # fetching weights and reading rows may take any time
+        if place.device.type == "cuda":  # all workers wait before any of them allocates memory
+            awaits = partial(await_device_memory, place.device, place.nodes[place.rank], setup.control)
             run_on_all_ranks(place.group, awaits if learner is None else lambda: None)
-        if joined.survivor and learner:
+        if setup.survivor and learner:
             learner.move(place)
             if state.model is not None:
                 load_weights(learner.model, state.model, str(attempt.starts_from))
                 load_rest(state, learner.model, learner.optimizer)
-                joined.survivor.keep(attempt, state)
+                setup.survivor.keep(attempt, state)
         else:
             learner = build_learner(plan, place, attempt, state, make_loader)
-    survivor, in_place = joined.survivor, state.tier == IN_PLACE
+    survivor = setup.survivor
+    in_place = state.tier == IN_PLACE
     if survivor and in_place and place.group and not same_parameters(learner.model, place.group):
         if place.rank == 0:
-            text = "the workers' parameters differ, as on processors of different kinds; all go back to the newest copy"
-            joined.control.send(ControlChannel.log, f"step {attempt.step}: {text}")
+            text = (
+                "the workers' parameters differ, which happens with processors of different kinds; "
+                "all workers return to the newest copy"
+            )
+            setup.control.tell(ControlChannel.log, f"step {attempt.step}: {text}")
         survivor.forget()
         raise RegroupError
-    journals = open_journals(joined.run, start) if place.rank == 0 else None
+    journals = open_journals(setup.run, start) if place.rank == 0 else None
     evaluated = state.evaluated and not ends_in_memory(plan, attempt.step, state)
     left_out = not evaluated and leaves_out_evaluation(start, plan.total_steps)
     if journals:
@@ -121,26 +128,35 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         change = describe_new_length(learner, attempt.step, state.total_steps)
         if change:
             log.warning(change)
-        if not start.before or start.before[-1].driver != attempt.driver:  # the driver has not been told yet
+        if not start.before or start.before[-1].driver != attempt.driver:  # the driver does not know them yet
             with watchdog.paused():
                 for line in describe_rates(learner):
-                    joined.control.send(ControlChannel.log, f"  {line}")
-    saved, windows, memory = learner.saved(), state.ledger, joined.memory
-    with survivor.forming() if survivor and is_fsdp(learner.model) else nullcontext():  # parts have a group of theirs
+                    setup.control.tell(ControlChannel.log, f"  {line}")
+    # Under fsdp, the checkpoint manager forms a process group of its own.
+    with survivor.forming() if survivor and is_fsdp(learner.model) else nullcontext():
         checkpoints = CheckpointManager(
-            joined.run, attempt, plan, saved, place=place, memory=memory, windows=windows, journals=journals
+            setup.run,
+            attempt,
+            plan,
+            learner.saved(),
+            place=place,
+            memory=setup.memory,
+            windows=state.ledger,
+            journals=journals,
         )
     if survivor:
         status = start.past.status
         committed = status.checkpoint_time if status else None
-        checkpoints.continue_commits(survivor.committer, [*start.before, attempt], committed, survivor.await_sums)
-    reporter, gauges = None, None
+        checkpoints.outlive(survivor.committer, [*start.before, attempt], committed, survivor.await_sums)
+    reporter = None
+    gauges = None
     if journals:
         phases = Phases(**phases, loaded=time.time())
-        reporter = Reporter(joined.run, plan, start, state, joined.control, journals, checkpoints, phases)
+        reporter = Reporter(setup.run, plan, start, state, setup.control, journals, checkpoints, phases)
+        reporter.announce()
         gauges = reporter.gauges
     telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
-    beginning = Beginning(
+    group_start = GroupStart(
         attempt.step,
         evaluated or left_out,
         state.metrics,
@@ -148,10 +164,10 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         in_place=in_place,
         window=survivor.window if survivor else None,
         is_closed=survivor.is_closed if survivor else None,
-        examined=state.tier not in AHEAD_OF_STORAGE,
+        weights_checked=state.tier not in AHEAD_OF_STORAGE,
     )
-    commands = CommandPoller(joined.control, survivor.regroups if survivor else lambda: False)
-    return Worker(learner, beginning, checkpoints, commands, watchdog, telemetry, reporter, joined.outputs)
+    commands = CommandPoller(setup.control, survivor.regroups if survivor else lambda: False)
+    return Worker(learner, group_start, checkpoints, commands, watchdog, telemetry, reporter, setup.outputs)
 
 
 # -------------------------------------------------------------------------------------------------------- the learner
@@ -164,7 +180,7 @@ def build_learner(
     state: TrainingState,
     open_rows: Callable[[Plan, Task, WorkerPlace], Loader],
 ) -> Learner:
-    """Build model, optimizer and loader, with the state that the group starts from."""
+    """Build the model, the optimizer and the loader, and load the state that the group starts from."""
     task = load_task(plan.settings)
     model = build_model(plan, task, state, attempt, place)
     optimizer, average = build_optimizer(plan.settings, task, model)
@@ -174,7 +190,7 @@ def build_learner(
 
 
 def prepare_learner(plan: Plan, control: ControlClient) -> Learner:
-    """Build the learner of a process that joins others: alone, while they train, and without their state."""
+    """Build the learner of a process that joins other workers, alone and without their state, while they train."""
     place = WorkerPlace(device=ray.train.torch.get_device())
     if place.device.type == "cuda":
         await_device_memory(place.device, ray.get_runtime_context().get_node_id(), control)
@@ -185,9 +201,9 @@ def prepare_learner(plan: Plan, control: ControlClient) -> Learner:
 
 
 def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
-    """Build the task's model on its device, with the state's weights, or those that the seed gives it.
+    """Build the task's model on its device, with the weights of the state, or initialized by the seed.
 
-    The weights of a state in parts are loaded later, in `load_rest`.
+    If the state is in parts (fsdp), `load_rest` loads its weights later.
     """
     settings = plan.settings
     model = build_without_values(lambda: task.build_model(settings, plan.source)) if state.load_parts else None
@@ -204,10 +220,11 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
     elif state.model is not None:
         load_weights(model, fit_names(model, state.model, settings.init_from), settings.init_from)
     for part in model.children() if has_several(model) else [model]:
-        if not part.training:  # as `from_pretrained` returns it; of one that trains, modules stay in their modes
+        if not part.training:  # as `from_pretrained` returns it; otherwise its modules keep their modes
             part.train()
-    if fixed := sum(not module.training for module in model.modules()):
-        print(f"model: {fixed} of its modules stay in evaluation mode, as build_model returns them")
+    fixed = sum(not module.training for module in model.modules())
+    if fixed:
+        print(f"model: {fixed} of its modules stay in evaluation mode, as build_model returned them")
     refuse_small_micro_batches(model, settings)
     model = shard_model(model, settings, place.device)
     compile_model(model, plan, place.world_size, place.device)
@@ -215,7 +232,7 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
 
 
 def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> tuple[Optimizer, WeightAverage]:
-    """Build the task's optimizer, which loads a state without its RECOMPUTED_OPTIONS, and the weights' average."""
+    """Build the task's optimizer, which keeps RECOMPUTED_OPTIONS when it loads a state, and the average of weights."""
     optimizer = task.build_optimizer(model, settings)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
@@ -223,7 +240,7 @@ def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> t
 
     def keep_todays(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         groups = [dict(group) for group in state["param_groups"]]
-        for group, today in zip(groups, todays, strict=False):  # the optimizer itself refuses other groups
+        for group, today in zip(groups, todays, strict=False):  # if the groups differ, the optimizer raises an error
             group.update(today)
         return {**state, "param_groups": groups}
 
@@ -232,11 +249,11 @@ def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> t
 
 
 def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Load what `build_model` has not: the optimizer's state, and of a state in parts the weights, too."""
+    """Load what `build_model` did not load: the optimizer's state, and the weights if the state is in parts."""
     if state.optimizer:
         values = state.optimizer
         if optimizer.param_groups[0]["params"][0].is_cpu and state.tier != IN_PLACE:
-            # There the optimizer goes on with the very tensors it is given: not with pages of a whole file.
+            # On the CPU, the optimizer keeps the tensors that it is given, and with them the pages of a whole file.
             values = map_tensors(values, torch.clone)
         optimizer.load_state_dict(shard_optimizer_state(optimizer, values))
     elif state.load_parts:
@@ -244,7 +261,7 @@ def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer
 
 
 def refuse_uninitialized(model: torch.nn.Module, settings: Settings) -> None:
-    """Refuse parameters and buffers that get their shape in the first forward pass, as in `nn.LazyLinear`."""
+    """Raise `SettingsError` for tensors that get their shape in the first forward pass, as in `nn.LazyLinear`."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
@@ -256,7 +273,7 @@ def refuse_uninitialized(model: torch.nn.Module, settings: Settings) -> None:
 
 
 def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> None:
-    """Refuse micro batches of 1 or 2 rows with batch norm: three rows would be split into 2 + 1."""
+    """Raise `SettingsError` for micro batches of 1 or 2 rows with batch norm: 3 rows would be split into 2 + 1."""
     norms = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
     if settings.micro_batch_size in (1, 2) and any(isinstance(module, norms) for module in model.modules()):
         raise SettingsError(
@@ -266,21 +283,22 @@ def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> No
 
 
 def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: torch.device) -> None:
-    """Have a model compile itself in its first passes, as COMPILE says; in place, so that its names stay as they are.
+    """Make a model compile itself in its first passes, as COMPILE says. The names of its tensors stay the same.
 
-    Under fsdp each block does so by itself: between them parameters are gathered. Raises `SettingsError` where there
-    is no compiler.
+    Under fsdp each block is compiled alone, because parameters are gathered between blocks. Raises `SettingsError` if
+    no compiler is installed.
     """
     settings = plan.settings
     if settings.compile == "off":
         return
-    if problem := find_compiler_problem(device):
+    problem = find_compiler_problem(device)
+    if problem:
         raise SettingsError(f"SUNSPOT_COMPILE={settings.compile}: {problem}")
     mode: str = settings.compile
     outlives = settings.survivors != "off" and settings.loader == "torch"
-    fewest = 1 if outlives else world_size  # survivors keep their compiled model when the group gets smaller
+    fewest = 1 if outlives else world_size  # survivors keep their compiled model in a smaller group
     if mode == "max-autotune" and (is_fsdp(model) or plan.passes(fewest) > 1):
-        # CUDA graphs want parameters to stay where they are, and gradients to be used before the next pass.
+        # CUDA graphs need parameters at fixed addresses, and gradients that are used before the next pass.
         mode = "max-autotune-no-cudagraphs"
     blocks = list(find_blocks(model)) if is_fsdp(model) else list(model.children()) if has_several(model) else []
     for module in blocks or [model]:
@@ -288,18 +306,18 @@ def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: t
 
 
 def find_compiler_problem(device: torch.device) -> str:
-    """Say why torch.compile would fail here; empty if it would not."""
+    """Return why torch.compile would fail here, or an empty text if it would not."""
     variable, *names = COMPILERS[device.type]
     if any(map(shutil.which, filter(None, (os.environ.get(variable), *names)))):
         return ""
     return (
-        f"torch.compile needs {' or '.join(names)}, and {socket.gethostname()} has none; install it in the image (or "
-        f"name one in {variable}), or set it to off"
+        f"torch.compile needs {' or '.join(names)}, which {socket.gethostname()} does not have; install a compiler in "
+        f"the image (or name one in {variable}), or set SUNSPOT_COMPILE to off"
     )
 
 
 def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
-    """Make this worker's loader, as LOADER says; raises `ConflictError` if its order of rows is not the driver's."""
+    """Make this worker's loader, as LOADER says. Raises `ConflictError` if its row order differs from the driver's."""
     if plan.order and plan.find_order() != plan.order:
         raise ConflictError(
             f"{socket.gethostname()}: NumPy {np.__version__} gives another order of the rows than the driver's, so "
@@ -317,7 +335,11 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
     )
     loader = TorchLoader(plan.data, device, workers, hasattr(task, "full_batch"))
     if device.type == "cuda":
-        print(f"rows: on {device}" if loader.resident else f"rows: in memory, as {device} has too little room for them")
+        print(
+            f"rows: on {device}"
+            if loader.resident
+            else f"rows: in host memory, because {device} has too little room for them"
+        )
     return loader
 
 
@@ -325,7 +347,7 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
 
 
 def open_journals(run: Run, start: StartPoint) -> Journals:
-    """Open the attempt's metric history and its events, which begin with skipped checkpoints and changed versions."""
+    """Open the attempt's metric history and events. The first events are skipped checkpoints and changed versions."""
     attempt = start.attempt
     journals = Journals(run, attempt.number)
     for text in attempt.skipped:
@@ -333,14 +355,15 @@ def open_journals(run: Run, start: StartPoint) -> Journals:
         log.warning(f"skipped {text}")
     before = start.before[-1].metadata.versions if start.before else {}
     now = attempt.metadata.versions
-    if changed := differences(before, {name: now[name] for name in before if name in now}):
+    changed = differences(before, {name: now[name] for name in before if name in now})
+    if changed:
         journals.events.note("versions changed", attempt.step, ", ".join(changed))
-        log.warning(f"other versions than attempt {start.before[-1].number} had: {', '.join(changed)}")
+        log.warning(f"versions changed since attempt {start.before[-1].number}: {', '.join(changed)}")
     return journals
 
 
 def describe_new_length(learner: Learner, step: int, before: int) -> str:
-    """Say how the rate moves as the run no longer has `before` steps (0: not known); empty if it does not."""
+    """Return a text if the learning rate jumps because the run's length was `before` steps (0 if unknown)."""
     now = learner.plan.total_steps
     if before in (0, now) or hasattr(learner.task, "begin_schedule"):  # a library's schedulers are objects
         return ""
@@ -348,26 +371,26 @@ def describe_new_length(learner: Learner, step: int, before: int) -> str:
     for was, will in zip(old, new, strict=True):
         if not math.isclose(was["lr"], will["lr"]):
             return (
-                f"{now} steps by SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS, {before} before: "
-                f"the learning rate goes on at {will['lr']:.3g}, not at {was['lr']:.3g}"
+                f"SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS now give {now} steps, {before} before: "
+                f"the learning rate continues at {will['lr']:.3g} instead of {was['lr']:.3g}"
             )
     return ""
 
 
 def describe_rates(learner: Learner) -> list[str]:
-    """Return lines about the learning rates of the whole run; raises `SettingsError` for a step without a rate."""
+    """Return lines about the learning rates of the whole run. Raises `SettingsError` if a step has no rate."""
     task = learner.task
     if hasattr(task, "begin_schedule"):
         return []
     lines = learner.rates.describe(learner.plan.total_steps)
     own_loop = hasattr(task, "train") and not hasattr(task, "find_library")
-    return [f"{line}, unless its train(run) sets another" for line in lines] if own_loop else lines
+    return [f"{line}, unless its train(run) sets another rate" for line in lines] if own_loop else lines
 
 
 def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
-    """Tell whether the run has ended at `step`, but for the commit of what memory has.
+    """Return True if the run has ended at `step`, but its last state may be only in memory.
 
-    No step follows that would save it: it is evaluated and saved again.
+    No further step would save that state, so it is evaluated and saved again.
     """
     ended_early = is_out_of_patience(state.metrics, plan.settings.early_stop_evaluations)
     return state.tier in ("memory", IN_PLACE) and (step >= plan.total_steps or ended_early)
@@ -376,16 +399,16 @@ def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
     """Return True if the evaluation of the epoch that ends here is left out, because EVALUATION_TRIES groups failed.
 
-    A group does not count if all of its processes are in the next one, because it only made room for others. The
-    evaluation at the end of the run is always begun again, because no step waits for it.
+    A group does not count if all of its processes are in the next one, because it only made room for more workers. The
+    evaluation at the end of the run is always repeated, because no step waits for it.
     """
     step = start.attempt.step
     here = [start.attempt, *takewhile(lambda attempt: attempt.step == step, reversed(start.before))]
-    failed = [before for after, before in pairwise(here) if not all_go_on(before, after)]
+    failed = [before for after, before in pairwise(here) if not all_continue(before, after)]
     return step < total_steps and 1 + len(failed) >= EVALUATION_TRIES
 
 
-def all_go_on(before: Attempt, after: Attempt) -> bool:
+def all_continue(before: Attempt, after: Attempt) -> bool:
     """Return True if all processes of an attempt are known to train in the next attempt."""
     processes = set(before.metadata.processes)
     return bool(processes) and processes <= set(after.metadata.processes)
@@ -395,7 +418,7 @@ def record_left_out(step: int, events: Journal) -> None:
     """Record that the epoch that ends at `step` has no evaluation."""
     detail = (
         f"the epoch that ends at step {step} is not evaluated: {EVALUATION_TRIES} groups of workers in a row ended "
-        "before its evaluation did, and training goes on"
+        "before its evaluation did, and training continues"
     )
     events.note("evaluation left out", step, detail)
     log.warning(detail)

@@ -1,4 +1,4 @@
-"""One start of a run: claim it, plan, train, record how it ended, and print the result."""
+"""One start of a run: it claims the run, plans, trains, records the outcome, and prints the result."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ if TYPE_CHECKING:
 def train_run(
     settings: Settings, owner: str = "", stop_request: StopRequest | None = None, identity: Iterable[str] = IDENTITY
 ) -> RunState:
-    """Train a run from where it stands, and record in its storage how that ended.
+    """Train a run from its newest state, record the outcome in its storage, and return the state in which it ended.
 
-    `owner` trains it (default: the job, or this process), a `stop_request` of the caller's stops it, and `identity`
-    names the settings that it may never change. Raises what ended the run.
+    The run belongs to `owner`, which by default is the job or this process. The caller may stop it with `stop_request`.
+    Settings named in `identity` must not differ from those of the run's first start. Raises the error that ended the
+    run.
     """
-    from sunspot.plan import with_absolute_paths  # here, so that a wrong setting is reported before numpy is imported
+    # Imported here, so that a wrong setting is reported before numpy is imported.
+    from sunspot.plan import with_absolute_paths
 
     settings = with_absolute_paths(settings)
     run = open_run(settings.storage_path, settings.run_name)
@@ -57,8 +59,8 @@ def train_run(
         attempts = read_attempts(run)
         claimed_for = owner or new_owner(settings.job_id)
         refuse_if_superseded(attempts, claimed_for)
-        origin = Origin(*find_newest_good(run, attempts, trust_listing=True))  # verified by the loader
-        if origin.checkpoint and origin.checkpoint.finished:  # maybe nobody loads it
+        origin = Origin(*find_newest_good(run, attempts, trust_listing=True))  # its loader verifies it
+        if origin.checkpoint and origin.checkpoint.finished:  # perhaps nothing loads it, so it is verified here
             origin = Origin(*find_newest_good(run, attempts))
         return claimed_for, origin
 
@@ -72,36 +74,39 @@ def train_run(
             try:
                 if may_train(claimant, limit_s, settings.job_id):
                     plan = plan_run(run, settings, identity)
-                    outcome.state = train(plan, claimant, origin, outcome, stop_request)
+                    state, reason = train(plan, claimant, origin, outcome, stop_request)
                 else:
-                    outcome.state = RunState.STOPPED
+                    state, reason = RunState.STOPPED, ""
+                outcome.expect(state, reason)
             except SunspotError as error:
                 error.final = error.final or has_failed_for_good(claimant)
                 raise
-    return outcome.state
+    return state
 
 
 class Origin(NamedTuple):
-    """What the training goes on from, as far as storage tells; nodes may have something newer in memory."""
+    """The checkpoint in storage from which training continues. Nodes may have newer copies in memory."""
 
     checkpoint: Checkpoint | None
-    skipped: tuple[SkippedCheckpoint, ...]
+    "The newest checkpoint that can be used, or None."
+    skipped: tuple[PassedOver, ...]
+    "Newer checkpoints that cannot be used."
 
     def describe(self, settings: Settings) -> str:
-        """For people."""
+        """Describe the origin for the terminal."""
         if self.checkpoint:
             return self.checkpoint.name + (", or a newer copy in memory" if settings.snapshot_cost else "")
         if any(each.kind is Unusable.DAMAGED for each in self.skipped):
-            return "a copy in memory, if there is one: no checkpoint is whole"
+            return "a copy in memory, if there is one, because no checkpoint is intact"
         return settings.init_from or "the beginning"
 
 
 def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
-    """Return True if the run is not stopped; raises what ended this owner's part in it for good."""
+    """Return True unless the run is stopped. Raises the error that has ended this owner's job for good, if any."""
     run = claimant.run
     fatal, stopped = with_deadline(limit_s, "reading the run", lambda: (fatal_error(claimant), stop_requested(run)))
     if fatal:
-        raise fatal  # this job has failed for good: a retry of it does not train either
+        raise fatal  # this job has failed for good, so a retry of it does not train either
     if stopped:
         print(f"  stopped by `sunspot stop`; {resume_hint(run.name, bool(job))}")
     return not stopped
@@ -115,8 +120,8 @@ def has_failed_for_good(claimant: Claimant) -> bool:
 
 
 def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
-    """Plan the training, and refuse settings and data other than those that the run began with."""
-    # Here, as torch takes seconds to import.
+    """Plan the training. Raises `ConflictError` if settings or data differ from those that the run began with."""
+    # Imported here, because torch takes seconds to import.
     from sunspot.plan import make_plan
     from sunspot.ray_session import starts_own_session
     from sunspot.tasks import load_task
@@ -127,8 +132,9 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
     plan = replace(make_plan(settings, task), one_machine=starts_own_session())
     if plan.one_machine:
         refuse_impossible(plan.settings)
-    if find_library := getattr(task, "find_library", None):
-        find_library(plan.settings, plan.source)  # refuses one that is not installed, before there is a run
+    find_library = getattr(task, "find_library", None)
+    if find_library:
+        find_library(plan.settings, plan.source)  # raises an error if it is not installed, before the run exists
     rows = identify_rows(plan)
     keep = partial(record_identity, run, settings.environment(), identity, rows)
     with_deadline(settings.storage_timeout_s, "writing its identity", keep)
@@ -137,27 +143,32 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
 
 def train(
     plan: Plan, claimant: Claimant, origin: Origin, outcome: DriverStatusWriter, stop_request: StopRequest
-) -> RunState:
-    """Train to the end of the plan, and predict with the last checkpoint; `outcome` shows how that goes."""
-    # Here, as torch and Ray take seconds to import.
+) -> tuple[RunState, str]:
+    """Train to the end of the plan, and predict with the last checkpoint, while `outcome` writes the run's status.
+
+    Returns the state in which the run ends, and the reason if it is unusual.
+    """
+    # Imported here, because torch and Ray take seconds to import.
     from sunspot.predict.for_report import save_exhibit, save_predictions
     from sunspot.ray_session import ray_session
     from sunspot.train.trainer import fit
 
-    run, patience = claimant.run, plan.settings.early_stop_evaluations
+    run = claimant.run
+    patience = plan.settings.early_stop_evaluations
 
-    def finish(checkpoint: Checkpoint) -> RunState:
+    def finish(checkpoint: Checkpoint) -> tuple[RunState, str]:
         if not checkpoint.completes(plan.total_steps, patience):
             how = resume_hint(run.name, bool(plan.settings.job_id))
             print(f"  stopped by `sunspot stop` at step {checkpoint.step} of {plan.total_steps}; {how}")
-            return RunState.STOPPED
+            return RunState.STOPPED, ""
+        reason = ""
         if checkpoint.step < plan.total_steps:
-            outcome.reason = f"no improvement in {plural(patience, 'evaluation')}"
-            print(f"  stopped early at step {checkpoint.step} of {plan.total_steps}: {outcome.reason}")
+            reason = f"no improvement in {plural(patience, 'evaluation')}"
+            print(f"  stopped early at step {checkpoint.step} of {plan.total_steps}: {reason}")
         outcome.finishing()
         save_predictions(plan, run, checkpoint, claimant.driver)
         save_exhibit(plan, run, checkpoint, claimant.driver)
-        return RunState.SUCCEEDED
+        return RunState.SUCCEEDED, reason
 
     checkpoint = origin.checkpoint
     if checkpoint and checkpoint.completes(plan.total_steps, patience):
@@ -167,12 +178,12 @@ def train(
     for reason in plan.reasons:
         print(f"  {reason}")
     print(f"  from: {origin.describe(plan.settings)}", flush=True)
-    with ray_session():  # one for both
+    with ray_session():  # one session for training and prediction
         return finish(fit(plan, claimant, stop_request, outcome.note_end))
 
 
 def identify_rows(plan: Plan) -> Rows:
-    """What identifies the rows that the plan trains on, and their order; raises `StorageError`."""
+    """Return the identity of the rows that the plan trains on, and of their order. Raises `StorageError`."""
     import numpy
 
     return Rows(
@@ -185,12 +196,12 @@ def identify_rows(plan: Plan) -> Rows:
 
 
 def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
-    """Print the result of the run, and write its report, when the context ends (`on_exit`)."""
+    """Print the result of the run and write its report when the context ends, like `on_exit`."""
 
     def report(_: Exception | None) -> None:
         try:
-            with_deadline(RECORD_S, "writing the report", _write_report, run, driver)
-        except Exception as trouble:  # how the run ended does not depend on its report
+            with_deadline(RECORD_S, "writing the report", lambda: _write_report(run, driver))
+        except Exception as trouble:  # the outcome of the run does not depend on its report
             log.warning(f"the report could not be written: {shorten(trouble)}")
 
     return on_exit(report)
@@ -200,7 +211,7 @@ def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
 def on_exit(report: Callable[[Exception | None], None]) -> Iterator[None]:
     """Call `report` when the context ends, with the error that ended it, if any.
 
-    Not after a `ConflictError`, as another driver owns the run, and not when interrupted.
+    It is not called after a `ConflictError`, because another driver owns the run then, or after an interrupt.
     """
     try:
         yield
@@ -215,14 +226,14 @@ def on_exit(report: Callable[[Exception | None], None]) -> Iterator[None]:
 def _write_report(run: Run, driver: str) -> None:
     status = read_status(run)
     if status is None or status.driver != driver:
-        return  # it never began, was deleted meanwhile, or is another process's by now
-    report = read_report(run, status.state, status.reason)
-    for line in describe_outcome(run, report):
+        return  # the run never began, was deleted, or belongs to another process now
+    report = gather(run, status.state, status.reason)
+    for line in describe(run, report):
         print(visible(line))
     page = render(report)
     if not find_own_status(run, driver):
         return
     run.storage.write(run.key(FILE), page)
-    if not find_own_status(run, driver):  # frozen in the middle of that, it may have replaced the new owner's page
-        run.storage.write(run.key(FILE), render(read_report(run, *read_state(run))))
+    if not own_status(run, driver):  # a frozen driver may have overwritten the report of the new owner
+        run.storage.write(run.key(FILE), render(gather(run, *read_state(run))))
     print(f"  report: {run.storage.locate(run.key(FILE))}", flush=True)

@@ -1,4 +1,4 @@
-"""Evaluates the held-out rows, on all workers together, and tells when a run ends as it improves no more."""
+"""Evaluates the held-out rows on all workers, and ends a run that no longer improves."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,45 +20,51 @@ from sunspot.train.held_out_scores import HeldOutScores
 from sunspot.train.learner import Learner, row_losses
 
 BEST = "best_evaluation"
-"""In the metrics of a checkpoint: the best result so far, beside SINCE_BEST."""
+"""Name of the best result so far in a checkpoint's metrics, beside SINCE_BEST."""
 
 
 class Evaluation(NamedTuple):
-    """How an evaluation ended: with results, or cut short to stop or restart, as a notice may be shorter."""
+    """Outcome of an evaluation, which has results unless it was interrupted to stop or to restart."""
 
     results: dict[str, float] | None = None
-    """Mean loss and metrics over the held-out rows, as `test_loss`, `test_accuracy`, ..., and those that the task
-    computes of all these rows at once; empty without such rows."""
+    """Mean loss and metrics over the held-out rows (`test_loss`, `test_accuracy`, ...), and the metrics that the task
+    computes from all these rows at once. Empty if no rows are held out, and None if the evaluation was interrupted."""
     stop: bool = False
+    "True if the run stops."
     restart: bool = False
+    "True if the worker group restarts."
 
 
 def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[[bool], None]) -> Evaluation:
-    """Evaluate the held-out rows; all workers call this together.
+    """Evaluate the held-out rows and return the outcome. All workers call this together.
 
-    `poll` returns the driver's newest command. `heartbeat` is called again and again, with whether a batch was
-    evaluated since, or this worker waits for others.
+    `poll` returns the driver's newest command. `heartbeat` is called in each round, with True if this worker evaluated
+    a batch, and False if it only waits for the others.
     """
     if not learner.plan.test:
         return Evaluation({})
-    model, group, sums = learner.model, learner.place.group, Sums()
+    model = learner.model
+    group = learner.place.group
+    sums = Sums()
     scores = HeldOutScores(learner) if hasattr(learner.task, "compute_metrics") else None
     assert group
     settings = learner.plan.settings
     together = settings.parallel == "fsdp"
     end = EvaluationEnd(group, together=together)
-    # No more rows at once than it trains on.
-    world_size, plan = learner.place.world_size, learner.plan
+    # Use no more rows at once than a training pass.
+    plan = learner.plan
+    world_size = learner.place.world_size
     rows = plan.pass_rows or largest_pass(settings.global_batch_size, world_size, plan.pass_limit)
     batches = learner.loader.test(rows)
-    sync_buffers(model)  # a checkpoint has rank 0's
-    # Not inference_mode: training cannot use what a model keeps of it, such as a table that it made there.
+    sync_buffers(model)  # checkpoints contain the buffers of rank 0
+    # With inference_mode, training could not use a tensor that the model keeps, such as a table that it made here.
     with learner.average.in_place(model), evaluation_mode(model), torch.no_grad():
         while True:
-            batch, command = next(batches, {}), poll()
+            batch = next(batches, {})
+            command = poll()
             if end.reached(command.stop, command.restart, bool(batch)):
                 break
-            if batch or together:  # under FSDP, workers make each forward pass together, with rows or without
+            if batch or together:  # under FSDP, all workers make each forward pass, even without rows
                 losses, metrics = row_losses(learner, model, batch or learner.padding_batch)
                 if scores:
                     scores.predict(batch or learner.padding_batch, counts=bool(batch))
@@ -85,33 +91,35 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 class Patience:
-    """Ends a run after evaluations in a row that were no better than the best before them.
+    """Ends a run after several evaluations in a row without an improvement.
 
-    All workers know the same results, and so count alike.
+    All workers know the same results, so they all decide the same.
     """
 
     def __init__(self, settings: Settings, before: Mapping[str, Any]) -> None:
-        """`before` are the metrics of the state that training goes on from."""
-        self._limit, self._order = settings.early_stop_evaluations, settings.checkpoint_order
+        """`before` are the metrics of the state that training continues from."""
+        self._limit = settings.early_stop_evaluations
+        self._order = settings.checkpoint_order
         self._metric = HELD_OUT + settings.checkpoint_metric.removeprefix(HELD_OUT)
         self.state = {name: before[name] for name in (BEST, SINCE_BEST) if self._limit and name in before}
-        "For the metrics of each checkpoint, so that a restart goes on counting."
+        "Entries for the metrics of each checkpoint, so that a restart continues counting."
 
     @property
     def over(self) -> bool:
-        """Whether this result ends the run."""
+        """True if the newest result ends the run."""
         return is_out_of_patience(self.state, self._limit)
 
     def ends(self, results: Mapping[str, float]) -> bool:
-        """Count the results of an evaluation, and return whether the run ends by them."""
+        """Count the results of an evaluation, and return True if they end the run."""
         if not self._limit:
             return False
         if self._metric not in results:
             raise SettingsError(
                 f"{PREFIX}EARLY_STOP_EVALUATIONS={self._limit}: no {self._metric} among {', '.join(sorted(results))}; "
-                f"set {PREFIX}CHECKPOINT_METRIC to one of them, or this to 0"
+                f"set {PREFIX}CHECKPOINT_METRIC to one of them, or this setting to 0"
             )
-        sign, result = 1 if self._order == "min" else -1, results[self._metric]
+        sign = 1 if self._order == "min" else -1
+        result = results[self._metric]
         best = self.state.get(BEST, sign * math.inf)
         if math.isfinite(result) and sign * result < sign * best:
             self.state = {BEST: result, SINCE_BEST: 0}

@@ -1,4 +1,4 @@
-"""Checks that torch can compute on the GPUs that a node or pod promises: Kubernetes and Ray do not ask their driver."""
+"""Checks that torch can compute on the GPUs of a node or pod. Kubernetes and Ray do not ask the GPU's driver."""
 
 import ctypes
 import os
@@ -8,24 +8,27 @@ from typing import Any
 
 from sunspot.elastic.messages import OUT_OF_MEMORY
 from sunspot.errors import SunspotError, shorten
+from sunspot.formatting import plural
 from sunspot.storage.prove import Check, Result, failure
 
 MIN_DRIVER = {12: 525, 13: 580}
-"""The oldest NVIDIA driver for each major version of CUDA (NVIDIA, CUDA Compatibility, minor version compatibility)."""
+"""Oldest NVIDIA driver for each major version of CUDA (NVIDIA, CUDA Compatibility, minor version compatibility)."""
 
 SIDE = 1024
-"""Rows and columns of the matrices that are multiplied."""
+"""Number of rows and of columns in the matrices that are multiplied."""
 
 WRITTEN = 0x5A5AA5A5
-"""The number that each GPU has to keep for a moment."""
+"""Number that is written into each GPU's memory, and read again."""
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+"""Variables that name the GPUs of a process, or the MIG instances."""
 
 
 def find_gpu_problem(promised: int = 1) -> str:
-    """Say why torch cannot use each of the `promised` GPUs; empty if it can, or is not built for NVIDIA's.
+    """Return why torch cannot use all of the `promised` GPUs.
 
-    This asks the driver itself and imports no torch, and so takes about a third of a second for each GPU.
+    The text is empty if torch can use them, or is built for GPUs of another vendor. This asks the driver without
+    importing torch, which takes about a third of a second for each GPU.
     """
     try:
         built: dict[str, Any] = runpy.run_path(str(distribution("torch").locate_file("torch/version.py")))
@@ -34,35 +37,42 @@ def find_gpu_problem(promised: int = 1) -> str:
     if built.get("hip") or built.get("xpu"):
         return ""
     if not built.get("cuda"):
-        return f"torch {built['__version__']} is a build without CUDA; install one with it"
+        return f"torch {built['__version__']} is a build without CUDA; install a build with CUDA"
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         return (
             f"NVIDIA's driver cannot be loaded ({error}); install it on the node (the GPU operator, or the cloud's "
-            "installer), and have LD_LIBRARY_PATH name its folder, as the image does for GKE's"
+            "installer), and set LD_LIBRARY_PATH to its folder, as the image does for GKE"
         )
-    if code := driver.cuInit(0):
+    code = driver.cuInit(0)
+    if code:
         return f"NVIDIA's driver finds no GPU (cuInit returned {code}); see the node's device plugin"
-    supported, needed = ctypes.c_int(), int(str(built["cuda"]).split(".")[0])
+    supported = ctypes.c_int()
+    needed = int(str(built["cuda"]).split(".")[0])
     driver.cuDriverGetVersion(ctypes.byref(supported))
     if supported.value // 1000 < needed:
         return (
-            f"the driver is made for CUDA {supported.value // 1000}, torch {built['__version__']} for {needed}: it "
-            f"needs driver {MIN_DRIVER.get(needed, 'a newer one')} or later"
+            f"the driver supports CUDA {supported.value // 1000}, but torch {built['__version__']} is built for CUDA "
+            f"{needed}: it needs driver {MIN_DRIVER.get(needed, 'a newer one')} or later"
         )
     if any("MIG-" in os.environ.get(name, "") for name in VISIBLE):
-        promised = min(promised, 1)  # CUDA shows a process one part of a GPU, however many there are
+        promised = min(promised, 1)  # CUDA shows a process only one MIG instance, even if it has several
     found = ctypes.c_int()
     driver.cuDeviceGetCount(ctypes.byref(found))
     if found.value < promised:
-        return f"{promised} GPUs are promised, and NVIDIA's driver finds {found.value}"
+        return (
+            f"{plural(promised, 'GPU')} promised, but NVIDIA's driver finds {found.value}; see the node's device plugin"
+        )
     return "; ".join(filter(None, (find_device_problem(driver, number) for number in range(promised))))
 
 
 def find_device_problem(driver: Any, number: int) -> str:
-    """Say why NVIDIA's driver cannot use one GPU, which has to keep a number in its memory; empty if it can."""
-    device, context, place, read = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint32()
+    """Return why NVIDIA's driver cannot write and read the memory of one GPU, or an empty text if it can."""
+    device = ctypes.c_int()
+    context = ctypes.c_void_p()
+    place = ctypes.c_uint64()
+    read = ctypes.c_uint32()
     calls: list[tuple[Any, ...]] = [
         ("cuDeviceGet", ctypes.byref(device), number),
         ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),
@@ -73,19 +83,21 @@ def find_device_problem(driver: Any, number: int) -> str:
     ]
     try:
         for name, *arguments in calls:
-            if code := getattr(driver, name)(*arguments):
+            code = getattr(driver, name)(*arguments)
+            if code:
                 return "" if code == OUT_OF_MEMORY else f"GPU {number} cannot be used ({name} returned {code})"
     finally:
-        driver.cuDevicePrimaryCtxRelease_v2(device)  # with the memory
-    return "" if read.value == WRITTEN else f"GPU {number} does not keep what is written into its memory"
+        driver.cuDevicePrimaryCtxRelease_v2(device)  # also frees the memory
+    return "" if read.value == WRITTEN else f"GPU {number} does not return the data that is written into its memory"
 
 
 def try_gpus(promised: int) -> Check:
-    """Multiply matrices on each GPU, and compare the product with the right one."""
+    """Return the result of multiplying matrices on each GPU, and of comparing the products with the known ones."""
     name = "GPU"
-    if problem := find_gpu_problem(promised):
+    problem = find_gpu_problem(promised)
+    if problem:
         return failure(name, SunspotError(problem))
-    import torch  # takes seconds, and what is above none
+    import torch  # imported here because it takes seconds, unlike the checks above
 
     devices = range(min(promised, torch.cuda.device_count()))
     try:
@@ -95,9 +107,9 @@ def try_gpus(promised: int) -> Check:
     except (RuntimeError, AssertionError) as error:
         fix = "see docs/cluster.md for the oldest driver and GPU that work"
         return Check(name, Result.FAILED, f"torch {torch.__version__} cannot compute: {shorten(error)}", fix)
-    said = f"{len(devices)} x {device.name}" if len(devices) > 1 else device.name
-    said += f", compute capability {device.major}.{device.minor}, torch {torch.__version__}"
+    found = f"{len(devices)} x {device.name}" if len(devices) > 1 else device.name
+    found += f", compute capability {device.major}.{device.minor}, torch {torch.__version__}"
     if wrong:
-        told = f"{said}: a product of matrices is wrong on GPU {', '.join(map(str, wrong))}"
-        return Check(name, Result.FAILED, told, "drain the node: the GPU is broken")
-    return Check(name, Result.OK, f"{said}: a product of matrices is right")
+        text = f"{found}: a matrix product is wrong on GPU {', '.join(map(str, wrong))}"
+        return Check(name, Result.FAILED, text, "drain the node, because the GPU is broken")
+    return Check(name, Result.OK, f"{found}: a matrix product is right")

@@ -1,4 +1,4 @@
-"""Metrics of all held-out rows at once, such as F1 or AUC, by the task's `compute_metrics(scores, rows)`."""
+"""Computes metrics of all held-out rows at once, such as F1 or AUC, with the task's `compute_metrics(scores, rows)`."""
 
 from collections.abc import Mapping, Set
 from typing import Any
@@ -17,14 +17,14 @@ from sunspot.tasks import find_predict
 from sunspot.train.learner import Learner, fill_up
 
 MAX_BYTES = 1 << 30
-"""Largest size of the scores and columns of all held-out rows, which rank 0 has in memory twice for a moment."""
+"""Largest size in bytes of the scores and columns of all held-out rows, of which rank 0 briefly has two copies."""
 
 SCORES = "scores of predict"
-"""The key of the scores beside the columns, whose names are Python's or a file's."""
+"""Key of the scores beside the names of the columns."""
 
 
 class HeldOutScores:
-    """The scores of the held-out rows that this worker evaluates, and then those of all workers' rows."""
+    """The scores of this worker's held-out rows, and the metrics of all workers' scores."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -34,9 +34,18 @@ class HeldOutScores:
         self._parts: list[Batch] = []
 
     def predict(self, batch: Batch, counts: bool) -> None:
-        """Predict the rows of a batch, and keep their scores if the batch `counts`. All workers do so under FSDP."""
-        filled = fill_up(self._learner, batch)
-        scores = forward_rows(self._predict, self._learner.model, filled, self._learner.plan.settings)
+        """Predict the rows of a batch, and keep their scores if the batch `counts`.
+
+        Under FSDP all workers call this together. Raises `SettingsError` if `predict` does not return a score for each
+        row.
+        """
+        inputs = model_inputs(fill_up(self._learner, batch))
+        rows = len(batch["row"])
+        with in_precision(self._learner):
+            scores: Any = self._predict(self._learner.model, inputs)
+        if not isinstance(scores, torch.Tensor) or not scores.ndim or len(scores) < rows:
+            got = list(getattr(scores, "shape", [type(scores).__name__]))
+            raise SettingsError(f"{self._who} needs the score of each of {rows} rows, but predict returned {got}")
         if not counts:
             return
         rows = len(batch["row"])
@@ -46,9 +55,10 @@ class HeldOutScores:
         self._refuse_size(rows)
 
     def compute_metrics(self, names: Set[str]) -> dict[str, float]:
-        """Return what the task computes of all held-out rows, on rank 0; all workers call this together.
+        """Return the metrics that the task computes from all held-out rows on rank 0. All workers call this together.
 
-        `names` are those of the metrics of each row. Raises `SettingsError` for anything but numbers by name.
+        `names` are the names of the metrics that `loss` returns for each row. Raises `SettingsError` if the task does
+        not return numbers by name, or uses one of these names.
         """
         mine = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]} if self._parts else {}
         group = self._learner.place.group
@@ -76,7 +86,7 @@ class HeldOutScores:
             raise SettingsError(f"{self._who} returned {name} as a {kind}; return one number for each name") from error
 
     def _refuse_size(self, rows: int) -> None:
-        """Raise `SettingsError` if all held-out rows would take too much memory, by the rows of the newest part."""
+        """Raise `SettingsError` if all held-out rows would need too much memory, judging by the newest batch."""
         test = self._learner.plan.test
         assert test
         newest = sum(column.nbytes for column in self._parts[-1].values())

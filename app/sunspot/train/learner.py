@@ -1,4 +1,4 @@
-"""What computes a step on one worker: its model, its optimizer and its rows, and the forward pass over these."""
+"""The objects that compute a step on one worker, its model, optimizer and rows, and the forward pass over the rows."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -26,20 +26,20 @@ from sunspot.train.undo import StepUndo
 
 
 class Loader(Protocol):
-    """This worker's rows."""
+    """Loader of this worker's rows."""
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """Yield its share of the steps `first` .. `last` - 1 of an epoch (from 1); it may have no rows."""
+        """Yield this worker's rows in each of the steps `first` to `last` - 1 of an epoch. A step may have no rows."""
         ...
 
     def test(self, batch_size: int) -> Iterator[Batch]:
-        """Yield its part of the held-out rows, each row on exactly one worker."""
+        """Yield this worker's part of the held-out rows. Each row is on exactly one worker."""
         ...
 
 
 @dataclass
 class Learner:
-    """All that computes a step on this worker; nothing of what is saved or reported."""
+    """The objects that compute a step on this worker, but do not save or report it."""
 
     plan: Plan
     task: Task
@@ -51,23 +51,26 @@ class Learner:
     rates: LearningRates
 
     def __post_init__(self) -> None:
-        source, first = self.plan.source, np.zeros(MIN_ROWS, np.int64)
+        source = self.plan.source
+        first = np.zeros(MIN_ROWS, np.int64)
         group = next(number for number, rows in enumerate(source.row_groups) if rows)
         columns = {"row": first, **source.read(group, first)}
         self.padding_batch = {name: torch.tensor(values, device=self.place.device) for name, values in columns.items()}
-        "The batch of a worker whose share of a step is empty: the first row, as often as batch norm needs it."
+        "Batch of a worker without rows in a step. It repeats the first row, because batch norm needs several."
         self.undo = StepUndo(self.model, self.optimizer)
 
     def warm_up(self) -> None:
-        """Take a step that does not count, so that what a first one compiles and allocates keeps nobody waiting.
+        """Take a step and discard it, so that compiling and allocating memory does not delay the other workers later.
 
-        The state of those who train takes the place of what it changes. A loop of its own takes steps that nobody else
-        knows, and a loss that needs the other workers raises: their first step then is what it is.
+        Their state will replace everything that the step changes. A task with a loop of its own is not warmed up, and
+        neither is one whose loss needs the other workers, because it raises an error here.
         """
         if hasattr(self.task, "train"):
             return
-        settings, device = self.plan.settings, self.place.device
-        workers, limit = settings.num_workers.most, self.plan.pass_limit
+        settings = self.plan.settings
+        device = self.place.device
+        workers = settings.num_workers.most
+        limit = self.plan.pass_limit
         rows = max(largest_pass(rows, workers, limit) for rows in self.plan.steps.sizes)
         self.undo.keep()
         with suppress(Exception):
@@ -81,33 +84,34 @@ class Learner:
         self.undo.put_back_moving()
 
     def move(self, place: WorkerPlace) -> None:
-        """Train on in another group: its model, its optimizer and its rows stay."""
+        """Move to another group, with the same model, optimizer and rows."""
         self.place = place
         cast(TorchLoader, self.loader).move(place.world_size, place.rank)
         self.undo.stepped.begin_group()
         for parameter in self.model.parameters():
-            parameter.grad = None  # of a step that others could not end
+            parameter.grad = None  # discards the gradients of the step that was broken off
 
     def saved(self) -> SavedObjects:
-        """Return what its checkpoints hold, with the files that the task adds."""
+        """Return the objects that checkpoints hold, with the files that the task adds."""
         files = getattr(self.task, "checkpoint_files", None)
         more_files = partial(files, self.model) if files else None
         return SavedObjects(self.model, self.optimizer, self.average, more_files, self.undo.stepped)
 
 
 def in_precision(learner: Learner) -> AbstractContextManager[None]:
-    """Autocast, as PRECISION says."""
+    """Return an autocast context, as PRECISION says."""
     bf16 = learner.plan.settings.precision == "bf16"
     return torch.autocast(learner.place.device.type, torch.bfloat16, enabled=bf16)
 
 
 def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """Compute the task's loss of each row of a batch, [B], and its metrics, [B] each.
+    """Return the task's loss of each row of a batch, [B], and its metrics, [B] each.
 
-    Under COMPILE every pass has the same number of rows, so that one graph serves all: short passes are padded by
-    repeating rows, of which no loss is returned. Only where rows see each other (batch norm) do these count.
+    Under COMPILE every pass has the same number of rows, so that one graph serves all of them. Short passes repeat
+    rows, whose losses are dropped. The repeated rows matter only to layers such as batch norm, which mix rows.
     """
-    rows, batch = len(batch["row"]), fill_up(learner, batch)
+    rows = len(batch["row"])
+    batch = fill_up(learner, batch)
     with in_precision(learner):
         losses, metrics = refuse_means(learner, learner.task.loss(model, batch), len(batch["row"]))
     if len(batch["row"]) > rows:
@@ -116,7 +120,7 @@ def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[
 
 
 def fill_up(learner: Learner, batch: Batch) -> Batch:
-    """Repeat rows of a batch that has too few for a pass under COMPILE; the first rows remain those of the batch."""
+    """Return a batch with enough rows for a pass under COMPILE. It begins with the given rows, and repeats them."""
     rows = len(batch["row"])
     if rows >= learner.plan.pass_rows:
         return batch
@@ -125,9 +129,9 @@ def fill_up(learner: Learner, batch: Batch) -> Batch:
 
 
 def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tensor, Batch]:
-    """Return the loss and the metrics of each row.
+    """Return the loss and the metrics of each row, as the task's `loss` has `returned` them.
 
-    Raises `SettingsError` for anything else, such as means, and for metric names that are not allowed.
+    Raises `SettingsError` if they are not one number for each row, or if a metric's name is not allowed.
     """
     losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     values = {"the losses": losses, **metrics} if isinstance(metrics, Mapping) else {"its metrics": metrics}

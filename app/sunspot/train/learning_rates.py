@@ -1,8 +1,8 @@
 """The learning rates of each step: the task's `schedule` scales them, or its PyTorch schedulers set them.
 
-The rates are a function of the step, so a run can resume from any step, and no checkpoint has a scheduler. A task's
-scheduler never sees the optimizer that trains. It works on a stand-in with the same groups, and the options that it
-sets there are copied to the groups of the real optimizer.
+The rates are a function of the step, so a run can resume from any step, and checkpoints do not contain schedulers. A
+task's scheduler never sees the optimizer that trains. It works on a stand-in with the same groups, and the options that
+it sets there are copied to the groups of the real optimizer.
 """
 
 import inspect
@@ -27,27 +27,28 @@ OF_STEP = (
     *(lr_scheduler.LambdaLR, lr_scheduler.LinearLR, lr_scheduler.MultiStepLR, lr_scheduler.OneCycleLR),
     *(lr_scheduler.PolynomialLR, lr_scheduler.StepLR),
 )
-"""PyTorch schedulers that can compute the rate of a step without the steps before it; subclasses may not."""
+"""PyTorch schedulers that can compute the rate of a step without the previous steps. Their subclasses may not."""
 
 MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
 """Schedulers that set the optimizer's rate when they are made. In a sequence, earlier schedulers start from it."""
 
 EXAMINED_STEPS = 10_000
-"""Number of first steps, and of steps spread over the run, that `describe` examines in half a second."""
+"""Number of initial steps, and of steps spread over the run, that `describe` examines in half a second."""
 
 MAX_NAMED_GROUPS = 6
 """Largest number of groups that `describe` names."""
 
 Options = dict[str, Any]
-"""Options of a group by name: `lr`, a float, and others that a scheduler sets, such as `momentum` or `betas`."""
+"""Options of a group by name: `lr`, which is a float, and others that a scheduler sets, such as `momentum`."""
 
 
 class LearningRates:
     """The learning rates of an optimizer's groups, as a function of the step."""
 
     def __init__(self, plan: Plan, task: Task, optimizer: Optimizer) -> None:
-        """Keep the rates that `optimizer` was built with; call this before it loads a state."""
-        self._plan, self._task = plan, task
+        """Keep the rates that `optimizer` was built with. Call this before it loads a state."""
+        self._plan = plan
+        self._task = task
         self._built = stand_in_for(optimizer)
         self._played: dict[int, PlayedSchedulers] = {}
         "Played schedulers by the number of steps in the run."
@@ -87,7 +88,7 @@ class LearningRates:
         try:
             return [options["lr"] for options in self.at(step, total_steps)]
         except Exception as error:
-            if step == 0:  # as it is, with its place in the code: nothing else has happened so far
+            if step == 0:  # the error of the first step is raised unchanged, with its traceback
                 raise
             raise SettingsError(
                 f"{PREFIX}TASK={self._plan.settings.task}: has no learning rate for step {step + 1} of {total_steps}: "
@@ -106,18 +107,20 @@ class LearningRates:
 class PlayedSchedulers:
     """The schedulers that a task builds for a run of `total_steps` steps, on a stand-in for its optimizer.
 
-    To go back to an earlier step, they are built again. Steps are played unless all schedulers can jump (`can_jump`).
+    The schedulers take every step up to the requested one, unless all of them can jump to it (`can_jump`). They are
+    built again for an earlier step.
     """
 
     def __init__(self, plan: Plan, task: Any, built: Optimizer, total_steps: int) -> None:
         """`built` has the groups as the task built them."""
-        self._plan, self._built = plan, built
+        self._plan = plan
+        self._built = built
         self._build = task.build_scheduler
         self._total_steps = total_steps
         self._begin()
 
     def at(self, step: int) -> list[Options]:
-        """Return what the schedulers have set in each group at a step."""
+        """Return the options that the schedulers have set in each group at a step."""
         if self._jumps:
             for scheduler in self._schedulers:
                 jump(scheduler, step)
@@ -128,13 +131,14 @@ class PlayedSchedulers:
 
     def _begin(self) -> None:
         """Build the schedulers, which are then at the first step."""
-        self._optimizer, self._step = stand_in_for(self._built), 0
+        self._optimizer = stand_in_for(self._built)
+        self._step = 0
         self._schedulers = self._build_schedulers()
         alone = len({each.optimizer for each in self._schedulers}) == len(self._schedulers)
         self._jumps = alone and all(can_jump(each) and each.last_epoch == 0 for each in self._schedulers)
 
     def _play_to(self, step: int) -> None:
-        """Step the schedulers up to this step, as a loop does."""
+        """Step the schedulers up to this step, as a training loop does."""
         if step < self._step:
             self._begin()
         for _ in range(self._step, step):
@@ -144,7 +148,7 @@ class PlayedSchedulers:
         self._step = step
 
     def _build_schedulers(self) -> list[LRScheduler]:
-        """Have the task build its schedulers; raises `SettingsError` for those that cannot be used."""
+        """Return the schedulers that the task builds. Raises `SettingsError` if one of them cannot be used."""
         more = {"steps_per_epoch": self._plan.steps.per_epoch}
         wanted = {name: value for name, value in more.items() if name in inspect.signature(self._build).parameters}
         built = self._build(self._optimizer, self._plan.settings, self._total_steps, **wanted)
@@ -159,12 +163,14 @@ class PlayedSchedulers:
             if not isinstance(each, LRScheduler):
                 raise SettingsError(f"{returned}; return a scheduler of torch.optim.lr_scheduler, or a dict of several")
             if each.optimizer not in (self._optimizer, *optimizers_in(self._optimizer)):
-                raise SettingsError(f"{returned} of another optimizer; make it with the optimizer that it is given")
+                raise SettingsError(
+                    f"{returned} of another optimizer; make it with the optimizer that build_scheduler gets"
+                )
         return schedulers
 
 
 class StandIn(Optimizer):
-    """An optimizer with another one's groups, for schedulers to work on. Its steps change no parameter."""
+    """An optimizer with the groups of another optimizer, for schedulers to work on. Its steps change no parameter."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__([Group(each) for each in optimizer.param_groups], optimizer.defaults)
@@ -177,7 +183,7 @@ class Group(Options):
     """A copy of an optimizer's group that records which options are set in it."""
 
     def __init__(self, options: Options) -> None:
-        # A scheduler changes a rate that is a tensor in place, and notes the initial rate itself.
+        # A scheduler changes a rate in place if it is a tensor, and records the initial rate itself.
         super().__init__({name: copy_if_tensor(value) for name, value in options.items() if name != "initial_lr"})
         self.were_set = set[str]()
 
@@ -187,12 +193,12 @@ class Group(Options):
 
 
 def copy_if_tensor(value: Any) -> Any:
-    """Return a copy of a tensor, on the CPU, and any other value as it is."""
+    """Return a copy of a tensor on the CPU, or any other value unchanged."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def stand_in_for(optimizer: Optimizer) -> Optimizer:
-    """Return a stand-in for an optimizer, or for several by name."""
+    """Return a stand-in for an optimizer, which may consist of several."""
     if isinstance(optimizer, Optimizers):
         return Optimizers({name: stand_in_for(each) for name, each in optimizer.named.items()})
     return StandIn(optimizer)
@@ -205,7 +211,7 @@ def set_by_scheduler(group: Options, built: Options) -> Options:
 
 
 def set_options(optimizer: Optimizer, options: list[Options]) -> None:
-    """Set these options in each group. A tensor is replaced, because a save may be reading the old one."""
+    """Set these options in each group. A tensor is replaced, because a save may still be reading the old one."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
         for name, value in values.items():
             before = group.get(name)
@@ -213,16 +219,16 @@ def set_options(optimizer: Optimizer, options: list[Options]) -> None:
 
 
 def can_jump(scheduler: LRScheduler) -> bool:
-    """Return True if a scheduler can compute the rate of any step directly, as if it had taken all steps before."""
+    """Return True if a scheduler can compute the rate of any step directly, without the previous steps."""
     if type(scheduler) is SequentialLR:
         return all(can_jump(part) and not isinstance(part, MAKERS_OF_RATES) for part in scheduler._schedulers)
     return type(scheduler) in OF_STEP
 
 
 def jump(scheduler: LRScheduler, step: int) -> None:
-    """Set its optimizer's rate to that of a step, counted from 0.
+    """Set the rate of a scheduler's optimizer to that of a step, counted from 0.
 
-    The schedulers in a SequentialLR are private, and the public way to a step, `step(epoch)`, is deprecated and warns.
+    This uses private methods, because the public way to a step, `step(epoch)`, is deprecated and warns.
     """
     while isinstance(scheduler, SequentialLR):
         number = bisect_right(scheduler._milestones, step)
@@ -232,6 +238,6 @@ def jump(scheduler: LRScheduler, step: int) -> None:
 
 
 def join_names(names: list[str]) -> str:
-    """Join names of groups; if there are many, the text ends with the number of the others."""
+    """Return the names of groups as text. If there are many, the text ends with the number of the others."""
     more = len(names) - MAX_NAMED_GROUPS
     return ", ".join(names[:MAX_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""The loop of a LightningModule: Lightning's Trainer takes the steps of a `TrainingRun`."""
+"""The training loop of a LightningModule: Lightning's Trainer takes the steps of a `TrainingRun`."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -19,15 +19,17 @@ BETWEEN_STEPS = (
     *("on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_after_backward"),
     *("on_before_zero_grad", "configure_callbacks"),
 )
-"""Hooks between a step and the next change of parameters, in which a module may change some itself."""
+"""Hooks between two optimizer steps, in which a module may change parameters itself."""
 
 
 def train(worker: Worker) -> None:
-    """Do what `sunspot.train.loop.train` does, by Lightning's Trainer."""
-    learner, step = worker.learner, worker.beginning.step
-    task, module = cast(LightningTask, learner.task), cast(LightningModule, learner.model)
+    """Train like `sunspot.train.loop.train`, with Lightning's Trainer."""
+    learner = worker.learner
+    step = worker.group_start.step
+    task = cast(LightningTask, learner.task)
+    module = cast(LightningModule, learner.model)
     task.begin_schedule(module, learner.optimizer, step)
-    if worker.make_up_evaluation():
+    if worker.repeat_evaluation():
         return
 
     run = LightningRun(worker)
@@ -45,10 +47,10 @@ def train(worker: Worker) -> None:
 
 
 class LightningRun(LibraryRun):
-    """A run whose precision, schedulers and hooks are Lightning's; to its Trainer, the batches of an epoch.
+    """A run whose precision, schedulers and hooks are Lightning's. Its Trainer iterates over it to get batches.
 
-    The module is wrapped once its `setup` has run. Lightning makes the passes within the optimizer's step, too early to
-    wait for the copy of the state before: `StepCallback` waits.
+    The module is wrapped once its `setup` has run. Lightning makes the forward and backward passes inside the
+    optimizer's step, so a hook of the optimizer would be too early. `StepCallback` waits for the copy instead.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -56,18 +58,19 @@ class LightningRun(LibraryRun):
         self._hooks_between_steps = any(defines(cast(LightningModule, self.model), hook) for hook in BETWEEN_STEPS)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch. With a length, the Trainer fetches no batch ahead."""
+        """Number of steps in an epoch. With a known length, the Trainer does not fetch a batch ahead."""
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        """The rest of the epoch. Nothing happens before the first `next`: the Trainer makes iterators it does not use.
+        """Return an iterator over the rest of the epoch.
 
-        The Trainer asks for the next batch when all hooks of a step are done, the module's too.
+        It does nothing before the first `next`, because the Trainer makes iterators that it does not use. The Trainer
+        asks for the next batch when all hooks of a step have run, including the module's.
         """
         return self.rest_of_epoch()
 
     def wrap_model(self) -> torch.nn.Module:
-        """Have the module's gradients averaged over the workers."""
+        """Return the module, wrapped so that its gradients are averaged over the workers."""
         self.model = prepare(self.model, self.settings, self._worker.averages)
         self._finite = FiniteGradients(self.model)
         return self.model
@@ -75,13 +78,13 @@ class LightningRun(LibraryRun):
     def step(self) -> None:
         super().step()
         if self._hooks_between_steps:
-            self._worker.checkpoints.wait_for_copy()
+            self._worker.wait_for_copy()
 
 
 class RowWeightedDDPStrategy(RayDDPStrategy):
     """DDP with the same weight for all rows of a step, as in `TrainingRun.passes`.
 
-    One batch is one optimizer step: more rows than `Plan.pass_limit` are accumulated within it.
+    One batch is one optimizer step. If it has more rows than `Plan.pass_limit`, their gradients are accumulated.
     """
 
     def __init__(self, run: LightningRun, task: LightningTask) -> None:
@@ -92,19 +95,20 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
         self.model = self._run.wrap_model()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Use the run's, which has its state already; the callback steps its schedulers."""
+        """Use the run's optimizer, which has its state already. `StepCallback` steps its schedulers."""
         self.optimizers = [self._run.optimizer]
 
     def training_step(self, batch: Any, *index: int) -> Any:
-        """Make the first forward pass; the others are made in `backward`, before which gradients are zeroed."""
-        self._batch, self._whole = batch, slice(0, self._run.pass_rows)
+        """Make the first forward pass. Gradients are zeroed next, so `backward` makes the other passes."""
+        self._batch = batch
+        self._whole = slice(0, self._run.pass_rows)
         self._passes = self._run.passes()
-        in_epoch = self._run.position % self._run.steps_per_epoch  # unlike the Trainer's own, from 0
+        in_epoch = self._run.position % self._run.steps_per_epoch  # counted from 0, unlike the Trainer's own number
         self._index = (in_epoch,) if index else ()
         return self._forward(next(self._passes))
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **options: Any) -> torch.Tensor:
-        """Backward through the first part, then forward and backward through the others."""
+        """Make the backward pass of the first part, and both passes of each other part. Return the sum of losses."""
         total = super().backward(closure_loss, optimizer, *args, **options)
         for rows in self._passes:
             output = self._forward(rows)
@@ -113,8 +117,9 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
         return total
 
     def _forward(self, rows: slice) -> Any:
-        """Make one part's forward pass; returns the module's output, with the part's weighted sum as its loss."""
-        run, module = self._run, cast(LightningModule, self.lightning_module)
+        """Make the forward pass of one part. Return the module's output with the part's weighted sum as its loss."""
+        run = self._run
+        module = cast(LightningModule, self.lightning_module)
         batch = self._batch if rows == self._whole else map_tensors(self._batch, lambda tensor: tensor[rows])
         step = functools.partial(super().training_step, batch, *self._index)
         with run.forward():
@@ -126,21 +131,22 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
 
 
 class StepCallback(Callback):
-    """Steps the schedulers, and ends the steps that end an epoch.
+    """Steps the schedulers, waits before parameters change, and ends the last step of each epoch.
 
-    It is in the place of Ray's `RayTrainReportCallback`: checkpoints that Ray uploads can lose files without an error,
-    and hold up the training. Ours are committed with a manifest (checkpoint/commit.py); Ray gets only the metrics.
+    It replaces Ray's `RayTrainReportCallback`. Checkpoints that Ray uploads can lose files without an error, and delay
+    the training. Sunspot commits its own with a manifest (checkpoint/commit.py), and Ray gets only the metrics.
     """
 
     def __init__(self, run: LightningRun, task: LightningTask) -> None:
-        self._run, self._task = run, task
+        self._run = run
+        self._task = task
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self._run.parameters_change()
+        self._run.before_change()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._task.advance_schedule(pl_module, self._run.position + 1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._run.end_step()  # after the last step of an epoch no batch is asked for
+        self._run.end_step()  # no batch is requested after the last step of an epoch
         trainer.should_stop = self._run.stopped

@@ -1,9 +1,9 @@
-"""The training loop, as every worker of the group runs it."""
+"""The training loop that every worker runs."""
 
 from contextlib import closing
 
 from sunspot.data.source import Batch
-from sunspot.train.join import WorkerConfig, join_run
+from sunspot.train.joining import Joining, WorkerConfig
 from sunspot.train.replacement import end_replacement
 from sunspot.train.run import TrainingRun
 from sunspot.train.survivor import Survivor
@@ -11,7 +11,10 @@ from sunspot.train.worker import Worker
 
 
 def train_loop(config: WorkerConfig) -> None:
-    """What Ray Train runs on every worker: it trains in one group, or in one after another if it outlives them."""
+    """Train on one worker, in a single group or, if its process outlives its groups, in one group after another.
+
+    Ray Train calls this on every worker.
+    """
     if config.membership is None:
         train_in_group(config)
         return
@@ -26,7 +29,7 @@ def train_loop(config: WorkerConfig) -> None:
 
 
 def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
-    """Train in one worker group after another, until the run ends or an error ends this process."""
+    """Train in one worker group after another, until the run ends. Raises the error that ends this process."""
     while True:
         try:
             train_in_group(config, survivor)
@@ -40,21 +43,27 @@ def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
 
 
 def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> None:
-    """Train in one worker group, to the end of the run or of the group."""
-    with join_run(config, survivor) as worker:
-        if worker:
-            train(worker)
-            with worker.watchdog.paused():
-                worker.checkpoints.close(finished=True)
+    """Train in one worker group, until the run or the group ends."""
+    with Joining(config, survivor) as joining:
+        place = joining.form()
+        setup = joining.claim(place) if place else None
+        if setup:
+            with joining.recorded_errors(setup):
+                worker = joining.build(setup)
+                train(worker)
+                with worker.watchdog.paused():
+                    worker.checkpoints.close(finished=True)
         if survivor:
             survivor.end()
 
 
 def train(worker: Worker) -> None:
-    """Train to the end of the run, or until it is stopped: by the task's loop, a library's Trainer, or ours."""
+    """Train until the run ends or is stopped, with the task's own loop, a library's Trainer, or the loop below."""
     task = worker.learner.task
     if hasattr(task, "build_module"):
-        from sunspot.train.lightning import train as train_by_lightning  # only its own tasks need it
+        from sunspot.train.lightning import (
+            train as train_by_lightning,
+        )  # imported here because only tasks with a LightningModule need it
 
         train_by_lightning(worker)
     elif hasattr(task, "build_trainer"):
@@ -69,7 +78,7 @@ def train(worker: Worker) -> None:
 
 
 def take_steps(run: TrainingRun) -> None:
-    """Take all steps, for a task that brings no loop."""
+    """Take all steps of a task that has no loop of its own."""
     for batch in run.batches():
         take_step(run, batch)
 

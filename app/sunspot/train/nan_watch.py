@@ -1,7 +1,7 @@
-"""Notices a loss or weights that are not finite, and decides when a run ends because of them.
+"""Detects a loss or weights that are not finite, and decides when they end a run.
 
-It checks the loss only when the means of a window are read anyway, and the weights only when they are saved. So no step
-waits for the device because of it.
+The loss is checked only when the means of a window are read anyway, and the weights only when they are saved. So no
+step waits for the device.
 """
 
 import math
@@ -21,13 +21,13 @@ from sunspot.run.checkpoints import NAN_ACCEPTED, NAN_SINCE, NAN_WEIGHTS, NAN_WI
 from sunspot.settings import PREFIX, Settings
 
 MIN_BYTES = 2
-"""Smallest size of the numbers that are checked, because torch cannot add up numbers of 8 bits."""
+"""Smallest size in bytes of the numbers that are checked, because torch cannot sum 8-bit numbers."""
 
 
 class NanWatch:
-    """Counts the windows of metrics in a row that end with a loss that is not finite.
+    """Counts consecutive windows of metrics that end with a loss that is not finite.
 
-    All workers know the same means, and agree on the rest, so all decide alike.
+    All workers know the same means, and agree on the rest, so they all decide the same.
     """
 
     def __init__(
@@ -36,39 +36,40 @@ class NanWatch:
         group: dist.ProcessGroup,
         before: Mapping[str, Any],
         model: torch.nn.Module,
-        examined: bool = True,
+        weights_checked: bool = True,
     ) -> None:
-        """`before` are the metrics of the state that training goes on from, and `model` has that state.
+        """`before` are the metrics of the state that training continues from, which `model` has loaded.
 
-        `examined` is False if nothing has looked at the weights of that state, as of a copy in memory or of survivors.
+        `weights_checked` is False if the weights of that state were not checked, as in a copy in memory.
         """
         self._limit = settings.max_nan_windows
         self._group, self._model = group, model
-        names = (NAN_SINCE, NAN_WINDOWS, NAN_WEIGHTS, *([] if examined else [NAN_ACCEPTED]))
+        names = (NAN_SINCE, NAN_WINDOWS, NAN_WEIGHTS, *([] if weights_checked else [NAN_ACCEPTED]))
         self.state = {name: before[name] for name in names if before.get(name)}
-        "Entries for records and checkpoint metrics, so that a restart continues counting; empty if all is finite."
-        # A task may train from weights that are infinite on purpose, as in a mask.
+        "Entries for records and checkpoint metrics, so that a restart continues counting. Empty if all is finite."
+        # A task may train with weights that are infinite on purpose, such as a mask.
         known = NAN_WEIGHTS in self.state or not self._limit
-        if examined and not known and not has_finite_weights(model):
+        if weights_checked and not known and not has_finite_weights(model):
             self.state[NAN_ACCEPTED] = 1
         self._looks_at_weights = self._limit > 0 and NAN_ACCEPTED not in self.state
 
     def look(self, record: Mapping[str, Any], newest: list[Batch], saves: bool) -> None:
-        """Check a closed window; all workers call this together.
+        """Check a closed window of metrics. All workers call this together.
 
-        `record` is the window's record, and `newest` has this worker's values of its last step. If the loss is finite
-        there, the window does not count: only single rows were affected, or a loss scaler has skipped their step. The
-        weights are checked if the state is to be saved (`saves`).
+        `record` is the window's record, and `newest` has this worker's values of its last step. A window with a finite
+        loss in its last step does not count, because only single rows were affected, or a loss scaler has skipped their
+        step. The weights are checked if the state will be saved (`saves`).
         """
         losses = {name for name in names_of_losses(record) if not math.isfinite(record[name])}
         suspect = bool(losses)
-        in_loss, in_weights = False, not self.finite_weights
+        in_loss = False
+        in_weights = not self.finite_weights
         if suspect or saves:
             values = [part[name] for part in newest for name in losses & part.keys()]
             found = not all(bool(value.isfinite().all()) for value in values)
             broken = self._looks_at_weights and not has_finite_weights(self._model)
             in_loss, in_weights, accepted = any_rank(self._group, found, broken, NAN_ACCEPTED in self.state)
-            if accepted:  # under FSDP, maybe in another worker's part
+            if accepted:  # under FSDP, perhaps in another worker's part
                 self.state[NAN_ACCEPTED] = 1
         if not (in_loss or in_weights):
             self.state = self._accepted
@@ -80,40 +81,40 @@ class NanWatch:
 
     @property
     def _accepted(self) -> dict[str, int]:
-        """The part of the state that stays: that the weights are infinite on purpose."""
+        """The entry that stays for good if some weights are infinite on purpose."""
         return {NAN_ACCEPTED: 1} if NAN_ACCEPTED in self.state else {}
 
     @property
     def finite_weights(self) -> bool:
-        """Whether the weights were finite when they were last checked."""
+        """True if the weights were finite when they were last checked."""
         return not self.state.get(NAN_WEIGHTS)
 
     def verdict(self, last: bool) -> DivergedError | None:
-        """Return the error that ends the run here, or None; `last` is True if no step follows."""
+        """Return the error that ends the run now, or None. `last` is True if no step follows."""
         windows = self.state.get(NAN_WINDOWS, 0)
         if not self._limit or NAN_SINCE not in self.state or not (last or windows >= self._limit):
             return None
-        what = "the loss is" if windows else "the weights are"
+        what = "the loss has" if windows else "the weights have"
         times = f"up to the last step ({PREFIX}MAX_NAN_WINDOWS=0 accepts that)"
         if windows >= self._limit:
             times = f"for {windows} windows of metrics in a row ({PREFIX}MAX_NAN_WINDOWS={self._limit})"
         return DivergedError(
-            f"{what} not finite since step {self.state[NAN_SINCE]}, {times}: lower {PREFIX}LEARNING_RATE, set "
-            f"{PREFIX}CLIP_NORM, or fix the data. Started again, the run resumes from its newest checkpoint with "
-            "finite weights; if it has none, begin a run of another name"
+            f"{what} not been finite since step {self.state[NAN_SINCE]}, {times}: lower {PREFIX}LEARNING_RATE, set "
+            f"{PREFIX}CLIP_NORM, or fix the data. If started again, the run resumes from its newest checkpoint with "
+            "finite weights. If it has no such checkpoint, start a run with another name"
         )
 
 
 def names_of_losses(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of the losses in a record: `loss`, or, if a loop logs none, all names that end in it."""
+    """Return the names of the losses in a record: `loss`, or if a loop logs no `loss`, all names that end with it."""
     return [LOSS] if LOSS in record else [name for name in record if name.endswith(LOSS)]
 
 
 def has_finite_weights(model: torch.nn.Module) -> bool:
-    """Return True if the weights that this worker trains are finite; waits for the device.
+    """Return True if the weights that this worker trains are finite. This waits for the device.
 
-    A sum is finite if all terms are, unless they are so large that the model is of no use either. For a model without
-    parameters, such as one of Keras, it checks the state that its checkpoints have.
+    The sum of finite weights is finite, unless they are so large that the model is useless anyway. If a model has no
+    parameters, such as a Keras model, this checks the state that its checkpoints contain.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sums: dict[torch.device, list[torch.Tensor]] = {}

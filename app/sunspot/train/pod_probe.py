@@ -1,4 +1,4 @@
-"""`python -m sunspot.train.pod_probe`: what `sunspot doctor --from-pods` runs in a pod like the run's."""
+"""`python -m sunspot.train.pod_probe`: the checks that `sunspot doctor --from-pods` runs in a pod like the run's."""
 
 import json
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from sunspot.train.gpu import try_gpus
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the storage of the settings, the GPUs, and the network to another such pod; prints one JSON document."""
-    description = "Try the storage of the settings, GPUs, and the network."
+    """Check the storage, the GPUs, and the network to another such pod, and print the results as one JSON document."""
+    description = "Check the storage of the settings, GPUs, and the network."
     parser = CommandParser("sunspot.train.pod_probe", description, ("storage_path",))
-    parser.add_argument("--gpus", type=int, default=0, metavar="NUMBER", help="compute on so many GPUs")
+    parser.add_argument("--gpus", type=int, default=0, metavar="NUMBER", help="compute on this number of GPUs")
     parser.add_argument("--meeting", metavar="NAME", help="time an all-reduce with the pod that is given the same name")
-    parser.add_argument("--rank", type=int, choices=(0, 1), default=0, help="which of the two pods this is")
-    parser.add_argument("--output", metavar="FILE", help="write the result there too")
+    parser.add_argument("--rank", type=int, choices=(0, 1), default=0, help="rank of this pod among the two")
+    parser.add_argument("--output", metavar="FILE", help="also write the result to this file")
     words = parser.parse(arguments)
     print_logs("stderr")
     path = load_settings().storage_path
     checks = [*probe_path(path), *([try_gpus(words.gpus)] if words.gpus else [])]
     if words.meeting and not any(check.result is Result.FAILED for check in checks):
-        from sunspot.train.all_reduce import try_all_reduce  # here, as torch takes seconds to import
+        from sunspot.train.all_reduce import try_all_reduce  # imported here because torch takes seconds
 
         checks.append(try_all_reduce(path, words.meeting, words.rank, words.gpus))
     text = json.dumps([asdict(check) for check in checks])

@@ -1,4 +1,4 @@
-"""Asks nodes what is wrong there; before training, whether every one reads and writes the run's storage."""
+"""Asks each node for its problems. Before training, it checks that all nodes can read and write the run's storage."""
 
 import logging
 import re
@@ -18,26 +18,30 @@ from sunspot.storage.prove import prove
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 120
-"""How long a node may take to answer; it starts a process for that."""
+"""Maximum number of seconds to wait for a node's answer, for which Ray starts a process there."""
 
 MAX_PROBES = 256
-"""Most nodes that are asked at once: each makes some ten small requests of the storage."""
+"""Largest number of nodes that are asked at once. Each node makes about ten small storage requests."""
 
-MAX_NODES_NAMED, MAX_PROBLEMS_NAMED = 3, 3
-"""Most nodes that a message names for one problem, and most problems; other nodes are counted."""
+MAX_NODES_NAMED = 3
+"""Largest number of nodes that a message names for one problem. The others are counted."""
+
+MAX_PROBLEMS_NAMED = 3
+"""Largest number of problems that a message names."""
 
 PROBE_KEY = re.compile(r"probe-[0-9a-f]{32}")
-"""Matches the part that differs in what nodes say of the same problem."""
+"""Pattern of a probe's key, which is the only difference between messages about the same problem."""
 
 
 def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, object]]) -> None:
-    """Check that every other node sees what this one wrote; raises `StorageError` naming those that do not."""
+    """Raise `StorageError` if not all other nodes can read what this node writes to the run's storage."""
     here = ray.get_runtime_context().get_node_id()
     others = [str(node["NodeID"]) for node in nodes if node["NodeID"] != here]
     if not others:
         return
     run = open_run(storage_path, run_name)
-    key, content = run.key(f"probe-{uuid.uuid4().hex}"), uuid.uuid4().bytes
+    key = run.key(f"probe-{uuid.uuid4().hex}")
+    content = uuid.uuid4().bytes
     run.storage.write(key, content)
     try:
         problems = ask_nodes("the storage", probe_here, dict.fromkeys(others, (storage_path, run_name, key, content)))
@@ -52,7 +56,7 @@ def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, obje
 
 
 Problems = dict[str, str]
-"""What is wrong on each node that has a problem."""
+"""Problem of each node that has one, by Ray's id of the node."""
 
 
 def ask_nodes(
@@ -62,48 +66,50 @@ def ask_nodes(
     calls: int = 0,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Problems:
-    """Ask what `act` finds wrong on each node, given its arguments; warns of nodes that did not answer about `what`.
+    """Run `act` on each node, with that node's arguments, and return the problems that it finds.
 
-    A process ends after `calls` answers (0: never): what it has seen of GPUs, a worker after it would see.
+    Nodes that do not answer are only named in a warning, which says that they were asked about `what`. Each process
+    ends after `calls` calls (0 for no limit). Otherwise a worker could inherit a process that has used the GPU.
     """
     task = ray.remote(num_cpus=0, max_retries=1, max_calls=calls)(act)
 
     def ask(node: str) -> tuple[str, str]:
-        """Return the problem of a node, and why it did not say; both empty when it has none."""
+        """Return a node's problem, and the reason why it did not answer. Both are empty if it has no problem."""
         there: Any = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
         try:
             return ray.get(there.remote(*nodes[node]), timeout=timeout_s), ""
         except ray.exceptions.RayTaskError:
             raise
-        except ray.exceptions.RayError as error:  # the node is gone, or about to be
+        except ray.exceptions.RayError as error:  # the node is gone, or about to go
             return "", shorten(error)
 
     answers = dict(zip(nodes, map_parallel(ask, list(nodes), MAX_PROBES), strict=True))
     silent = [node for node, (_, silence) in answers.items() if silence]
     if silent:
         why = answers[silent[0]][1]
-        log.warning(f"{plural(len(silent), 'node')} did not answer, asked about {what}: {_name(silent)}: {why}")
+        log.warning(f"{plural(len(silent), 'node')} did not answer when asked about {what}: {_name(silent)}: {why}")
     return {node: PROBE_KEY.sub("probe-...", problem) for node, (problem, _) in answers.items() if problem}
 
 
 def list_problems(problems: Problems) -> str:
-    """Write the problems as `1a2b, 3c4d: this; 5e6f: that`."""
+    """Return the problems as text, such as `1a2b, 3c4d: this; 5e6f: that`."""
     named = list(dict.fromkeys(problems.values()))[:MAX_PROBLEMS_NAMED]
     return "; ".join(f"{_name([node for node in problems if problems[node] == each])}: {each}" for each in named)
 
 
 def _name(nodes: list[str]) -> str:
-    """Name nodes as `1a2b, 3c4d, 5e6f and 15 others`."""
-    names, left = ", ".join(node[:12] for node in nodes[:MAX_NODES_NAMED]), len(nodes) - MAX_NODES_NAMED
+    """Return the names of nodes, such as `1a2b, 3c4d, 5e6f and 15 others`."""
+    names = ", ".join(node[:12] for node in nodes[:MAX_NODES_NAMED])
+    left = len(nodes) - MAX_NODES_NAMED
     return names if left <= 0 else f"{names} and {plural(left, 'other')}"
 
 
 def probe_here(storage_path: str, run_name: str, key: str, content: bytes) -> str:
-    """Say why this node cannot use the run's storage, in which `key` has `content`; empty when it can."""
+    """Return why this node cannot use the run's storage, in which `key` holds `content`, or an empty text if it can."""
     run = open_run(storage_path, run_name)
     try:
         if run.storage.read(key) != content:
-            return "it reads something else than was written"
+            return "it does not read what another node has written"
         prove(run.storage, run.name)
     except SunspotError as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""Ends a replacement that cannot train, without ending the workers that train."""
+"""Ends a replacement that cannot train, without ending the workers that do."""
 
 import os
 import sys
@@ -16,22 +16,22 @@ from sunspot.ray_internals.nodes import drain_nodes, head_nodes
 from sunspot.run import Run
 from sunspot.run.attempts import newest_number
 from sunspot.run.failures import describe_failure, record_failure
-from sunspot.train.join import FAILURE_S, WorkerConfig
+from sunspot.train.joining import FAILURE_S, WorkerConfig
 
 TRIES_ON_NODE = 2
-"""Number of replacements that may fail on one node before the node is left out."""
+"""Number of replacements that fail on one node before the node is left out."""
 
 PAUSE_S = 10.0
-"""Pause in seconds before the end of a replacement whose node cannot be left out. It doubles with each replacement."""
+"""Seconds before the end of a replacement whose node cannot be left out. They double with each replacement."""
 
 MAX_DOUBLINGS = 6
 """Largest number of times that the pause doubles, to 640 s."""
 
 
 def end_replacement(error: Exception, config: WorkerConfig) -> NoReturn:
-    """Report why this process cannot train, and end it, so that Ray replaces it as it replaces any lost process.
+    """Report why this process cannot train, and end it, so that Ray replaces it like any lost process.
 
-    Raising the error instead would end all workers, because Ray Train would take it for an error of the whole training.
+    Raising the error instead would end all workers, because Ray Train would take it for an error of the training.
     """
     try:
         report(error, config)
@@ -44,12 +44,13 @@ def end_replacement(error: Exception, config: WorkerConfig) -> NoReturn:
 
 
 def report(error: Exception, config: WorkerConfig) -> None:
-    """Report the error to the driver and to storage, and make further replacements start elsewhere or less often."""
+    """Report the error to the driver and to storage. After several failures, leave the node out or slow down."""
     print(format_trace(error), file=sys.stderr)
-    control, node = config.control, ray.get_runtime_context().get_node_id()
-    tries = control.call_or_none(ControlChannel.count_failed_replacement, node) or 1
-    line = f"a replacement on node {node[:12]} could not train, and ends: {type(error).__name__}: {shorten(error)}"
-    control.send(ControlChannel.log, f"{line}; the others train on")
+    control = config.control
+    node = ray.get_runtime_context().get_node_id()
+    tries = control.try_ask(ControlChannel.count_failed_replacement, node) or 1
+    line = f"a replacement on node {node[:12]} could not train and ends: {type(error).__name__}: {shorten(error)}"
+    control.tell(ControlChannel.log, f"{line}; the others keep training")
     with suppress(TimeoutError, StorageError):
         start_thread(lambda: _record(error, config.run, control), "record-end").result(FAILURE_S)
     if tries >= TRIES_ON_NODE and not leave_out(node, control, f"{tries} replacements could not train on it"):
@@ -57,8 +58,8 @@ def report(error: Exception, config: WorkerConfig) -> None:
 
 
 def leave_out(node: str, control: ControlClient, why: str) -> bool:
-    """Drain a node and return True, unless the head or a training worker is on it."""
-    group = control.call_or_none(ControlChannel.group)
+    """Drain a node and return True. Return False if the head or a training worker is on it."""
+    group = control.try_ask(ControlChannel.group)
     if node in head_nodes() or (group and node in group.nodes.values()):
         return False
     control.send(ControlChannel.add_left_out, [f"node {node[:12]} left out: {why}"])
@@ -67,6 +68,7 @@ def leave_out(node: str, control: ControlClient, why: str) -> bool:
 
 
 def _record(error: Exception, run: Run, control: ControlClient) -> None:
-    end = control.call_or_none(ControlChannel.group_end)
-    rank, step = ray.train.get_context().get_world_rank(), end.progress.step if end else 0
+    end = control.try_ask(ControlChannel.group_end)
+    rank = ray.train.get_context().get_world_rank()
+    step = end.progress.step if end else 0
     record_failure(run, describe_failure(error, newest_number(run), rank, step))

@@ -1,4 +1,4 @@
-"""Reports a run's progress while it trains: to the terminal, the metric history, the status and the receipts."""
+"""Reports a run's progress while it trains, to the terminal, the metric history, the status and the receipts."""
 
 import logging
 import math
@@ -37,14 +37,14 @@ from sunspot.storage.limits import with_deadline
 log = logging.getLogger(__name__)
 
 SHOW_CLAIM_S = 20.0
-"""Limit on the wait for storage to take an attempt's first status."""
+"""Maximum number of seconds to wait for storage to take an attempt's first status."""
 
 GOODPUT_EVERY_S = 60.0
-"""Seconds between two computations of the exported goodput: with a thousand restarts, one takes a second."""
+"""Seconds between two computations of the exported goodput, which take a second after a thousand restarts."""
 
 
 class Reporter:
-    """Reports rank 0's progress."""
+    """Reports the progress of a worker group. Rank 0 has the only reporter."""
 
     def __init__(
         self,
@@ -57,56 +57,74 @@ class Reporter:
         checkpoints: CheckpointManager,
         phases: Phases,
     ) -> None:
-        """`phases` says when this group's start reached what, for its receipt."""
-        self._run, self._settings, self._start = run, plan.settings, start
-        self._state = replace(state, model=None, optimizer=None)  # only its tensors are large
-        self._control, self._journals, self._checkpoints = control, journals, checkpoints
+        """`phases` are the times of this group's start, for its receipt."""
+        self._run = run
+        self._settings = plan.settings
+        self._start = start
+        self._state = replace(state, model=None, optimizer=None)  # without its tensors, which are large
+        self._control = control
+        self._journals = journals
+        self._checkpoints = checkpoints
         self._ranks = RankHistory(run, start.attempt.number)
         self.publisher = Background(min(self._settings.report_every_s, STATUS_EVERY_S), self.publish)
-        "For the caller to enter."
+        "Background thread that writes the status. The caller enters it."
         self._phases = phases
         self._timer = Timer()
         self._shown = 0.0
         self._heartbeat: float | None = None
-        self._recovered = self._summarized = self._warned = self._tidied = False
+        self._recovered = False
+        "True once the group has taken a step, which closes the incident."
+        self._summarized = False
+        "True once the cost of copies in memory was printed."
+        self._warned = False
+        "True once the user was warned that a save takes longer than a notice."
+        self._tidied = False
+        "True once the leftovers of older attempts were deleted."
         self._nan_windows = 0
-        self._told_nan: set[str] = set()
-        "Metrics of which the user has been told that they are not finite."
+        self._reported_nan: set[str] = set()
+        "Metrics that were reported as not finite."
         self._superseded: SupersededError | None = None
-        "Set once another driver owns the run."
+        "Error that ends the worker, set once another driver owns the run."
         self._status = replace(
             first_status(start, plan), state=RunState.RUNNING, reason="", world_size=len(start.nodes)
         )
-        if start.attempt.step >= plan.total_steps:  # of its last epoch, the evaluation is missing
+        if start.attempt.step >= plan.total_steps:  # only the evaluation of the last epoch is missing
             self._finishing(start.attempt.step)
         self._receipts = list(start.past.receipts)
         self._interval_s: float | None = None
         self._goodput: float | None = None
         self._goodput_of: tuple[int, float] | None = None
-        "Number of receipts and minute that `_goodput` was computed for."
+        "Number of receipts, and minute, for which `_goodput` was computed."
         self._test_rows = rows_in(plan.test) if plan.test else 0
+        self._incident = Incident()
+        "The incident that ended the previous group."
+        self._failed_before = ""
+        "Part of the status's warning that names the failure of the previous group."
+
+    def announce(self) -> None:
+        """Register the group with the driver, print where it starts, and note why the previous group ended."""
+        start, state = self._start, self._state
         origin = "the beginning" if state.tier == "beginning" else f"step {start.attempt.step}"
         known = f", from {state.tier}" if state.tier in ("memory", "storage") else ""
-        workers, verb = len(start.nodes), "go{es} on" if state.tier == IN_PLACE else "start{s}"
-        one = workers == 1
-        line = f"  {plural(workers, 'worker')} {verb.format(s='s' * one, es='es' * one)} at {origin}{known}"
-        control.send(ControlChannel.log, line)
+        workers = len(start.nodes)
+        verb = "continue" if state.tier == IN_PLACE else "start"
+        line = f"  {plural(workers, 'worker')} {verb}{'s' if workers == 1 else ''} at {origin}{known}"
+        self._control.tell(ControlChannel.log, line)
         hosts = {int(rank): host for rank, host in start.attempt.metadata.nodes.items()}
         group = WorkerGroup(start.attempt.number, workers, start.nodes, hosts)
-        self._incident = control.call(ControlChannel.begin_group, group)
-        self._failed_before = ""
+        self._incident = self._control.ask(ControlChannel.begin_group, group)
         if self._incident.cause is Cause.WORKER_FAILED:
             self._failed_before = f"its workers were started again after {self._incident.describe()}"
         self._status = replace(self._status, warning=self._failed_before)
         for note in self._incident.notes:
-            journals.events.note(note.event, start.attempt.step, note.detail, note.time)
+            self._journals.events.note(note.event, start.attempt.step, note.detail, note.time)
 
     def due(self) -> bool:
-        """Tell whether a record of the metric history is due."""
+        """Return True if a record of the metric history is due."""
         return self._timer.due(self._settings.report_every_s)
 
     def heartbeat(self) -> None:
-        """Record progress: a step, or some evaluated rows.
+        """Record progress, which is a step or some evaluated rows.
 
         Raises `SupersededError` once another driver owns the run.
         """
@@ -134,8 +152,8 @@ class Reporter:
     def report(self, record: dict[str, Any], recent: dict[str, Any], ranks: Columns) -> None:
         """Add a record to the metric history, with the numbers of each rank.
 
-        Status and terminal show the `recent` means (`RecentMeans`), as checkpoints have them: a record may be of one
-        step.
+        The status and the terminal show the `recent` means (`RecentMeans`), like checkpoints, because a record may
+        cover a single step.
         """
         self._journals.metrics.append(record)
         self._ranks.append(record, ranks)
@@ -146,7 +164,7 @@ class Reporter:
             self._status,
             step=record["step"],
             epoch=record["epoch"],
-            loss=recent.get("loss"),  # a loop of its own may log none
+            loss=recent.get("loss"),  # None if the task's own loop logs no loss
             test_loss=record.get("test_loss", self._status.test_loss),
             rows_per_s=record["rows_per_s"],
             step_time_s=record["seconds"] / record["steps"],
@@ -157,40 +175,42 @@ class Reporter:
             nan_since=record.get(NAN_SINCE, 0),
         )
         steps = min(self._settings.checkpoint_every_steps or math.inf, self._status.steps_per_epoch)
-        step_s, commit_s = record["seconds"] / record["steps"], self._checkpoints.commit_s or 0.0
+        step_s = record["seconds"] / record["steps"]
+        commit_s = self._checkpoints.commit_s or 0.0
         self._interval_s = checkpoint_interval(self._checkpoints.save_every_s, steps * step_s, commit_s)
 
     def add_evaluation(self, record: dict[str, Any]) -> None:
-        """Add the evaluation of an epoch whose steps another worker group took."""
+        """Add the evaluation of an epoch whose steps the previous worker group took."""
         self._journals.metrics.append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
         self._status = replace(self._status, test_loss=record.get("test_loss"))
         self._control.send(ControlChannel.add_metrics, record)
         self._close_incident()
 
     def _finishing(self, step: int) -> None:
-        """Show that no step is left: an evaluation and the last checkpoint may take long."""
+        """Show that no step is left, because an evaluation and the last checkpoint may take long."""
         reason = "all steps are taken; the last evaluation and checkpoint follow"
         self._status = replace(self._status, state=RunState.FINISHING, reason=reason, step=step)
         self.publisher.run_now()
 
     def drain(self, time_left_s: float | None) -> None:
-        """Wait for the commit of the newest snapshot, and say when it began and whether it is done."""
-        self._control.send(ControlChannel.add_incident_facts, Incident(save_began=time.time()))
+        """Wait for the commit of the newest snapshot, and report when it began and ended."""
+        self._control.tell(ControlChannel.add_incident_facts, Incident(save_began=time.time()))
         if self._checkpoints.drain(time_left_s) and self._checkpoints.newest:
             committed = Incident(committed=self._checkpoints.newest.time)
             self._control.send(ControlChannel.add_incident_facts, committed)
 
     def publish(self) -> None:
-        """Write the newest numbers to storage; raises `SupersededError` when another process owns the run.
+        """Write the newest numbers to storage.
 
-        So does an attempt that its driver has ended, while this process was frozen or cut off.
+        Raises `SupersededError` if another process owns the run, or if its driver has ended the attempt while this
+        process was frozen or cut off.
         """
         try:
             ensure_owner(self._run, self._start.attempt)
         except SupersededError as error:
-            # A newer attempt of this driver is of the next group: the membership says whether this process is in it.
+            # A newer attempt of this driver belongs to the next group, which this process may join.
             if not is_of_newest_driver(self._run, self._start.attempt):
-                self._superseded = error  # in this thread nobody hears of it
+                self._superseded = error  # raised in the training thread, because an error of this one is ignored
             raise
         refuse_if_ended(self._run, self._status)
         self._journals.flush()
@@ -206,16 +226,20 @@ class Reporter:
             delete_older_statuses(self._run, self._start.attempt.number)
 
     def end(self) -> None:
-        """Write at once from now on."""
+        """Write all further numbers immediately."""
         self._ranks.end()
 
     def gauges(self) -> RunGauges:
-        """Return the whole run's figures to export; called by another thread."""
-        status, start, receipts = self._status, self._start, list(self._receipts)
+        """Return the metrics of the whole run for export. Another thread calls this."""
+        status = self._status
+        start = self._start
+        receipts = list(self._receipts)
         attempts = [*start.before, start.attempt]
         newest = self._checkpoints.newest or start.checkpoint
-        if self._goodput_of != (of := (len(receipts), time.time() // GOODPUT_EVERY_S)):
-            self._goodput_of, self._goodput = of, goodput(attempts, receipts, time.time())
+        computed_for = (len(receipts), time.time() // GOODPUT_EVERY_S)
+        if self._goodput_of != computed_for:
+            self._goodput_of = computed_for
+            self._goodput = goodput(attempts, receipts, time.time())
         known = {
             "planned_steps": status.total_steps,
             "workers": status.world_size,
@@ -236,39 +260,43 @@ class Reporter:
 
     def _close_incident(self) -> None:
         self._recovered = True
-        known = self._control.call_or_none(ControlChannel.close_incident)
-        if known and known.cause is Cause.OUT_OF_MEMORY:  # Ray may report it only after the next group has begun
+        known = self._control.try_ask(ControlChannel.close_incident)
+        if known and known.cause is Cause.OUT_OF_MEMORY:  # Ray may report this after the group has begun
             self._incident = replace(self._incident, cause=known.cause, detail=known.detail)
         receipt = make_receipt(self._start, self._state, self._incident, time.time(), self._phases)
         self._journals.events.append(receipt.record())
         self._receipts.append(receipt)
-        if len({*self._start.nodes.values()}) > 1 and (network := read_network(own_log())):
-            self._control.send(ControlChannel.log, f"  between nodes, NCCL takes {network}")
+        network = read_network(own_log()) if len({*self._start.nodes.values()}) > 1 else ""
+        if network:
+            self._control.tell(ControlChannel.log, f"  between nodes, NCCL uses {network}")
         if receipt.cause.incident or receipt.cause is Cause.TAKEN_OVER:
             self._control.tell(ControlChannel.log, describe_receipt(receipt))
         self.publisher.run_now()
 
     def _summarize_copies(self) -> None:
-        """Say once what copies in memory cost: a loss without notice goes back by as many steps as lie between two."""
-        if not self._summarized and (text := self._checkpoints.memory_summary):
+        """Print once what copies in memory cost, and how often they are made."""
+        text = "" if self._summarized else self._checkpoints.memory_summary
+        if text:
             self._summarized = True
             self._control.send(ControlChannel.log, f"  copies in memory: {text}")
 
     def _warn_of_nan(self, record: dict[str, Any]) -> None:
-        """Warn of a loss that is not finite, on the terminal and in the events, and report when it is finite again.
+        """Report a loss that is not finite, and later that it is finite again, on the terminal and in the events.
 
-        Other metrics that are not finite are reported once, and so is a loss that is finite at the end of its window.
+        Other metrics are reported only once each, and so is a loss that is finite again at the end of its window.
         """
         self._nan_windows = record.get(NAN_WINDOWS, 0)
-        first, last = record["step"] - record["steps"] + 1, record["step"]
+        first = record["step"] - record["steps"] + 1
+        last = record["step"]
         text = describe_nan(record)
         if text and not self._status.nan_since:
             self._note_nan("loss not finite", last, text)
         elif self._status.nan_since and not text:
             self._note_nan("loss finite again", last, f"the loss is finite again in the steps {first} to {last}")
-        broken = {name for name, value in model_metrics(record).items() if not math.isfinite(value)} - self._told_nan
+        broken = {name for name, value in measured(record).items() if not math.isfinite(value)}
+        broken -= self._reported_nan
         if broken and not text:
-            self._told_nan |= broken
+            self._reported_nan |= broken
             found = f"{', '.join(sorted(broken))}: the mean over the steps {first} to {last} is not finite"
             self._note_nan("metric not finite", last, f"{found}; the loss of step {last} is finite")
 
@@ -278,7 +306,7 @@ class Reporter:
         self.publisher.run_now()
 
     def _warn_of_notice(self) -> str:
-        """Return the status's warning; the first time, add it to the terminal and the events, too."""
+        """Return the warning for the status. The first time, also print it and add it to the events."""
         text = warn_of_notice(self._checkpoints.commit_s, self._settings.notice_s)
         if text and not self._warned:
             self._warned = True
@@ -288,46 +316,47 @@ class Reporter:
 
 
 def describe_nan(record: Mapping[str, Any]) -> str:
-    """Describe from a record of the history since when the loss or the weights are not finite; empty if they are."""
-    since, windows = record.get(NAN_SINCE), record.get(NAN_WINDOWS)
+    """Return a text about a loss or weights that are not finite in a record of the history. Empty if all is finite."""
+    since = record.get(NAN_SINCE)
+    windows = record.get(NAN_WINDOWS)
     if not since:
         return ""
     if not windows:
-        return f"some weights are NaN or infinite since step {since}"
-    return f"the loss is NaN or infinite since step {since}, in {plural(windows, 'window')} of metrics in a row"
+        return f"some weights have been NaN or infinite since step {since}"
+    return f"the loss has been NaN or infinite since step {since}, in {plural(windows, 'window')} of metrics in a row"
 
 
 def warn_of_notice(save_s: float | None, notice_s: float) -> str:
-    """Warn of a save of `save_s` seconds that takes longer than a notice (0: unknown); empty when it does not."""
+    """Return a warning if a save takes longer than a notice. `notice_s` is 0 if the notice is not known."""
     if not exceeds_notice(save_s, notice_s):
         return ""
     return (
-        f"a checkpoint takes {save_s:.0f} s to commit, and a notice leaves {notice_s:.0f} s: if all nodes are "
-        "reclaimed at once, the run goes back to the checkpoint before. Faster storage or a longer notice helps"
+        f"a checkpoint takes {save_s:.0f} s to commit, but a notice leaves {notice_s:.0f} s: if all nodes are "
+        "reclaimed at once, the run resumes from the previous checkpoint. Use faster storage, or a longer notice"
     )
 
 
 def checkpoint_interval(every_s: float, steps_s: float, commit_s: float) -> float:
     """Return the longest expected time between two checkpoints, in seconds.
 
-    One is due every `every_s` (0: never) and after steps that take `steps_s`; the next waits for its commit of
-    `commit_s`.
+    A checkpoint is due every `every_s` seconds (0 for never), and after steps that take `steps_s` seconds. It waits for
+    the previous commit, which takes `commit_s` seconds.
     """
     return max(min(every_s or math.inf, steps_s), commit_s)
 
 
 def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> Status:
-    """Return the status of a worker group that has claimed its attempt, but has not taken a step yet.
+    """Return the status of a worker group that has claimed its attempt and has not taken a step yet.
 
-    `why` is the incident that ended the group before, for the reason in the status.
+    The reason in the status names `why`, the incident that ended the previous group.
     """
     attempt = start.attempt
-    after = f"; the group before ended: {why.describe()}" if why and why.cause and why.cause.incident else ""
+    after = f"; the previous group ended: {why.describe()}" if why and why.cause and why.cause.incident else ""
     before = start.past.status or Status(RunState.STARTING, attempt.owner)
     return replace(
         before,
         state=RunState.STARTING,
-        reason=f"its workers load what attempt {attempt.number} starts from{after}",
+        reason=f"its workers load the state that attempt {attempt.number} starts from{after}",
         warning="",
         owner=attempt.owner,
         driver=attempt.driver,
@@ -342,6 +371,6 @@ def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> 
 
 
 def show_claim(run: Run, status: Status) -> None:
-    """Write the first status of a claimed attempt; the reporter retries what fails, and tidies older ones away."""
+    """Write the first status of a claimed attempt. The reporter writes it again if this fails."""
     with suppress(StorageError):
         with_deadline(SHOW_CLAIM_S, "writing the status", write_status, run, status)

@@ -1,4 +1,4 @@
-"""A run as its training loop sees it: ours (sunspot/train/loop.py), a library's, and the `train` that a task brings."""
+"""A run as its training loop sees it: the default loop (loop.py), a library's Trainer, or a task's own `train(run)`."""
 
 import time
 from collections.abc import Iterator
@@ -28,39 +28,44 @@ from sunspot.train.worker import Step, Worker
 
 
 class TrainingRun:
-    """What `sunspot.tasks.TrainingRun` promises, by one worker.
+    """One worker's implementation of `sunspot.tasks.TrainingRun`.
 
-    A step is one optimizer step, counted over the whole run. Step k of an epoch consumes the same rows on any number of
+    A step is one optimizer step, counted over the whole run. Step k of an epoch consumes the same rows at any number of
     workers, and every row has the same weight in the gradient.
     """
 
     def __init__(self, worker: Worker) -> None:
         learner = worker.learner
-        self._worker, self._learner = worker, learner
-        self.settings, self.total_steps = learner.plan.settings, learner.plan.total_steps
-        self.rank, self.world_size, self.device = learner.place.rank, learner.place.world_size, learner.place.device
+        self._worker = worker
+        self._learner = learner
+        self.settings = learner.plan.settings
+        self.total_steps = learner.plan.total_steps
+        self.rank = learner.place.rank
+        self.world_size = learner.place.world_size
+        self.device = learner.place.device
         self._hooks: list[RemovableHandle] = []
-        self.model, self.optimizer = self.prepare_model(), learner.optimizer
-        self.position = worker.beginning.step
+        self.model = self.prepare_model()
+        self.optimizer = learner.optimizer
+        self.position = worker.group_start.step
         self.stopped = False
         self.weight = 0.0
         self.pass_rows = 0
-        "Rows of the batch or part that is computed now."
+        "Number of rows in the current batch, or in the current part of it."
         self._open: Step | None = None
-        "None between two steps."
+        "The step that has begun, or None between two steps."
         self._random: torch.Generator | None = None
-        "Of `draw` in the open step, once it was called."
+        "Generator for `draw` in the open step, or None until `draw` is called."
         self._finite = FiniteGradients(self.model)
         self._rates = self._learning_rates()
-        "Learning rates of the newest step, by group."
+        "Learning rate of each group in the newest step."
 
     def prepare_model(self) -> torch.nn.Module:
-        """Return the model to train with, and have its optimizers say when they are about to change it."""
-        # A loss may end this, and what then is left in the optimizers would stay for the next group.
+        """Return the model to train with, and register a hook that runs before each optimizer's step."""
+        # Hooks are registered last, so that none is left in the optimizers if a worker is lost before that.
         worker = self._worker
-        model = prepare(self._learner.model, self.settings, worker.averages, synced=worker.beginning.in_place)
+        model = prepare(self._learner.model, self.settings, worker.averages, synced=worker.group_start.in_place)
         for optimizer in optimizers_in(self._learner.optimizer):
-            self._hooks.append(optimizer.register_step_pre_hook(lambda each, *_: self.parameters_change(each)))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda each, *_: self.before_change(each)))
         return model
 
     @property
@@ -69,12 +74,12 @@ class TrainingRun:
 
     @property
     def in_step(self) -> bool:
-        """Tell whether a batch was given out whose step has not ended."""
+        """Return True while a step has begun and has not ended."""
         return self._open is not None
 
     def batches(self) -> Iterator[Batch]:
         steps = self._learner.plan.steps
-        self.stopped = self._worker.make_up_evaluation()
+        self.stopped = self._worker.repeat_evaluation()
         while self.position < self.total_steps and not self.stopped:
             first = self.position % steps.per_epoch
             last = min(steps.per_epoch, first + self.total_steps - self.position)
@@ -89,7 +94,7 @@ class TrainingRun:
                 began = time.perf_counter()
 
     def _begin(self, step: Step) -> Batch:
-        """Make the batch of a step, and all that is a function of the step's number."""
+        """Begin a step and return its batch, after setting everything that is a function of the step's number."""
         self._open, self._random = step, None
         self.set_learning_rates()
         step.learning_rate = self._learning_rates()[0]
@@ -101,13 +106,13 @@ class TrainingRun:
         return batch
 
     def set_learning_rates(self) -> None:
-        """Set the step's rates and other scheduled options. They are functions of the step, so nothing is stored."""
+        """Set the step's learning rates and other scheduled options, which are functions of the step and not stored."""
         self._refuse_own_rates()
         set_options(self.optimizer, self._learner.rates.at(self.position, self.total_steps))
         self._rates = self._learning_rates()
 
     def _refuse_own_rates(self) -> None:
-        """Raise `SettingsError` if the task has set learning rates that would be replaced now."""
+        """Raise `SettingsError` if the task has set learning rates that this step would replace."""
         task = f"SUNSPOT_TASK={self.settings.task}"
         fix = "return a scheduler from build_scheduler(optimizer, settings, total_steps)"
         if is_scheduled(self.optimizer):
@@ -128,13 +133,13 @@ class TrainingRun:
             yield {name: column[rows] for name, column in batch.items()}
 
     def passes(self) -> Iterator[slice]:
-        """Yield the rows of each forward and backward pass over the batch, which is to be made before the next."""
+        """Yield the rows of each forward and backward pass. The caller makes the pass before it asks for the next."""
         for rows, weight in self.weigh_passes():
             self._begin_pass(rows.stop - rows.start, weight)
             yield rows
 
     def weigh_passes(self) -> Iterator[tuple[slice, float]]:
-        """Yield the rows of each pass over the batch, and what one of them counts."""
+        """Yield the rows of each pass over the batch, and the weight of one row."""
         step, limit = self._step(), self._learner.plan.pass_limit
         own_rows = len(step.share["row"]) if step.has_rows else 0
         return passes(self.model, own_rows, step.size, self.world_size, limit)
@@ -183,13 +188,13 @@ class TrainingRun:
         complete_gradients(self.model)
         clip_gradients(self.model if model is None else model, self.settings.clip_norm)
 
-    def parameters_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Wait until the previous step's state is copied. Call this before parameters change.
+    def before_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Complete the gradients, and block until parameters may change (`Worker.wait_before_change`).
 
-        `optimizer` is the one that is about to take its step, if any.
+        `optimizer` is the optimizer that is about to take its step, if there is one.
         """
         complete_gradients(self.model)
-        self._worker.begin_change(optimizer)
+        self._worker.wait_before_change(optimizer)
         if self._open:
             self._rates = self._learning_rates()
             self._open.learning_rate = self._rates[0]
@@ -198,14 +203,15 @@ class TrainingRun:
         if self._open is None:
             raise self._error("called run.step() twice for one batch")
         if self._open.has_rows and not self._open.values:
-            raise self._error("""logged nothing of a batch; call run.log({"loss": losses}) before run.step()""")
-        step, self._open = self._open, None
+            raise self._error("""logged nothing for a batch; call run.log({"loss": losses}) before run.step()""")
+        step = self._open
+        self._open = None
         self.position += 1
         step.seconds = time.perf_counter() - step.began
         self.stopped = self._worker.finish_step(step)
 
     def close(self) -> None:
-        """Leave model and optimizers as they were found: this process may train on in another group."""
+        """Restore the model and the optimizers, because this process may keep training in another group."""
         self._finite.set(False)
         release(self.model)
         for hook in self._hooks:
@@ -233,9 +239,9 @@ class TrainingRun:
 
 
 class LibraryRun(TrainingRun):
-    """A run whose precision, schedulers and hooks are a library's, whose loop takes the steps.
+    """A run whose steps, precision, schedulers and hooks belong to a library.
 
-    It asks for the next batch when all hooks of a step are done.
+    The library's loop asks for the next batch when all hooks of a step have run.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -244,11 +250,11 @@ class LibraryRun(TrainingRun):
         self._batches = self.batches()
 
     def prepare_model(self) -> torch.nn.Module:
-        """Leave the model to what wraps it, and its optimizer to the library's own hook before a step."""
+        """Return the model as it is, because the library wraps it and has a hook of its own before a step."""
         return self._learner.model
 
     def set_learning_rates(self) -> None:
-        """Nothing to do: the library's schedulers are objects that are stepped."""
+        """Do nothing, because the library steps its own schedulers."""
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -256,9 +262,9 @@ class LibraryRun(TrainingRun):
             yield
 
     def rest_of_epoch(self) -> Iterator[Batch]:
-        """Yield this worker's rows of each step to the end of the epoch; a step ends when the next one's are asked for.
+        """Yield this worker's rows of each step until the end of the epoch.
 
-        After the last one call `end_step`.
+        Each step ends when the rows of the next step are requested. Call `end_step` after the last step.
         """
         end = min((self.position // self.steps_per_epoch + 1) * self.steps_per_epoch, self.total_steps)
         while self.position < end and not self.stopped:
@@ -266,7 +272,7 @@ class LibraryRun(TrainingRun):
             self.end_step()
 
     def end_step(self) -> None:
-        """End the step that is being taken, if there is one; its hooks have run, whose changes are part of it."""
+        """End the current step, if there is one. Its hooks have run, so their changes are part of the step."""
         if self.in_step:
             self.step()
 
@@ -274,12 +280,13 @@ class LibraryRun(TrainingRun):
 def passes(
     model: torch.nn.Module, own_rows: int, step_rows: int, world_size: int, limit: int
 ) -> Iterator[tuple[slice, float]]:
-    """Yield the rows of each pass over this worker's share of a step, and the weight of their loss; it surrounds them.
+    """Yield the rows of each pass over this worker's part of a step, and the weight of one row's loss.
 
-    Gradients are averaged over the workers, so a row's loss is weighted by world size / rows in the step: the result is
-    the mean over all rows of the step, whatever each worker's share. More than `limit` rows are accumulated, and
-    gradients are averaged once, with the last part. All workers make the same number of passes, as FSDP needs all in
-    each: a worker with fewer parts, or without rows, makes some with weight 0.
+    Gradients are averaged over the workers, so the loss of a row has the weight world size / rows in the step. The
+    result is the mean over all rows of the step, at any distribution of the rows. If a worker has more than `limit`
+    rows, it accumulates their gradients over several passes, and the last pass averages them. All workers make the same
+    number of passes, because FSDP needs all of them in each pass. A worker with fewer rows makes some passes with
+    weight 0.
     """
     own = list(micro_batches(own_rows, limit)) if own_rows else []
     idle = forward_passes(step_rows, world_size, limit) - len(own)

@@ -1,8 +1,8 @@
-"""A worker process that outlives its groups: it takes model, optimizer and rows from one to the next.
+"""A worker process that outlives its groups, and carries its model, optimizer and rows from one group to the next.
 
-Where Ray Train would end all workers for the loss of one, the others break off the step that they cannot end, form a
-group without it, and take the step again (elastic/membership.py says who is in). Only the process that is gone is
-replaced, and the new one prepares itself while the others train.
+Ray Train would end all workers when one is lost. Instead, the other workers break off their step, form a group without
+the lost worker, and take the step again. elastic/membership.py decides who is a member. Only the lost process is
+replaced, and its replacement warms up while the others train.
 """
 
 import gc
@@ -49,54 +49,55 @@ from sunspot.train.learner import Learner
 from sunspot.train.worker import RegroupError, Worker, close_outputs
 
 CLOSED_WITHIN_S = 3.0
-"""How soon after an error in a collective a member hears that the group is closed, if a loss was the reason."""
+"""Seconds within which a member learns that its group is closed, after a loss has broken a collective."""
 
 OUTPUTS_S = 1.0
-"""How long a group waits, once it has formed, for storage to take what its members printed and measured before."""
+"""Maximum number of seconds that a new group waits for storage to take the logs and metrics of the previous group."""
 
 CUT_EVERY_S = 0.1
-"""Between two looks whether the group that forms has lost a member."""
+"""Seconds between two checks for a lost member while a group forms."""
 
 GROUP_TRIES = 3
-"""Largest number of groups in a row that take no step because they do not form or this process is taken for lost."""
+"""Number of consecutive groups without a step after which a process gives up."""
 
 STUCK_AFTER_S = 20.0
-"""Seconds from the end of a time limit until a process ends itself, because the limited operation still hangs."""
+"""Seconds by which an operation may exceed its time limit before the process ends itself."""
 
 
 class NoGroupError(RuntimeError):
-    """Ends a process that took no step in GROUP_TRIES groups in a row, or a replacement that cannot form a group."""
+    """Raised after GROUP_TRIES consecutive groups without a step, or if a replacement's first group does not form."""
 
 
 class Survivor:
-    """This process, between its groups."""
+    """The process of a worker, and the state that it carries from one group to the next."""
 
     def __init__(self, address: MembershipAddress, limit_s: float) -> None:
-        """No collective of its groups waits for longer than `limit_s`."""
-        self._address, self._device = address, ray.train.torch.get_device()
+        """Limit each wait in a collective to `limit_s` seconds."""
+        self._address = address
+        self._device = ray.train.torch.get_device()
         self._groups = ProcessGroups(self._device, limit_s, (address.host, address.port))
         context = ray.get_runtime_context()
-        name = f"{context.get_actor_id()}-{process_name()}"  # see `replace_lost_alone`
+        name = f"{context.get_actor_id()}-{process_name()}"  # `replace_lost_alone` looks for the actor id
         member = Member(name, context.get_node_id(), host=socket.gethostname())
         self._client = MembershipClient(address, member, self._groups.cut)
         self._worker: Worker | None = None
         self._trained = False
-        "True once this process has been in a group that trained."
+        "True once this process has trained in a group."
         self._failed_groups: list[str] = []
-        "Reasons why groups took no step, since this process's newest step."
+        "Reason for each group without a step since this process's newest step."
         self._connections = 0
-        "Number of the client's connections when the newest group formed."
+        "Number of connections that the client had made when the newest group formed."
         self._outputs: Future[None] | None = None
-        "Those of the group before, as they come to storage."
+        "Future that is done once the previous group's outputs are in storage."
         self.others_train = True
-        "True if others trained when this process started, as far as is known."
+        "True unless it is known that no other worker trained when this process started."
         self.learner: Learner | None = None
-        self.memory: NodeMemory | None = None
+        self._memory: NodeMemory | None = None
         self.window: MetricWindow | None = None
         self.committer: CheckpointCommitter | None = None
-        "The committer that began this process's newest commit, which may be under way."
-        self.kept: tuple[LiveState, StateMetadata] | None = None
-        "The state that it has, if that is whole, and where that stands."
+        "The committer that began this process's newest commit, which may still be running."
+        self.kept: tuple[LiveState, Position] | None = None
+        "Name and position of the complete state that this process has, or None if it has none."
 
     def __enter__(self) -> Self:
         self.others_train = self._client.connect()
@@ -107,31 +108,41 @@ class Survivor:
 
     @property
     def replaces(self) -> bool:
-        """True if others trained when this process started and it has not trained yet, so they can do without it."""
+        """True if this process replaces a lost worker and has not trained yet, so that the others can do without it."""
         return self.others_train and not self._trained
 
     def building(self, limit_s: float) -> AbstractContextManager[None]:
-        """Make the decider wait up to `limit_s` (0: without a limit) for a heartbeat while this process builds."""
-        return self._client.heartbeat_limit(limit_s)
+        """Return a context in which the decider waits up to `limit_s` seconds for a heartbeat (0 for no limit)."""
+        return self._client.patience(limit_s)
 
     def prepare(self, build: Callable[[], Learner]) -> None:
-        """Build what this process will train with once it has the others' state, alone, if it has nothing yet."""
+        """Build this process's learner without the other workers, unless it has a learner already."""
         self.learner = self.learner or build()
 
     def prepare_alone(self, build: Callable[[], Learner], hang_timeout_s: float) -> None:
-        """Prepare this process while the others train, and end it if that hangs.
+        """Build this process's learner while the others train, and end the process if that hangs.
 
-        The others do not wait for this process, so none of them would notice. The limit is that of a first step: it is
-        FIRST_STEP_S longer than `hang_timeout_s`. A `hang_timeout_s` of 0 sets no limit.
+        The others do not wait for this process, so none of them would notice a hang. The limit is `hang_timeout_s` plus
+        FIRST_STEP_S seconds, as for a first step. A `hang_timeout_s` of 0 sets no limit.
         """
         until = "the model and the optimizer were built"
         limit = ended_after(hang_timeout_s + FIRST_STEP_S, until) if hang_timeout_s else nullcontext()
         with self.building(hang_timeout_s), limit:
             self.prepare(build)
 
+    def open_memory(self, location: str, first: bool) -> NodeMemory:
+        """Return the shared memory for this process's copies, which is opened once for all of its groups.
+
+        `first` is True on the first worker of each node, which prints warnings for all of them.
+        """
+        self._memory = self._memory or NodeMemory(location, told=first)
+        return self._memory
+
     def align(self, live: bool, build: Callable[[], Learner]) -> None:
-        """Have all members of a group build what they train with together, or none: only a `live` state fits what any
-        of them has, and who lacks it builds it alone, as `prepare` says.
+        """Make sure that either all members of a group have a learner, or none has.
+
+        If the group continues a `live` state, every member keeps its learner, and a member without one builds it alone.
+        Otherwise every member forgets its learner, and all of them build together.
         """
         if live:
             self.prepare(build)
@@ -139,7 +150,7 @@ class Survivor:
             self.forget()
 
     def forget(self) -> None:
-        """Let go of what it trains with."""
+        """Free the learner, the metrics and the state of this process."""
         self.learner = self.window = self.kept = None
         gc.unfreeze()
         self._free_memory()
@@ -147,13 +158,13 @@ class Survivor:
     def _free_memory(self) -> None:
         gc.collect()
         if not self.learner:
-            torch.cuda.empty_cache()  # or what is built next would wait for it
+            torch.cuda.empty_cache()  # otherwise the next learner would wait for this memory
 
     def form(self) -> WorkerPlace | None:
-        """Ask to be in the next group, and form it with the others. Returns None if there is no next group.
+        """Ask to join the next group, form it with the others, and return this worker's place in it.
 
-        Raises `DriverUnreachableError`, and `NoGroupError` once GROUP_TRIES groups in a row have taken no step. A
-        replacement has one try, because the others would wait for it in each.
+        Returns None if no further group forms. Raises `DeciderLostError` if the decider is lost, and `NoGroupError`
+        after GROUP_TRIES consecutive groups without a step. A replacement has one try, because the others wait for it.
         """
         step = step_of(self.kept[0].checkpoint) if self.kept else None
         while True:
@@ -172,7 +183,7 @@ class Survivor:
                 group = self._form(generation, rank)
             except RuntimeError as error:
                 took_s = time.monotonic() - began
-                # The first member that gives up closes the group, after FORM_LIMIT_S. A loss closes it sooner.
+                # If no member is lost, the first member to give up closes the group, after FORM_LIMIT_S.
                 if took_s > FORM_LIMIT_S / 2 or not self._client.closed(CLOSED_WITHIN_S):
                     self._note_unformed(generation, took_s, error)
                 continue
@@ -186,11 +197,11 @@ class Survivor:
             return self._groups.form(partial(self._open_store, generation.number), rank, size, FORM_LIMIT_S)
 
     def _note_unformed(self, generation: Generation, after_s: float, error: RuntimeError) -> None:
-        """Note that a group did not form although none of its members is known to be lost."""
+        """Note that a group did not form, although no member is known to be lost."""
         nodes = ", ".join(sorted({member.node[:12] for member in generation.members}))
         why = (
             f"{plural(len(generation.members), 'worker')} did not form a group within {after_s:.0f} s; check that the "
-            f"nodes {nodes} may connect to each other ({shorten(error)})"
+            f"nodes {nodes} can connect to each other ({shorten(error)})"
         )
         print(why, file=sys.stderr, flush=True)
         self._failed_groups.append(why)
@@ -199,13 +210,13 @@ class Survivor:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """Have the groups that form in this context be cut once this generation is closed, in the context and later."""
-        # A loss may be told before there is a socket to cut.
+        """Cut the process groups that form in this context, now or later, once their generation is closed."""
+        # The process may hear of a loss before it has a socket to cut, so this checks again and again.
         with self._groups.forming(), Background(CUT_EVERY_S, self._cut_if_closed):
             yield
 
     def _open_store(self, generation: int) -> Any:
-        """Open the part of the decider's store in which the members of a generation meet."""
+        """Open the store in which the members of a generation find each other."""
         host, port = self._address.host, self._address.store_port
         limit = timedelta(seconds=FORM_LIMIT_S)
         store = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
@@ -216,82 +227,83 @@ class Survivor:
             self._groups.cut()
 
     def is_closed(self) -> bool:
-        """Return True if the group has ended. In a group of one, no collective fails because of that."""
+        """Return True if the group has ended. A worker alone in its group has no collective that would fail."""
         return self._client.closed(0.0)
 
     def regroups(self) -> bool:
-        """Whether the group is to change once a step is done."""
+        """Return True if the members should form another group after the current step."""
         return self._client.changing
 
     def await_sums(self) -> None:
-        """Return once the GPU has summed a step's gradients; raises `RegroupError` if the group was broken off."""
+        """Block until the GPU has summed a step's gradients. Raises `RegroupError` if the group was broken off."""
         if self._device.type == "cuda" and dist.get_world_size() > 1:
             await_device(self._device)
             if self._client.closed(0.0):
                 raise RegroupError
 
-    def hand_over(self, place: WorkerPlace, holders: SurvivingState, total_steps: int) -> TrainingState:
-        """Return the state to go on from, from those who have it; all workers of the group call this together."""
+    def hand_over(self, place: WorkerPlace, holders: Holders, total_steps: int) -> TrainingState:
+        """Return the state to continue from, sent by its `holders`. All workers of the group call this together."""
         saved = self.learner.saved() if self.learner and self.kept else None
         state = hand_over(place, holders, saved, self.kept[1] if self.kept else None, total_steps)
-        if place.rank not in holders.ranks:  # that state takes the place of its own, which has another name
+        if place.rank not in holders.ranks:  # the received state replaces its own, which has another name
             self.kept = None
         return state
 
     def keep(self, attempt: Attempt, state: TrainingState) -> None:
-        """Note that this process has the state that it was handed, even if its group ends before the first step."""
+        """Keep the received state's name and position, in case the group ends before its first step."""
         assert state.taken is not None
         name = checkpoint_name(attempt.step, attempt.number, attempt.nonce)
         self.kept = LiveState(name, state.evaluated), StateMetadata(state.metrics, state.taken, state.ledger)
 
     def begin(self, worker: Worker) -> None:
-        """Note what this process trains with."""
+        """Note the worker with which this process begins to train."""
         if not gc.get_freeze_count():
-            gc.freeze()  # all that was imported, and the model: to look through it takes half a second, at each loss
+            gc.freeze()  # imported modules and the model, which would take half a second to traverse at each loss
         self._trained = True
-        self._worker, self.learner = worker, worker.learner
+        self._worker = worker
+        self.learner = worker.learner
 
     def outlives(self, error: Exception) -> bool:
-        """Tell whether the group has ended, by this error, and not this process."""
+        """Return True if an error has ended only the group, so that this process can join another one."""
         if isinstance(error, RegroupError):
             return True
         if isinstance(error, GroupRestartError | NoGroupError | DriverUnreachableError):
             return False
         known = find_in(error)
-        if known and not isinstance(known, SupersededError):  # its driver's next group may supersede it
+        if known and not isinstance(known, SupersededError):  # the next group of the same driver may supersede this one
             return False
         lost_peer = known or LOST_PEER.search(f"{type(error).__name__}: {error}")
         return self._client.closed(CLOSED_WITHIN_S if lost_peer else 0.0)
 
     def leave(self, error: Exception) -> None:
-        """Keep the state for the next group, and let go of the last one."""
-        if self._worker and self._worker.step > self._worker.beginning.step:
+        """Leave the group that an error has ended, and keep the state for the next group."""
+        if self._worker and self._worker.step > self._worker.group_start.step:
             self._failed_groups.clear()
         elif self._client.connections > self._connections:
             limit = f"it sent no heartbeat for {PROCESS_LIMIT_S:.0f} s, or no packet for {MACHINE_LIMIT_S:.0f} s"
-            self._failed_groups.append(f"the driver took this process for lost: {limit}")
+            self._failed_groups.append(f"the driver considered this process lost: {limit}")
         for each in (error, error.__cause__):
             if each:
-                traceback.clear_frames(each.__traceback__)  # which hold the last step's batch and graph
+                traceback.clear_frames(each.__traceback__)  # frames hold the last step's batch and graph
         if self._worker:
             self.kept = self._worker.leave()
             self.window = self._worker.window
             self.committer = self._worker.checkpoints.committer
             self._worker = None
-        if self.learner and is_fsdp(self.learner.model):  # the next group has other parts, from the copies in memory
+        if self.learner and is_fsdp(self.learner.model):  # the next group loads other parts, from the copies in memory
             self.forget()
         else:
             self._free_memory()
 
     def close(self, outputs: ExitStack) -> None:
-        """Begin to bring a group's outputs to storage, while the next group forms."""
+        """Begin to write a group's outputs to storage, while the next group forms."""
         self._outputs = close_outputs(outputs)
 
     def await_outputs(self) -> None:
-        """Wait for the outputs of the group before, for OUTPUTS_S at most."""
+        """Wait up to OUTPUTS_S seconds for the outputs of the previous group."""
         if self._outputs:
             wait([self._outputs], OUTPUTS_S)
 
     def end(self) -> None:
-        """Tell the others' decider that the group ends as a whole."""
+        """Announce to the decider that the group ends, and that no other group follows."""
         self._client.end()

@@ -1,8 +1,8 @@
-"""`sunspot check`: a task's first steps, evaluation, save and restore in this process, before an hour is spent on it.
+"""`sunspot check`: takes a task's first steps, evaluates, saves and restores it in this process, within seconds.
 
-It is training's own code, without a cluster of Ray's: as rank 0 of the run's workers, two steps are taken, the first of
-the epoch and, by what was restored from a checkpoint, the last, which is evaluated. Of the data only these rows are
-read, from a few row groups.
+It runs the code of the training without a Ray cluster, as rank 0 of the run's workers. It takes the first step of the
+epoch, saves, restores the checkpoint, and takes the last step of the epoch, with its evaluation. Only the rows of these
+two steps are read, from a few row groups.
 """
 
 import linecache
@@ -53,42 +53,47 @@ from sunspot.train.build import build_learner, describe_rates
 from sunspot.train.evaluate import evaluation_mode
 from sunspot.train.learner import Learner, row_losses
 from sunspot.train.loop import train
-from sunspot.train.worker import Beginning, Step, Worker
+from sunspot.train.worker import GroupStart, Step, Worker
 
 log = logging.getLogger(__name__)
 
-GROUPS_READ, MAX_ROWS = 4, 4096
-"""Row groups that rows come from, spread over all, as they may be sorted by label; and most rows of a step."""
+GROUPS_READ = 4
+"""Number of row groups from which rows are read. They are spread over the data, which may be sorted by label."""
+
+MAX_ROWS = 4096
+"""Largest number of rows in a step."""
 
 NOT_CHECKED = {"parallel": ("ddp", "it takes several processes"), "compile": ("off", "it takes minutes")}
-"""Settings that are left out here, each with the value in its place and the reason."""
+"""Settings that a check ignores, with the value that it uses instead, and the reason."""
 
 INSTEAD = {"checkpoint_every_steps": 1, "snapshot_cost": 0.0, "audit": False}
-"""Settings of every check: each step is saved, and nothing is kept that only a run needs."""
+"""Settings of every check, which saves each step, and keeps nothing that only a run needs."""
 
 AT_FIRST = " at first"
-"""End of the names of the first step's metrics."""
+"""Suffix of the names of the first step's metrics."""
 
 
 @dataclass
-class TaskCheck:
-    """What was checked, how long each part took, and what came out."""
+class Check:
+    """The results of a check: the parts that were checked, their durations, and the metrics."""
 
     task: str
     not_checked: list[str]
+    "Each setting that the check ignored, with the reason."
     device: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+    "Duration of each part."
     metrics: dict[str, float] = field(default_factory=dict)
-    "Of both steps, and of held-out rows."
+    "Metrics of both steps, and of held-out rows."
     learning_rates: list[str] = field(default_factory=list)
     "Lines about the learning rates of the whole run."
     checkpoint_bytes: int = 0
     batch: Batch = field(default_factory=dict)
-    "The rows that were read last, for messages."
+    "The newest rows that were read, for messages."
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time a part, and turn what it raises into a message with the place in the user's code."""
+        """Time a part. Raises its error as a `SunspotError` that names the line in the user's code."""
         began = time.monotonic()
         try:
             yield
@@ -107,7 +112,7 @@ class TaskCheck:
             f"{name} {str(column.dtype).removeprefix('torch.')} {list(column.shape)} {low:g}..{high:g}"
             for name, column in self.batch.items()
             if name != "row" and column.numel()
-            for low, high in [column.double().aminmax()]  # of uint16, torch has neither
+            for low, high in [column.double().aminmax()]  # torch has no minimum or maximum of uint16
         ]
         rows = f"\n  with the rows {some_of(columns)}" if columns else ""
         return (
@@ -116,7 +121,7 @@ class TaskCheck:
         )
 
     def _describe_metrics(self) -> Iterator[str]:
-        """Yield a line for each group of rows: the losses of different rows say nothing of the training."""
+        """Yield a line for each group of rows, because the losses of different rows cannot be compared."""
         groups: dict[str, list[str]] = {"rows of the first step": [], "rows of the last step": [], "held-out rows": []}
         for name, value in self.metrics.items():
             of_last = "held-out rows" if name.startswith(HELD_OUT) else "rows of the last step"
@@ -125,7 +130,7 @@ class TaskCheck:
         yield from (f"  {rows}: {'  '.join(metrics)}" for rows, metrics in groups.items() if metrics)
 
     def describe(self) -> Iterator[str]:
-        """Yield lines for people."""
+        """Yield lines for the terminal."""
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
         yield f"task {self.task} on {self.device}: {parts}"
         yield from self._describe_metrics()
@@ -142,8 +147,8 @@ class TaskCheck:
         yield f"checked in {sum(self.seconds.values()):.1f} s: it {done}"
 
 
-def check(settings: Settings) -> TaskCheck:
-    """Check the task that the settings describe; raises `SunspotError` for what fails, with the place and the fix."""
+def check(settings: Settings) -> Check:
+    """Check the task that the settings describe. Raises `SunspotError`, with the line and the fix, if a part fails."""
     refuse_unusable(settings)
     checked = TaskCheck(
         settings.task,
@@ -165,7 +170,7 @@ def check(settings: Settings) -> TaskCheck:
     with tempfile.TemporaryDirectory() as scratch:
         instead = {name: value for name, (value, _) in NOT_CHECKED.items()} | INSTEAD | {"storage_path": scratch}
         plan = replace(plan, settings=plan.settings.model_copy(update=instead))
-        # With no workers, Ray Train runs the function here, and its own functions work in it.
+        # With num_workers=0, Ray Train runs the function in this process, where its own functions work.
         TorchTrainer(partial(check_plan, plan, checked), scaling_config=ScalingConfig(num_workers=0)).fit()
     return checked
 
@@ -221,34 +226,36 @@ def check_plan(plan: Plan, checked: TaskCheck) -> None:
 
 
 def build(rows: "FewRows", attempt: Attempt, state: TrainingState) -> "CheckedWorker":
-    """Build a worker with this state, as `build_worker` does for one in a group."""
-    plan, place, run = rows.plan, rows.place, rows.run
+    """Build a worker with this state, like `build_worker` for a worker in a group."""
+    plan = rows.plan
+    place = rows.place
+    run = rows.run
     learner = build_learner(plan, place, attempt, state, lambda *_: rows)
     checkpoints = CheckpointManager(run, attempt, plan, learner.saved(), place=WorkerPlace(place.group))
     telemetry = Telemetry(plan.settings.run_name, 0, place.device, lambda: 0.0, None)
-    commands: Any = SimpleNamespace(poll=Command)  # the driver asks nothing of a check
+    commands: Any = SimpleNamespace(poll=Command)  # a check gets no commands from a driver
     watchdog = Watchdog(run, 0, 1, 0, lambda *_: None)
-    beginning = Beginning(attempt.step, True, {})
-    worker = CheckedWorker(learner, beginning, checkpoints, commands, watchdog, telemetry, None, ExitStack())
-    if not hasattr(learner.task, "begin_schedule"):  # Lightning computes gradients within its optimizer's step
+    group_start = GroupStart(attempt.step, True, {})
+    worker = CheckedWorker(learner, group_start, checkpoints, commands, watchdog, telemetry, None, ExitStack())
+    if not hasattr(learner.task, "begin_schedule"):  # Lightning computes gradients inside the optimizer's step
         for optimizer in optimizers_in(learner.optimizer):
             optimizer.register_step_pre_hook(lambda each, *_: worker.note_step(each))
     return worker
 
 
 def take_step(worker: Worker) -> Checkpoint:
-    """Train until the worker stops, which is after a step, and return the checkpoint of it."""
+    """Train until the worker stops, which is after one step, and return the checkpoint of that step."""
     train(worker)
     worker.checkpoints.close(finished=True)
     return cast(Checkpoint, worker.checkpoints.newest)
 
 
 class CheckedWorker(Worker):
-    """A worker that stops after one step, and looks at what came out."""
+    """A worker that stops after one step, and keeps its metrics."""
 
     metrics: dict[str, float]
     _idle: set[str] | None = None
-    "Parameters that got no gradient; None: no optimizer has taken a step yet."
+    "Names of parameters without a gradient, or None before the first step of an optimizer."
 
     def begin_step(self, step: Step) -> None:
         self.learner.undo.keep()
@@ -264,12 +271,12 @@ class CheckedWorker(Worker):
 
     @property
     def averages(self) -> bool:
-        """Whether the run has several workers. If so, a group of one finds DDP's errors here."""
+        """True if the run will have several workers. The check then uses DDP, which may raise errors of its own."""
         plan = self.learner.plan
         return plan.settings.num_workers.most > 1 and not hasattr(self.learner.task, "full_batch")
 
     def describe_idle(self) -> str:
-        """Return a warning that names parameters without a gradient; empty if all had one."""
+        """Return a warning that names the parameters without a gradient. Empty if all have a gradient."""
         if not self._idle:
             return ""
         return (
@@ -287,10 +294,12 @@ class CheckedWorker(Worker):
 
 
 class FewRows:
-    """The loader of a check, of few rows."""
+    """The loader of a check, which reads few rows."""
 
-    def __init__(self, plan: Plan, place: WorkerPlace, checked: TaskCheck) -> None:
-        self.plan, self.place, self._checked = plan, place, checked
+    def __init__(self, plan: Plan, place: WorkerPlace, checked: Check) -> None:
+        self.plan = plan
+        self.place = place
+        self._checked = checked
         self.run = open_run(plan.settings.storage_path, plan.settings.run_name)
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
@@ -303,8 +312,9 @@ class FewRows:
         yield self._read(test, min(batch_size, rows_in(test)))
 
     def _read(self, source: Source, rows: int) -> Batch:
-        """Read so many rows, evenly spread over GROUPS_READ row groups, with their ids as `row`."""
-        starts, filled = np.cumsum([0, *source.row_groups]), np.flatnonzero(source.row_groups)
+        """Read this number of rows, evenly spread over GROUPS_READ row groups, with their ids as `row`."""
+        starts = np.cumsum([0, *source.row_groups])
+        filled = np.flatnonzero(source.row_groups)
         groups = filled[np.unique(np.linspace(0, len(filled) - 1, GROUPS_READ).astype(int))]
         there = np.concatenate([np.arange(starts[group], starts[group + 1]) for group in groups])
         chosen = there[np.linspace(0, len(there) - 1, rows).astype(int)]
@@ -314,15 +324,16 @@ class FewRows:
         return {name: column.to(self.place.device) for name, column in self._checked.batch.items()}
 
 
-# --------------------------------------------------------------------------------------------------- what is looked for
+# ---------------------------------------------------------------------------------------------------------- the checks
 
 
 def refuse_infinite(learner: Learner, taken: Step) -> None:
-    """Raise `SunspotError` for a loss that is not finite, with the first row that has one."""
+    """Raise `SunspotError` if the loss of a row is not finite, with the first such row."""
     losses = torch.cat([values["loss"] for values in taken.values if "loss" in values] or [torch.empty(0)])
     bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
     if bad and taken.rows is not None:
-        source, row = learner.plan.source, int(taken.rows[bad[0]])
+        source = learner.plan.source
+        row = int(taken.rows[bad[0]])
         [group], [position] = locate_rows(source.row_groups, np.array([row]))
         raise SunspotError(
             f"{PREFIX}TASK={learner.plan.settings.task}: step {taken.number}: the loss of {plural(len(bad), 'row')} of "
@@ -332,7 +343,7 @@ def refuse_infinite(learner: Learner, taken: Step) -> None:
 
 
 def find_losses(learner: Learner) -> torch.Tensor:
-    """Return the loss of each row of the first step, by the model as it is evaluated; [0] without a `loss`."""
+    """Return the loss of each row of the first step, with the model in evaluation mode. Empty without a `loss`."""
     if not hasattr(learner.task, "loss"):
         return torch.empty(0)
     [batch] = learner.loader.train(1, 0, 1)
@@ -342,21 +353,27 @@ def find_losses(learner: Learner) -> torch.Tensor:
 
 
 def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) -> None:
-    """Raise `SunspotError` if the losses of the same rows differ between a model and what was restored of it."""
+    """Raise `SunspotError` if the same rows have other losses after the model was restored."""
     if not torch.allclose(before, after, rtol=1e-3, atol=1e-5, equal_nan=True):
         worst = int((before - after).abs().nan_to_num().argmax())
         raise SunspotError(
             f"{PREFIX}TASK={task}: restored from its checkpoint, the model gives a row a loss of {after[worst]:.6g}, "
-            f"and {before[worst]:.6g} before: it keeps something that its state_dict does not have; make that a "
+            f"but {before[worst]:.6g} before: it keeps state that its state_dict does not have; make that state a "
             "parameter, or a buffer (register_buffer)"
         )
 
 
-def predict(learner: Learner, checked: TaskCheck) -> None:
-    """Have the task predict the rows that were read last; raises `SettingsError` for what are no scores."""
+def predict(learner: Learner, checked: Check) -> None:
+    """Predict the newest rows with the task. Raises `SettingsError` if the results do not have the shape of scores."""
     if not hasattr(learner.task, "predict"):
         return
     settings = learner.plan.settings
     rows = {name: column.to(learner.place.device) for name, column in checked.batch.items()}
     with evaluation_mode(learner.model), torch.no_grad():
-        forward_rows(load_predict(settings), learner.model, rows, settings, learner.plan.source.classes)
+        scores: Any = load_predict(learner.plan.settings)(learner.model, given)
+    rows = len(checked.batch["row"])
+    classes = learner.plan.source.classes
+    wanted = [rows, classes] if classes else [rows]
+    got = list(getattr(scores, "shape", [type(scores).__name__]))
+    if got[: len(got) if classes else 1] != wanted:
+        raise SettingsError(f"{PREFIX}TASK={checked.task}: its predict returned {got}; return scores of shape {wanted}")

@@ -1,4 +1,4 @@
-"""Refuses a run that can never start on this machine, or that would take far more than the machine has."""
+"""Refuses a run that can never start on this machine, or that needs far more than the machine has."""
 
 import json
 from collections.abc import Mapping
@@ -14,17 +14,19 @@ from sunspot.ray_session import cores_here
 from sunspot.settings import PREFIX, Settings, accepts
 
 WORKERS_PER_CORE = 4
-"""Workers for each core above which a run needs the user's consent. With more, a worker may wait for its turn longer
-than others wait for it, and gains nothing."""
+"""Largest number of workers for each core without the user's consent.
+
+More workers gain nothing, and one may have to wait for a core for longer than the others wait for it.
+"""
 
 WORKER_BYTES = 300_000_000
-"""Least memory of a worker: Python with torch and Ray, before there is a model. 64 workers filled 23.5 GB like this."""
+"""Minimum memory of a worker in bytes, for Python with torch and Ray but no model. 64 workers used 23.5 GB."""
 
 
 def refuse_impossible(settings: Settings) -> None:
     """Raise `SettingsError` if the workers of a run do not fit on this machine, where `sunspot train` starts Ray.
 
-    ACCEPT may name more workers than are sensible, but not resources that the machine does not have.
+    ACCEPT may allow more workers than are sensible, but not resources that the machine does not have.
     """
     cores = cores_here()
     machine = {"CPU": float(cores), "GPU": float(torch.cuda.device_count())}
@@ -33,7 +35,8 @@ def refuse_impossible(settings: Settings) -> None:
     fits = refuse_lack(settings, known, machine)
     workers = min(fits, settings.num_workers.most)
     most = cores * WORKERS_PER_CORE
-    left, memory = memory_left(), ""
+    left = memory_left()
+    memory = ""
     if left is not None:
         most = min(most, left // WORKER_BYTES)
         memory = f" and {as_bytes(left)} of free memory, of which a worker takes at least {as_bytes(WORKER_BYTES)}"
@@ -43,29 +46,32 @@ def refuse_impossible(settings: Settings) -> None:
     fix = f"set it to {most} or less" if most else "free some memory"
     raise SettingsError(
         f"SUNSPOT_NUM_WORKERS={settings.num_workers}: {plural(workers, 'worker')} would be too many for this machine, "
-        f"with {plural(cores, 'core')}{memory}; {fix}, or start them all the same with {PREFIX}ACCEPT={consent}"
+        f"with {plural(cores, 'core')}{memory}; {fix}, or start them anyway with {PREFIX}ACCEPT={consent}"
     )
 
 
 def refuse_lack(settings: Settings, per_worker: Mapping[str, float], machine: Mapping[str, float]) -> int:
     """Return the number of workers that fit on a machine with these resources.
 
-    Raises `SettingsError` if these are fewer than the run needs, because they would be waited for without end.
+    Raises `SettingsError` if fewer workers fit than the run needs, because the run would wait forever.
     """
     fits = settings.num_workers.most
     for name, amount in per_worker.items():
-        has, least = machine.get(name, 0.0), settings.num_workers.least
+        has = machine.get(name, 0.0)
+        least = settings.num_workers.least
         fits = min(fits, int(has / amount + ROUNDING)) if amount else fits
         if fits >= least:
             continue
         if name in settings.resources_per_worker:
-            setting, fix = f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(settings.resources_per_worker)}", "lower it"
+            setting = f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(settings.resources_per_worker)}"
+            fix = "lower it"
         else:
-            setting, fix = f"SUNSPOT_USE_GPU={settings.use_gpu}", "leave it at auto"
+            setting = f"SUNSPOT_USE_GPU={settings.use_gpu}"
+            fix = "leave it at auto"
         seen = " that torch sees" if name == "GPU" else ""
         fewer = f", or set SUNSPOT_NUM_WORKERS to {fits}" if fits else ""
         raise SettingsError(
-            f"{setting}: {plural(least, 'worker')} of {amount:g} {name} need {least * amount:g}, and this machine has "
+            f"{setting}: {plural(least, 'worker')} of {amount:g} {name} need {least * amount:g}, but this machine has "
             f"{has:g}{seen}; {fix}{fewer}"
         )
     return fits

@@ -1,4 +1,4 @@
-"""Trains a plan with Ray Train's trainer, and judges how the training ended."""
+"""Trains a plan with Ray Train's trainer, and decides how the training has ended."""
 
 import functools
 import logging
@@ -59,8 +59,8 @@ from sunspot.run.requests import StopRequest
 from sunspot.settings import WorkerRange
 from sunspot.storage.limits import retry_storage
 from sunspot.tasks import load_task
-from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
-from sunspot.train.join import WorkerConfig
+from sunspot.train.broken_gpus import BrokenInTraining, RequiredResources, leave_out_at_start, new_nodes_checked
+from sunspot.train.joining import WorkerConfig
 from sunspot.train.loop import train_loop
 from sunspot.train.probe import probe_all_nodes
 from sunspot.train.this_machine import refuse_lack
@@ -68,42 +68,52 @@ from sunspot.train.this_machine import refuse_lack
 log = logging.getLogger(__name__)
 
 DRIVER_TRIES = 3
-"""Starts of the trainer when Ray's own controller fails, which MAX_FAILURES does not count: no worker has failed."""
+"""Number of starts of the trainer if Ray's controller fails. MAX_FAILURES does not count them: no worker has failed."""
 
 DRIVER_BACKOFF_S = 5
+"""Seconds before the second start. Each further start waits for this much longer."""
 
 COLLECTIVE_TIMEOUT_S = 300
-"""A worker that waits longer than this for the others in one all-reduce fails (torch's default is 30 minutes)."""
+"""Maximum number of seconds that a worker waits for the others in one collective (torch's default is 30 minutes)."""
 
 WATCHDOG_GRACE_S = 60
-"""Added to HANG_TIMEOUT_S: no collective fails before the watchdogs have reported (sunspot/elastic/watchdog.py)."""
+"""Seconds added to HANG_TIMEOUT_S, so that watchdogs report a hang before a collective fails (elastic/watchdog.py)."""
 
-ALONE_CHECK_S, ALONE_S, ENDED_S = 0.5, 20.0, 5.0
-"""How often to look whether a trainer has any worker left that trains, for how long it may have none, and for how long
-once they have said that they end: for that Ray takes 2 s, if it is to notice at all."""
+MEMBERS_CHECK_EVERY_S = 0.5
+"""Seconds between two checks whether a trainer still has workers."""
+
+NO_MEMBERS_S = 20.0
+"""Maximum number of seconds that a trainer may be without workers."""
+
+ENDED_S = 5.0
+"""Maximum number of seconds between the announced end of all workers and the trainer's end. Ray needs about 2 s."""
 
 NO_RESIZE_S = 1e9
-"""Ray would resize a worker group without telling it, and lose the steps since its last checkpoint: we scale up."""
+"""Seconds between two resizes of a worker group by Ray, which is long enough that they never happen.
+
+Ray would resize the group without a notice, and lose the steps since its last checkpoint. Sunspot adds workers
+itself.
+"""
 
 LIBRARIES = {"xgboost": "XGBoost", "lightgbm": "LightGBM", "tensorflow": "Tensorflow"}
-"""By library, how the names of Ray's trainer for it and of its configuration begin."""
+"""Prefix of the names of Ray's trainer and of its configuration, by library."""
 
 
 def first_step(storage_path: str, run_name: str) -> int:
-    """Return the step that the newest worker group starts from; Ray calls it when it makes the group's streams."""
+    """Return the step that the newest worker group starts from. Ray calls this when it makes the group's streams."""
     run = open_run(storage_path, run_name)
-    run.storage.refresh(run.key("attempts"))  # this node may have looked there for the group before
+    run.storage.refresh(run.key("attempts"))  # this node may have cached the listing of the previous group
     return read_attempts(run)[-1].step
 
 
 @dataclass(frozen=True)
 class TrainerStart:
-    """Why one of Ray's trainers starts."""
+    """The reason why one of Ray's trainers starts."""
 
     incident: Incident = field(default_factory=Incident)
-    "What ended the one before."
+    "The incident that ended the previous trainer."
     counts: FailureCounts = field(default_factory=FailureCounts)
-    "Of the groups that have failed before it."
+    "Number of worker groups that have failed before, by kind."
 
 
 def fit(
@@ -111,35 +121,37 @@ def fit(
 ) -> Checkpoint:
     """Train to the end of the plan, or until a stop is requested, and return the newest checkpoint.
 
-    `note_end` is called repeatedly with why the newest worker group ended; empty while one trains. Raises what ended
-    the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
+    `note_end` is called repeatedly with the reason why the newest worker group ended, or an empty text while a group
+    trains. Raises the error that ended the run: the workers' own `SunspotError`, or a `SunspotError` with Ray's reason.
     """
     start: TrainerStart | None = TrainerStart()
     failure: Exception | None = None
     attempt = 1
     with ray_session():
         while start:
-            now, reserved, others = start, reserved_groups(), live_controllers()
+            now = start
+            reserved = reserved_groups()
+            others = live_controllers()
             try:
                 start = fit_once(plan, claimant, stop_request, now, note_end)
-            except (ControllerError, OutOfMemoryError) as error:  # Ray's memory monitor may end the controller, too
+            except (ControllerError, OutOfMemoryError) as error:  # Ray's memory monitor may also end the controller
                 _, killed = find_killed_for_memory(getattr(error, "controller_failure", error))
-                told = killed or shorten(error)
+                reason = killed or shorten(error)
                 if killed and plan.one_machine:
-                    failure = WorkersFailedError(f"{killed}, as the workers began; {advise_memory([], True)}", True)
+                    failure = WorkersFailedError(f"{killed} while workers started; {advise_memory([], True)}", True)
                     break
                 if attempt == DRIVER_TRIES or stop_request.asked or fatal_error(claimant):
-                    failure = WorkersFailedError(f"Ray's controller failed: {told}")
+                    failure = WorkersFailedError(f"Ray's controller failed: {reason}")
                     break
                 attempt += 1
-                log.warning(f"Ray's controller failed, start {attempt} of {DRIVER_TRIES}: {told}")
+                log.warning(f"Ray's controller failed, start {attempt} of {DRIVER_TRIES}: {reason}")
                 time.sleep(DRIVER_BACKOFF_S * (attempt - 1))
                 start = replace(now, incident=Incident(Cause.DRIVER_LOST, "Ray's controller failed"))
             except (TrainingFailedError, WorkersFailedError) as error:
                 failure = error
                 break
-            # A trainer that waits for a node, or whose controller failed as it ended its workers, leaves their places
-            # reserved: no new group would start. And the one that waits would begin another when a node has come.
+            # A trainer that waits for a node, or whose controller failed, keeps its workers' resources reserved, so no
+            # new group could start. A waiting controller would also start a group of its own once a node has come.
             end_controllers(others)
             remove_placement_groups(reserved_groups() - reserved)
     return outcome_of_training(plan, claimant, stop_request, failure)
@@ -148,7 +160,7 @@ def fit(
 def outcome_of_training(
     plan: Plan, claimant: Claimant, stop_request: StopRequest, failure: Exception | None
 ) -> Checkpoint:
-    """Return the newest checkpoint of a run that finished or was stopped; raises what ended it otherwise."""
+    """Return the newest checkpoint of a run that finished or was stopped. Otherwise raises the error that ended it."""
     run = claimant.run
     fatal, checkpoint, skipped = read_end(plan, claimant)
     if fatal:
@@ -157,40 +169,41 @@ def outcome_of_training(
         return checkpoint
     if checkpoint:
         step = f"step {checkpoint.step} of {plan.total_steps}"
-        kept = f"{step} is kept in {run.location}, and the same command goes on there"
+        kept = f"{step} is kept in {run.location}, and the same command continues from there"
     else:
-        kept = f"no checkpoint {'is whole' if skipped else 'was made'} in {run.location}"
+        kept = f"no checkpoint {'is intact' if skipped else 'was made'} in {run.location}"
     if not failure:
         stop_request.raise_signal(kept, plan.settings.job_id)
     reason = failure or "the workers ended before the last step"
-    more = f"`sunspot doctor {run.name}` says more"
-    if checkpoint:  # otherwise the summary of the run says that there is none
+    more = f"`sunspot doctor {run.name}` explains more"
+    if checkpoint:  # otherwise the summary of the run says that it has no checkpoint
         more = f"{kept}; {more}"
     error = SunspotError(f"training failed: {reason}\n{more}")
     error.final = isinstance(failure, WorkersFailedError) and failure.final
     raise error from failure
 
 
-def read_end(
-    plan: Plan, claimant: Claimant
-) -> tuple[Exception | None, Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
-    """Read what ended the run for good, if anything did, or else its newest checkpoint, and which were passed over."""
+def read_end(plan: Plan, claimant: Claimant) -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
+    """Return the error that ended the run for good, or None, its newest checkpoint, and the checkpoints passed over."""
 
-    def read() -> tuple[Exception | None, Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
-        fatal, run = fatal_error(claimant), claimant.run
-        return fatal, *((None, ()) if fatal else find_newest_good(run, read_attempts(run), trust_listing=True))
+    def read() -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
+        fatal = fatal_error(claimant)
+        if fatal:
+            return fatal, None, ()
+        run = claimant.run
+        return None, *find_newest_good(run, read_attempts(run), trust_listing=True)
 
     return retry_storage(plan.settings.storage_timeout_s, "reading the end", read)
 
 
 def has_ended(plan: Plan, claimant: Claimant) -> bool:
-    """Whether nothing is left to train, or may be."""
+    """Return True if the run is complete, or an error has ended it for good."""
     fatal, checkpoint, _ = read_end(plan, claimant)
     return bool(fatal or (checkpoint and is_last(checkpoint, plan)))
 
 
 def is_last(checkpoint: Checkpoint, plan: Plan) -> bool:
-    """Whether a checkpoint is the run's last one."""
+    """Return True if a checkpoint completes the run."""
     return checkpoint.completes(plan.total_steps, plan.settings.early_stop_evaluations)
 
 
@@ -201,24 +214,28 @@ def fit_once(
     start: TrainerStart,
     note_end: Callable[[str], None] = lambda why: None,
 ) -> TrainerStart | None:
-    """Run one of Ray's trainers to its end, and return how another starts, on the nodes that there are then, if any."""
+    """Run one of Ray's trainers to its end, and return how the next one starts, or None if there is no next one."""
     settings = plan.settings
-    choice, lag_s = None, 0.0
+    choice = None
+    lag_s = 0.0
     if settings.node_groups:
         if install_coordinator():
-            raise SunspotError("several groups of nodes: Ray's own coordinator asks for any node; keep one group")
+            raise SunspotError(
+                "several groups of nodes cannot be used, because Ray's coordinator asks for any node; keep one"
+            )
         choice = GroupChoice(settings.node_groups, settings.num_workers.most)
         per_worker = {name: float(amount) for name, amount in settings.resources_per_worker.items()}
         wait_for_nodes(choice, per_worker, settings.num_workers, settings.nodes_timeout_s)
-    nodes = reachable_nodes(ray.nodes())  # a node that was just lost stays in Ray's list for a while
+    nodes = reachable_nodes(ray.nodes())  # Ray lists a lost node for a while
     probe_all_nodes(settings.storage_path, settings.run_name, nodes)
     resources = choose_resources(settings, ray.cluster_resources(), len(nodes))
     if plan.one_machine:
         refuse_lack(settings, resources.per_worker, ray.cluster_resources())
     print(f"  {resources.reason}", flush=True)
-    needed = Needed(resources.per_worker, settings.num_workers.least)
-    left_out = leave_out_at_start(nodes, needed) if resources.use_gpu else []
-    given, outlive = settings.num_workers, outlives(plan, resources)
+    required = RequiredResources(resources.per_worker, settings.num_workers.least)
+    left_out = leave_out_at_start(nodes, required) if resources.use_gpu else []
+    given = settings.num_workers
+    outlive = can_outlive(plan)
     if given.elastic and not (outlive or choice):
         lag_s = install_coordinator()
     with (
@@ -227,7 +244,7 @@ def fit_once(
         asked_nodes(resources.per_worker, given, plan.one_machine) if outlive else nullcontext(given) as workers,
         MembershipServer(workers.least, control) if outlive else nullcontext() as membership,
         shown_progress(functools.partial(fetch_news, control, note_end), plan.total_steps, plan.steps.per_epoch),
-        new_nodes_tried(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,
+        new_nodes_checked(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,
         supervised(
             control,
             stop_request,
@@ -253,16 +270,18 @@ def fit_once(
         placement = choose_placement(find_room(staying_nodes(), resources.per_worker)) if outlive else "PACK"
         trainer = make_trainer(config, resources, workers, placement, scratch)
         try:
-            leave_out = BrokenInTraining(control, needed, not outlive)
+            leave_out = BrokenInTraining(control, required, not outlive)
             judge = FailureJudge(control, settings.max_failures, leave_out, outlive, plan.one_machine)
-            with failure_policy(judge, outlive):
-                # Not in the main thread, where Ray would abort the workers at the first SIGINT.
+            with asked_of_failures(judge, outlive):
+                # Run in a thread, because in the main thread Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
 
                 def has_nothing_to_save() -> bool:
                     return stop_request.signal is not None and control.call_or_none(ControlChannel.has_group) is False
 
-                if not left_alone(fitting, membership.snapshot if membership else None, has_nothing_to_save, limit_s):
+                if not only_driver_remains(
+                    fitting, membership.state if membership else None, has_nothing_to_save, limit_s
+                ):
                     fitting.result()
                 over = not membership or stop_request.asked or has_ended(plan, claimant)
                 return None if over else start_again(control, start, settings.max_failures)
@@ -271,9 +290,9 @@ def fit_once(
             if again is None:
                 raise
             return again
-        finally:  # workers know more of their end than Ray does
-            # Nothing, if the control channel cannot tell: then what Ray has raised stands.
-            end = control.call_or_none(ControlChannel.group_end) or GroupEnd()
+        finally:  # the workers know more about their end than Ray does
+            # If the control channel does not answer, the error that Ray has raised remains.
+            end = control.try_ask(ControlChannel.group_end) or GroupEnd()
             if end.fatal:
                 raise end.fatal
             if end.gave_up:
@@ -281,16 +300,16 @@ def fit_once(
 
 
 def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:
-    """Fetch the news for the terminal, and pass on why the newest worker group ended."""
-    news = control.call(ControlChannel.fetch_news)
+    """Return the news for the terminal, and pass to `note_end` why the newest worker group ended."""
+    news = control.ask(ControlChannel.fetch_news)
     note_end(news.ended)
     return news
 
 
-def outlives(plan: Plan, resources: Resources) -> bool:
-    """Whether workers outlive each other: each has all rows, and Ray replaces who is lost."""
+def can_outlive(plan: Plan) -> bool:
+    """Return True if workers keep training after a loss, because each has all rows and Ray replaces a lost worker."""
     settings = plan.settings
-    if settings.survivors == "off":  # and the task need not be loaded to know
+    if settings.survivors == "off":  # checked first, so that the task need not be loaded
         return False
     task = load_task(settings)
     own_loop = not hasattr(task, "begin_schedule") and not hasattr(task, "find_library")
@@ -300,9 +319,10 @@ def outlives(plan: Plan, resources: Resources) -> bool:
 def start_again(
     control: ControlClient, start: TrainerStart, max_failures: int, error: TrainingFailedError | None = None
 ) -> TrainerStart | None:
-    """Return how another trainer starts after one whose workers have ended together; None if none does.
+    """Return how the next trainer starts after all workers of this one have ended, or None to give up.
 
-    Without an `error`, Ray has none to tell: the workers went before it asked them, or it waits for a node for one.
+    `error` is None if Ray reported no error, because the workers were gone before Ray polled them, or because Ray is
+    still waiting for a node to place a worker on.
     """
     end = control.call_or_none(ControlChannel.group_end)
     if end is None or end.fatal or end.gave_up or isinstance(error, ControllerError):
@@ -310,13 +330,13 @@ def start_again(
     incident = control.call(ControlChannel.incident)
     if error:
         failures = getattr(error, "worker_failures", {})
-        told = any(isinstance(each, GroupRestartError) for each in failures.values())
+        asked = any(isinstance(each, GroupRestartError) for each in failures.values())
     else:
-        told = control.call(ControlChannel.command).restart
+        asked = control.ask(ControlChannel.command).restart
         incident = incident.completed_by(Incident(Cause.NODE_LOST, "no worker was left, and Ray waited for a node"))
-    if told or (error and end.counts != start.counts):  # the judge of failures has counted
+    if asked or (error and end.counts != start.counts):  # the judge of failures has counted this end already
         return TrainerStart(incident, end.counts)
-    # The error and the lack of memory that a judge has noted say what another trainer may do, too.
+    # Keep the error and the lack of memory that a judge has noted, because they also limit the next trainer.
     noted = replace(start.counts, error=end.counts.error, loops=end.counts.loops)
     counts = noted.since(end.progress.committed)
     if counts.charged >= max_failures:
@@ -324,22 +344,22 @@ def start_again(
     return TrainerStart(incident, replace(counts, charged=counts.charged + 1))
 
 
-def left_alone(
+def only_driver_remains(
     fitting: Future[Any],
     read_membership: Callable[[], MembershipSnapshot] | None,
     has_nothing_to_save: Callable[[], bool] = lambda: False,
     limit_s: float = math.inf,
 ) -> bool:
-    """Wait for the end of a trainer, and return False. Return True once no worker is left, and Ray waits for a node.
+    """Wait for the end of a trainer and return False, or return True once it has no workers and would wait for a node.
 
-    Also return True if a signal asks for a stop and `has_nothing_to_save`: no worker trains that could save, and Ray
-    may wait for one without end. While Ray places a replacement, it does not ask the other workers whether they have
-    finished or live. A replacement that comes after the group has ended is of no use. Once all workers that trained are
-    lost, their replacements may take `limit_s` to train, because nothing else watches a replacement that hangs.
+    While Ray places a replacement, it does not poll the other workers, so it does not notice that they have finished or
+    are lost. Also returns True in two more cases. If `has_nothing_to_save` returns True, a signal has asked for a stop
+    and no worker could save. If all workers that trained are lost and no replacement has trained within `limit_s`, the
+    replacements may hang, because nothing else watches them.
     """
     empty_since: float | None = None
     trained = time.monotonic()
-    while not wait([fitting], ALONE_CHECK_S).done:
+    while not wait([fitting], MEMBERS_CHECK_EVERY_S).done:
         if has_nothing_to_save():
             return True
         if read_membership is None:
@@ -354,18 +374,19 @@ def left_alone(
             empty_since = None
         elif empty_since is None:
             empty_since = time.monotonic()
-        elif time.monotonic() - empty_since > (ENDED_S if membership.ended else ALONE_S):
+        elif time.monotonic() - empty_since > (ENDED_S if membership.ended else NO_MEMBERS_S):
             return True
     return False
 
 
 def make_trainer(config: WorkerConfig, resources: Resources, workers: WorkerRange, placement: str, scratch: str) -> Any:
-    """Make Ray's trainer of so many workers, which keeps nothing that a run needs, only Ray's own files in `scratch`.
+    """Make Ray's trainer for this number of workers. It keeps only Ray's own files, in `scratch`.
 
-    Ray's uploads can lose files, and one failed write of its snapshot ends the training: checkpoints, history and
-    resuming are ours (sunspot/checkpoint).
+    Ray's uploads can lose files, and one failed write of its snapshot ends the training. So Sunspot has checkpoints and
+    a history of its own, from which it resumes (sunspot/checkpoint).
     """
-    plan, settings = config.plan, config.plan.settings
+    plan = config.plan
+    settings = plan.settings
     sources = {"train": plan.source, "test": plan.test} if settings.loader == "ray" else {}
     if config.membership:
         trainer: Any = TorchTrainer
@@ -390,7 +411,7 @@ def make_trainer(config: WorkerConfig, resources: Resources, workers: WorkerRang
             logging_config=LoggingConfig(log_level="WARNING"),
             callbacks=callbacks,
         ),
-        # Row ids stand for the rows; the streams put them in order and read them.
+        # The datasets hold row ids. The streams put them in order, and read the rows.
         datasets={name: ray.data.range(rows_in(source)) for name, source in sources.items() if source},
         dataset_config=make_streams(plan, resources) if sources else None,
         **backend,
@@ -398,7 +419,7 @@ def make_trainer(config: WorkerConfig, resources: Resources, workers: WorkerRang
 
 
 def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
-    """Return Ray's trainer for the plan's task, and its argument with the backend; imports only what the task needs."""
+    """Return Ray's trainer for the plan's task, and its argument for the backend. Imports only the task's library."""
     find_library = getattr(load_task(plan.settings), "find_library", None)
     if not find_library:
         return TorchTrainer, {"torch_config": BackendConfig(timeout_s=timeout_s)}
@@ -409,7 +430,7 @@ def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
 
 
 def make_streams(plan: Plan, resources: Resources) -> StepStreams:
-    """Make what gives each worker of a group its rows. An actor of Ray's unpickles it, and so imports all of this."""
+    """Make the streams that give each worker its rows. A Ray actor unpickles them, and so imports this module."""
     settings = plan.settings
     begins_at = functools.partial(first_step, settings.storage_path, settings.run_name)
     return StepStreams(plan.data, plan.total_steps, begins_at, resources.reading_cpus)

@@ -1,7 +1,7 @@
-"""The loop of a Trainer of transformers: it takes the steps of a `TrainingRun`.
+"""The training loop of a task with a Trainer of transformers, which takes the steps of a `TrainingRun`.
 
-Accelerate wraps the model, as in a script: so precision, what is done only once on a node or by the first rank, and
-the arguments of DDP are as the Trainer has them. It finds the process group, and the environment by Ray Train.
+Accelerate wraps the model, as in a script. So the Trainer's arguments decide about precision, about work that only one
+process of a node does, and about DDP. Accelerate finds Ray Train's process group and environment.
 """
 
 from collections import deque
@@ -21,27 +21,29 @@ from sunspot.train.run import LibraryRun
 from sunspot.train.worker import Worker
 
 UNCOUNTED = -100
-"""The label of a token that counts nowhere, by PyTorch's and transformers' convention."""
+"""Label of a token that does not count in the loss, by convention of PyTorch and transformers."""
 
 
 def train(worker: Worker) -> None:
-    """Do what `sunspot.train.loop.train` does, by the Trainer of the task."""
-    if worker.make_up_evaluation() or worker.beginning.step >= worker.learner.plan.total_steps:
+    """Train like `sunspot.train.loop.train`, with the task's Trainer."""
+    if worker.repeat_evaluation() or worker.group_start.step >= worker.learner.plan.total_steps:
         return
     run = TrainerRun(worker)
     with closing(run):
         run.trainer.train()
     if run.position < run.total_steps and not run.stopped:
         raise SettingsError(
-            f"{PREFIX}TASK={run.settings.task}: its Trainer ended at step {run.position} of {run.total_steps}, as a "
-            f"callback of its own does; {PREFIX}MAX_STEPS, SUNSPOT_EPOCHS and SUNSPOT_EARLY_STOP_EVALUATIONS end a run"
+            f"{PREFIX}TASK={run.settings.task}: its Trainer ended at step {run.position} of {run.total_steps}, perhaps "
+            f"because of a callback; end a run with {PREFIX}MAX_STEPS, SUNSPOT_EPOCHS or "
+            "SUNSPOT_EARLY_STOP_EVALUATIONS instead"
         )
 
 
 class TrainerRun(LibraryRun):
-    """A run whose steps a Trainer takes, of the rows that it is given.
+    """A run whose steps are taken by a Trainer, which gets the run's rows.
 
-    A step is one of the Trainer's, with its gradient accumulation: every step has as many passes on every worker.
+    A step is one step of the Trainer, which accumulates gradients. Every step has the same number of passes on every
+    worker.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -51,22 +53,26 @@ class TrainerRun(LibraryRun):
         self.trainer = trainer = self._model.trainer
         self._per_step = plan.passes(self.world_size)
         self._ahead: deque[tuple[int, float]] = deque()
-        "Rows and weight of each pass whose rows the Trainer has."
-        trainer.args.max_steps, trainer.args.gradient_accumulation_steps = self.total_steps, self._per_step
-        self._count, self._pass, self._loss = trainer.get_batch_samples, trainer.training_step, trainer.compute_loss
+        "Number of rows and weight of each pass whose rows the Trainer has fetched."
+        trainer.args.max_steps = self.total_steps
+        trainer.args.gradient_accumulation_steps = self._per_step
+        self._count = trainer.get_batch_samples
+        self._pass = trainer.training_step
+        self._loss = trainer.compute_loss
         trainer.get_train_dataloader = lambda: self
-        trainer.get_batch_samples, trainer.training_step = self.count_samples, self.make_pass
+        trainer.get_batch_samples = self.count_samples
+        trainer.training_step = self.make_pass
         trainer.compute_loss = self.weighted_loss
-        # What it measures is this worker's: the history averages it, and workers may have other numbers of rows.
+        # Metrics stay this worker's. The history averages them, because workers may have different numbers of rows.
         trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda values, *_, **__: values
         trainer.add_callback(StepCallback(self, cast(TrainerTask, worker.learner.task)))
 
     def __len__(self) -> int:
-        """Passes of a whole epoch."""
+        """Number of passes in an epoch."""
         return self.steps_per_epoch * self._per_step
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rows of each pass of the rest of the epoch, as the Trainer computes with them."""
+        """Yield the inputs of each pass until the end of the epoch."""
         for batch in self.rest_of_epoch():
             own = list(self.weigh_passes())
             for rows, weight in [(slice(0, MIN_ROWS), 0.0)] * (self._per_step - len(own)) + own:
@@ -78,7 +84,7 @@ class TrainerRun(LibraryRun):
                 yield inputs
 
     def count_samples(self, iterator: Iterator[Any], number: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Take the passes of a step, and count what their losses are to be divided by, over all workers."""
+        """Return the passes of a step, and the number of items of all workers by which their losses are divided."""
         samples, items = self._count(iterator, number, device)
         if items is not None:
             items = torch.as_tensor(items, device=device)
@@ -88,17 +94,18 @@ class TrainerRun(LibraryRun):
     def make_pass(self, model: torch.nn.Module, inputs: Any, items: Any = None) -> torch.Tensor:
         """Make one forward and backward pass."""
         self._begin_pass(*self._ahead.popleft())
-        self.trainer.current_gradient_accumulation_steps = 1  # the weight of a row says what a pass counts
+        self.trainer.current_gradient_accumulation_steps = 1  # the weights of rows account for the number of passes
         return self._pass(model, inputs, items)
 
     def weighted_loss(
         self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute what a pass adds to the step's loss, times the workers, over which gradients are averaged.
+        """Return the part of a pass in the step's loss, times the number of workers, because gradients are averaged.
 
-        A loss that is divided by the items of the whole step is that already; the mean of a pass counts as its rows do.
+        A loss that is divided by the items of the whole step has this value already. The mean loss of a pass is
+        multiplied by the weights of its rows.
         """
-        if not self.in_step:  # held-out rows: their mean
+        if not self.in_step:  # the mean loss of held-out rows
             return self._loss(model, inputs, return_outputs=return_outputs)
         with self.forward():
             found = self._loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
@@ -113,25 +120,26 @@ class TrainerRun(LibraryRun):
         return (loss, outputs) if return_outputs else loss
 
     def _is_divided(self, items: Any) -> bool:
-        """Tell whether the Trainer divides a loss by the items of a step, as its `training_step` does."""
-        told = getattr(self.trainer, "loss_is_scaled_for_ga", None)
+        """Return True if the Trainer divides a loss by the items of a step, by the same rule as its `training_step`."""
+        scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
         accepts = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
-        return items is not None and (accepts if told is None else told)
+        return items is not None and (accepts if scaled is None else scaled)
 
 
 class StepCallback(TrainerCallback):
-    """Begins where the run stands, and ends the steps that end an epoch."""
+    """Begins at the run's position, waits before parameters change, and ends the last step of each epoch."""
 
     def __init__(self, run: TrainerRun, task: TrainerTask) -> None:
-        self._run, self._task = run, task
+        self._run = run
+        self._task = task
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         state.global_step = self._run.position
-        self._run.trainer._globalstep_last_logged = self._run.position  # by which it averages what it logs itself
+        self._run.trainer._globalstep_last_logged = self._run.position  # for the means that the Trainer logs itself
         self._task.begin_schedule(objects["lr_scheduler"], self._run.position)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._run.parameters_change()
+        self._run.before_change()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.epoch = state.global_step / self._run.steps_per_epoch
@@ -141,5 +149,5 @@ class StepCallback(TrainerCallback):
             self._run.log({name: torch.tensor(value) for name, value in measured(logs).items()})
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._run.end_step()  # after the last step of an epoch no batch is asked for
+        self._run.end_step()  # no batch is requested after the last step of an epoch
         control.should_training_stop |= self._run.stopped

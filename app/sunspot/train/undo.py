@@ -1,7 +1,7 @@
-"""Takes back a step that a worker has begun and cannot end, because another worker was lost.
+"""Takes back a step that a worker has begun and cannot complete, because another worker was lost.
 
-The group takes the same step again, so each survivor needs the state that the previous step left. By the time of the
-loss, the step may have changed:
+The group takes the same step again, so each survivor needs the state after the previous step. By the time of the loss,
+the step may have changed:
 
 - buffers: the averages of batch norm move with each forward pass;
 - frozen parameters, such as a teacher that follows the weights (MoCo, BYOL);
@@ -9,9 +9,9 @@ loss, the step may have changed:
 - trainable parameters, before their optimizer's step: weights that are perturbed by hand (SAM), or an embedding with
   `max_norm`.
 
-The first three are put back from copies. The last have no copy, and neither has a tensor that changes for the first
-time. PyTorch's count of in-place changes (`_version`) reveals both. Then this process has no state to go on from: it
-gets another worker's state, or all go back to the newest copy in memory or in storage.
+The first three are put back from copies. There is no copy of the last kind, or of a tensor that changes for the first
+time. PyTorch's count of in-place changes (`_version`) reveals both. In that case this process has no state to continue
+from. It gets another worker's state, or all workers return to the newest copy in memory or in storage.
 """
 
 import logging
@@ -29,21 +29,24 @@ from sunspot.parallel.sharding import parameters_of
 log = logging.getLogger(__name__)
 
 COMPARISONS = 3
-"""Number of first steps and evaluations after which frozen parameters are compared. Later they are compared only after
-a loss, and those that have changed are copied from then on."""
+"""Number of initial steps and evaluations after which frozen parameters are compared.
+
+Later they are compared only after a loss, and parameters that have changed are copied from then on.
+"""
 
 IMMUTABLE = (int, float, str, bool, type(None))
-"""Types of the values in an optimizer's state that need no copy."""
+"""Types of values in an optimizer's state that need no copy."""
 
 
 class StepUndo:
-    """Knows which tensors a worker's steps change before they end, and puts them back."""
+    """Copies the tensors that a worker's steps change early, and puts them back."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self.stepped = OptimizerOnlyParameters(optimizer)
-        self._modules, self._parameters = list(model.modules()), dict(model.named_parameters())
+        self._modules = list(model.modules())
+        self._parameters = dict(model.named_parameters())
         self._unowned = set(self._parameters.values()) - set(parameters_of(optimizer))
-        "Parameters that no optimizer owns."
+        "Parameters that belong to no optimizer."
         self._moving = set[torch.nn.Parameter]()
         "Frozen parameters that are known to change."
         self._sums: dict[torch.nn.Parameter, int] = {}
@@ -55,18 +58,19 @@ class StepUndo:
         self._versions: list[int] = []
         "Each parameter's count of changes in place after the newest step."
         self._buffers: list[tuple[torch.Tensor, int]] = []
-        "The buffers after the newest step, and the same count of each."
+        "Each buffer after the newest step, with its count of changes in place."
         self._turns = OptimizerTurns()
         self._in_step = False
+        "True from the beginning of a step until it is accepted or put back."
         self.early = set[str]()
         "Names of trainable parameters that were found to change before their optimizer's step."
         self._changes: dict[torch.nn.Parameter, int] = {}
-        "Number of times that a step changes each moving parameter."
+        "Number of changes of each moving parameter in one step."
         self.uneven = set[str]()
         "Names of moving parameters that some steps change more often than others."
 
     def keep(self) -> None:
-        """Keep the present state as the one to go back to."""
+        """Keep the current state as the state to return to."""
         self._copies.take(self._changeable())
         self._versions = self._count_changes()
         self._buffers = [(each, count_changes(each)) for each in self._held_buffers().values()]
@@ -88,7 +92,7 @@ class StepUndo:
 
     def begin_step(self) -> None:
         """Note that a step begins."""
-        # By what the loop did since the last step, or as DDP sent rank 0's parameters.
+        # The loop may have changed something since the last step, or DDP may have broadcast rank 0's parameters.
         if self._changed() or self._have_buffers_changed():
             self.keep()
         self._in_step = True
@@ -112,11 +116,11 @@ class StepUndo:
             if self._in_step:
                 changed |= self._moved_unseen()
                 complete &= self._turns.put_back()
-        except RuntimeError as error:  # for example for a tensor that was made in inference mode
+        except RuntimeError as error:  # for example, a tensor was made in inference mode
             log.warning(f"a step that was broken off cannot be taken back: {error}")
             return False
         without_copy = changed - self._moving - self._turns.returned
-        if complete and self._in_step:  # otherwise an optimizer or DDP may have changed them, as it should
+        if complete and self._in_step:  # otherwise an optimizer or DDP may rightly have changed them
             self._note_early(without_copy)
         self._moving.update(filter(self._is_frozen, without_copy))
         return complete and not without_copy
@@ -124,8 +128,8 @@ class StepUndo:
     def put_back_moving(self) -> bool:
         """Put back buffers and moving parameters, and return True if all of them could be put back.
 
-        A buffer that is not persistent is in no checkpoint, so the model can make it again. If its shape has changed,
-        like that of a table that grows with the rows, it stays as it is.
+        A buffer that is not persistent is not saved in checkpoints, so the model can compute it again. If its shape has
+        changed, as in a table that grows with the rows, it stays as it is.
         """
         lost = self._copies.put_back(self._changeable())
         return all(isinstance(key, tuple) and key[1] in key[0]._non_persistent_buffers_set for key in lost)
@@ -143,7 +147,7 @@ class StepUndo:
         return texts
 
     def describe_early(self) -> str:
-        """Return a warning that names the parameters that change too early, and the consequences."""
+        """Return a warning that names the parameters that change too early, with the consequences and a fix."""
         return (
             f"{plural(len(self.early), 'parameter')} changed outside of the optimizer's step, such as "
             f"{min(self.early)}: when a worker is lost after such a change, the others cannot take the step back, and "
@@ -162,7 +166,7 @@ class StepUndo:
         return {(module, name): each for module, named in held for name, each in named.items() if each is not None}
 
     def _have_buffers_changed(self) -> bool:
-        """Return whether a buffer was replaced or has changed in place since the state was kept."""
+        """Return True if a buffer was replaced or has changed in place since the state was kept."""
         now = self._held_buffers().values()
         return len(now) != len(self._buffers) or any(
             each is not before or count_changes(each) != count
@@ -181,7 +185,7 @@ class StepUndo:
         return [each for each, count, before in counts if count != before]
 
     def _compare_changes(self) -> None:
-        """Note which moving parameters the step has changed more or less often than the steps before."""
+        """Note the moving parameters that this step has changed more or less often than previous steps."""
         for (name, each), before in zip(self._parameters.items(), self._versions, strict=True):
             if each in self._moving and each._version > before:
                 changes = each._version - before
@@ -212,13 +216,13 @@ class StepUndo:
 class OptimizerTurns:
     """Tracks the optimizers that take their steps one after another, within one step of the run.
 
-    An optimizer's parameters and state are copied before its step if another optimizer has been seen to follow it. So a
-    single optimizer, or the last one, costs nothing.
+    An optimizer's parameters and state are copied before its step only if another optimizer has been seen to follow it.
+    So a single optimizer, or the last of several, costs nothing.
     """
 
     def __init__(self) -> None:
         self._begun: list[Optimizer] = []
-        "Optimizers that have begun their step within the present step of the run, in order."
+        "Optimizers that have begun their step within the current step of the run, in order."
         self._followed = set[Optimizer]()
         "Optimizers after which another one has been seen to take its step."
         self._copies: dict[Optimizer, OptimizerCopy] = {}
@@ -226,7 +230,7 @@ class OptimizerTurns:
         "The parameters that were put back."
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer begins its step, and copy what it owns if another one is known to follow."""
+        """Note that an optimizer begins its step. If another one is known to follow, copy its parameters and state."""
         self._followed.update(each for each in self._begun if each is not optimizer)
         if optimizer in self._followed and not self._begun.count(optimizer):
             self._copies.setdefault(optimizer, OptimizerCopy(optimizer)).take()
@@ -242,7 +246,7 @@ class OptimizerTurns:
         self.returned.clear()
 
     def put_back(self) -> bool:
-        """Put back what the optimizers that have begun their step own. Return True if all of it could be put back."""
+        """Put back the values of all optimizers that have begun their step. Return True if that was possible."""
         begun = set(self._begun)
         for copy in [self._copies[each] for each in begun if each in self._copies]:
             if copy.put_back():
@@ -251,7 +255,7 @@ class OptimizerTurns:
 
 
 class OptimizerCopy:
-    """A copy of what one optimizer owns: its parameters, its state, and the options of its groups."""
+    """A copy of one optimizer's parameters, its state, and the options of its groups."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -265,21 +269,22 @@ class OptimizerCopy:
         return self._values.keys()
 
     def take(self) -> None:
-        """Copy what the optimizer owns now, into the memory of the previous copy if it fits."""
-        state, groups = self._optimizer.state, self._optimizer.param_groups
+        """Copy the optimizer's current values, into the memory of the previous copy if it fits."""
+        state = self._optimizer.state
+        groups = self._optimizer.param_groups
         self._values = {each: dict(state.get(each, {})) for each in parameters_of(self._optimizer)}
         self._options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         self._copies.take(self._tensors())
 
     def put_back(self) -> bool:
-        """Put back what was copied. Return False, and change nothing, if the state has values that cannot be copied."""
+        """Put back the copied values. Return False, and change nothing, if some values cannot be copied."""
         kept = [value for values in self._values.values() for value in values.values()]
         if not all(isinstance(value, (torch.Tensor, *IMMUTABLE)) for value in kept):
             return False
         self._copies.put_back(self._tensors())
         for parameter, values in self._values.items():
             self._optimizer.state[parameter] = values
-            if not values:  # its state began with its first gradient
+            if not values:  # its state did not exist before its first gradient
                 del self._optimizer.state[parameter]
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             group.update(options)
@@ -301,26 +306,26 @@ class Copies:
         self._held: dict[Any, torch.Tensor] = {}
 
     def take(self, tensors: Mapping[Any, torch.Tensor]) -> None:
-        """Copy these tensors, in place of the previous ones."""
+        """Copy these tensors, replacing the previous copies."""
         if self._differing(tensors):
             self._held = {key: torch.empty_like(each) for key, each in tensors.items()}
         copy_all((self._held[key], each) for key, each in tensors.items())
 
     def put_back(self, tensors: Mapping[Any, torch.Tensor]) -> set[Any]:
-        """Set these tensors to their copies. Returns the keys of tensors with no copy or with one of another shape."""
+        """Set these tensors to their copies. Return the keys of tensors without a copy of the same shape."""
         differing = self._differing(tensors)
         copy_all((each, self._held[key]) for key, each in tensors.items() if key not in differing)
         return differing
 
     def _differing(self, tensors: Mapping[Any, torch.Tensor]) -> set[Any]:
-        """Return the keys that only one side has, or under which shapes, types or devices differ."""
+        """Return the keys that only one side has, and the keys whose tensors differ in shape, type or device."""
         held = self._held
         lacking = held.keys() ^ tensors.keys()
         return lacking | {key for key, each in tensors.items() if key in held and not are_alike(each, held[key])}
 
 
 def count_changes(tensor: torch.Tensor) -> int:
-    """Return PyTorch's count of a tensor's changes in place; 0 for one made in inference mode, which has none."""
+    """Return PyTorch's count of a tensor's changes in place, or 0 if the tensor was made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -330,10 +335,10 @@ def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first, all of one type and device at once.
+    """Copy the second tensor of each pair into the first. All tensors of one type and device are copied at once.
 
-    torch has no public name for that (2.15). Copying the buffers of a ResNet-18 this way keeps the host of an H100 busy
-    for 0.19 ms, of a step of 10 ms. Joining them in one tensor would take 0.43 ms.
+    torch has no public function for that (2.15). Copying the buffers of a ResNet-18 this way takes 0.19 ms on the host
+    of an H100, in a step of 10 ms. Joining them in one tensor would take 0.43 ms.
     """
     alike: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in pairs:

@@ -1,4 +1,7 @@
-"""One worker of a group: ends each step, and evaluates, saves, reports and restarts as is due after it."""
+"""One worker of a group. It ends each step, and then evaluates, saves, reports or restarts as is due.
+
+A worker must not change parameters while a copy thread reads them: `Worker.wait_before_change` has the rule.
+"""
 
 import logging
 import os
@@ -37,43 +40,46 @@ from sunspot.train.reporter import Reporter
 log = logging.getLogger(__name__)
 
 REPORT_TO_RAY_EVERY_S = 2
-"""Ray takes one report for each poll of its controller, and makes the workers wait for it."""
+"""Minimum number of seconds between two reports to Ray, which makes all workers wait for each of them."""
 
 DRAIN_S = 60
-"""Upper bound on the wait for a commit before a voluntary restart; the state is in memory already."""
+"""Maximum number of seconds to wait for a commit before a voluntary restart. The state is in memory already."""
 
 EXIT_AFTER_S = 5.0
-"""Between the end of a worker group and the exit of its processes. Ray keeps them until it has room for a new group,
-and with them a node that is to go: Kubernetes replaces a pod only when it is gone."""
+"""Seconds between the end of a worker group and the exit of its processes.
+
+Ray would keep the processes until it has room for a new group. They would keep a draining node alive, and Kubernetes
+replaces a pod only once it is gone.
+"""
 
 DEADLINE_MARGIN_S = 1.0
-"""Left of a notice when the workers end, committed or not: the survivors have the state in memory."""
+"""Seconds before the deadline of a notice at which the workers end, even if the state is only in memory."""
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """Where a worker group takes up the training."""
+class GroupStart:
+    """State from which a worker group trains, with the objects that its worker keeps from the previous group."""
 
     step: int
     "Optimizer steps taken so far."
     evaluated: bool
-    "False: an epoch ends at `step`, and its evaluation is to be made up."
+    "False if an epoch ends at `step` and its evaluation is still missing."
     metrics: dict[str, Any]
     "Metrics of the state that the group starts from."
     await_sums: Callable[[], None] | None = None
-    "Returns when a step's gradients are summed, of a process that outlives its group (train/survivor.py)."
+    "Function that blocks until a step's gradients are summed. None if the process ends with its group."
     in_place: bool = False
-    "Whether all workers have found their parameters to be the same, so that none needs another's."
+    "True if all workers hold the same parameters already, so that rank 0 need not broadcast its own."
     window: MetricWindow | None = None
-    "The metrics that it brings from the group before."
+    "Window of metrics that the process has kept from the previous group."
     is_closed: Callable[[], bool] | None = None
-    "Returns True once the group has ended, for a process that outlives it."
-    examined: bool = True
-    "Whether the weights are those of a checkpoint, which were looked at when it was saved."
+    "Function that returns True once the group has ended. None if the process ends with its group."
+    weights_checked: bool = True
+    "True if the weights come from a checkpoint. They were checked for NaN when the checkpoint was saved."
 
 
 class RegroupError(Exception):
-    """Ends this worker's part in its group: the processes stay, and form the next one."""
+    """Raised when a worker leaves its group. Its process stays, and joins the next group."""
 
 
 @dataclass
@@ -81,19 +87,20 @@ class Step:
     """A step that this worker takes with the others."""
 
     number: int
-    "Optimizer steps taken, with this one."
+    "Number of optimizer steps taken, including this one."
     share: Batch
-    "This worker's rows; maybe none."
+    "This worker's rows of the step. There may be none."
     size: int
-    "Rows of all workers."
+    "Number of rows of all workers together."
     began: float
-    "When the wait for its rows began (`perf_counter`)."
+    "Time at which the wait for the rows began (`perf_counter`)."
     data_wait_s: float
+    "Seconds that the worker waited for its rows."
     values: list[Batch] = field(default_factory=list)
-    "What the loop has logged of each row, by pass."
+    "Values that the loop has logged for each row, one batch for each pass."
     learning_rate: float = 0.0
     seconds: float = 0.0
-    "How long it took, with the wait."
+    "Duration of the step, including the wait for its rows."
 
     @property
     def rows(self) -> torch.Tensor | None:
@@ -106,12 +113,16 @@ class Step:
 
 
 class Worker:
-    """A worker between its steps: `finish_step` is the one place where a step ends, for every kind of loop."""
+    """A worker of a group, which every kind of training loop drives through the same few methods.
+
+    `begin_step` begins a step, `wait_before_change` precedes each change of parameters, and `finish_step` ends
+    the step. If the group ends in between, `leave` returns the state that this process can continue from.
+    """
 
     def __init__(
         self,
         learner: Learner,
-        beginning: Beginning,
+        group_start: GroupStart,
         checkpoints: CheckpointManager,
         commands: CommandPoller,
         watchdog: Watchdog,
@@ -119,66 +130,82 @@ class Worker:
         reporter: Reporter | None,
         outputs: ExitStack,
     ) -> None:
-        """`commands` asks the driver on rank 0, which alone has a `reporter`; closing `outputs` brings a rank's log,
-        metrics and status to storage.
+        """Only rank 0 has a `reporter`, and only its `commands` ask the driver.
+
+        Closing `outputs` writes the rest of this rank's log, metrics and status to storage.
         """
-        self.learner, self.beginning, self.checkpoints = learner, beginning, checkpoints
-        self.commands, self.watchdog, self.telemetry = commands, watchdog, telemetry
-        self.reporter, self._outputs = reporter, outputs
-        self._group = cast(dist.ProcessGroup, learner.place.group)  # one that trains has a group, if only of one
-        recent = RecentMeans(learner.plan.steps.rows, beginning.metrics)
-        if beginning.window:
-            beginning.window.move(self._group)
-        self.window = beginning.window or MetricWindow(self._group, learner.place.device, recent)
+        self.learner = learner
+        self.group_start = group_start
+        self.checkpoints = checkpoints
+        self.commands = commands
+        self.watchdog = watchdog
+        self.telemetry = telemetry
+        self.reporter = reporter
+        self._outputs = outputs
+        self._group = cast(dist.ProcessGroup, learner.place.group)  # a training worker has a group, perhaps of one
+        recent = RecentMeans(learner.plan.steps.rows, group_start.metrics)
+        if group_start.window:
+            group_start.window.move(self._group)
+        self.window = group_start.window or MetricWindow(self._group, learner.place.device, recent)
         "Metrics of the steps since the newest record."
         self._decisions = StepDecisionBroadcast(self._group)
-        self._evaluated = beginning.evaluated
-        "Whether the epoch that ends at `step`, if one does, is evaluated."
-        self._makes_up = not beginning.evaluated
-        self._record = beginning.metrics
-        "Metrics of the state at `step`; empty for one that no record ends at."
-        self._patience = Patience(learner.plan.settings, beginning.metrics)
-        examined = beginning.examined or beginning.step == 0
-        self._nan_watch = NanWatch(learner.plan.settings, self._group, beginning.metrics, learner.model, examined)
+        self._evaluation_done = group_start.evaluated
+        "False if an epoch ends at `step` and its evaluation has not been done."
+        self._must_repeat_evaluation = not group_start.evaluated
+        "True until the evaluation that the previous group did not complete has been repeated."
+        self._record = group_start.metrics
+        "Metrics of the state at `step`, or empty if no record ends there."
+        self._patience = Patience(learner.plan.settings, group_start.metrics)
+        checked = group_start.weights_checked or group_start.step == 0
+        self._nan_watch = NanWatch(learner.plan.settings, self._group, group_start.metrics, learner.model, checked)
         self._reported = 0.0
-        self.outlives, self.step, self.taken = bool(beginning.await_sums), beginning.step, time.time()
-        "Optimizer steps taken, and when the last one had been."
-        self._saved = False
-        "Whether it has saved as the head is to go."
-        self._undo = learner.undo if self.outlives and not is_fsdp(learner.model) else None
+        self.step = group_start.step
+        "Number of optimizer steps taken."
+        self.step_ended = time.time()
+        "Time at which the newest step ended."
+        self.outlives_groups = group_start.await_sums is not None
+        "True if this process stays when its group ends, and joins the next group."
+        self._saved_for_head = False
+        "True once this worker has saved because the head node is being reclaimed."
+        self._undo = learner.undo if self.outlives_groups and not is_fsdp(learner.model) else None
         if self._undo:
             self._undo.keep()
 
     @property
     def averages(self) -> bool:
-        """Whether gradients are averaged over several workers."""
+        """True if gradients are averaged over several workers."""
         return self.learner.place.world_size > 1
 
     # ------------------------------------------------------------------------------------------------ after a step
 
     def finish_step(self, taken: Step) -> bool:
-        """Record a step and do what is due after it; all workers call this together. Returns whether the run stops.
+        """Record a step, and do whatever is due after it. Return True if the run stops.
 
-        Raises to end the group when it restarts.
+        All workers call this together. Raises `GroupRestartError` if the group restarts, and `RegroupError` if the
+        processes form another group.
         """
         plan, step = self.learner.plan, taken.number
-        self.step, self.taken = step, time.time()
+        self.step, self.step_ended = step, time.time()
         if self._undo:
             self._undo.accept()
             for text in self._undo.warnings() if self.reporter else ():
                 warn_once(log, text)
-        if self.reporter and step == self.beginning.step + 1:
+        if self.reporter and step == self.group_start.step + 1:
             unread = plan.settings.task_args.describe_unread()
             if unread:
                 warn_once(log, f"{PREFIX}TASK_ARGS: {unread}")
-        every, has_more = plan.settings.checkpoint_every_steps, step < plan.total_steps
+        every = plan.settings.checkpoint_every_steps
+        has_more = step < plan.total_steps
         epoch_ends = not has_more or step % plan.steps.per_epoch == 0
-        self._evaluated, self._record = not (epoch_ends and plan.test), {}
+        self._evaluation_done = not (epoch_ends and plan.test)
+        self._record = {}
         self._record_step(taken, epoch_ends)
 
-        # Decide: what rank 0 wants, and what every rank knows of the step's number.
-        agreed = self._decisions.agree(lambda: self.wanted(step))
-        stop, restart, regroup = agreed.stop, agreed.restart and has_more, agreed.regroup and has_more
+        # Decide. Rank 0 broadcasts what it wants. The rest follows from the number of the step on every rank.
+        agreed = self._decisions.agree(lambda: self.choose_actions(step))
+        stop = agreed.stop
+        restart = agreed.restart and has_more
+        regroup = agreed.regroup and has_more
         parts_move = regroup and is_fsdp(self.learner.model)
         by_interval = agreed.save or (every > 0 and step % every == 0)
         save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
@@ -192,8 +219,8 @@ class Worker:
             record |= self._nan_watch.state
             self._end_if_diverged(record, last=not has_more)
         self._record = record
-        if not (self._evaluated or stop or restart or regroup):
-            # A loss meanwhile costs the evaluation, and no step.
+        if not (self._evaluation_done or stop or restart or regroup):
+            # If a worker is lost during the evaluation, the evaluation is repeated, but no step.
             self.checkpoints.save(step, self._metrics(record), evaluated=False, to_storage=False)
             results, stop, restart = self._evaluate()
             record |= results or {}
@@ -206,7 +233,7 @@ class Worker:
             if save and not self._nan_watch.finite_weights:
                 self._drain()
             metrics = self._metrics(record)
-            self.checkpoints.save(step, metrics, evaluated=self._evaluated, to_storage=save, needed=parts_move)
+            self.checkpoints.save(step, metrics, evaluated=self._evaluation_done, to_storage=save, needed=parts_move)
         if restart:
             self.restart_group()
         if regroup:
@@ -230,45 +257,58 @@ class Worker:
     def _drain(self) -> None:
         """Wait on all workers until the newest state is in storage, before a state with NaN weights can replace it.
 
-        Waiting costs nothing, because training from such weights is of no use.
+        Waiting costs nothing, because training from NaN weights is of no use.
         """
         with self.watchdog.paused():
             run_on_all_ranks(self._group, self.checkpoints.drain)
 
     def begin_step(self, step: Step) -> None:
-        """Note that a step begins. Raises `RegroupError` if the group has ended."""
+        """Note that a step begins, before its forward pass. Raises `RegroupError` if the group has ended."""
         self._leave_closed_group()
         if self._undo:
             self._undo.begin_step()
-        if self.outlives:
+        if self.outlives_groups:
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def _leave_closed_group(self) -> None:
-        """Raise `RegroupError` if the group has ended. In a group of one, no collective would fail because of that."""
-        if self.beginning.is_closed and self.beginning.is_closed():
+        """Raise `RegroupError` if the group has ended. A worker alone in its group has no collective that fails."""
+        if self.group_start.is_closed and self.group_start.is_closed():
             raise RegroupError
 
-    def begin_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Wait until the step that has begun may change parameters; `optimizer` is the one that is about to, if any."""
-        self.checkpoints.wait_for_copy()
-        if self.beginning.await_sums:
-            self.beginning.await_sums()
+    def wait_before_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Block until the current step may change parameters. Every kind of loop calls this before it changes them.
+
+        The rule is: **the copy of the previous state must be complete before parameters change.** A copy thread reads
+        the parameters themselves while the next forward and backward passes run. A change during that time would mix
+        two steps in one checkpoint, and the checkpoint would still pass verification.
+
+        `TrainingRun.before_change` is the only caller. A hook on each torch optimizer calls it, and the callbacks of
+        Lightning and transformers do. `optimizer` is the optimizer that is about to take its step, if there is one.
+        """
+        self.wait_for_copy()
+        if self.group_start.await_sums:
+            self.group_start.await_sums()
         if self._undo and optimizer:
             self._undo.before_change(optimizer)
 
-    def leave(self) -> tuple[LiveState, StateMetadata] | None:
-        """Return the state that this process has when its group ends.
+    def wait_for_copy(self) -> None:
+        """Block until the newest copy is complete. Use this outside a step, in which `wait_before_change` is needed."""
+        self.checkpoints.wait_for_copy()
 
-        Returns None if the process has only a part of the state (fsdp), or has begun a step that cannot be taken back.
+    def leave(self) -> tuple[LiveState, Position] | None:
+        """Return the name and position of the state that this process continues from, now that its group has ended.
+
+        A step that has begun is taken back. Returns None if that is impossible, or if this process holds only a part of
+        the state (fsdp).
         """
         windows = self.checkpoints.leave_group(self.step)
         if not self._undo or not self._undo.put_back():
             return None
-        live = LiveState(self.checkpoints.name_at(self.step), self._evaluated)
-        return live, StateMetadata(self._metrics(self._record), self.taken, windows)
+        live = LiveState(self.checkpoints.name_at(self.step), self._evaluation_done)
+        return live, Position(self._metrics(self._record), self.step_ended, windows)
 
     def _metrics(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint has of a record; a copy without one hands on the means."""
+        """Return a checkpoint's metrics: the record, and the means and counters that the next group continues."""
         return {**record, **self.window.recent.newest, **self._patience.state, **self._nan_watch.state}
 
     def _record_step(self, taken: Step, epoch_ends: bool) -> None:
@@ -280,15 +320,16 @@ class Worker:
         if self.reporter:
             self.reporter.took_step(taken.number, self.window, epoch_ends)
 
-    def wanted(self, step: int) -> StepActions:
-        """Return what rank 0 wants done after `step`; nothing on other ranks."""
+    def choose_actions(self, step: int) -> StepActions:
+        """Return the actions that rank 0 chooses after `step`. Other ranks choose none."""
         if not self.reporter:
             return StepActions()
-        command, due = self.commands.poll(), self.checkpoints.due(step, self.window.last_step_s)
-        asked = command.save and not self._saved and not due.busy
-        self._saved |= asked
+        command = self.commands.poll()
+        due = self.checkpoints.due(step, self.window.last_step_s)
+        save_for_head = command.save and not self._saved_for_head and not due.busy
+        self._saved_for_head |= save_for_head
         return due._replace(
-            save=due.save or asked,
+            save=due.save or save_for_head,
             report=self.reporter.due(),
             stop=command.stop,
             restart=command.restart,
@@ -296,30 +337,31 @@ class Worker:
         )
 
     def report(self, record: dict[str, Any]) -> None:
-        """Add the record of a closed window to the metric history and report it to Ray; all workers do so together."""
+        """Add the record of a closed window to the metric history, and report it to Ray. All workers do so together."""
         self.telemetry.report(self.window.own)
         if self.reporter:
             self.reporter.report(record, self.window.recent.newest, self.window.ranks or {})
-        if self.outlives:
-            return  # Ray's report is a barrier: one would wait there for the others, who form the next group
-        if abs(record["time"] - self._reported) >= REPORT_TO_RAY_EVERY_S:  # a clock may be set back
+        if self.outlives_groups:
+            return  # Ray's report is a barrier: this worker could wait in it while the others form the next group
+        if abs(record["time"] - self._reported) >= REPORT_TO_RAY_EVERY_S:  # abs, because a clock may be set back
             self._reported = record["time"]
             ray.train.report(record)
 
     # -------------------------------------------------------------------------------------------------- evaluation
 
-    def make_up_evaluation(self) -> bool:
-        """Evaluate the end of the epoch that this group starts from, if the one before did not.
+    def repeat_evaluation(self) -> bool:
+        """Repeat the evaluation that the previous group did not complete, if any. Return True if the run stops.
 
-        Returns whether the run stops; raises to end the group when it restarts.
+        Raises `GroupRestartError` if the group restarts.
         """
-        if not self._makes_up:
+        if not self._must_repeat_evaluation:
             return False
-        self._makes_up = False
-        step, metrics = self.beginning.step, self.beginning.metrics
+        self._must_repeat_evaluation = False
+        step = self.group_start.step
+        metrics = self.group_start.metrics
         results, stop, restart = self._evaluate()
         if results is None:
-            self.checkpoints.save(step, metrics, evaluated=False)  # it may be in memory only
+            self.checkpoints.save(step, metrics, evaluated=False)  # the state may be in memory only
         else:
             metrics = {**metrics, **results, **self._patience.state, "time": time.time()}
             if self.reporter:
@@ -330,17 +372,17 @@ class Worker:
         return stop
 
     def _evaluate(self) -> Evaluation:
-        """Evaluate, and stop if that is no better than those before."""
+        """Evaluate the held-out rows, and stop the run if its results have not improved for long enough."""
         if self.learner.plan.settings.ema:
-            self.checkpoints.wait_for_copy()  # the average takes the weights' place
+            self.wait_for_copy()  # the averaged weights replace the trained ones during the evaluation
         results, stop, restart = evaluate(self.learner, self.commands.poll, self._heartbeat)
-        self._evaluated = results is not None
+        self._evaluation_done = results is not None
         if self._undo:
             self._undo.accept()
         return Evaluation(results, stop or (results is not None and self._patience.ends(results)), restart)
 
     def _heartbeat(self, evaluated: bool) -> None:
-        """Record that this worker is alive in an evaluation, and whether it has `evaluated` a batch."""
+        """Record that this worker is alive during an evaluation. `evaluated` is True if it has evaluated a batch."""
         self._leave_closed_group()
         if evaluated:
             self.telemetry.evaluated()
@@ -351,18 +393,18 @@ class Worker:
     # ----------------------------------------------------------------------------------------------------- restart
 
     def restart_group(self) -> NoReturn:
-        """End this worker group once the newest copy is safe: Ray starts one on the nodes there are then.
+        """End this worker group once the newest copy is complete. Ray then starts another one on the remaining nodes.
 
-        Ray kills all of its processes once the first has raised, so what they printed and measured goes to storage
-        before, as far as a notice leaves time for it.
+        Ray kills all processes of the group once the first has raised. So their logs and metrics are written to storage
+        first, as far as a notice leaves time for that.
         """
         with self.watchdog.paused():
             limit_s = self._drain_limit_s()
             run_on_all_ranks(self._group, lambda: self.reporter.drain(limit_s) if self.reporter else None)
             self.checkpoints.close(finished=False)
             restart = GroupRestartError()
-            print(restart)  # how its log ends
-            left_s = broadcast_from_rank0(self._group, self._drain_limit_s)  # which alone knows of a notice
+            print(restart)  # the last line of the log
+            left_s = broadcast_from_rank0(self._group, self._drain_limit_s)  # only rank 0 knows of a notice
             output_s = CLOSE_TIMEOUT_S if left_s is None else min(left_s, CLOSE_TIMEOUT_S)
 
             def close() -> None:
@@ -376,15 +418,15 @@ class Worker:
         raise restart
 
     def _drain_limit_s(self) -> float | None:
-        """Return the seconds that the last commit may take, and then the last output; None: no limit."""
+        """Return the seconds that the last commit, and then the last output, may take, or None if there is no limit."""
         command = self.commands.poll()
         if command.deadline is not None:
             left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)
-            # A clock that was set back would wait for hours.
+            # After a clock was set back, the wait would take hours.
             return min(left_s, self.learner.plan.settings.notice_s or left_s)
         return DRAIN_S if self.checkpoints.in_memory and not command.moves else None
 
 
 def close_outputs(outputs: ExitStack) -> Future[None]:
-    """Begin to bring to storage what is not there yet of a worker's outputs; who waits for it chooses how long."""
+    """Begin to write the rest of a worker's outputs to storage. Return a future that is done once they are written."""
     return start_thread(outputs.pop_all().close, "outputs")

@@ -78,7 +78,7 @@ def main() -> int:
         # A search has no checkpoint before its end, so its driver may start again for every trial.
         starts = settings.max_driver_starts * settings.trials
         with recorded_outcome(running.claimant, promoted, starts, running.stop_request) as outcome:
-            outcome.state = train_and_promote(running, promoted)
+            outcome.expect(train_and_promote(running, promoted))
     return 0
 
 

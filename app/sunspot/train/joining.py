@@ -1,0 +1,328 @@
+"""Makes a process a worker of the run: it joins a group, claims the run with that group, and builds what it trains."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property, partial
+from types import TracebackType
+from typing import Self, cast
+
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+
+from sunspot.background import Background, start_thread
+from sunspot.checkpoint import NodeMemory
+from sunspot.code_archive import find_code
+from sunspot.elastic.claim import LocalState, agree_on_start
+from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.failures import describe_end
+from sunspot.elastic.membership_channel import MembershipAddress
+from sunspot.elastic.receipts import Phases, explain_error, first_incident
+from sunspot.elastic.restore import load_start
+from sunspot.elastic.watchdog import Watchdog
+from sunspot.errors import StorageError, SunspotError, SupersededError, find_in
+from sunspot.log import print_logs, sent_warnings
+from sunspot.observe.prometheus import EXPORT_EVERY_S
+from sunspot.parallel.collectives import WorkerPlace, listening_to_rounds
+from sunspot.parallel.nccl_log import begin_log, own_log
+from sunspot.plan import Plan
+from sunspot.ray_internals.backend import processes_up
+from sunspot.ray_internals.controller import GroupRestartError
+from sunspot.ray_internals.output import quiet_ray_train
+from sunspot.ray_internals.workers import launch_time
+from sunspot.ray_session import enter_folder
+from sunspot.run import Claimant, Run, open_run
+from sunspot.run.attempts import is_of_newest_driver, record_error
+from sunspot.run.failures import Hang, record_failure
+from sunspot.run.logs import shipped_worker_output
+from sunspot.settings import Settings
+from sunspot.train.build import WorkerSetup, build_worker, prepare_learner
+from sunspot.train.learner import Learner
+from sunspot.train.reporter import first_status, show_claim
+from sunspot.train.survivor import Survivor
+from sunspot.train.worker import RegroupError, Worker
+
+FAILURE_S = 5.0
+"""Maximum number of seconds that a failed worker waits for storage to take its traceback."""
+
+FATAL_S = 60.0
+"""Maximum number of seconds that a failed worker waits for storage to take an error that no retry can fix."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """The configuration with which the driver starts each worker."""
+
+    plan: Plan
+    owner: str
+    driver: str
+    control: ControlClient
+    threads: int
+    collective_timeout_s: float
+    membership: MembershipAddress | None = None
+    "Address at which surviving workers form their groups. None if Ray Train forms the groups and ends them together."
+    folder: str = ""
+    "Working directory of the driver, to which relative paths in TASK_ARGS refer."
+
+    @property
+    def limit_s(self) -> float:
+        """Maximum number of seconds to wait in one collective, while one of the workers may be waiting for storage."""
+        return self.plan.settings.storage_timeout_s + self.collective_timeout_s
+
+    @cached_property
+    def run(self) -> Run:
+        """The run, with the connection to its storage that this process uses in all of its groups."""
+        return open_run(self.plan.settings.storage_path, self.plan.settings.run_name)
+
+    def claimant(self) -> Claimant:
+        """Return a new claimant of the run, for one group."""
+        return Claimant(self.run, self.owner, self.driver)
+
+
+class Joining:
+    """The three steps by which this process becomes a worker of the run: `form`, `claim` and `build`.
+
+    `loop.train_in_group` takes them in this order. Each step contains collectives, so every rank of the group must take
+    the same steps. The context ends when the process has left the group.
+    """
+
+    def __init__(self, config: WorkerConfig, survivor: Survivor | None = None) -> None:
+        """A `survivor` forms the group itself. If there is no survivor, Ray Train has formed the group."""
+        self._config, self._survivor = config, survivor
+        self._claimant = config.claimant()
+        self._phases = Phases()
+        self._found: LocalState | None = None
+        "The state that this process found on its node when the group claimed the run, until it is loaded."
+        self._contexts = ExitStack()
+        "Contexts that end when this process has left the group."
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._contexts.__exit__(kind, error, trace)
+
+    # ------------------------------------------------------------------------------------------------------------ form
+
+    def form(self) -> WorkerPlace | None:
+        """Form a group with the other workers, and return this worker's place in it, or None if no group forms."""
+        config, survivor = self._config, self._survivor
+        set_up_process(config, survivor)
+        if survivor is None:
+            carrier = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.limit_s))
+            context = ray.train.get_context()
+            device = ray.train.torch.get_device()
+            self._phases = Phases(launched=launch_time(), up=processes_up(), formed=time.time())
+            group = cast(dist.ProcessGroup, carrier)
+            return WorkerPlace(group, context.get_world_rank(), context.get_world_size(), device)
+        settings = config.plan.settings
+        if settings.parallel == "ddp" and survivor.others_train:  # a model in parts is built by all workers together
+            survivor.prepare_alone(self._prepare_learner, settings.hang_timeout_s)
+        place = survivor.form()
+        if place:
+            # Otherwise the output of the previous attempt would arrive once another attempt owns the run.
+            survivor.await_outputs()
+            self._phases = Phases(formed=time.time())
+        return place
+
+    def _prepare_learner(self) -> Learner:
+        return prepare_learner(self._config.plan, self._config.control)
+
+    # ----------------------------------------------------------------------------------------------------------- claim
+
+    def claim(self, place: WorkerPlace) -> WorkerSetup | None:
+        """Claim the run's next attempt with the other workers, starting from the newest state that any of them has.
+
+        Returns None if the run is no longer this job's to train. An error that no retry can fix is reported to the
+        driver, so that the next worker group of this job ends at once.
+        """
+        config, survivor = self._config, self._survivor
+        plan = config.plan
+        control = config.control
+        run = self._claimant.run
+        if control.ask(ControlChannel.group_end).fatal:
+            return None
+        group = cast(dist.ProcessGroup, place.group)
+        watchdog = self._watch(place)
+        memory = open_memory(run, plan.settings, place, survivor)
+        live = survivor.kept[0] if survivor and survivor.kept else None
+        dist.barrier(group=group)  # until each node has removed what earlier processes left
+        try:
+            start, self._found = agree_on_start(self._claimant, plan.settings, group, live)
+        except SunspotError as error:
+            report_fatal(error, control, survivor if ends_alone(survivor, place.rank) else None)
+            raise
+        if start is None:
+            return None
+        attempt = start.attempt
+        place = replace(place, nodes=list(start.nodes.values()))
+        watchdog.claimed(attempt)
+        if memory:
+            memory.keep_parts_of(start.copy.snapshot.checkpoint if start.copy else None)
+        if place.rank == 0:
+            control.tell(ControlChannel.explain_start, first_incident(start))
+            if not start.live:  # survivors wait for this process, and the status already shows that they train
+                show_claim(run, first_status(start, plan, control.try_ask(ControlChannel.incident)))
+        outputs = self._contexts.enter_context(ExitStack())
+        outputs.enter_context(shipped_worker_output(run, attempt.number, place.rank))
+        return WorkerSetup(plan, run, start, place, memory, watchdog, control, outputs, survivor)
+
+    def _watch(self, place: WorkerPlace) -> Watchdog:
+        """Watch this process for hangs, and send its warnings to the driver, until it leaves the group."""
+        control = self._config.control
+        survivor = self._survivor
+        limit_s = self._config.plan.settings.hang_timeout_s
+
+        def note_hang(hang: Hang, late: bool) -> None:  # the hangs of all ranks together show which rank is to blame
+            control.tell(ControlChannel.add_hang, replace(hang, stacks=""), late)
+
+        if survivor:
+            self._contexts.callback(self._claimant.given_up.set)  # once this process has left the group
+        self._contexts.enter_context(sent_warnings(lambda text: control.tell(ControlChannel.log, text)))
+        around_pauses = partial(survivor.building, limit_s) if survivor else nullcontext
+        watchdog = Watchdog(self._claimant.run, place.rank, place.world_size, limit_s, note_hang, around_pauses)
+        self._contexts.enter_context(watchdog)
+        self._contexts.enter_context(listening_to_rounds(watchdog.heartbeat))
+        return watchdog
+
+    # ----------------------------------------------------------------------------------------------------------- build
+
+    def build(self, setup: WorkerSetup) -> Worker:
+        """Load the state that the claimed attempt starts from, and build the worker that trains from it."""
+        survivor = setup.survivor
+        start = setup.start
+        place = setup.place
+        if survivor:
+            with setup.watchdog.paused():
+                survivor.align(bool(start.live), self._prepare_learner)
+        if survivor and start.live:
+            state = survivor.hand_over(place, start.live, setup.plan.total_steps)
+        else:
+            assert self._found
+            state = load_start(setup.run, setup.plan.settings, start, self._found, cast(dist.ProcessGroup, place.group))
+        worker = build_worker(setup, state, self._phases)
+        if survivor:
+            survivor.begin(worker)
+        rank = f"rank {place.rank} of {place.world_size} on {place.device} of {socket.gethostname()}"
+        print(f"attempt {start.attempt.number}: {rank}, from step {start.attempt.step}, {state.tier}")
+        self._found = None  # as large as the model and its optimizer
+        if worker.reporter:
+            setup.outputs.enter_context(worker.reporter.publisher)
+            setup.outputs.callback(worker.reporter.end)
+            self._contexts.enter_context(worker.commands)
+        self._contexts.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
+        return worker
+
+    @contextmanager
+    def recorded_errors(self, setup: WorkerSetup) -> Iterator[None]:
+        """Record the error that ends this worker while the context lasts.
+
+        Raises `RegroupError` in place of an error that ends only the group and not this process.
+        """
+        survivor = setup.survivor
+        try:
+            yield
+        except GroupRestartError:
+            raise  # training continues with the next group
+        except Exception as error:
+            if survivor and survivor.outlives(error):
+                survivor.close(setup.outputs)
+                raise RegroupError from error
+            if not ends_alone(survivor, setup.place.rank):
+                record_end(error, setup)
+            raise
+
+
+def set_up_process(config: WorkerConfig, survivor: Survivor | None) -> None:
+    """Set up this process's output, code, working directory, threads and GPU arithmetic for training."""
+    settings = config.plan.settings
+    print_logs()
+    try:
+        find_code(settings.code)
+    except SunspotError as error:
+        report_fatal(error, config.control, survivor)
+        raise
+    enter_folder(config.folder)
+    torch.set_num_threads(config.threads)
+    if ray.train.torch.get_device().type == "cuda" and "NCCL_DEBUG" not in os.environ:
+        begin_log(own_log())
+    set_tf32(settings.precision == "tf32")
+    quiet_ray_train()
+
+
+def ends_alone(survivor: Survivor | None, rank: int) -> bool:
+    """Return True if the end of this process does not end its group, because it is a replacement that has not trained.
+
+    Rank 0 always ends its group. The processes of the previous group get the lowest ranks (`Membership`), so if a
+    replacement has rank 0, no other process is left that could train.
+    """
+    return bool(survivor and survivor.replaces and rank)
+
+
+def report_fatal(error: SunspotError, control: ControlClient, survivor: Survivor | None) -> None:
+    """Report an error that no retry can fix to the driver, unless the other workers train without this process."""
+    if not (survivor and survivor.replaces):
+        control.try_ask(ControlChannel.set_fatal_error, error)
+
+
+def set_tf32(allowed: bool) -> None:
+    """Set whether a GPU may round fp32 factors to TF32 in matrix products and convolutions."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed  # torch's default is True for convolutions, and False for matrices
+
+
+def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Survivor | None) -> NodeMemory | None:
+    """Return the shared memory for this worker's copies, or None if this worker keeps no copies.
+
+    Under DDP every worker has the whole state, so only one worker of each node keeps copies.
+    """
+    nodes = place.nodes
+    context = ray.train.get_context()
+    first = nodes.index(nodes[place.rank]) == place.rank if survivor else context.get_local_rank() == 0
+    if not settings.snapshot_cost or (settings.parallel == "ddp" and not first):
+        return None
+    return survivor.open_memory(run.location, first) if survivor else NodeMemory(run.location, told=first)
+
+
+def record_end(error: Exception, setup: WorkerSetup) -> None:
+    """Record the error that ends this worker, unless another process owns the run.
+
+    An error that no retry can fix goes to the control channel, because storage itself may have failed, and also to
+    storage, where the job's next driver finds it.
+    """
+    run = setup.run
+    control = setup.control
+    place = setup.place
+    attempt = setup.start.attempt
+    fatal = find_in(error)
+    superseded = isinstance(fatal, SupersededError)
+    by_next_group = False
+    if superseded:
+        with suppress(StorageError):
+            by_next_group = is_of_newest_driver(run, attempt)
+    if fatal and not by_next_group:
+        control.try_ask(ControlChannel.set_fatal_error, fatal)
+    if superseded:
+        return
+    end = describe_end(error, attempt, place.rank, setup.watchdog.step, place.nodes[place.rank])
+    control.tell(ControlChannel.add_rank_error, end)
+    control.tell(ControlChannel.add_incident_facts, explain_error(end))
+
+    def record() -> None:
+        with suppress(StorageError):
+            if fatal:
+                record_error(run, attempt.number, fatal)
+            record_failure(run, end.failure)
+
+    # The other workers wait for this one to end, so it must not wait for storage for long.
+    with suppress(TimeoutError):
+        limit_s = FATAL_S if fatal and not isinstance(fatal, StorageError) else FAILURE_S
+        start_thread(record, "record-end").result(limit_s)

@@ -1,0 +1,144 @@
+"""The steps by which a process becomes a worker of the run, each tested alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, Mock
+
+import pytest
+import torch
+
+from sunspot.elastic.claim import StartPoint
+from sunspot.errors import DataError, SunspotError
+from sunspot.parallel.collectives import WorkerPlace
+from sunspot.ray_internals.controller import GroupRestartError
+from sunspot.run import Claimant, Run, open_run
+from sunspot.run.attempts import Attempt
+from sunspot.settings import Settings
+from sunspot.train import joining
+from sunspot.train.joining import Joining, WorkerConfig
+from sunspot.train.worker import RegroupError
+from tests.harness.control import LocalControl
+
+PLACE = WorkerPlace(None, 1, 2, torch.device("cpu"), ["node-1", "node-2"])
+
+
+@pytest.fixture
+def run(tmp_path: Any) -> Run:
+    return open_run(str(tmp_path), "run")
+
+
+@pytest.fixture
+def config(run: Run, monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
+    """Return the configuration of a worker that joins the run without Ray and without a group."""
+    for name in ("set_up_process", "Watchdog", "open_memory"):
+        monkeypatch.setattr(joining, name, MagicMock())
+    monkeypatch.setattr("torch.distributed.barrier", lambda group: None)
+    monkeypatch.setattr(WorkerConfig, "claimant", lambda _: Claimant(run, "me"))
+    plan: Any = SimpleNamespace(settings=Settings(), total_steps=10)
+    return WorkerConfig(plan, "me", "", LocalControl(), threads=1, collective_timeout_s=300)
+
+
+def survivor_that(**behaviour: Any) -> Any:
+    """Return a survivor's stand-in, which has trained before and keeps no state."""
+    return MagicMock(**{"others_train": False, "replaces": False, "kept": None, **behaviour})
+
+
+def test_a_process_leaves_when_no_further_group_forms(config: WorkerConfig) -> None:
+    survivor = survivor_that(form=lambda: None)
+    with Joining(config, survivor) as joined:
+        assert joined.form() is None
+    assert not survivor.await_outputs.called
+
+
+def test_output_of_the_previous_group_is_awaited_once_the_next_group_has_formed(config: WorkerConfig) -> None:
+    survivor = survivor_that(form=lambda: PLACE)
+    with Joining(config, survivor) as joined:
+        assert joined.form() is PLACE
+    assert survivor.await_outputs.called
+
+
+def test_nothing_is_claimed_once_an_error_has_ended_the_run(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agree = Mock()
+    monkeypatch.setattr(joining, "agree_on_start", agree)
+    config.control.channel.set_fatal_error(DataError("no rows"))  # type: ignore[attr-defined]
+    with Joining(config) as joined:
+        assert joined.claim(PLACE) is None
+    assert not agree.called
+
+
+def test_a_group_without_a_start_does_not_train(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "agree_on_start", lambda *_: (None, None))
+    with Joining(config) as joined:
+        assert joined.claim(PLACE) is None
+
+
+def test_a_claim_gives_each_rank_its_node_and_the_attempt(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = StartPoint(Attempt(3, "me", None, 7), nodes={0: "node-a", 1: "node-b"})
+    monkeypatch.setattr(joining, "agree_on_start", lambda *_: (start, None))
+    with Joining(config) as joined:
+        setup = joined.claim(PLACE)
+        assert setup
+        assert setup.start is start
+        assert setup.place.nodes == ["node-a", "node-b"]
+
+
+def test_building_loads_the_state_that_was_found_and_frees_it(
+    config: WorkerConfig, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, state = object(), SimpleNamespace(tier="storage")
+    loaded, built = list[Any](), list[Any]()
+    worker = MagicMock(reporter=None)
+    monkeypatch.setattr(joining, "load_start", lambda run, settings, start, found, group: loaded.append(found) or state)
+    monkeypatch.setattr(joining, "build_worker", lambda setup, state, phases: built.append(state) or worker)
+    setup: Any = SimpleNamespace(
+        survivor=None, start=StartPoint(Attempt(3, "me", None, 7)), place=PLACE, run=run, plan=config.plan
+    )
+    with Joining(config) as joined:
+        joined._found = found  # type: ignore[assignment]
+        assert joined.build(setup) is worker
+        assert joined._found is None
+    assert (loaded, built) == ([found], [state])
+    assert "rank 1 of 2 on cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "outlived", "raised", "recorded"),
+    [
+        (RuntimeError("connection closed by peer"), True, RegroupError, False),
+        (DataError("no rows"), False, DataError, True),
+        (GroupRestartError(), True, GroupRestartError, False),
+    ],
+)
+def test_an_error_that_ends_the_group_alone_makes_the_process_form_another(
+    error: Exception,
+    outlived: bool,
+    raised: type[Exception],
+    recorded: bool,
+    config: WorkerConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record_end = Mock()
+    monkeypatch.setattr(joining, "record_end", record_end)
+    setup: Any = SimpleNamespace(survivor=survivor_that(outlives=lambda _: outlived), place=PLACE, outputs=Mock())
+    with pytest.raises(raised), Joining(config, setup.survivor) as joined, joined.recorded_errors(setup):
+        raise error
+    assert record_end.called is recorded
+    assert setup.survivor.close.called is (raised is RegroupError)
+
+
+def test_a_replacement_that_has_not_trained_records_no_end(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_end = Mock()
+    monkeypatch.setattr(joining, "record_end", record_end)
+    survivor = survivor_that(replaces=True, outlives=lambda _: False)
+    setup: Any = SimpleNamespace(survivor=survivor, place=PLACE, outputs=Mock())
+    with pytest.raises(SunspotError), Joining(config, survivor) as joined, joined.recorded_errors(setup):
+        raise SunspotError("the rows take 40 GB, and 12 GB are left there")
+    assert not record_end.called
