@@ -58,7 +58,7 @@ def test_the_next_trainer_knows_the_progress_of_the_previous_one() -> None:
     before.send(ControlChannel.explain_loss, "out of memory: 2.90 of 3.00 GiB in use on a")
     start = trainer.start_again(before, trainer.TrainerStart(), 3, TrainingFailedError("all workers are gone"))
     assert start
-    after.tell(ControlChannel.add_incident_facts, start.incident)
+    after.send(ControlChannel.add_incident_facts, start.incident)
     for attempt, noted in ((2, 1), (3, 0)):  # the third group knows it too, if the second took no step
-        incident = after.ask(ControlChannel.begin_group, worker_group(attempt, "b"))
+        incident = after.call(ControlChannel.begin_group, worker_group(attempt, "b"))
         assert (incident.last_step, incident.cause, len(incident.notes)) == (7, Cause.OUT_OF_MEMORY, noted)

@@ -194,7 +194,7 @@ def test_a_trial_that_has_ended_is_not_started_again(run: Run) -> None:
     write_status_as_is(run, Status(RunState.SUCCEEDED, "job"))
     assert has_ended(run, settings)
     assert not has_ended(run, Settings(epochs=3)), "more epochs are left to train"
-    restore_status(run, Status(RunState.STOPPED, "job"))
+    write_status_as_is(run, Status(RunState.STOPPED, "job"))
     request_stop(run, "ASHA")
     assert has_ended(run, Settings(epochs=3))
 
@@ -289,12 +289,12 @@ def test_a_trial_reports_each_part_of_its_run_once(run: Run) -> None:
     history = HistoryReplay(run, "loss")
     assert history.new() == [], "nothing has begun"
     report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (1, 50)), {"step": 60, "time": 0.0})
-    restore_status(run, Status(RunState.RUNNING, "job", step=60, total_steps=1000, time=1.0))
+    write_status_as_is(run, Status(RunState.RUNNING, "job", step=60, total_steps=1000, time=1.0))
     assert history.new() == [{PROGRESS: FULL_RUN * 0.05, SCORE: 0.02}], "one step is too short, and one has no loss"
     assert history.new() == []
     report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (50, 995, 1000)))
     assert history.new() == [], "the status has not changed, so the history was not read"
-    restore_status(run, Status(RunState.RUNNING, "job", step=1000, total_steps=1000, time=2.0))
+    write_status_as_is(run, Status(RunState.RUNNING, "job", step=1000, total_steps=1000, time=2.0))
     assert [result[PROGRESS] / FULL_RUN for result in history.new()] == [0.995, 1.0], "the end always counts"
 
 
@@ -307,7 +307,7 @@ def test_a_lucky_step_does_not_decide_the_fate_of_a_trial(run: Run, metric: str,
         {"step": 5, metric: 3.0, "rows": 190, "time": 0.0},
         {"step": 10, metric: 1.0, "rows": 10, "time": 0.0},
     )
-    restore_status(run, Status(RunState.RUNNING, "job", step=10, total_steps=1000, time=1.0))
+    write_status_as_is(run, Status(RunState.RUNNING, "job", step=10, total_steps=1000, time=1.0))
     assert HistoryReplay(run, metric).new() == [{PROGRESS: FULL_RUN * 0.01, SCORE: pytest.approx(score)}]
 
 
@@ -326,7 +326,7 @@ def trial(run: Run) -> Run:
 
 
 def test_a_promoted_checkpoint_belongs_to_the_search(run: Run, trial: Run, sunspot: Command) -> None:
-    best = best_of(trial, "loss", "min")
+    best = find_best_checkpoint(trial, "loss", "min")
     assert best
     begin(run)
     begin_attempt(run, "search", {}, None)
@@ -391,7 +391,7 @@ def test_a_trials_results_are_read_from_its_run(trial: Run) -> None:
     assert read_trial(trial, {}, "loss", "min").reason == "by ASHA"
 
 
-def results() -> Results:
+def results() -> SearchResults:
     """Return the results of four trials, each in another state."""
     drawn = [(0.01, "relu"), (0.1, "gelu"), (0.001, "relu"), (0.5, "gelu")]
     states = [RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED, RunState.SUCCEEDED]

@@ -359,7 +359,7 @@ def test_the_rank_for_which_the_others_wait_is_identified(run: Run, tmp_path: Pa
     assert [event["waiting"] for event in events] == [True, False], [event["stacks"] for event in events]
     assert "waits for other ranks in" in events[0]["detail"]
     assert "is stuck in consume_batch" in events[1]["detail"]
-    assert suspects(read_hangs(events), 2) == [1]
+    assert find_suspects(read_hangs(events), 2) == [1]
 
 
 RANKS, ROWS = "other ranks", "rows of Ray Data"

@@ -239,7 +239,7 @@ def test_an_error_describes_rows_of_any_type() -> None:
 
 
 def test_an_error_before_any_row_was_read_describes_no_rows() -> None:
-    with pytest.raises(SunspotError) as caught, Check("task", []).part("model and optimizer"):
+    with pytest.raises(SunspotError) as caught, TaskCheck("task", []).part("model and optimizer"):
         raise ValueError("bad")
     assert "with the rows" not in str(caught.value)
 

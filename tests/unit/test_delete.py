@@ -515,9 +515,7 @@ def test_objects_written_during_the_deletion_are_deleted_or_reported(
     assert sunspot.json["state"] == "deleting"
 
 
-def test_an_interrupted_deletion_is_reported(
-    sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_deletion_is_reported(sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(run)
 
     def interrupt(self: LocalStorage, keys: list[str]) -> None:

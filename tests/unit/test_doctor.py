@@ -747,7 +747,7 @@ def test_doctor_reports_a_stopped_run(run: Run, sunspot: Command) -> None:
     assert list(found) == ["stopped"]
     assert found["stopped"]["severity"] == "note"
     assert found["stopped"]["advice"] == "`sunspot resume run` continues it"
-    restore_status(run, Status(RunState.STOPPED, "job", "interrupted: step 7 is kept", attempt=1, step=7))
+    write_status_as_is(run, Status(RunState.STOPPED, "job", "interrupted: step 7 is kept", attempt=1, step=7))
     assert findings(sunspot)["stopped"]["advice"].startswith("repeat the command that started it")
 
 

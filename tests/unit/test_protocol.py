@@ -297,7 +297,7 @@ class Protocol(RuleBasedStateMachine):
         return job
 
     def train(self, process: Process, owner: str, node: int) -> None:
-        """Run one start of a worker group with one worker, as train/join.py and train/loop.py do."""
+        """Run one start of a worker group with one worker, as train/joining.py and train/loop.py do."""
         run = Run(process.storage, RUN)
         sunspot.checkpoint.memory_files.SHARED_MEMORY = self.folder / str(node)
         memory = NodeMemory(run.location)

@@ -93,15 +93,15 @@ def test_a_trainer_ends_if_its_only_replacement_hangs(
     assert membership.trains
     membership.enter(Member("hangs", "node"))
     membership.lose("first", 2.0)
-    assert not membership.deserted
-    assert only_driver_remains(Future(), membership, limit_s=0.1)
+    assert not membership.snapshot().has_no_members
+    assert only_driver_remains(Future(), membership.snapshot, limit_s=0.1)
 
 
-@pytest.mark.parametrize("membership", [None, Membership(2)], ids=["a group that ends as a whole", "survivors"])
+@pytest.mark.parametrize("read_membership", [None, Membership(2).snapshot], ids=["restart mode", "survivor mode"])
 def test_a_stop_before_any_worker_trains_ends_the_trainer_at_once(
-    membership: Membership | None, monkeypatch: pytest.MonkeyPatch
+    read_membership: Callable[[], MembershipSnapshot] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "MEMBERS_CHECK_EVERY_S", 0.01)
     looks = iter([False, False, True])
-    assert only_driver_remains(Future(), membership, lambda: next(looks))
+    assert only_driver_remains(Future(), read_membership, lambda: next(looks))
     assert list(looks) == []

@@ -512,7 +512,7 @@ def test_a_lost_run_is_paused_until_it_is_started_again() -> None:
     lost = Status(RunState.RUNNING, "before", time=50.0, step=14)
     now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=PastRecords(other=lost))
     receipt = make_receipt(now, TrainingState(taken=40.0), first_incident(now), 9010.0)
-    assert (receipt.cause, receipt.paused_s) == (Cause.DRIVER_LOST, 9000 - 50 - LOST_S)
+    assert (receipt.cause, receipt.paused_s) == (Cause.DRIVER_LOST, 9000 - 50 - LOST_AFTER_S)
     replaced = replace(now, past=PastRecords(other=replace(lost, owner=now.attempt.owner)))
     assert make_receipt(replaced, TrainingState(taken=40.0), first_incident(replaced), 9010.0).paused_s == 0
 
@@ -565,7 +565,7 @@ def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(
     receipt = make_receipt(now, TrainingState(taken=62.0), incident, 75.0, phases)
     assert receipt.replayed == (5 if last_status else 0)
     assert all(at >= 0 for at in receipt.phases.values()), "the processes began before the last step of the old group"
-    assert ("first step 5.0 s after the start" in describe(receipt)) == (cause is Cause.TAKEN_OVER)
+    assert ("first step 5.0 s after the start" in describe_receipt(receipt)) == (cause is Cause.TAKEN_OVER)
     later = replace(now, before=[*now.before, now.attempt], attempt=claimed_by("2" * 8, at(3, 90)))
     assert first_incident(later) == Incident(), "the previous group was this driver's, so the cause is known"
 

@@ -296,7 +296,7 @@ def test_warnings_of_a_worker_reach_the_driver(
     with pytest.raises(SettingsError):
         train_in_group(config)
     logging.getLogger("sunspot.storage").warning("after the run")
-    assert config.control.ask(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
+    assert config.control.call(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
     assert "warning: no answer from storage for 31 s\n" in capsys.readouterr().out, (
         "the worker's own log has the warning, too"
     )

@@ -83,7 +83,7 @@ class Sidecar:
     manifest_fields: dict[str, Any]
     "Fields of the checkpoint's manifest (`Checkpoint`), except its files."
     places: list[Any]
-    "Position of each tensor in the whole tensor (`Place`), or None if it is whole."
+    "Position of each tensor in the whole tensor (`TensorSlice`), or None if it is whole."
     ledger: list[Any]
     "Windows of consumed rows that were not in storage yet (`LedgerWindow`)."
     names: list[str]

@@ -59,7 +59,9 @@ class Piece(NamedTuple):
         return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
 
 
-def extent_of(name: str, part: torch.Tensor, place: Place | None) -> tuple[str, str, list[int], list[int], list[int]]:
+def extent_of(
+    name: str, part: torch.Tensor, place: TensorSlice | None
+) -> tuple[str, str, list[int], list[int], list[int]]:
     """Return the first fields of a `Piece`, up to its lengths, for a tensor's part at `place`, or for a whole
     tensor."""
     shape, offset = place or (part.shape, (0,) * part.ndim)

@@ -92,7 +92,7 @@ class Snapshot:
     slot: Slot
     copied: Future[bool]
     watch: ChangeWatch
-    places: list[Place | None]
+    places: list[TensorSlice | None]
     "Position of each tensor of `state` (`tensors_in`) in its whole tensor under FSDP, or None if it is whole."
 
     @property
@@ -222,7 +222,7 @@ class Snapshots:
         if slot is None or not agreed:
             return None
         state = in_buffer(structure, slot.map)
-        places = find_places(tensors_in(source))
+        places = find_slices(tensors_in(source))
 
         # Copy the tensors that the next forward pass may change now, and the others in the copy thread.
         later: Pairs = []

@@ -49,7 +49,7 @@ A restart of the whole group, from the notice to the first step of the new group
  7. checkpoint.CheckpointManager.save     copies the state to shared memory, and begins to commit it to storage
  8. checkpoint.CheckpointManager.drain    waits for that commit, until a second before the deadline at most
  9. train.worker.Worker.restart_group     raises GroupRestartError and exits, so that the idle node can end
-10. Ray Train                             starts a group on ray_internals.nodes.staying_nodes -> train.join.join_run
+10. Ray Train                             starts a group on ray_internals.nodes.staying_nodes -> train.joining.Joining
 11. claim.agree_on_start                  finds the newest state in memory or storage, and claims an attempt from it
 12. restore.load_start                    loads that state on every rank; train.loop.train_loop takes the first step
 13. receipts.make_receipt                 records what the restart cost (train.reporter.Reporter.took_step)

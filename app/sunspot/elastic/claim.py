@@ -159,7 +159,7 @@ def agree_on_start(
         if not settings.snapshot_cost:
             return inventories
         found = run_on_all_ranks(group, lambda: find_snapshot(location) if state.reads else None)  # reads the copy
-        held = found.held if found else None
+        held = found.snapshot if found else None
         parts_here = find_parts(location) if state.reads and settings.parallel == "fsdp" else ()
         return gather_objects(inventory._replace(snapshot=held, parts=parts_here), group)
 
@@ -201,7 +201,7 @@ def begin_attempt(
 
     def find_damage(checkpoint: Checkpoint) -> list[str]:
         read = loaders.load or functools.partial(find_faults, run)
-        return retry_storage(lambda: read(checkpoint), limit_s, "reading a checkpoint")
+        return retry_storage(limit_s, "reading a checkpoint", read, checkpoint)
 
     start = on_rank_0(lambda: claim_in_place(claimant, settings, inventories))
     if start:
@@ -371,7 +371,7 @@ def nodes_in(inventories: Sequence[NodeInventory]) -> dict[int, str]:
 
 
 def refuse_to_start_over(
-    run: Run, attempts: list[Attempt], passed_over: Sequence[PassedOver], environment: Mapping[str, str]
+    run: Run, attempts: list[Attempt], passed_over: Sequence[SkippedCheckpoint], environment: Mapping[str, str]
 ) -> None:
     """Raise `DamageError` if a run has no intact state left, but once had checkpoints, unless ACCEPT names their loss.
 
@@ -391,7 +391,7 @@ def refuse_to_start_over(
     )
 
 
-def find_lost_start(attempts: list[Attempt]) -> list[PassedOver]:
+def find_lost_start(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
     """Return the checkpoint from which the current lineage last started, if any. Call it if storage has no checkpoint.
 
     A checkpoint at least as new as this one is always kept, so its absence is a loss.

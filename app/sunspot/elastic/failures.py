@@ -314,7 +314,7 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
     lost = {} if end.hangs else lost  # the ranks have ended themselves
     step = max([end.progress.step, *(failure.step for failure in reported)])
     parts: dict[str, list[int]] = {}
-    for failure in [failure for failure in reported if not failure.consequence] or ([] if lost else reported):
+    for failure in [failure for failure in reported if not failure.is_consequence] or ([] if lost else reported):
         parts.setdefault(describe_failure_in_line(failure), []).append(failure.rank or 0)
     for rank, error in lost.items():
         parts.setdefault(f"lost after step {step}: {reason(error).rstrip('.')}", []).append(rank)

@@ -112,7 +112,7 @@ def first_incident(start: StartPoint) -> Incident:
         return Incident(Cause.TAKEN_OVER, taken, last_step=step)
     silent = f"the previous driver wrote no status after step {step}"
     # A lost run has no workers until it is started again. A head that the operator replaces leaves its workers running.
-    paused_since = other.seen + LOST_S if other.owner != start.attempt.owner else None
+    paused_since = other.seen + LOST_AFTER_S if other.owner != start.attempt.owner else None
     return Incident(Cause.DRIVER_LOST, silent, paused_since=paused_since, last_step=step)
 
 
@@ -134,7 +134,7 @@ class FailureRecorder(ray.train.UserCallback):
 
 def explain_error(error: RankError) -> Incident:
     """Return why the group of a rank that reports an error ends, without a cause if another process ended first."""
-    if error.failure.consequence:
+    if error.failure.is_consequence:
         return Incident()
     cause = Cause.OUT_OF_MEMORY if error.out_of_memory else Cause.WORKER_FAILED
     return Incident(cause, f"rank {error.failure.rank}: {describe_failure_in_line(error.failure)}", time.time())

@@ -185,7 +185,7 @@ def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
     return run_on_all_ranks(group, lambda: retry_storage(limit_s, what, load_init, settings, chosen))
 
 
-def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:
+def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None] | str:
     """Return what INIT_FROM names now: the newest intact checkpoint of another run, or the SHA-256 of a file.
 
     A sharded checkpoint comes with the contents of its parts.
@@ -205,7 +205,7 @@ def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:
     return checkpoint, None if "model.pt" in checkpoint.files else read_contents(other, checkpoint)
 
 
-def load_init(settings: Settings, chosen: tuple[Checkpoint, Contents | None] | str) -> Any:
+def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | None] | str) -> Any:
     """Return the state_dict that `choose_init` chose. Raises `ConflictError` if it no longer exists."""
     wanted, content = settings.init_from, bytearray()
     replaced = f"SUNSPOT_INIT_FROM={wanted}: it was replaced while it was read; use a source that nobody writes to"

@@ -145,8 +145,7 @@ def supervised(
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and stop_request.signal is signal.SIGINT:
             raise EndAtOnceError
-        if number == signal.SIGINT or stop_request.signal is None:
-            stop_request.signal = signal.Signals(number)  # nothing more, because a signal may interrupt any code
+        stop_request.note_signal(number)  # and nothing else, because a signal may interrupt any code
 
     is_main = threading.current_thread() is threading.main_thread()
     handled = [signal.SIGINT, *end_signals()] if is_main else []

@@ -127,7 +127,7 @@ class _Terminal(_Lines):
         from rich.progress import BarColumn, Progress, TextColumn
 
         # The bar is shown on the terminal alone, because it does not belong in a log.
-        self._ship = log_only()
+        self._ship = log_shipper()
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(), console=Console(file=sys.__stdout__))
         self._task = self._bar.add_task("starting the workers", total=total_steps)
         self._bar.start()

@@ -153,10 +153,8 @@ class DriverStatusWriter:
         self._ended = False
         self._group_ended = ""
         "Reason why the newest worker group ended. Empty while a group trains, or if the reason is not known."
-        self.state = RunState.SUCCEEDED
-        "State in which the run ends unless there is an error. Set by the caller."
-        self.reason = ""
-        "Reason if the run does not end as usual. Set by the caller."
+        self._outcome = RunState.SUCCEEDED, ""
+        "State and reason of the run if no error ends the driver."
         self._writing = threading.Lock()  # so that no background write comes after the end
         write_status(run, begun)
 

@@ -145,7 +145,7 @@ class BrokenInTraining:
                 raise
             return []
         if self.group_ends:  # otherwise the group would take the drain for a notice
-            self.control.ask(ControlChannel.forget_group)
+            self.control.call(ControlChannel.forget_group)
         return _leave_out(problems)
 
 

@@ -116,7 +116,7 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
                 "the workers' parameters differ, which happens with processors of different kinds; "
                 "all workers return to the newest copy"
             )
-            setup.control.tell(ControlChannel.log, f"step {attempt.step}: {text}")
+            setup.control.send(ControlChannel.log, f"step {attempt.step}: {text}")
         survivor.forget()
         raise RegroupError
     journals = open_journals(setup.run, start) if place.rank == 0 else None
@@ -131,7 +131,7 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
         if not start.before or start.before[-1].driver != attempt.driver:  # the driver does not know them yet
             with watchdog.paused():
                 for line in describe_rates(learner):
-                    setup.control.tell(ControlChannel.log, f"  {line}")
+                    setup.control.send(ControlChannel.log, f"  {line}")
     # Under fsdp, the checkpoint manager forms a process group of its own.
     with survivor.forming() if survivor and is_fsdp(learner.model) else nullcontext():
         checkpoints = CheckpointManager(
@@ -147,7 +147,7 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
     if survivor:
         status = start.past.status
         committed = status.checkpoint_time if status else None
-        checkpoints.outlive(survivor.committer, [*start.before, attempt], committed, survivor.await_sums)
+        checkpoints.continue_commits(survivor.committer, [*start.before, attempt], committed, survivor.await_sums)
     reporter = None
     gauges = None
     if journals:

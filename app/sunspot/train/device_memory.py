@@ -40,4 +40,4 @@ def await_device_memory(device: torch.device, node: str, control: ControlClient)
         free, _ = torch.cuda.mem_get_info(device)
     if lacks:
         print(f"{device}: {as_bytes(free)} of its memory is free", flush=True)
-    control.tell(ControlChannel.set_free_memory, gpu, free)
+    control.send(ControlChannel.set_free_memory, gpu, free)

@@ -89,7 +89,7 @@ class Origin(NamedTuple):
 
     checkpoint: Checkpoint | None
     "The newest checkpoint that can be used, or None."
-    skipped: tuple[PassedOver, ...]
+    skipped: tuple[SkippedCheckpoint, ...]
     "Newer checkpoints that cannot be used."
 
     def describe(self, settings: Settings) -> str:
@@ -136,8 +136,8 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
     if find_library:
         find_library(plan.settings, plan.source)  # raises an error if it is not installed, before the run exists
     rows = identify_rows(plan)
-    keep = partial(record_identity, run, settings.environment(), identity, rows)
-    with_deadline(settings.storage_timeout_s, "writing its identity", keep)
+    limit_s = settings.storage_timeout_s
+    with_deadline(limit_s, "writing its identity", record_identity, run, settings.environment(), identity, rows)
     return plan
 
 
@@ -227,13 +227,13 @@ def _write_report(run: Run, driver: str) -> None:
     status = read_status(run)
     if status is None or status.driver != driver:
         return  # the run never began, was deleted, or belongs to another process now
-    report = gather(run, status.state, status.reason)
-    for line in describe(run, report):
+    report = read_report(run, status.state, status.reason)
+    for line in describe_outcome(run, report):
         print(visible(line))
     page = render(report)
     if not find_own_status(run, driver):
         return
     run.storage.write(run.key(FILE), page)
-    if not own_status(run, driver):  # a frozen driver may have overwritten the report of the new owner
-        run.storage.write(run.key(FILE), render(gather(run, *read_state(run))))
+    if not find_own_status(run, driver):  # a frozen driver may have overwritten the report of the new owner
+        run.storage.write(run.key(FILE), render(read_report(run, *read_state(run))))
     print(f"  report: {run.storage.locate(run.key(FILE))}", flush=True)

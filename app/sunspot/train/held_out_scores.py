@@ -39,13 +39,8 @@ class HeldOutScores:
         Under FSDP all workers call this together. Raises `SettingsError` if `predict` does not return a score for each
         row.
         """
-        inputs = model_inputs(fill_up(self._learner, batch))
-        rows = len(batch["row"])
-        with in_precision(self._learner):
-            scores: Any = self._predict(self._learner.model, inputs)
-        if not isinstance(scores, torch.Tensor) or not scores.ndim or len(scores) < rows:
-            got = list(getattr(scores, "shape", [type(scores).__name__]))
-            raise SettingsError(f"{self._who} needs the score of each of {rows} rows, but predict returned {got}")
+        filled = fill_up(self._learner, batch)
+        scores = forward_rows(self._predict, self._learner.model, filled, self._learner.plan.settings)
         if not counts:
             return
         rows = len(batch["row"])

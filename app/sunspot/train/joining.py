@@ -148,7 +148,7 @@ class Joining:
         plan = config.plan
         control = config.control
         run = self._claimant.run
-        if control.ask(ControlChannel.group_end).fatal:
+        if control.call(ControlChannel.group_end).fatal:
             return None
         group = cast(dist.ProcessGroup, place.group)
         watchdog = self._watch(place)
@@ -168,9 +168,9 @@ class Joining:
         if memory:
             memory.keep_parts_of(start.copy.snapshot.checkpoint if start.copy else None)
         if place.rank == 0:
-            control.tell(ControlChannel.explain_start, first_incident(start))
+            control.send(ControlChannel.explain_start, first_incident(start))
             if not start.live:  # survivors wait for this process, and the status already shows that they train
-                show_claim(run, first_status(start, plan, control.try_ask(ControlChannel.incident)))
+                show_claim(run, first_status(start, plan, control.call_or_none(ControlChannel.incident)))
         outputs = self._contexts.enter_context(ExitStack())
         outputs.enter_context(shipped_worker_output(run, attempt.number, place.rank))
         return WorkerSetup(plan, run, start, place, memory, watchdog, control, outputs, survivor)
@@ -182,11 +182,11 @@ class Joining:
         limit_s = self._config.plan.settings.hang_timeout_s
 
         def note_hang(hang: Hang, late: bool) -> None:  # the hangs of all ranks together show which rank is to blame
-            control.tell(ControlChannel.add_hang, replace(hang, stacks=""), late)
+            control.send(ControlChannel.add_hang, replace(hang, stacks=""), late)
 
         if survivor:
-            self._contexts.callback(self._claimant.given_up.set)  # once this process has left the group
-        self._contexts.enter_context(sent_warnings(lambda text: control.tell(ControlChannel.log, text)))
+            self._contexts.callback(self._claimant.cancelled.set)  # once this process has left the group
+        self._contexts.enter_context(sent_warnings(lambda text: control.send(ControlChannel.log, text)))
         around_pauses = partial(survivor.building, limit_s) if survivor else nullcontext
         watchdog = Watchdog(self._claimant.run, place.rank, place.world_size, limit_s, note_hang, around_pauses)
         self._contexts.enter_context(watchdog)
@@ -270,7 +270,7 @@ def ends_alone(survivor: Survivor | None, rank: int) -> bool:
 def report_fatal(error: SunspotError, control: ControlClient, survivor: Survivor | None) -> None:
     """Report an error that no retry can fix to the driver, unless the other workers train without this process."""
     if not (survivor and survivor.replaces):
-        control.try_ask(ControlChannel.set_fatal_error, error)
+        control.call_or_none(ControlChannel.set_fatal_error, error)
 
 
 def set_tf32(allowed: bool) -> None:
@@ -289,7 +289,7 @@ def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Surv
     first = nodes.index(nodes[place.rank]) == place.rank if survivor else context.get_local_rank() == 0
     if not settings.snapshot_cost or (settings.parallel == "ddp" and not first):
         return None
-    return survivor.open_memory(run.location, first) if survivor else NodeMemory(run.location, told=first)
+    return survivor.open_memory(run.location, first) if survivor else NodeMemory(run.location, warns=first)
 
 
 def record_end(error: Exception, setup: WorkerSetup) -> None:
@@ -309,12 +309,12 @@ def record_end(error: Exception, setup: WorkerSetup) -> None:
         with suppress(StorageError):
             by_next_group = is_of_newest_driver(run, attempt)
     if fatal and not by_next_group:
-        control.try_ask(ControlChannel.set_fatal_error, fatal)
+        control.call_or_none(ControlChannel.set_fatal_error, fatal)
     if superseded:
         return
     end = describe_end(error, attempt, place.rank, setup.watchdog.step, place.nodes[place.rank])
-    control.tell(ControlChannel.add_rank_error, end)
-    control.tell(ControlChannel.add_incident_facts, explain_error(end))
+    control.send(ControlChannel.add_rank_error, end)
+    control.send(ControlChannel.add_incident_facts, explain_error(end))
 
     def record() -> None:
         with suppress(StorageError):

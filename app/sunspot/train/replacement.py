@@ -48,9 +48,9 @@ def report(error: Exception, config: WorkerConfig) -> None:
     print(format_trace(error), file=sys.stderr)
     control = config.control
     node = ray.get_runtime_context().get_node_id()
-    tries = control.try_ask(ControlChannel.count_failed_replacement, node) or 1
+    tries = control.call_or_none(ControlChannel.count_failed_replacement, node) or 1
     line = f"a replacement on node {node[:12]} could not train and ends: {type(error).__name__}: {shorten(error)}"
-    control.tell(ControlChannel.log, f"{line}; the others keep training")
+    control.send(ControlChannel.log, f"{line}; the others keep training")
     with suppress(TimeoutError, StorageError):
         start_thread(lambda: _record(error, config.run, control), "record-end").result(FAILURE_S)
     if tries >= TRIES_ON_NODE and not leave_out(node, control, f"{tries} replacements could not train on it"):
@@ -59,7 +59,7 @@ def report(error: Exception, config: WorkerConfig) -> None:
 
 def leave_out(node: str, control: ControlClient, why: str) -> bool:
     """Drain a node and return True. Return False if the head or a training worker is on it."""
-    group = control.try_ask(ControlChannel.group)
+    group = control.call_or_none(ControlChannel.group)
     if node in head_nodes() or (group and node in group.nodes.values()):
         return False
     control.send(ControlChannel.add_left_out, [f"node {node[:12]} left out: {why}"])
@@ -68,7 +68,7 @@ def leave_out(node: str, control: ControlClient, why: str) -> bool:
 
 
 def _record(error: Exception, run: Run, control: ControlClient) -> None:
-    end = control.try_ask(ControlChannel.group_end)
+    end = control.call_or_none(ControlChannel.group_end)
     rank = ray.train.get_context().get_world_rank()
     step = end.progress.step if end else 0
     record_failure(run, describe_failure(error, newest_number(run), rank, step))

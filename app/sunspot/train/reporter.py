@@ -109,10 +109,10 @@ class Reporter:
         workers = len(start.nodes)
         verb = "continue" if state.tier == IN_PLACE else "start"
         line = f"  {plural(workers, 'worker')} {verb}{'s' if workers == 1 else ''} at {origin}{known}"
-        self._control.tell(ControlChannel.log, line)
+        self._control.send(ControlChannel.log, line)
         hosts = {int(rank): host for rank, host in start.attempt.metadata.nodes.items()}
         group = WorkerGroup(start.attempt.number, workers, start.nodes, hosts)
-        self._incident = self._control.ask(ControlChannel.begin_group, group)
+        self._incident = self._control.call(ControlChannel.begin_group, group)
         if self._incident.cause is Cause.WORKER_FAILED:
             self._failed_before = f"its workers were started again after {self._incident.describe()}"
         self._status = replace(self._status, warning=self._failed_before)
@@ -194,7 +194,7 @@ class Reporter:
 
     def drain(self, time_left_s: float | None) -> None:
         """Wait for the commit of the newest snapshot, and report when it began and ended."""
-        self._control.tell(ControlChannel.add_incident_facts, Incident(save_began=time.time()))
+        self._control.send(ControlChannel.add_incident_facts, Incident(save_began=time.time()))
         if self._checkpoints.drain(time_left_s) and self._checkpoints.newest:
             committed = Incident(committed=self._checkpoints.newest.time)
             self._control.send(ControlChannel.add_incident_facts, committed)
@@ -260,7 +260,7 @@ class Reporter:
 
     def _close_incident(self) -> None:
         self._recovered = True
-        known = self._control.try_ask(ControlChannel.close_incident)
+        known = self._control.call_or_none(ControlChannel.close_incident)
         if known and known.cause is Cause.OUT_OF_MEMORY:  # Ray may report this after the group has begun
             self._incident = replace(self._incident, cause=known.cause, detail=known.detail)
         receipt = make_receipt(self._start, self._state, self._incident, time.time(), self._phases)
@@ -268,9 +268,9 @@ class Reporter:
         self._receipts.append(receipt)
         network = read_network(own_log()) if len({*self._start.nodes.values()}) > 1 else ""
         if network:
-            self._control.tell(ControlChannel.log, f"  between nodes, NCCL uses {network}")
+            self._control.send(ControlChannel.log, f"  between nodes, NCCL uses {network}")
         if receipt.cause.incident or receipt.cause is Cause.TAKEN_OVER:
-            self._control.tell(ControlChannel.log, describe_receipt(receipt))
+            self._control.send(ControlChannel.log, describe_receipt(receipt))
         self.publisher.run_now()
 
     def _summarize_copies(self) -> None:
@@ -293,7 +293,7 @@ class Reporter:
             self._note_nan("loss not finite", last, text)
         elif self._status.nan_since and not text:
             self._note_nan("loss finite again", last, f"the loss is finite again in the steps {first} to {last}")
-        broken = {name for name, value in measured(record).items() if not math.isfinite(value)}
+        broken = {name for name, value in model_metrics(record).items() if not math.isfinite(value)}
         broken -= self._reported_nan
         if broken and not text:
             self._reported_nan |= broken

@@ -96,7 +96,7 @@ class Survivor:
         self.window: MetricWindow | None = None
         self.committer: CheckpointCommitter | None = None
         "The committer that began this process's newest commit, which may still be running."
-        self.kept: tuple[LiveState, Position] | None = None
+        self.kept: tuple[LiveState, StateMetadata] | None = None
         "Name and position of the complete state that this process has, or None if it has none."
 
     def __enter__(self) -> Self:
@@ -113,7 +113,7 @@ class Survivor:
 
     def building(self, limit_s: float) -> AbstractContextManager[None]:
         """Return a context in which the decider waits up to `limit_s` seconds for a heartbeat (0 for no limit)."""
-        return self._client.patience(limit_s)
+        return self._client.heartbeat_limit(limit_s)
 
     def prepare(self, build: Callable[[], Learner]) -> None:
         """Build this process's learner without the other workers, unless it has a learner already."""
@@ -135,7 +135,7 @@ class Survivor:
 
         `first` is True on the first worker of each node, which prints warnings for all of them.
         """
-        self._memory = self._memory or NodeMemory(location, told=first)
+        self._memory = self._memory or NodeMemory(location, warns=first)
         return self._memory
 
     def align(self, live: bool, build: Callable[[], Learner]) -> None:
@@ -163,8 +163,9 @@ class Survivor:
     def form(self) -> WorkerPlace | None:
         """Ask to join the next group, form it with the others, and return this worker's place in it.
 
-        Returns None if no further group forms. Raises `DeciderLostError` if the decider is lost, and `NoGroupError`
-        after GROUP_TRIES consecutive groups without a step. A replacement has one try, because the others wait for it.
+        Returns None if no further group forms. Raises `DriverUnreachableError` if the driver does not answer, and
+        `NoGroupError` after GROUP_TRIES consecutive groups without a step. A replacement has one try, because the others
+        wait for it.
         """
         step = step_of(self.kept[0].checkpoint) if self.kept else None
         while True:
@@ -241,7 +242,7 @@ class Survivor:
             if self._client.closed(0.0):
                 raise RegroupError
 
-    def hand_over(self, place: WorkerPlace, holders: Holders, total_steps: int) -> TrainingState:
+    def hand_over(self, place: WorkerPlace, holders: SurvivingState, total_steps: int) -> TrainingState:
         """Return the state to continue from, sent by its `holders`. All workers of the group call this together."""
         saved = self.learner.saved() if self.learner and self.kept else None
         state = hand_over(place, holders, saved, self.kept[1] if self.kept else None, total_steps)

@@ -74,7 +74,7 @@ AT_FIRST = " at first"
 
 
 @dataclass
-class Check:
+class TaskCheck:
     """The results of a check: the parts that were checked, their durations, and the metrics."""
 
     task: str
@@ -147,7 +147,7 @@ class Check:
         yield f"checked in {sum(self.seconds.values()):.1f} s: it {done}"
 
 
-def check(settings: Settings) -> Check:
+def check(settings: Settings) -> TaskCheck:
     """Check the task that the settings describe. Raises `SunspotError`, with the line and the fix, if a part fails."""
     refuse_unusable(settings)
     checked = TaskCheck(
@@ -296,7 +296,7 @@ class CheckedWorker(Worker):
 class FewRows:
     """The loader of a check, which reads few rows."""
 
-    def __init__(self, plan: Plan, place: WorkerPlace, checked: Check) -> None:
+    def __init__(self, plan: Plan, place: WorkerPlace, checked: TaskCheck) -> None:
         self.plan = plan
         self.place = place
         self._checked = checked
@@ -363,17 +363,11 @@ def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) ->
         )
 
 
-def predict(learner: Learner, checked: Check) -> None:
+def predict(learner: Learner, checked: TaskCheck) -> None:
     """Predict the newest rows with the task. Raises `SettingsError` if the results do not have the shape of scores."""
     if not hasattr(learner.task, "predict"):
         return
     settings = learner.plan.settings
     rows = {name: column.to(learner.place.device) for name, column in checked.batch.items()}
     with evaluation_mode(learner.model), torch.no_grad():
-        scores: Any = load_predict(learner.plan.settings)(learner.model, given)
-    rows = len(checked.batch["row"])
-    classes = learner.plan.source.classes
-    wanted = [rows, classes] if classes else [rows]
-    got = list(getattr(scores, "shape", [type(scores).__name__]))
-    if got[: len(got) if classes else 1] != wanted:
-        raise SettingsError(f"{PREFIX}TASK={checked.task}: its predict returned {got}; return scores of shape {wanted}")
+        forward_rows(load_predict(settings), learner.model, rows, settings, learner.plan.source.classes)

@@ -183,10 +183,12 @@ def outcome_of_training(
     raise error from failure
 
 
-def read_end(plan: Plan, claimant: Claimant) -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
+def read_end(
+    plan: Plan, claimant: Claimant
+) -> tuple[Exception | None, Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
     """Return the error that ended the run for good, or None, its newest checkpoint, and the checkpoints passed over."""
 
-    def read() -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
+    def read() -> tuple[Exception | None, Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
         fatal = fatal_error(claimant)
         if fatal:
             return fatal, None, ()
@@ -272,7 +274,7 @@ def fit_once(
         try:
             leave_out = BrokenInTraining(control, required, not outlive)
             judge = FailureJudge(control, settings.max_failures, leave_out, outlive, plan.one_machine)
-            with asked_of_failures(judge, outlive):
+            with failure_policy(judge, outlive):
                 # Run in a thread, because in the main thread Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
 
@@ -280,7 +282,7 @@ def fit_once(
                     return stop_request.signal is not None and control.call_or_none(ControlChannel.has_group) is False
 
                 if not only_driver_remains(
-                    fitting, membership.state if membership else None, has_nothing_to_save, limit_s
+                    fitting, membership.snapshot if membership else None, has_nothing_to_save, limit_s
                 ):
                     fitting.result()
                 over = not membership or stop_request.asked or has_ended(plan, claimant)
@@ -292,7 +294,7 @@ def fit_once(
             return again
         finally:  # the workers know more about their end than Ray does
             # If the control channel does not answer, the error that Ray has raised remains.
-            end = control.try_ask(ControlChannel.group_end) or GroupEnd()
+            end = control.call_or_none(ControlChannel.group_end) or GroupEnd()
             if end.fatal:
                 raise end.fatal
             if end.gave_up:
@@ -301,7 +303,7 @@ def fit_once(
 
 def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:
     """Return the news for the terminal, and pass to `note_end` why the newest worker group ended."""
-    news = control.ask(ControlChannel.fetch_news)
+    news = control.call(ControlChannel.fetch_news)
     note_end(news.ended)
     return news
 
@@ -332,7 +334,7 @@ def start_again(
         failures = getattr(error, "worker_failures", {})
         asked = any(isinstance(each, GroupRestartError) for each in failures.values())
     else:
-        asked = control.ask(ControlChannel.command).restart
+        asked = control.call(ControlChannel.command).restart
         incident = incident.completed_by(Incident(Cause.NODE_LOST, "no worker was left, and Ray waited for a node"))
     if asked or (error and end.counts != start.counts):  # the judge of failures has counted this end already
         return TrainerStart(incident, end.counts)

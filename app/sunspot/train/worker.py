@@ -295,7 +295,7 @@ class Worker:
         """Block until the newest copy is complete. Use this outside a step, in which `wait_before_change` is needed."""
         self.checkpoints.wait_for_copy()
 
-    def leave(self) -> tuple[LiveState, Position] | None:
+    def leave(self) -> tuple[LiveState, StateMetadata] | None:
         """Return the name and position of the state that this process continues from, now that its group has ended.
 
         A step that has begun is taken back. Returns None if that is impossible, or if this process holds only a part of
@@ -305,7 +305,7 @@ class Worker:
         if not self._undo or not self._undo.put_back():
             return None
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluation_done)
-        return live, Position(self._metrics(self._record), self.step_ended, windows)
+        return live, StateMetadata(self._metrics(self._record), self.step_ended, windows)
 
     def _metrics(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint's metrics: the record, and the means and counters that the next group continues."""

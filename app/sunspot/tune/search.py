@@ -127,7 +127,7 @@ class RunningSearch:
         run = open_run(settings.storage_path, search.trials[number - 1].run_name)
         return read_trial(run, search.samples[number - 1], settings.checkpoint_metric, settings.checkpoint_order, error)
 
-    def read_results(self) -> Results:
+    def read_results(self) -> SearchResults:
         """Read the results of all trials from their runs. Raises `StorageError` if storage fails."""
         settings = self.search.settings
         trials = map_parallel(self.read_trial, range(1, settings.trials + 1))
@@ -144,7 +144,7 @@ class RunningSearch:
             results = self.read_results()
             for line in columns(list(_table(results))):
                 print(visible(line))
-            if not own_status(run, self.claimant.driver):
+            if not find_own_status(run, self.claimant.driver):
                 return  # another process took over the search while this one was frozen
             write_results(run, results)
             run.storage.write(run.key(FILE), render_search(*read_search(run), link=f"../{{}}/{FILE}"))

@@ -183,7 +183,8 @@ def run_trial(config: dict[str, Any], trials: Trials) -> None:
         ended = False
         while not ended:
             ended = training.done()  # read before the history, so that its last records are reported
-            stop_request.marked = stop_request.marked or commands.poll().stop
+            if not stop_request.marked and commands.poll().stop:
+                stop_request.note_marker()
             with suppress(StorageError):  # read again the next time
                 for result in history.new():
                     tune.report({ERROR: "", **result})
@@ -245,7 +246,7 @@ class HistoryReplay:
             return []
         segments = list_journal(self._run, "metrics")
         fresh = [segment for segment in segments if segment not in self._segments]
-        records = list(each_record(self._run, "metrics", lineage(read_attempts(self._run)), fresh))
+        records = list(iter_records(self._run, "metrics", lineage(read_attempts(self._run)), fresh))
         # Nothing below raises an error, so no result is lost.
         self._status_time = status.time
         self._segments = set(segments)

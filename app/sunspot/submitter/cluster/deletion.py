@@ -69,7 +69,7 @@ class RunContents:
     "Objects of the run in storage, without the marker."
     foreign: tuple[Entry, ...]
     "Objects in the run's folder whose names no run uses. They stay."
-    unfinished: tuple[Unfinished, ...]
+    unfinished: tuple[UnfinishedWrite, ...]
     copies: tuple[Path, ...] = ()
     "Files in this machine's shared memory that a failed run left for its next start."
     dataset: str = ""

@@ -245,7 +245,9 @@ class FaultInjector:
         self._recovered.update(numbers)
         times = {"recovery_s": receipt.recovery_s, "replayed": receipt.replayed}
         which = f"fault{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-        self.say({**receipt.record(), "faults": numbers, **times}, f"recovered from {which}: {describe(receipt)}")
+        self.say(
+            {**receipt.record(), "faults": numbers, **times}, f"recovered from {which}: {describe_receipt(receipt)}"
+        )
 
     def _find_missing(self) -> str:
         """Return what has not happened yet since the last fault, or "" once the run has recovered."""

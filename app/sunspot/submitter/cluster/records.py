@@ -74,7 +74,7 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
             **{name: getattr(view, name) for name in ("restarts", "incidents_by_cause", "steps_replayed")},
             "total_steps": view.total_steps or None,
             "checkpoint": view.checkpoint.name if view.checkpoint else None,
-            "metrics": measured(view.checkpoint.metrics) if view.checkpoint else None,
+            "metrics": model_metrics(view.checkpoint.metrics) if view.checkpoint else None,
             "rows_per_s": view.rows_per_s if is_current else None,
             "seconds_left": view.seconds_left if is_current else None,
             "attempt": view.attempts[-1].number if view.attempts else 0,

@@ -262,7 +262,7 @@ def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
         f"{access.run.name} is alive elsewhere: {owner.describe()} trains it, at step {status.step}, and was last "
         f"heard of {ago} ago. `sunspot stop {stored_arguments(access.run)}` makes it save and end; then submit "
         "again. To take the run over while it trains, submit it with --take-over, and it continues from its newest "
-        f"checkpoint. An owner that has been silent for {SILENT_S:.0f} s is taken over without the option"
+        f"checkpoint. An owner that has been silent for {SILENT_AFTER_S:.0f} s is taken over without the option"
     )
 
 

@@ -373,6 +373,6 @@ def _last_words(own: Status | None) -> str:
 
 def _silence(status: Status, now: float) -> str:
     """Return a description of how long a run has been silent, or "" if it is not silent or has ended."""
-    if status.state.terminal or now - status.seen <= SILENT_S:
+    if status.state.terminal or now - status.seen <= SILENT_AFTER_S:
         return ""
     return describe_silence(status.seen, now)

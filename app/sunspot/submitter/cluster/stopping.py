@@ -74,7 +74,7 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
     checkpoint = snapshot.storage.status and snapshot.storage.status.checkpoint
     saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"
     on_cluster = snapshot.job is not None
-    how = "submit it again to continue" if deleted else how_to_resume(access.arguments, on_cluster)
+    how = "submit it again to continue" if deleted else resume_hint(access.arguments, on_cluster)
     return state, f"{saved}; {how}"
 
 

@@ -118,7 +118,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
     waiting = [rank for rank in words if rank not in blamed] if blamed else []
     others = f"; {_name_ranks(waiting)} waited for it" if waiting else ""
     again = any(receipt.attempt > number for receipt in case.view.receipts)
-    kind = Diagnosis.NO_ROWS if starved(its, world) else Diagnosis.HUNG
+    kind = Diagnosis.NO_ROWS if waited_for_rows(its, world) else Diagnosis.HUNG
     look = "look at that call: it may be a read without a time limit, a lock, or a collective that not all ranks enter"
     advice = BRING_ROWS if kind is Diagnosis.NO_ROWS else look
     advice += "; its workers were restarted" if again else ""
