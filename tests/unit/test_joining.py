@@ -115,7 +115,7 @@ def test_building_loads_the_state_that_was_found_and_frees_it(
         (GroupRestartError(), True, GroupRestartError, False),
     ],
 )
-def test_an_error_that_ends_the_group_alone_makes_the_process_form_another(
+def test_a_process_joins_another_group_after_an_error_that_ended_only_its_group(
     error: Exception,
     outlived: bool,
     raised: type[Exception],

@@ -55,7 +55,7 @@ def look(watch: NanWatch, step: int, loss: float, newest: float | None = None, s
 
 
 @pytest.mark.parametrize("loss", [NAN, INF, -INF])
-def test_a_run_ends_after_windows_in_a_row_with_a_loss_that_is_not_finite(
+def test_a_run_ends_after_consecutive_windows_with_a_loss_that_is_not_finite(
     loss: float, group: dist.ProcessGroup
 ) -> None:
     watch = watched(group)

@@ -183,7 +183,7 @@ def test_a_state_reaches_storage_before_its_nodes_are_returned(moves: bool, limi
     assert Worker._drain_limit_s(worker) == limit_s
 
 
-def test_a_node_that_cannot_read_the_storage_is_found(tmp_path: Path) -> None:
+def test_a_node_that_cannot_read_the_storage_is_reported(tmp_path: Path) -> None:
     run = open_run(str(tmp_path / "here"), "run")
     run.storage.write(run.key("probe"), b"content")
     assert probe_here(str(tmp_path / "here"), "run", run.key("probe"), b"content") == ""

@@ -68,8 +68,8 @@ def ask_nodes(
 ) -> Problems:
     """Run `act` on each node, with that node's arguments, and return the problems that it finds.
 
-    Nodes that do not answer are only named in a warning, which says that they were asked about `what`. Each process
-    ends after `calls` calls (0 for no limit). Otherwise a worker could inherit a process that has used the GPU.
+    Nodes that do not answer the question about `what` are only named in a warning. Each process ends after `calls`
+    calls (0 for no limit), because a worker could otherwise inherit a process that has used the GPU.
     """
     task = ray.remote(num_cpus=0, max_retries=1, max_calls=calls)(act)
 

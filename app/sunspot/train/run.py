@@ -133,7 +133,7 @@ class TrainingRun:
             yield {name: column[rows] for name, column in batch.items()}
 
     def passes(self) -> Iterator[slice]:
-        """Yield the rows of each forward and backward pass. The caller makes the pass before it asks for the next."""
+        """Yield the rows of each forward and backward pass. The caller makes a pass before it asks for the next one."""
         for rows, weight in self.weigh_passes():
             self._begin_pass(rows.stop - rows.start, weight)
             yield rows

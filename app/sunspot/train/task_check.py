@@ -357,8 +357,8 @@ def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) ->
     if not torch.allclose(before, after, rtol=1e-3, atol=1e-5, equal_nan=True):
         worst = int((before - after).abs().nan_to_num().argmax())
         raise SunspotError(
-            f"{PREFIX}TASK={task}: restored from its checkpoint, the model gives a row a loss of {after[worst]:.6g}, "
-            f"but {before[worst]:.6g} before: it keeps state that its state_dict does not have; make that state a "
+            f"{PREFIX}TASK={task}: restored from its checkpoint, the model gives a row a loss of {after[worst]:.6g} "
+            f"instead of {before[worst]:.6g}: it keeps state that its state_dict does not have; make that state a "
             "parameter, or a buffer (register_buffer)"
         )
 
