@@ -347,6 +347,26 @@ def test_refusals_are_told_in_the_words_of_the_api_server(cluster: FakeCluster, 
     assert "Traceback" not in sunspot.err
 
 
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        (".spec.a.runtimeClas: field not declared in schema", ".spec.a.runtimeClas: field not declared in schema"),
+        (
+            "errors:\n  .spec.a: field not declared in schema\n  .spec.b: expected boolean, got &{yes}",
+            ".spec.a: field not declared in schema .spec.b: expected boolean, got &{yes}",
+        ),
+    ],
+)
+def test_a_field_that_the_api_server_does_not_know_is_named(
+    cluster: FakeCluster, sunspot: Command, faults: str, said: str
+) -> None:
+    message = f"failed to create typed patch object (sunspot/mnist; ray.io/v1, Kind=RayJob): {faults}"
+    cluster.on("PATCH", "dryRun=All", answer(500, message))
+    assert sunspot.submit() == 4
+    assert f"refuses the RayJob: {said}; correct pod or rayjob in the profile" in sunspot.err
+    assert len([request for request in cluster.requests if request[0] == "PATCH"]) == 1, "it is not retried"
+
+
 def refusing_pods(message: str, status: int = 403) -> Fault:
     """Refuse pods on the host's network, as admission does in a namespace that is held to `restricted`."""
 

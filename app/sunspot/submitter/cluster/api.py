@@ -82,6 +82,9 @@ ROLES = {
 }
 """The other Roles that grant a request, by method and path."""
 
+INVALID_FIELDS = "failed to create typed patch object"
+"""Beginning of the API server's refusal of a field that it does not know. Its status is 500 (kubernetes#122480)."""
+
 OF_THE_CLUSTER = ("namespace", "nodes", "all pods", "PriorityClass")
 """Paths that no Role of a namespace grants."""
 
@@ -334,6 +337,10 @@ class Cluster:
         with contextlib.suppress(ValueError):
             answer = dict(json.loads(body))
         said = shorten(Exception(answer.get("message") or answer.get("reason") or "without a reason"))
+        if said.startswith(INVALID_FIELDS):
+            faults = said.partition("): ")[2].removeprefix("errors: ")
+            text = f"{self.server} refuses the RayJob: {faults}; correct pod or rayjob in the profile"
+            return RefusedError(text, 400)
         if status == 429 or status >= 500:
             return UnreachableError(f"{self.server}: {status} {said}; try again later")
         role = "" if path in OF_THE_CLUSTER else ROLES.get((method, path), ROLE)
