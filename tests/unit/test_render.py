@@ -26,7 +26,6 @@ from sunspot.search_space import load_search
 from sunspot.settings import Settings
 from sunspot.submitter.cluster.api import POD_ROLE, ROLE, ROLES
 from sunspot.submitter.cluster.preflight import find_references
-from sunspot.submitter.manifest.gpu_nodes import find_split_nodes
 from sunspot.submitter.manifest.profile import load_profile
 from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.render import JobRequest, Rendered, image_problem, settings_of, to_yaml
@@ -666,7 +665,6 @@ def test_a_pod_with_all_gpus_of_a_node(profile: str) -> None:
         "GPU": 1,
         "training-worker": 1,
     }
-    assert list(find_split_nodes(rendered.manifest)) == []
     why = {value.name: value.source for value in rendered.derived}
     assert why["training pod's memory"] == f"profile {profile}: 200Gi for each of 8 GPUs"
     assert head["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"] == "8Gi"
@@ -938,18 +936,21 @@ rayjob:
 @pytest.mark.parametrize(
     ("patch", "told"),
     [
-        ("metadata: {name: mine}", "metadata.name: it is the run's"),
+        ("metadata: {name: mine}", "metadata.name: it consists of the run's name"),
         ("metadata: {namespace: a}", "metadata.namespace: set namespace in the profile"),
         ("metadata: {labels: {sunspot/run: a}}", "labels.sunspot/run: Sunspot sets it"),
         ("metadata: {annotations: {sunspot/generation: '9'}}", "sunspot/generation: Sunspot sets it"),
-        ("spec: {entrypoint: python mine.py}", "rayjob.spec.entrypoint: it is what trains; set SUNSPOT_TASK"),
+        (
+            "spec: {entrypoint: python mine.py}",
+            "rayjob.spec.entrypoint: it starts the training program; set SUNSPOT_TASK",
+        ),
         ("spec: {entrypointNumCpus: 1}", "NumCpus: the driver belongs on the head"),
-        ("spec: {submissionMode: K8sJobMode}", "submissionMode: the others bring a pod"),
+        ("spec: {submissionMode: K8sJobMode}", "submissionMode: the other modes need a pod"),
         ("spec: {suspend: true}", "suspend: a queue sets it"),
-        ("spec: {backoffLimit: 9}", "backoffLimit: there is 2 already: set backoff_limit"),
-        ("spec: {ttlSecondsAfterFinished: {a: 1}}", "ttlSecondsAfterFinished: there is 60 already: set ttl_s"),
-        ("spec: {rayClusterSpec: 3}", "rayClusterSpec: there is .* already: a run relies on it"),
-        ("spec: {rayClusterSpec: {rayVersion: 2.9.0}}", "rayVersion: it is the image's"),
+        ("spec: {backoffLimit: 9}", "backoffLimit: the manifest already has 2: set backoff_limit"),
+        ("spec: {ttlSecondsAfterFinished: {a: 1}}", "ttlSecondsAfterFinished: the manifest already has 60: set ttl_s"),
+        ("spec: {rayClusterSpec: 3}", "rayClusterSpec: the manifest already has .*: a run relies on it"),
+        ("spec: {rayClusterSpec: {rayVersion: 2.9.0}}", "rayVersion: it is the version of Ray in the image"),
         ("spec: {rayClusterSpec: {authOptions: {mode: disabled}}}", "authOptions.mode: without a token"),
         ("spec: {rayClusterSpec: {headGroupSpec: {template: {}}}}", "template: set head in the profile, or pod below"),
         (
@@ -958,10 +959,11 @@ rayjob:
         ),
         (
             "spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: workers, replicas: 9}]}}",
-            r"workerGroupSpecs\[workers\].replicas: there is 2 already: .* the profile and SUNSPOT_NUM_WORKERS",
+            r"workerGroupSpecs\[workers\].replicas: the manifest already has 2: .* the profile and SUNSPOT_NUM_WORKERS",
         ),
-        ("spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: more}]}}", r"\[more\]: there is no such group"),
-        ("spec: {rayClusterSpec: {workerGroupSpecs: [workers]}}", "workerGroupSpecs: an item without groupName"),
+        ("spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: more}]}}", r"\[more\]: no such group"),
+        ("spec: {rayClusterSpec: {gcsFaultToleranceOptions: 3}}", "ToleranceOptions=3: set it to a mapping"),
+        ("spec: {rayClusterSpec: {workerGroupSpecs: [workers]}}", "workerGroupSpecs: an item has no groupName"),
         ("managedBy: a", "rayjob.managedBy: no such key; there are metadata, spec"),
         ("spec: {managedBy: 2026-01-01}", "rayjob.spec=.*: set it to the spec of a RayJob"),
     ],
@@ -1130,13 +1132,30 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
         ("- a", "no profile: it must be a mapping"),
         ("a: [", "no YAML: "),
         ("settings: {EPOCS: 3}", "SUNSPOT_EPOCS: no such setting"),
-        ("worker: {pod: {spec: {hostNetwork: 'yes'}}}", "worker.pod.spec.hostNetwork='yes': set it to true or false"),
+        ("worker: {pod: {spec: {initContainers: {name: a}}}}", r"initContainers={.*}: set it to a list of mappings"),
+        ("worker: {pod: {spec: {containers: [{name: 3}]}}}", "worker.pod.spec.containers: an item has no name"),
+        ("worker: {pod: {spec: {containers: [{name: a}]}}}", r"containers\[a\].image=None: set it to the reference of"),
         (
-            "worker: {pod: {spec: {runtimeClas: a}}}",
-            "worker.pod.spec.runtimeClas: no such key; .*spec.runtimeClassName",
+            "worker: {pod: {spec: {containers: [{name: ray, env: [{name: A, value: 1}]}]}}}",
+            r"env\[A\].value=1: set it to text, in quotes",
         ),
-        ("head: {pod: {spec: {containers: [{name: ray, image: a}]}}}", "head.pod.*image: there is .*: set image in"),
-        ("worker: {pod: {spec: {containers: [{image: a}]}}}", "worker.pod.spec.containers: an item without name"),
+        (
+            "worker: {pod: {spec: {containers: [{name: a, envFrom: [mine]}]}}}",
+            r"envFrom=\['mine'\]: set it to a list of mappings",
+        ),
+        (
+            "worker: {pod: {spec: {containers: [{name: ray, env: [{name: A, valueFrom: hub}]}]}}}",
+            r"valueFrom='hub': set it to a mapping",
+        ),
+        (
+            "worker: {pod: {spec: {volumes: [{name: a, secret: hub}]}}}",
+            r"volumes\[a\].secret='hub': set it to a mapping",
+        ),
+        (
+            "head: {pod: {spec: {containers: [{name: ray, image: a}]}}}",
+            "head.pod.*image: the manifest already has .*: set image in",
+        ),
+        ("worker: {pod: {spec: {containers: [{image: a}]}}}", "worker.pod.spec.containers: an item has no name"),
         ("worker: {pod: {spec: {containers: [{name: ray, args: [a]}]}}}", "args: KubeRay starts Ray in this container"),
         ("worker: {pod: {spec: {restartPolicy: Never}}}", "restartPolicy: KubeRay decides"),
         ("worker: {pod: {metadata: {labels: {ray.io/group: a}}}}", "labels.ray.io/group: KubeRay sets it"),

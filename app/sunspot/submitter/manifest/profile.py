@@ -48,11 +48,11 @@ def _to_text(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> Any:
+    """Return the value as JSON has it, with text for every key."""
     try:
-        json.dumps(value)
-    except TypeError as error:  # YAML has dates and bytes, too
-        raise ValueError("no JSON") from error
-    return value
+        return json.loads(json.dumps(value))
+    except TypeError as error:  # YAML also has dates and bytes
+        raise ValueError("not a JSON value") from error
 
 
 def _to_setting(value: Any) -> Any:

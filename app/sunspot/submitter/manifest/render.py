@@ -20,7 +20,7 @@ from sunspot.formatting import plural
 from sunspot.search_space import Search, load_search
 from sunspot.settings import PREFIX, Settings, refuse, variable_of
 from sunspot.submitter.code_files import CodeArchive
-from sunspot.submitter.manifest.merge import SHOWN, merge_job
+from sunspot.submitter.manifest.merge import CREDENTIAL_SHOWN, merge_job
 from sunspot.submitter.manifest.pods import (
     DRAIN,
     FEW_WORKERS,
@@ -341,7 +341,8 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
     if settings.node_groups:
         problems.append(f"{NODE_GROUPS}: it follows from the profile; set workers there instead")
     problems += [
-        f"env.{name}: {SHOWN}; take it from a Secret, with env_secrets: {{{name}: {{secret: NAME, key: KEY}}}}"
+        f"env.{name}: {CREDENTIAL_SHOWN}; take it from a Secret, "
+        f"with env_secrets: {{{name}: {{secret: NAME, key: KEY}}}}"
         for name, value in (profile.env or {}).items()
         if is_credential(name, value)
     ]
