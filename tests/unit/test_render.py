@@ -688,29 +688,6 @@ def test_sizes_follow_gpus_and_workers(tmp_path: Path) -> None:
     assert [(each["cpu"], each["memory"]) for each in plain] == [("2", "8Gi"), ("500m", "3Gi")]
 
 
-@pytest.mark.parametrize(
-    ("selector", "workers", "there"),
-    [
-        ("{node.kubernetes.io/instance-type: p5.48xlarge}", "8", 8),
-        ("{node.kubernetes.io/instance-type: Standard_ND96isr_H100_v5}", "1..8", 8),
-        ("{node.kubernetes.io/instance-type: a3-megagpu-8g}", "2", 8),
-        ("{karpenter.k8s.aws/instance-gpu-count: '4'}", "2", 4),
-        ("{node.kubernetes.io/instance-type: p5.4xlarge}", "2", 0),
-        ("{cloud.google.com/gke-accelerator-count: '1'}", "2", 0),
-        ("{nvidia.com/gpu.count: '8'}", "1", 0),
-    ],
-)
-def test_pods_that_would_share_a_node_are_warned_of(
-    selector: str, workers: str, there: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine = own_profile(tmp_path, f"extends: on-demand\nworker: {{gpu_selector: {selector}}}")
-    with pytest.raises(SystemExit, match="0"):
-        main(["render", "--profile", mine, "--set", f"NUM_WORKERS={workers}", *ON_A_CLOUD])
-    said = capsys.readouterr().err
-    assert (f"a pod takes 1 of a node's {there} GPUs" in said) is bool(there)
-    assert (f"set worker.gpus to {there}" in said) is bool(there)
-
-
 def test_what_enterprises_and_openshift_ask_of_pods(tmp_path: Path) -> None:
     text = "extends: kind\nassigned_ids: true\nhead: {cpu_limit: 2}\nworker: {cpu_limit: 500m}"
     rendered = render(own_profile(tmp_path, text), {"NUM_WORKERS": "1..2"})

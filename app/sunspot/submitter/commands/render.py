@@ -18,14 +18,11 @@ def run(args: argparse.Namespace) -> None:
     """Print the manifest, or with `--explain` where its values come from; with `--output`, write it."""
     from sunspot.submitter.manifest.absent_code import find_absent
     from sunspot.submitter.manifest.foreign_storage import find_foreign_storage
-    from sunspot.submitter.manifest.gpu_nodes import find_split_nodes
     from sunspot.submitter.manifest.render import render, write_directory
 
     if args.output == "":
         raise SettingsError("--output may not be empty; name a directory")
     rendered = render(job_request(args))
-    for split in find_split_nodes(rendered.manifest):
-        warn("; ".join(split))
     for text in find_absent(rendered):
         warn(f"warning: {text}")
     for problem in find_foreign_storage(rendered.manifest):
