@@ -54,7 +54,7 @@ def test_help_describes_the_command_and_does_nothing(module: str, tmp_path: Path
 def test_an_unknown_argument_ends_it(module: str, tmp_path: Path) -> None:
     done = run_module(module, "--hepl", tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "error: --hepl: no such argument; did you mean --help?\n"
+    assert done.stderr == "error: --hepl: no such option; did you mean --help?\n"
     assert done.stdout == "imported []\n"
     assert {path.stem for path in tmp_path.iterdir()} == set(OWN)
 
@@ -73,19 +73,21 @@ def test_the_library_is_imported_among_files_of_the_user(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"),
+    ("word", "kind", "hint"),
     [
-        ("--epoch", "did you mean the environment variable SUNSPOT_EPOCHS?"),
-        ("SUNSPOT_EPOCHS=3", "did you mean the environment variable SUNSPOT_EPOCHS?"),
-        ("LR=0.1", "did you mean the environment variable SUNSPOT_LEARNING_RATE?"),
-        ("xyz", "`python -m sunspot.some --help` lists what there is"),
+        ("--epoch", "option", "did you mean the environment variable SUNSPOT_EPOCHS?"),
+        ("SUNSPOT_EPOCHS=3", "argument", "did you mean the environment variable SUNSPOT_EPOCHS?"),
+        ("LR=0.1", "argument", "did you mean the environment variable SUNSPOT_LEARNING_RATE?"),
+        ("xyz", "argument", "`python -m sunspot.some --help` lists what there is"),
     ],
 )
-def test_a_setting_given_as_an_argument_is_named(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_given_as_an_argument_is_named(
+    word: str, kind: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        CommandParser("sunspot.some", "", ["epochs", "learning_rate"]).parse([word])
+        CommandParser("python -m sunspot.some", "", ["epochs", "learning_rate"]).parse_args([word])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"error: {word}: no such argument; {hint}\n"
+    assert capsys.readouterr().err == f"error: {word}: no such {kind}; {hint}\n"
 
 
 def test_every_setting_is_described() -> None:

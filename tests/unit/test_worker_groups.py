@@ -124,10 +124,10 @@ def test_pods_are_spread_and_packed_over_all_groups(tmp_path: Path) -> None:
 
 
 def test_each_group_has_its_own_pod(tmp_path: Path) -> None:
-    text = "extends: kind\nworkers: [{pod: {spec: {schedulerName: mine}}}, {pod: {spec: {schedulerName: 3, volumes: mine}}}]"
+    text = "extends: kind\nworkers: [{pod: {spec: {schedulerName: mine}}}, {pod: {spec: {volumes: mine}}}]"
     with pytest.raises(SettingsError, match=r"workers\.1\.pod\.spec\.volumes: the manifest already has"):
         rendered(tmp_path, text)
-    first, second = groups_of(rendered(tmp_path, text.replace("schedulerName: 3, volumes:", "priorityClassName:")))
+    first, second = groups_of(rendered(tmp_path, text.replace("volumes:", "priorityClassName:")))
     assert (first["template"]["spec"]["schedulerName"], second["template"]["spec"]["priorityClassName"]) == (
         "mine",
     ) * 2

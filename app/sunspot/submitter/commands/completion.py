@@ -56,8 +56,7 @@ def _list_all(parser: Any, words: list[str], last: str) -> Iterator[str]:
     if parser.verbs:
         yield from parser.verbs.choices
         return
-    if parser.verb:
-        parser.load()
+    parser.add_deferred_arguments()
     options = parser._option_string_actions
     if last.startswith("-"):
         yield from (option for option in options if option.startswith("--"))
