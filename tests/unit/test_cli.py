@@ -180,7 +180,7 @@ def test_a_verb_that_asks_no_cluster_takes_no_options_of_one(sunspot: StorageCom
 def test_what_takes_long_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with progress_note("reading"):
         pass
-    monkeypatch.setattr("sunspot.submitter.printing.SILENT_S", 0.01)
+    monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0.01)
     with progress_note("waiting"):
         time.sleep(0.5)
     assert capsys.readouterr() == ("", "waiting ...\n")

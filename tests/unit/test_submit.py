@@ -101,7 +101,7 @@ def test_the_record_says_how_to_submit_the_same(
 def test_the_steps_are_announced_on_stderr(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.printing.SILENT_S", 0)
+    monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0)
     assert sunspot.submit("--json") == 0
     assert sunspot.err.splitlines()[0] == "checking the cluster and the storage ..."
     assert f"applying {sunspot.json['job']} ..." in sunspot.err

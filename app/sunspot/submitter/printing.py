@@ -20,7 +20,7 @@ from sunspot.errors import SettingsError, StorageError
 from sunspot.formatting import visible
 from sunspot.storage.local import local_path
 
-SILENT_S = 2.0
+NOTE_AFTER_S = 2.0
 """What takes longer than this is announced."""
 
 MARKED = 64 << 10
@@ -117,8 +117,8 @@ def warn(text: str, end: str = "\n") -> None:
 
 @contextlib.contextmanager
 def progress_note(what: str) -> Iterator[None]:
-    """Announce on stderr what the context does, once it has taken SILENT_S."""
-    timer = threading.Timer(SILENT_S, warn, (f"{what} ...",))
+    """Announce on stderr what the context does, once it has taken NOTE_AFTER_S."""
+    timer = threading.Timer(NOTE_AFTER_S, warn, (f"{what} ...",))
     timer.daemon = True
     timer.start()
     try:
