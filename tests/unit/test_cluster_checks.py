@@ -304,14 +304,14 @@ def limit_cpus(cluster: FakeCluster) -> None:
             fill_quota("0", "10Gi"),
             "failed",
             "team: requests.memory: 11Gi needed (head 5Gi + 2 workers 6Gi), 10Gi in all",
-            "it can never fit: ask for less",
+            "it can never fit: request less",
         ),
         ("quota", fill_quota("0", "40Gi"), "ok", "team has room for a run", ""),
         (
             "quota",
             limit_cpus,
             "failed",
-            "corp counts limits.cpu, so it lets in no pod without",
+            "corp counts limits.cpu, so it admits only pods that state all of these",
             "set cpu_limit of head",
         ),
         (

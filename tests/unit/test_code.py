@@ -380,8 +380,8 @@ def test_each_edit_is_another_job_that_takes_the_run_over(
         write(folder, {"my_task.py": f"HIDDEN = {edit}\n"})
         assert sunspot.submit(*options) == 0, sunspot.err
         assert f"code: 6 files of {folder}" in sunspot.err
-        assert "b='data' is here on this machine" in sunspot.err, "which is not packed"
-        assert sunspot.err.count("pods do not have it") == 1
+        assert "b='data' is a file on this machine" in sunspot.err, "which is not packed"
+        assert sunspot.err.count("is a file on this machine") == 1
         names.add(only_job(cluster))
         assert (Path(find_code(code_of(cluster))) / "my_task.py").read_text() == f"HIDDEN = {edit}\n"
         if edit == 1:
@@ -419,7 +419,7 @@ def test_render_takes_an_archive_and_no_folder(folder: Path, monkeypatch: pytest
         assert rendered.name != render(JobRequest(cluster=request.cluster)).name
         assert {value.name: value.source for value in rendered.derived}[CODE] == "given"
     for given in (str(folder), f"code.tar@sha256:{'a' * 64}", "s3://bucket/code.tar"):
-        with pytest.raises(SettingsError, match=r"`sunspot submit` makes one, or `git archive -o code\.tar"):
+        with pytest.raises(SettingsError, match=r"`sunspot submit` makes one, as do `git archive -o code\.tar"):
             render(JobRequest(code=given))
     with pytest.raises(SettingsError, match=r"SUNSPOT_CODE=\.: set it to nothing: `sunspot submit --code FOLDER` sets"):
         render(JobRequest(settings={"CODE": "."}))
@@ -432,8 +432,8 @@ def test_a_task_that_is_not_in_the_code_is_told_of(cluster: FakeCluster, sunspot
     assert sunspot.submit("--code", str(folder / "nowhere")) == 2
     assert sunspot.err.startswith(f"error: code {folder}/nowhere: no such folder")
     assert sunspot.submit("--code", str(folder), "--set", "TASK=other.task") == 0
-    assert "SUNSPOT_TASK=other.task: the code has no other.py; pods do not have it, unless the image" in sunspot.err
-    assert "brings no code" not in sunspot.err
+    assert "SUNSPOT_TASK=other.task: the code has no other.py, so pods have it only if the image" in sunspot.err
+    assert "has no code of its own" not in sunspot.err
     end(cluster, sunspot.run, RunState.FAILED)
     assert sunspot("delete", "run", "--yes") == 0, sunspot.err
     assert "code" in sunspot.out
@@ -443,14 +443,14 @@ def test_a_task_that_is_not_in_the_code_is_told_of(cluster: FakeCluster, sunspot
 @pytest.mark.parametrize("verb", ["render", "submit"])
 def test_a_task_without_code_is_told_of(verb: str, cluster: FakeCluster, sunspot: Command) -> None:
     here = [*("--storage", "s3://bucket/runs"), "--dry-run"] if verb == "submit" else []
-    warned = "only if the image does; `sunspot submit --code FOLDER` brings it, or `make submit CODE=FOLDER`"
+    warned = "only if the image does; add the code with `sunspot submit --code FOLDER` or `make submit CODE=FOLDER`"
     for task, top in [("mine", "mine"), ("mine.task", "mine"), ("choice(mine,sunspot.tasks.gan)", "mine")]:
         assert sunspot(verb, "--run", "run", "--set", f"TASK={task}", *here) == 0, sunspot.err
-        assert sunspot.err.count(f"the job brings no code, so pods have {top}.py {warned}") == 1
+        assert sunspot.err.count(f"the job has no code of its own, so pods have {top}.py {warned}") == 1
     named = f"s3://bucket/code.tar@sha256:{'a' * 64}"
     for words in (["--set", "TASK=sunspot.tasks.gan"], ["--set", "TASK=mine", "--code", named], []):
         assert sunspot(verb, "--run", "run", *words, *here) == 0, sunspot.err
-        assert "brings no code" not in sunspot.err
+        assert "has no code of its own" not in sunspot.err
 
 
 # ----------------------------------------------------------------------------------------------------------- the run

@@ -94,7 +94,7 @@ def test_what_a_run_does_not_make_does_not_count(resource: str) -> None:
 def test_rayjobs_that_have_ended_use_a_quota_up() -> None:
     found = check(quota({"count/rayjobs.ray.io": "3"}, {"count/rayjobs.ray.io": "3"}))
     assert found.result is FAILED, "the API server refuses the next one at once"
-    assert "RayJobs that have ended count, too" in found.fix
+    assert "ended RayJobs count, too" in found.fix
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ def test_the_cheapest_groups_of_nodes_decide_what_can_fit(tmp_path: Any) -> None
 @pytest.mark.parametrize(
     ("item", "seen"),
     [
-        ({"max": {"memory": "4Gi"}}, "a Container may have at most 4Gi of memory, and has 5Gi"),
+        ({"max": {"memory": "4Gi"}}, "a Container may have at most 4Gi of memory, but has 5Gi"),
         ({"max": {"memory": "5Gi"}}, ""),
-        ({"type": "Pod", "max": {"memory": "4Gi"}}, "a Pod may have at most 4Gi of memory, and has 5Gi"),
-        ({"type": "Pod", "max": {"cpu": "4"}}, "a Pod may have at most 4 of cpu, and states no limit"),
-        ({"min": {"cpu": "1"}}, "a Container must ask for at least 1 of cpu, and asks for 0.25"),
-        ({"default": {"cpu": "200m"}}, "the default limit of cpu is below what the container asks for"),
+        ({"type": "Pod", "max": {"memory": "4Gi"}}, "a Pod may have at most 4Gi of memory, but has 5Gi"),
+        ({"type": "Pod", "max": {"cpu": "4"}}, "a Pod may have at most 4 of cpu, but states no limit"),
+        ({"min": {"cpu": "1"}}, "a Container must request at least 1 of cpu, but requests 0.25"),
+        ({"default": {"cpu": "200m"}}, "the default limit of cpu is below the request of the container"),
         ({"default": {"cpu": "8"}, "maxLimitRequestRatio": {"cpu": "4"}}, "may be at most 4 times its request"),
         ({"type": "PersistentVolumeClaim", "max": {"storage": "1Gi"}}, ""),
     ],

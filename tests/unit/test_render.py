@@ -941,7 +941,7 @@ rayjob:
         ("spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: more}]}}", r"\[more\]: no such group"),
         ("spec: {rayClusterSpec: {gcsFaultToleranceOptions: 3}}", "ToleranceOptions=3: set it to a mapping"),
         ("spec: {rayClusterSpec: {workerGroupSpecs: [workers]}}", "workerGroupSpecs: an item has no groupName"),
-        ("managedBy: a", "rayjob.managedBy: no such key; there are metadata, spec"),
+        ("managedBy: a", "rayjob.managedBy: no such key; choose one of metadata, spec"),
         ("spec: {managedBy: 2026-01-01}", "rayjob.spec=.*: set it to the spec of a RayJob"),
     ],
 )
@@ -1027,9 +1027,14 @@ def test_a_job_for_a_cluster_that_runs() -> None:
         ("kind", {"NOTICE_S": "0"}, {}, "SUNSPOT_NOTICE_S=0: .*set notice_s there"),
         ("kind", {"EPOCS": "3"}, {}, "SUNSPOT_EPOCS: no such setting; did you mean SUNSPOT_EPOCHS"),
         ("kind", {"USE_GPU": "true"}, {}, "SUNSPOT_USE_GPU=true: .*worker.gpus"),
-        ("kind", {"STORAGE_PATH": "s3://B_ad/x"}, {}, "SUNSPOT_STORAGE_PATH=s3://B_ad/x: no bucket has such a name"),
-        ("kind", {"DATASET": "reviews"}, {}, "SUNSPOT_DATASET=reviews: a path of this machine, which pods do not"),
-        ("kind", {"NUM_WORKERS": "3000000000"}, {}, "SUNSPOT_NUM_WORKERS=3000000000: Kubernetes counts to 2147483647"),
+        ("kind", {"STORAGE_PATH": "s3://B_ad/x"}, {}, "SUNSPOT_STORAGE_PATH=s3://B_ad/x: not a valid name of a bucket"),
+        ("kind", {"DATASET": "reviews"}, {}, "SUNSPOT_DATASET=reviews: a path on this machine, which pods do not"),
+        (
+            "kind",
+            {"NUM_WORKERS": "3000000000"},
+            {},
+            "SUNSPOT_NUM_WORKERS=3000000000: Kubernetes allows at most 2147483647",
+        ),
         *(
             ("kind", {}, {"image": image}, "image=.*: set it to the reference of an image")
             for image in ("a b", "UPPER/x:1/", "http://reg/x:1", "x@sha256:123", "x:1\n", "reg/UPPER:1")
@@ -1041,18 +1046,18 @@ def test_a_job_for_a_cluster_that_runs() -> None:
         ("kind", {}, {"namespace": "A_b"}, "namespace='A_b': set it to the name of a namespace"),
         ("kind", {"TASK_ARGS": '{"a": "$HOME"}'}, {"cluster": "shared"}, "SUNSPOT_TASK_ARGS=.*expand the \\$"),
         ("kind", {}, {"queue": "q", "cluster": "shared"}, "queue q: .*leave out the queue, or the cluster"),
-        ("gke-spot", {"RESOURCES_PER_WORKER": '{"CPU": 7}'}, {}, "a pod has 6 CPUs for 1; ask for fewer"),
-        ("gke-spot", {"RESOURCES_PER_WORKER": '{"GPU": 2}'}, {}, "a worker has 1 GPU here"),
+        ("gke-spot", {"RESOURCES_PER_WORKER": '{"CPU": 7}'}, {}, "a pod has 6 CPUs for 1; request fewer"),
+        ("gke-spot", {"RESOURCES_PER_WORKER": '{"GPU": 2}'}, {}, "a worker of this profile has 1 GPU"),
         ("gke-spot", {"RESOURCES_PER_WORKER": '{"TPU": 2}'}, {}, "no pod offers TPU"),
-        ("kind", {"RESOURCES_PER_WORKER": '{"GPU": 1}'}, {}, "a worker has no GPU here"),
+        ("kind", {"RESOURCES_PER_WORKER": '{"GPU": 1}'}, {}, "a worker of this profile has no GPU"),
         (
             "kind",
             {"RESOURCES_PER_WORKER": '{"CPU": 2}', "LOADER": "ray"},
             {},
-            "SUNSPOT_LOADER=ray needs one to read with",
+            "SUNSPOT_LOADER=ray needs one of",
         ),
         ("gke", {}, {}, "no profile 'gke'; did you mean gke-spot"),
-        ("xyzzy", {}, {}, "no profile 'xyzzy'; there are aks"),
+        ("xyzzy", {}, {}, "no profile 'xyzzy'; choose one of aks"),
         ("./nowhere.yaml", {}, {}, "nowhere.yaml: No such file"),
     ],
 )
@@ -1065,11 +1070,11 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
     [
         ("worker: {memry: 1Gi}", "worker.memry: no such key; did you mean worker.memory"),
         ("wroker: {}", "wroker: no such key; did you mean worker"),
-        ("worker: {xyzzy: 1}", "worker.xyzzy: no such key; there are .*memory"),
+        ("worker: {xyzzy: 1}", "worker.xyzzy: no such key; choose one of .*memory"),
         ("notice_s: 4", "notice_s=4: set it to whole seconds from 5"),
         ("notice_s: 010", "notice_s='010': set it to whole seconds"),
         ("notice_s: 1:30", "notice_s='1:30': set it to whole seconds"),
-        ("1: 2", "1: no such key; keys are words"),
+        ("1: 2", "1: no such key; a key is a word"),
         ("worker: {memory: 24}", "worker.memory='24': set it to bytes with their unit, e.g. 16Gi"),
         ("worker: {memory: 0Gi}", "worker.memory='0Gi': set it to bytes"),
         ("worker: {cpu: 0}", "worker.cpu='0': set it to CPUs"),
@@ -1099,15 +1104,15 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
             "data_workers.max=2: .*not below min",
         ),
         ("data_workers: {max: 2, cpu: 1, memory: 1Gi}", "data_workers: the profile has no GPU"),
-        ("extends: gke-spot\nworker: {gpus: 4}", "SUNSPOT_NUM_WORKERS=2: .*set it to multiples of 4"),
+        ("extends: gke-spot\nworker: {gpus: 4}", "SUNSPOT_NUM_WORKERS=2: .*set it to a multiple of 4"),
         (
             "extends: gke-spot\nworker: {gpus: 2}\nsettings: {NUM_WORKERS: 3..4}",
-            r"SUNSPOT_NUM_WORKERS=3\.\.4: .*set it to multiples of 2",
+            r"SUNSPOT_NUM_WORKERS=3\.\.4: .*set it to a multiple of 2",
         ),
         ("extends: gke-spt", "no profile 'gke-spt'; did you mean gke-spot"),
         ("extends: ./mine.yaml", "extends mine.yaml, which extends it"),
-        ("- a", "no profile: it must be a mapping"),
-        ("a: [", "no YAML: "),
+        ("- a", "not a profile, which is a mapping"),
+        ("a: [", "not valid YAML: "),
         ("settings: {EPOCS: 3}", "SUNSPOT_EPOCS: no such setting"),
         ("worker: {pod: {spec: {initContainers: {name: a}}}}", r"initContainers={.*}: set it to a list of mappings"),
         ("worker: {pod: {spec: {containers: [{name: 3}]}}}", "worker.pod.spec.containers: an item has no name"),
@@ -1280,7 +1285,7 @@ def test_render_warns_of_storage_that_the_pods_have_no_credentials_for(
     code, _, err = sunspot(capsys, "--profile", profile, *words, "--storage", storage)
     assert code == 0
     assert err.startswith(f"{storage} is ")
-    assert f"; set SUNSPOT_STORAGE_PATH to {own}, or name the Secret with keys: `env_from_secrets: [NAME]`" in err
+    assert f"; set SUNSPOT_STORAGE_PATH to {own}, or name a Secret with keys: `env_from_secrets: [NAME]`" in err
     assert sunspot(capsys, "--profile", profile, *words, "--storage", own)[2] == ""
     with_keys = own_profile(tmp_path, f"extends: {profile}\nenv_from_secrets: [sunspot-storage]")
     assert sunspot(capsys, "--profile", with_keys, *words, "--storage", storage)[2] == ""
@@ -1295,7 +1300,7 @@ def test_explain_says_where_every_value_came_from(capsys: pytest.CaptureFixture[
     assert ["SUNSPOT_STORAGE_PATH", STORAGE_PATH, "given"] in rows
     assert ["SUNSPOT_DATA_ROOT", "/tmp/data", "k8s/rayjob.yaml"] in rows
     assert ["terminationGracePeriodSeconds", "15", "the notice, profile gke-spot"] in rows
-    assert ["SUNSPOT_NOTICE_S", "13", "the time that RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S leaves"] in rows
+    assert ["SUNSPOT_NOTICE_S", "13", "the time that RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S leaves for a save"] in rows
     assert len({row[0] for row in rows}) == len(rows), "a value is explained once"
     assert all(len(row) == 3 for row in rows)
     code, out, _ = sunspot(capsys, "--explain", "--json")

@@ -412,7 +412,7 @@ def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
     elif code:
         assert "1 problem, and nothing was sent:\n  pods of the group workers would be refused" in sunspot.err
         fix = "set cpu_limit" if "limits.cpu" in said else "change the profile, or have the namespace allow it"
-        fix = "it can never fit: ask for less" if "exceeded quota" in said else fix
+        fix = "it can never fit: request less" if "exceeded quota" in said else fix
         assert f"{told}; {fix}" in sunspot.err
     else:
         assert "warning: pods of the group workers would be refused now" in sunspot.err
@@ -436,7 +436,7 @@ def test_a_quota_in_which_the_whole_run_never_fits_is_refused(cluster: FakeClust
     for words in ((), ("--dry-run",)):
         assert sunspot.submit(*words) == 4
         needed = "11Gi needed (head 5Gi + 2 workers 6Gi), 9Gi in all"
-        assert f"team: requests.memory: {needed}; it can never fit: ask for less" in sunspot.err
+        assert f"team: requests.memory: {needed}; it can never fit: request less" in sunspot.err
         assert "wait" not in sunspot.err
     assert cluster.jobs == {}
     assert not sunspot.run.storage.list(""), "nothing is recorded either"

@@ -139,15 +139,18 @@ def test_each_group_has_its_own_pod(tmp_path: Path) -> None:
         ("extends: gke-spot\nworkers: []", r"workers=\[\]: set it to a list of groups"),
         ("extends: gke-spot\nworkers: [{gpu: 1}]", r"workers\.0\.gpu: no such key; did you mean workers\.0\.gpus\?"),
         ("extends: gke-spot\nworkers: [{}, {after_s: soon}]", r"workers\.1\.after_s='soon': set it to whole seconds"),
-        ("extends: gke-spot\nworkers: [{}, {gpus: 4}]", "workers: groups with 1 and 4 GPUs in a pod"),
-        ("extends: kind\nworkers: [{}, {spot: true}]", r"workers\.1\.spot=True: the profile knows no spot nodes"),
+        ("extends: gke-spot\nworkers: [{}, {gpus: 4}]", "workers: the groups have 1 and 4 GPUs in a pod"),
+        (
+            "extends: kind\nworkers: [{}, {spot: true}]",
+            r"workers\.1\.spot=True: the profile does not describe spot nodes",
+        ),
         (
             "extends: kind\nsettings: {NUM_WORKERS: 4}\nworkers: [{max: 1}, {max: 2}]",
-            "at most 3 pods together .*NUM_WORKERS=4 takes 4",
+            "at most 3 pods together .*NUM_WORKERS=4 needs 4",
         ),
         (
             "extends: kind\nsettings: {LEARNING_RATE: 'uniform(1, 2)', CONCURRENT_TRIALS: 2}\nworkers: [{}, {}]",
-            "2 groups, for a search of 2 trials at once",
+            "a search of 2 trials at once cannot use 2 groups",
         ),
         ("extends: kind\nqueue: q\nworkers: [{}, {}]", "queue q: .*keep one group in workers"),
         (

@@ -16,7 +16,7 @@ from sunspot.submitter.manifest.requirements import Pod, PodSet, pod_sets, reque
 CPU_LIMIT = "set cpu_limit of head, worker and data_workers in the profile"
 """Fix for a quota that counts CPU limits, and for a default limit below the request."""
 
-ASK_FOR_LESS = "ask for less (SUNSPOT_NUM_WORKERS, or what each pod gets in the profile)"
+ASK_FOR_LESS = "request less (SUNSPOT_NUM_WORKERS, or the sizes of pods in the profile)"
 
 JOBS = "count/rayjobs.ray.io"
 
@@ -88,7 +88,7 @@ def check_quotas(
         counted = [pod for pod in pods if all(matches(rule, pod) for rule in rules)]
         unstated = [each for each in STATED if each in hard and any(not states(pod, each) for pod in counted)]
         if unstated:
-            seen = f"{name} counts {', '.join(unstated)}, so it lets in no pod without"
+            seen = f"{name} counts {', '.join(unstated)}, so it admits only pods that state all of these"
             yield Check("quota", Result.WARNING if ranges is None else Result.FAILED, seen, CPU_LIMIT)
             continue
         objects = {} if rules else objects_of(manifest)  # a quota with scopes counts pods alone
@@ -104,6 +104,7 @@ def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequenc
     partly: list[str] = []
     for demand in demands:
         resource, text = demand.resource, hard[demand.resource]
+        workers = demand.sets.get("workers")
         limit = parse_quantity(text)
         free = max(0.0, limit - parse_quantity(used.get(resource, "0")))
         left = f"{format_like(free, text)} free of {text}"
@@ -113,22 +114,22 @@ def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequenc
             never.append(f"{needed} ({parts or 'the run'}), {text} in all")
         elif demand.least and demand.least - free > ROUNDING:
             (never if resource == JOBS else later).append(f"{needed}, {left}")  # no RayJob waits to be created
-        elif (workers := demand.sets.get("workers")) and demand.most_workers(free) < workers.most:
+        elif workers and demand.most_workers(free) < workers.most:
             ever = demand.most_workers(limit)
             room, number = (text, ever) if ever < workers.most else (left, demand.most_workers(free))
             partly.append(f"{resource}: {room}, enough for {number} of {workers.least}..{workers.most} worker pods")
     seen = f"{name}: {'; '.join(never + later + partly)}"
-    raised = f"have the ResourceQuota {name} raised"
+    raised = f"ask for a higher ResourceQuota {name}"
     if never:
         fix = f"it can never fit: {ASK_FOR_LESS}, or {raised}"
         if all(text.startswith(JOBS) for text in never):
-            fix = f"RayJobs that have ended count, too: delete some (`sunspot delete`), or {raised}"
+            fix = f"ended RayJobs count, too: delete some (`sunspot delete`), or {raised}"
         return Check("quota", Result.FAILED, seen, fix)
     if later:
         fix = f"the pods wait until other runs end or are deleted (`sunspot list`); or {ASK_FOR_LESS}, or {raised}"
         return Check("quota", Result.WARNING, seen, fix)
     if partly:
-        return Check("quota", Result.WARNING, seen, f"the run trains with these; for more, {raised}")
+        return Check("quota", Result.WARNING, seen, f"the run trains with these workers; for more, {raised}")
     return Check("quota", Result.OK, f"{name} has room for a run")
 
 
@@ -232,7 +233,7 @@ def check_limit_ranges(ranges: Sequence[Mapping[str, Any]], manifest: Mapping[st
             holders = [("Container", {"containers": [container]}) for container in pod["containers"]]
             found = [text for kind, held in [*holders, ("Pod", pod)] for text in _find_outside(ranges, kind, held)]
             for text in dict.fromkeys(found):
-                fix = CPU_LIMIT if "cpu" in text else "change the profile, or have the LimitRange changed"
+                fix = CPU_LIMIT if "cpu" in text else "change the profile, or ask for another LimitRange"
                 yield Check("limits", Result.FAILED, f"pods of the group {group} would be refused: {text}", fix)
 
 
@@ -241,17 +242,17 @@ def _find_outside(ranges: Sequence[Mapping[str, Any]], kind: str, pod: Pod) -> I
     asked, limits = requests_of(pod), requests_of(pod, "limits")
     for name, amount in asked.items() if kind == "Container" else ():
         if name in limits and amount - limits[name] > ROUNDING:
-            yield f"the default limit of {name} is below what the container asks for"
+            yield f"the default limit of {name} is below the request of the container"
     for item in _items(ranges, kind):
         for name, text in (item.get("max") or {}).items():
             if name not in limits:
-                yield f"a {kind} may have at most {text} of {name}, and states no limit"
+                yield f"a {kind} may have at most {text} of {name}, but states no limit"
             elif max(limits[name], asked.get(name, 0.0)) - parse_quantity(text) > ROUNDING:
-                yield f"a {kind} may have at most {text} of {name}, and has {format_like(limits[name], text)}"
+                yield f"a {kind} may have at most {text} of {name}, but has {format_like(limits[name], text)}"
         for name, text in (item.get("min") or {}).items():
             if parse_quantity(text) - asked.get(name, 0.0) > ROUNDING:
                 asks = format_like(asked.get(name, 0.0), text)
-                yield f"a {kind} must ask for at least {text} of {name}, and asks for {asks}"
+                yield f"a {kind} must request at least {text} of {name}, but requests {asks}"
         for name, ratio in (item.get("maxLimitRequestRatio") or {}).items():
             if limits.get(name, 0.0) - parse_quantity(ratio) * asked.get(name, 0.0) > ROUNDING:
                 yield f"the limit of {name} of a {kind} may be at most {ratio} times its request"
