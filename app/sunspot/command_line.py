@@ -1,4 +1,4 @@
-"""The parser of every command, `sunspot VERB` and `python -m sunspot...`, and how it refuses a word."""
+"""Parses the command lines of `sunspot VERB` and `python -m sunspot...`."""
 
 import argparse
 import itertools
@@ -17,9 +17,9 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     deferred: Callable[[Any], None] | None = None
-    "Adds the arguments of this parser when it is used. Imports that only these need can wait until then."
+    "Function that adds the arguments of this parser when it is used, so that help does not import every verb."
     verbs: Any = None
-    "The action that chooses among the verbs of a group."
+    "Action that chooses among the verbs of a group."
     other_verbs: Mapping[str, str] = NO_OTHER_NAMES
     "Verbs of a group by the names that they have in other programs."
 
@@ -43,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
         return self.verbs
 
     def add_deferred_arguments(self) -> None:
-        """Add the arguments that `deferred` adds, unless they are there already."""
+        """Add the deferred arguments, unless they have been added."""
         if self.deferred:
             self.deferred(self)
             self.deferred = None

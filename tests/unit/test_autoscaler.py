@@ -1,4 +1,4 @@
-"""Ray's autoscaler makes the pods that are asked of each group: its own scheduler, on the groups of a rendered job."""
+"""Ray's autoscaler creates the requested pods of each group: its own scheduler, with the groups of a rendered job."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Autoscaler:
         self.instances: list[AutoscalerInstance] = []
 
     def add(self, group: str, count: int, status: int = Instance.RAY_RUNNING, idle_s: float = 0) -> None:
-        """So many pods: running, with a worker unless they have been idle, or still pending (ALLOCATED)."""
+        """Add pods that are running, with a worker unless they are idle, or still pending (ALLOCATED)."""
         total = self.types[group].resources
         for _ in range(count):
             name = f"{group}/{len(self.instances)}"
@@ -59,7 +59,7 @@ class Autoscaler:
             )
 
     def decide(self, **asked: int) -> tuple[dict[str, int], list[str]]:
-        """The pods that it would make, and the groups of those that it would end, when this is asked of the groups."""
+        """Return the pods that it would create, and the groups of the pods that it would end, for these requests."""
         bundles = [
             ResourceRequestUtil.make({**self.per_worker, group: 1.0})
             for group, workers in zip((SPOT, PAID), asked.values(), strict=True)
@@ -95,5 +95,5 @@ def test_idle_pods_that_are_no_longer_wanted_end(job: Rendered) -> None:
     autoscaler.add(SPOT, 4)
     autoscaler.add(PAID, 2)
     autoscaler.add(PAID, 1, idle_s=AUTOSCALER["idleTimeoutSeconds"] + 1)
-    assert autoscaler.decide(spot=4, paid=3) == ({}, []), "it is asked for"
+    assert autoscaler.decide(spot=4, paid=3) == ({}, []), "it is requested"
     assert autoscaler.decide(spot=4, paid=0) == ({}, [PAID]), "the others still have workers"

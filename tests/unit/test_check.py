@@ -267,5 +267,5 @@ def test_the_command_prints_one_document(
 
 def test_without_the_training_program_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sunspot.train.task_check", None)
-    with pytest.raises(SettingsError, match=r"a task needs .*, which is not here; .* installs it"):
+    with pytest.raises(SettingsError, match=r"a task needs .*, which is not installed; .* installs it"):
         command.run(argparse.Namespace(settings=[], storage=None, json=False))

@@ -367,7 +367,7 @@ def test_wrong_words(sunspot: Command, fit: FakeCluster, monkeypatch: pytest.Mon
     assert sunspot("doctor", "--profile", "kinnd") == 2
     assert "did you mean kind?" in sunspot.err
     assert sunspot("doctor", "run", "--from-pods") == 2
-    assert "leave out RUN, or these" in sunspot.err
+    assert "leave them out, or leave out RUN" in sunspot.err
     monkeypatch.setenv("SUNSPOT_EPOCH", "3")
     assert sunspot("doctor") == 2
     assert "SUNSPOT_EPOCHS" in sunspot.err

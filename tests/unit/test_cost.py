@@ -70,7 +70,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Attempt], list[Receipt], int]:
 
 
 @given(histories())
-def test_every_second_of_every_node_is_paid_once(history: tuple[list[Attempt], list[Receipt], int]) -> None:
+def test_every_second_of_every_node_is_counted_once(history: tuple[list[Attempt], list[Receipt], int]) -> None:
     """The same, second by second and node by node."""
     attempts, receipts, end = history
     nodes = unpriced = lost_nodes = cost = lost = saved = 0.0
@@ -97,7 +97,7 @@ def test_every_second_of_every_node_is_paid_once(history: tuple[list[Attempt], l
     assert [(figure or 0) * HOUR for figure in figures] == pytest.approx(expected, abs=1e-6)
 
 
-def test_sums_of_runs_leave_out_what_nobody_knows() -> None:
+def test_totals_leave_out_unknown_amounts() -> None:
     known, unknown = Spending(2.0, 0.0, 3.0, 1.0, 1.5, 4.0), Spending(5.0, 5.0, None, 0.0, None, None)
     assert known + unknown == Spending(7.0, 5.0, 3.0, 1.0, 1.5, 4.0)
     assert unknown + unknown == Spending(10.0, 10.0)
@@ -154,7 +154,7 @@ WORDS = {
 """4 hours at 2.25, then 6 at 5.25; the hour between is lost."""
 
 
-def test_three_runs_against_a_sum_by_hand(sunspot: StorageCommand) -> None:
+def test_the_cost_of_three_runs_equals_a_sum_by_hand(sunspot: StorageCommand) -> None:
     found = sunspot("cost", "--json").json
     runs = {run["run"]: run for run in found["runs"]}
     for name, expected in (("digits", DIGITS), ("words", WORDS)):
@@ -170,7 +170,7 @@ def test_three_runs_against_a_sum_by_hand(sunspot: StorageCommand) -> None:
     assert lines[-1] == ["all", "26", "45", "3.75", "29.25"]
 
 
-def test_sums_by_label(sunspot: StorageCommand) -> None:
+def test_costs_are_summed_by_label(sunspot: StorageCommand) -> None:
     found = sunspot("cost", "--by", "team", "--json").json["by"]
     assert {team: (each["runs"], each["node_hours"], each["cost"]) for team, each in found.items()} == {
         "text": (1, 20.0, 40.5),
@@ -181,7 +181,7 @@ def test_sums_by_label(sunspot: StorageCommand) -> None:
     assert [line.split()[0] for line in lines] == ["team", "text", "vision", "without", "all"]
 
 
-def test_a_run_says_what_it_cost_wherever_it_is_shown(sunspot: StorageCommand) -> None:
+def test_the_cost_of_a_run_is_shown_by_every_view(sunspot: StorageCommand) -> None:
     status = sunspot("status", "words", "--json").json
     assert {key: status["cost"][key] for key in WORDS} == pytest.approx(WORDS)
     assert "labels:     team=text" in sunspot("status", "words").out
@@ -194,7 +194,7 @@ def test_a_run_says_what_it_cost_wherever_it_is_shown(sunspot: StorageCommand) -
     assert f"Cost: {line}." in page
 
 
-def test_a_storage_without_runs_is_said_to_have_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_reports_a_storage_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = StorageCommand(str(tmp_path), capsys)("cost")
     assert (answer.code, answer.err) == (3, f"error: no run in {tmp_path}\n")
 
@@ -215,7 +215,7 @@ def test_a_run_that_was_stopped_costs_nothing_until_it_trains_again(tmp_path: Pa
     )
 
 
-def test_a_loss_costs_what_the_nodes_cost_meanwhile() -> None:
+def test_a_loss_costs_the_node_time_until_recovery() -> None:
     run = [
         Attempt(n, "job", None, 0, time=time, metadata=Metadata(nodes=hosts("a"), settings=settings()))
         for n, time in ((1, 0), (2, 2 * HOUR))
@@ -265,7 +265,7 @@ def test_prices_and_labels_of_a_profile_reach_the_run(tmp_path: Path) -> None:
     assert load_settings(settings_of(dearer.manifest)).prices["workers"].price == 1.75
 
 
-def test_what_a_job_may_cost_is_known_before_it_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_shows_the_possible_cost_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_pods(rendered(tmp_path, PROFILE).pods)
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["head", "1", "0.2", "0.2"],
@@ -301,7 +301,7 @@ def test_wrong_prices_are_refused(tmp_path: Path, text: str, more: dict[str, str
 
 
 @pytest.mark.parametrize("value", ["7", '{"workers": {"price": "x"}}', '{"workers": {"cost": 1}}', "{"])
-def test_a_setting_that_is_no_list_of_prices_is_refused(value: str) -> None:
+def test_a_malformed_setting_of_prices_is_refused(value: str) -> None:
     with pytest.raises(SettingsError, match=r"SUNSPOT_PRICES=.*: set it to a JSON object, e.g. "):
         load_settings({"PRICES": value})
 

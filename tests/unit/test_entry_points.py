@@ -1,4 +1,4 @@
-"""Every `python -m sunspot...`: its help answers at once and does nothing, and an unknown argument ends it with 2."""
+"""Every `python -m sunspot...`: its help does nothing else, and an unknown argument ends it with exit code 2."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ENTRY_POINTS = [
 ]
 
 OWN = ("app", "client", "data", "main", "run", "settings", "storage", "submitter", "train")
-"""What users call their own files, which are not to run in the place of ours."""
+"""Names of users' files, which must not be imported instead of ours."""
 
 
 def run_module(module: str, word: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE WORD` among a user's own files; the last line says what it imported of torch and Ray."""
+    """Run `python -m MODULE WORD` among a user's own files. The last line names torch and Ray if they were imported."""
     program = (
         f"import runpy, sys; sys.argv = ['', {word!r}]\n"
         f"try: runpy.run_module({module!r}, run_name='__main__')\n"
@@ -51,7 +51,7 @@ def test_help_describes_the_command_and_does_nothing(module: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("module", ENTRY_POINTS)
-def test_an_unknown_argument_ends_it(module: str, tmp_path: Path) -> None:
+def test_an_unknown_argument_ends_the_command(module: str, tmp_path: Path) -> None:
     done = run_module(module, "--hepl", tmp_path)
     assert done.returncode == 2
     assert done.stderr == "error: --hepl: no such option; did you mean --help?\n"

@@ -358,7 +358,7 @@ def test_runs_are_listed_newest_first(run: Run, sunspot: StorageCommand) -> None
 
     limited = sunspot("list", "--limit", "1", "--json")
     assert [line["run"] for line in limited.json] == ["run"]
-    assert limited.err == "left out: 1 older; --all lists them\n"
+    assert limited.err == "left out: 1 older run; --all lists them\n"
     assert len(sunspot("list", "--all", "--json").json) == 2
     assert sunspot("list", "--limit", "0").code == 2
 

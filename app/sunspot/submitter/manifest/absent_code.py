@@ -10,7 +10,7 @@ from sunspot.submitter.manifest.render import Rendered, settings_of
 
 
 def find_absent(rendered: Rendered) -> Iterator[str]:
-    """Yield a warning for each task that the code lacks, and for each argument that names a file of this machine."""
+    """Yield a warning for each task that the code lacks, and for each task argument that names a local file."""
     archive, settings = rendered.archive, rendered.settings
     variables = settings_of(rendered.manifest)
     varied = [dimension.arguments for dimension in find_dimensions(variables) if dimension.name == "TASK"]

@@ -1,6 +1,6 @@
 """Finds pods that would share a node with several GPUs, each with only a part of them. Pure.
 
-NCCL takes every pod for a host of its own, so gradients between two pods of a node cross the network and not NVLink.
+NCCL treats every pod as a separate host, so gradients between two pods of a node cross the network and not NVLink.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,9 +1,9 @@
 """Merges a profile's own Kubernetes fields into the manifest: `pod` into a pod template, `rayjob` into the RayJob.
 
 This happens last, and as in kubectl: mappings by key, and lists of named things (containers, variables, volumes) by the
-name of each item. A merge only adds. A field that the manifest already has follows from another key of the profile,
-which has to be set instead, or is one that a run relies on. Both are refused. The API server checks the other fields:
-`submit` and `doctor` send it the RayJob as a dry run, and a field that it does not know ends both with a clear error.
+name of each item. A merge only adds fields. It is refused if the manifest already has a field with another value: then
+either another key of the profile sets this field, or a run relies on its value. The API server checks all other fields,
+because `submit` and `doctor` first send it the RayJob as a dry run.
 """
 
 import re
@@ -48,7 +48,7 @@ TYPE_NAMES = {str: "text, in quotes", list: "a list of mappings", dict: "a mappi
 
 @dataclass(frozen=True)
 class Rules:
-    """Paths that a merge may and may not change. In a path, `*` matches any text, and `[*]` any item of a list."""
+    """Paths that a merge may or may not change. In a path, `*` matches any text, and `[*]` any item of a list."""
 
     never: Mapping[str, str]
     "Reason why a merge may never set a field, by path."
@@ -225,7 +225,7 @@ def _merge_items(under: list[dict[str, Any]], over: list[Any], path: str, rules:
 
 
 def _has_type(key: str, value: Any) -> bool:
-    """Return True if the value has the type in which Sunspot reads this field, or if Sunspot does not read it."""
+    """Return True unless Sunspot reads this field and the value has another type than it expects."""
     wanted = TYPES.get(key, object)
     return isinstance(value, wanted) and (wanted is not list or all(isinstance(item, dict) for item in value))
 

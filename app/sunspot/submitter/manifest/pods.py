@@ -141,8 +141,8 @@ def _training_group(workers: dict[str, Any], profile: Profile, shape: Shape, num
     _set_pods(group, 0 if several else shape.pods.least, shape.group_pods[number])
     _set_machine(group, machine)
     group["resources"]["CPU"] = str(pod_cpus(machine, int(group["resources"]["CPU"])))
-    # Each of several groups offers a resource of its own name, so that the driver can request and recognize its nodes.
-    # (sunspot/elastic/groups.py)
+    # Each of several groups offers a resource of its own name, by which the driver requests and recognizes its nodes
+    # (sunspot/elastic/groups.py).
     group["resources"] |= dict.fromkeys([SLOT, name] if several else [SLOT], str(shape.workers_per_pod))
     _place(group, machine, run, len(profile.groups))
     if shape.gpus:
@@ -209,7 +209,7 @@ def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: 
         values = {DRAIN: str(profile.notice_s - margin_s), **values}
     values[NOTICE] = values.get(DRAIN) or environment[DRAIN]["value"]
     for name, value in values.items():
-        environment[name] = {"name": name, "value": value.replace("$", "$$")}  # in a manifest, $(NAME) is expanded
+        environment[name] = {"name": name, "value": value.replace("$", "$$")}  # Kubernetes expands $(NAME)
     for name, source in (profile.env_secrets or {}).items():
         environment[name] = {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
     container["env"] = list(environment.values())

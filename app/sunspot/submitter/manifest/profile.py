@@ -1,8 +1,8 @@
 """Loads a profile: a small YAML file with the differences between one environment and k8s/rayjob.yaml.
 
 The profiles in k8s/profiles are chosen by name, and a user's own profile by its path. A profile may extend another. The
-text below a field is its documentation. The description of a field says what it takes, and is the fix that a refusal
-of a wrong value names.
+text below a field is its documentation. The description of a field states the values that it takes, and is the fix
+when a wrong value is refused.
 """
 
 import functools
@@ -167,7 +167,7 @@ class Machine(_Part):
     cpu: Cpus | None = _takes(CPU)
     "Requested CPUs. There is no limit unless `cpu_limit` sets one."
     cpu_limit: Cpus | None = _takes(CPU)
-    "CPU limit, which throttles: set it only if a quota demands it. The head's also gives the autoscaler a limit of 1."
+    "CPU limit, which throttles. Set it only if a quota requires it. On the head, it also limits the autoscaler to 1."
     memory: Bytes | None = _takes(BYTES)
     "Request and limit of memory, including /dev/shm."
     ephemeral_storage: Bytes | None = _takes(BYTES)
@@ -206,7 +206,7 @@ class Worker(PricedMachine):
     gpus: Annotated[int, Field(ge=0)] | None = _takes("a whole number from 0")
     "GPUs per pod, each with a training worker."
     per_gpu: Sizes | None = _takes("cpu, memory and ephemeral_storage")
-    "Resources of a pod for each of its GPUs, which apply to each size that is not given directly."
+    "Resources of a pod for each of its GPUs. A size that is given directly, such as `cpu`, overrides them."
     gpu_resource: Annotated[Key, Field(pattern="/")] | None = _takes("the name of a resource, e.g. nvidia.com/gpu")
     "Resource that is a GPU, and also the key of the tolerated taint."
     gpu_claim: ObjectName | None = _takes("the name of a ResourceClaimTemplate")
@@ -216,7 +216,7 @@ class Worker(PricedMachine):
     gpu_tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
     "Tolerations of further taints of GPU nodes, besides the taint of `gpu_resource`."
     placement: Literal["spread", "pack", "zone"] | None = _takes("spread, pack or zone")
-    "`spread` over many nodes, `pack` into one zone if possible, or put all pods into one `zone` or do not start."
+    "`spread` pods over nodes, `pack` them into one zone if possible, or start them only if all fit into one `zone`."
 
     def with_sizes(self) -> Self:
         """Return the worker with the sizes of a whole pod: missing sizes are `per_gpu` times the number of GPUs."""

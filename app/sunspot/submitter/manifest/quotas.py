@@ -24,7 +24,7 @@ STATED = ("cpu", "memory", "requests.cpu", "requests.memory", "limits.cpu", "lim
 """Resources that each container has to state if a quota counts them (`PodConstraints` in Kubernetes' pkg/quota)."""
 
 EXCEEDED = re.compile(r"exceeded quota: ([^,]+), requested: (.+?), used: (.+?), limited: ([^;\s]+)")
-"""Matches the API server's refusal of a pod that exceeds a quota."""
+"""Pattern of the API server's refusal of a pod that exceeds a quota."""
 
 ROUNDING = 1e-6
 """Difference up to which two amounts count as equal, because sums of thousandths of CPUs are not exact."""
@@ -39,7 +39,7 @@ class Demand:
     rules: Sequence[Mapping[str, Any]] = ()
     "The quota's scopes: it counts only pods that match all of them."
     objects: float = 0.0
-    "Number of objects of this kind that a run makes besides pods."
+    "Number of objects of this kind that a run creates besides pods."
 
     def of_pod(self, pod: Pod) -> float:
         """Return the amount that one pod takes."""
@@ -75,7 +75,7 @@ def check_quotas(
 ) -> Iterator[Check]:
     """Compare each ResourceQuota with the run's demand. The result is FAILED if the run can never fit.
 
-    `ranges` are the LimitRanges, whose defaults count; None if they are not known.
+    `ranges` are the LimitRanges, whose defaults count, or None if they are not known.
     """
     sets = {
         name: replace(each, groups={group: with_defaults(pod, ranges or ()) for group, pod in each.groups.items()})
@@ -97,7 +97,7 @@ def check_quotas(
 
 
 def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequence[Demand]) -> Check:
-    """Compare the limits of a quota, and the rest that is free, with the run's demand."""
+    """Compare the limits of a quota, and the amounts that are still free, with the run's demand."""
     name, used = quota["metadata"]["name"], quota.get("status", {}).get("used", {})
     never: list[str] = []
     later: list[str] = []
@@ -113,7 +113,7 @@ def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequenc
             parts = " + ".join(f"{part} {format_like(amount, text)}" for part, amount in demand.parts.items())
             never.append(f"{needed} ({parts or 'the run'}), {text} in all")
         elif demand.least and demand.least - free > ROUNDING:
-            (never if resource == JOBS else later).append(f"{needed}, {left}")  # no RayJob waits to be created
+            (never if resource == JOBS else later).append(f"{needed}, {left}")  # a RayJob does not wait to be created
         elif workers and demand.most_workers(free) < workers.most:
             ever = demand.most_workers(limit)
             room, number = (text, ever) if ever < workers.most else (left, demand.most_workers(free))
@@ -134,7 +134,7 @@ def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequenc
 
 
 def amount_of(pod: Pod, resource: str) -> float:
-    """Return the amount of a resource that a pod takes, in base units; `resource` is its name in a ResourceQuota."""
+    """Return the amount of a resource that a pod takes, in base units. `resource` is its name in a ResourceQuota."""
     if resource in ("pods", "count/pods"):
         return 1.0
     if resource == "count/resourceclaims.resource.k8s.io":
@@ -151,13 +151,13 @@ def amount_of(pod: Pod, resource: str) -> float:
 
 
 def objects_of(manifest: Mapping[str, Any]) -> dict[str, float]:
-    """Count the objects besides pods that a run always makes, by their names in a ResourceQuota."""
+    """Count the objects besides pods that every run creates, by their names in a ResourceQuota."""
     cluster = manifest["spec"].get("rayClusterSpec")
     if not cluster:
         return {JOBS: 1.0}
     names = [JOBS, "count/rayclusters.ray.io", "services", "count/services"]
     tokens = cluster.get("authOptions", {})
-    if tokens.get("mode") == "token" and "secretName" not in tokens:  # the operator makes one
+    if tokens.get("mode") == "token" and "secretName" not in tokens:  # the operator creates one
         names += ["secrets", "count/secrets"]
     if cluster.get("enableInTreeAutoscaling"):
         names += ["count/roles.rbac.authorization.k8s.io", "count/rolebindings.rbac.authorization.k8s.io"]
@@ -226,7 +226,7 @@ def with_defaults(pod: Pod, ranges: Sequence[Mapping[str, Any]]) -> Pod:
 
 
 def check_limit_ranges(ranges: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Iterator[Check]:
-    """Find why LimitRanges refuse a run's pods: the bounds of a container and of a whole pod."""
+    """Yield each reason why LimitRanges would refuse a run's pods: their bounds for containers and for pods."""
     for each in pod_sets(manifest).values():
         for group, spec in each.groups.items():
             pod = with_defaults(spec, ranges)
@@ -238,7 +238,7 @@ def check_limit_ranges(ranges: Sequence[Mapping[str, Any]], manifest: Mapping[st
 
 
 def _find_outside(ranges: Sequence[Mapping[str, Any]], kind: str, pod: Pod) -> Iterator[str]:
-    """Find requests and limits outside the ranges; for a single container, `pod` has only that one."""
+    """Yield a text for each request or limit of the pod that is outside the ranges for this kind of object."""
     asked, limits = requests_of(pod), requests_of(pod, "limits")
     for name, amount in asked.items() if kind == "Container" else ():
         if name in limits and amount - limits[name] > ROUNDING:

@@ -223,7 +223,7 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def has_registry(reference: str) -> bool:
-    """Return True if an image reference begins with the host of a registry, by the rule of container runtimes."""
+    """Return True if an image reference names a registry, by the rule of container runtimes."""
     host, slash, _ = reference.partition("/")
     return bool(slash) and ("." in host or ":" in host or host == "localhost")
 

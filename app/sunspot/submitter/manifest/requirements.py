@@ -11,7 +11,7 @@ from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.shape import SLOT
 
 Pod = Mapping[str, Any]
-"""The spec of a pod."""
+"""Spec of a pod."""
 
 
 @dataclass(frozen=True)
