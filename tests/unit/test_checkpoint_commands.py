@@ -172,7 +172,7 @@ def test_the_newest_checkpoint_is_written_to_a_directory_of_its_name(
     }
     assert read(tmp_path / newest.name) == in_storage(run, newest)
     again = sunspot("checkpoints", "get", "run", newest.name)
-    assert (again.code, "2 files, 2 of them were there already" in again.out) == (0, True)
+    assert (again.code, "2 files, 2 of which existed already" in again.out) == (0, True)
 
 
 def test_the_best_checkpoint_is_chosen_by_the_runs_metric(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_gc_shows_and_then_removes_unneeded_checkpoints(
     table = sunspot("checkpoints", "gc", "run").out
     for word in ("neither the newest nor among the best 2 by loss (min)", "damaged, model.pt has", "superseded"):
         assert word in table
-    assert "5 to remove: " in table
+    assert "5 can be removed: " in table
     assert content() == before
 
     removed = sunspot("checkpoints", "gc", "run", "--yes", "--json")
@@ -467,7 +467,7 @@ def test_gc_removes_no_checkpoint_while_an_attempt_is_choosing(run: Run, sunspot
         commit(run, first, step)
     assert claim(run, read_attempts(run), replace(first, number=2, owner="another", nonce="89abcdef", chosen=False))
     answer = sunspot("checkpoints", "gc", "run", "--keep", "1", "--yes")
-    assert "attempt 2 is choosing" in answer.err
+    assert "attempt 2 is still choosing" in answer.err
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [3, 5]
 
 

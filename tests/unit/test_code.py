@@ -145,16 +145,16 @@ def test_the_same_files_give_the_same_archive_at_any_time_and_place(folder: Path
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("model.pt", "model.pt: 12 MB, of at most 10 MB"),
-        (".env", ".env: holds secrets, by its name"),
+        ("model.pt", "model.pt: 12 MB, but at most 10 MB"),
+        (".env", ".env: holds secrets, judging by its name"),
         ("keys/id_ed25519", "keys/id_ed25519: holds secrets"),
         ("gcp/service-account-1.json", "gcp/service-account-1.json: holds secrets"),
         ("harmless.txt -> weights.pem", "harmless.txt: holds secrets"),
-        ("out -> ../other", "out: a link to ../other, which is no file of this folder"),
+        ("out -> ../other", "out: a link to ../other, which is not a file of this folder"),
         ("lost -> nowhere", "lost: a link to nowhere"),
         ("below -> layers", "below: a link to layers"),
-        ("a\nb.py", r"'a\nb.py': a name that cannot be printed"),
-        ("pipe", "pipe: cannot be read, or is no file"),
+        ("a\nb.py", r"'a\nb.py': the name contains characters"),
+        ("pipe", "pipe: cannot be read, or is not a regular file"),
     ],
 )
 def test_a_file_that_cannot_be_packed_is_named_with_a_fix(name: str, said: str, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_files_that_commonly_hold_secrets_are_refused_by_their_paths(
     with pytest.raises(SettingsError) as refused:
         pack(tmp_path)
     refusals = {
-        line.strip().partition(": its name says that it holds secrets")[0] for line in str(refused.value).splitlines()
+        line.strip().partition(": holds secrets, judging by its name")[0] for line in str(refused.value).splitlines()
     }
     assert refusals >= set(SECRET_FILES.split())
     assert not refusals & set(CODE_FILES.split())
@@ -252,7 +252,7 @@ def test_a_folder_without_code_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         pack(tmp_path)
     monkeypatch.setattr(code_files, "MAX_FILES", 3)
     write(tmp_path, {f"{number}.py": "x" * 50 for number in range(4)})
-    with pytest.raises(SettingsError, match="4 files of 200 bytes, of at most 3 and 100 MB"):
+    with pytest.raises(SettingsError, match="4 files of 200 bytes, but at most 3 and 100 MB"):
         pack(tmp_path)
     write(tmp_path, {".git": "gitdir: nowhere"})
     with pytest.raises(SettingsError, match=r"git cannot list its files: .*not a git"):

@@ -423,7 +423,7 @@ def test_a_run_without_a_head_has_no_dashboard(cluster: FakeCluster, run: Run, s
     begin(run)
     write_status(run, Status(RunState.SUCCEEDED, JOB, "done"))
     assert sunspot("dashboard", "run") == 3
-    assert "run has no head that is ready, so no dashboard: succeeded, done; `sunspot report run" in sunspot.err
+    assert "run has no ready head, and so no dashboard: succeeded, done; `sunspot report run" in sunspot.err
     cluster.put_job(rayjob(JOB))
     cluster.set_status(JOB, "Initializing", rayClusterName=CLUSTER)
     cluster.pods = [pod(HEAD, CLUSTER, head=True, phase="Pending")]

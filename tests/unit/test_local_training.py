@@ -202,5 +202,5 @@ def test_an_unusable_settings_file_is_one_message(tmp_path: Path, content: bytes
 def test_without_the_training_packages_the_error_names_them(words: list[str], tmp_path: Path) -> None:
     answer = process(*words, "--storage", str(tmp_path))
     what = "predicting" if "predict" in words else "training"
-    said = f"error: {what} here needs ray and torch; `make .venv/train` installs it\n"
+    said = f"error: {what} on this machine needs ray and torch; `make .venv/train` installs it\n"
     assert (answer.code, answer.out, answer.err) == (2, "", said)

@@ -192,7 +192,7 @@ def _find_problem(folder: Path, name: str) -> str:
     if not name.isprintable():
         return f"{name!r}: the name contains characters that cannot be printed; rename it"
     if SECRET.fullmatch(name) or SECRET.fullmatch(path.resolve().as_posix()):
-        return f"{name}: its name says that it holds secrets; pods get theirs from a Secret (env_secrets in a profile)"
+        return f"{name}: holds secrets, judging by its name; pods get theirs from a Secret (env_secrets in a profile)"
     if path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(folder.resolve())):
         return (
             f"{name}: a link to {os.readlink(path)}, which is not a file of this folder; replace the link by the file"

@@ -42,7 +42,7 @@ MAX_DIGITS = 16
 
 
 @dataclass(frozen=True)
-class Data:
+class EpochLayout:
     """Division of an epoch into optimizer steps, from `run.json`."""
 
     rows: int
@@ -133,7 +133,8 @@ def prove(run: Run) -> Proof:
     step = whole[-1].step
     spans = [s._replace(upto=step if s.upto is None else min(s.upto, step)) for s in spans if s.after < step]
     epochs, wrong_rows = prove_rows(run, spans, step)
-    stepped = find_stepped(run, attempts, [name for name, files in directories.items() if MANIFEST in files])
+    committed = [name for name, files in directories.items() if MANIFEST in files]
+    stepped = find_attempts_with_steps(run, attempts, committed)
     gaps = find_gaps(read_receipts(read_journal(run, "events")), stepped)
     return Proof(step, epochs, wrong_rows, damaged, gaps)
 
@@ -146,7 +147,7 @@ def conclude(run: Run, proof: Proof) -> None:
         raise DamageError(f"{run.location}: {proof.summary}")
 
 
-def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:
+def find_attempts_with_steps(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:
     """Return the numbers of the attempts that took a step, by the metric history and the checkpoints.
 
     A record of the step that an attempt starts from does not count, because it is only an evaluation.
@@ -166,12 +167,12 @@ def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list
     tables = [table for table in read_audit(run, spans) if len(table)]
     if not tables:
         return [], []
-    data = read_data(run)
-    wrong = [*find_foreign_rows(tables, data), *find_wrong_steps(tables, data, end)]
-    return list(count_rows(tables, data, end)), wrong
+    layout = read_epoch_layout(run)
+    wrong = [*find_foreign_rows(tables, layout), *find_wrong_steps(tables, layout, end)]
+    return list(count_rows(tables, layout, end)), wrong
 
 
-def read_data(run: Run) -> Data:
+def read_epoch_layout(run: Run) -> EpochLayout:
     """Read the division of the run's epochs. Raises `DamageError` if `run.json` lacks it."""
     begun = read_identity(run)
     batch = begun.settings.get("SUNSPOT_GLOBAL_BATCH_SIZE", "")
@@ -179,38 +180,38 @@ def read_data(run: Run) -> Data:
     if not (rows and rows.steps_per_epoch and batch.isdecimal() and len(batch) < MAX_DIGITS and int(batch)):
         place = run.storage.locate(run.key("run.json"))
         raise DamageError(f"{place} cannot be used: it lacks the number of rows in a step or of steps in an epoch")
-    return Data(rows.rows, rows.steps_per_epoch, int(batch))
+    return EpochLayout(rows.rows, rows.steps_per_epoch, int(batch))
 
 
-def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Epoch]:
+def count_rows(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> Iterator[Epoch]:
     """Count the rows of every epoch up to step `end`."""
     import pyarrow
     import pyarrow.compute as pc
 
     # Epochs are counted one at a time, because the rows of one epoch fit into the cache. Counting all pairs of an epoch
     # and a row at once takes ten times as long.
-    last = (end - 1) // data.steps_per_epoch + 1
+    last = (end - 1) // layout.steps_per_epoch + 1
     if last > MAX_EPOCHS:
         raise DamageError(
             f"the newest checkpoint, of step {end:,}, is in epoch {last:,}; at most {MAX_EPOCHS:,} epochs can be proved"
         )
     consumed: dict[int, list[pyarrow.Array]] = {epoch: [] for epoch in range(1, last + 1)}
     for table in tables:
-        for epoch, rows in _split_by_epoch(table, data):
+        for epoch, rows in _split_by_epoch(table, layout):
             consumed[epoch] += rows.chunks
     for epoch, chunks in consumed.items():
         rows = pyarrow.chunked_array(chunks, pyarrow.int64())
-        known = rows.filter(_in_data(rows, data))
+        known = rows.filter(_in_data(rows, layout))
         distinct = pc.count_distinct(known).as_py()
-        finished = epoch * data.steps_per_epoch <= end
-        yield Epoch(epoch, len(rows), data.rows - distinct if finished else 0, len(known) - distinct, finished)
+        finished = epoch * layout.steps_per_epoch <= end
+        yield Epoch(epoch, len(rows), layout.rows - distinct if finished else 0, len(known) - distinct, finished)
 
 
-def _split_by_epoch(table: pyarrow.Table, data: Data) -> Iterator[tuple[int, pyarrow.ChunkedArray]]:
+def _split_by_epoch(table: pyarrow.Table, layout: EpochLayout) -> Iterator[tuple[int, pyarrow.ChunkedArray]]:
     """Yield each epoch with the rows that it consumed, in a time that does not depend on the number of epochs."""
     import pyarrow.compute as pc
 
-    epochs = pc.add(pc.divide(pc.subtract(table["step"], 1), data.steps_per_epoch), 1)
+    epochs = pc.add(pc.divide(pc.subtract(table["step"], 1), layout.steps_per_epoch), 1)
     order = pc.sort_indices(epochs)
     rows = table["row"].take(order)
     begin = 0
@@ -219,18 +220,18 @@ def _split_by_epoch(table: pyarrow.Table, data: Data) -> Iterator[tuple[int, pya
         begin += counted["counts"]
 
 
-def find_foreign_rows(tables: list[pyarrow.Table], data: Data) -> list[str]:
+def find_foreign_rows(tables: list[pyarrow.Table], layout: EpochLayout) -> list[str]:
     """Return a line for each row that is not in the data."""
     import pyarrow
     import pyarrow.compute as pc
 
-    foreign = pyarrow.concat_tables([table.filter(pc.invert(_in_data(table["row"], data))) for table in tables])
+    foreign = pyarrow.concat_tables([table.filter(pc.invert(_in_data(table["row"], layout))) for table in tables])
     named = foreign.slice(0, MAX_NAMED).to_pylist()
-    lines = (f"step {each['step']}: row {each['row']} is not one of 0..{data.rows - 1}" for each in named)
+    lines = (f"step {each['step']}: row {each['row']} is not one of 0..{layout.rows - 1}" for each in named)
     return _shorten(lines, len(foreign))
 
 
-def find_wrong_steps(tables: list[pyarrow.Table], data: Data, end: int) -> list[str]:
+def find_wrong_steps(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> list[str]:
     """Return a line for each step up to `end` that was not recorded or consumed a wrong number of rows."""
     import pyarrow
 
@@ -238,17 +239,17 @@ def find_wrong_steps(tables: list[pyarrow.Table], data: Data, end: int) -> list[
     found = dict(zip(counted["step"].to_pylist(), counted["count_all"].to_pylist(), strict=True))
     known = sorted(step for step in found if 1 <= step <= end)
     gaps = [(before + 1, step - 1) for before, step in pairwise([0, *known, end + 1]) if step > before + 1]
-    wrong = [step for step in sorted(found) if found[step] != data.rows_of(step)]
+    wrong = [step for step in sorted(found) if found[step] != layout.rows_of(step)]
     return [
         *_shorten((f"steps {first}..{last}: not recorded" for first, last in gaps), len(gaps)),
-        *_shorten((f"step {step}: {found[step]} rows instead of {data.rows_of(step)}" for step in wrong), len(wrong)),
+        *_shorten((f"step {step}: {found[step]} rows instead of {layout.rows_of(step)}" for step in wrong), len(wrong)),
     ]
 
 
-def _in_data(rows: pyarrow.ChunkedArray, data: Data) -> pyarrow.ChunkedArray:
+def _in_data(rows: pyarrow.ChunkedArray, layout: EpochLayout) -> pyarrow.ChunkedArray:
     import pyarrow.compute as pc
 
-    return pc.and_(pc.greater_equal(rows, 0), pc.less(rows, data.rows))
+    return pc.and_(pc.greater_equal(rows, 0), pc.less(rows, layout.rows))
 
 
 def _shorten(lines: Iterable[str], total: int) -> list[str]:

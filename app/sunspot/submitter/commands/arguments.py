@@ -88,7 +88,7 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=1,
-        help="start an ended job again by giving another number; default: 1",
+        help="a new number starts a job again that has ended; default: 1",
     )
 
 

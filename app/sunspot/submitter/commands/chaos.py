@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="kinds",
         action="append",
         required=True,
-        help="reclaim or kill (of a training worker), or head; several, as a list or repeated, are shuffled",
+        help="reclaim or kill (a training worker), or head; several, in a list or repeated, come in random order",
     )
     parser.add_argument(
         "--every",

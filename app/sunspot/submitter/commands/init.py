@@ -13,10 +13,10 @@ from sunspot.settings_file import FILE, as_variables, read_settings_file
 from sunspot.submitter.printing import print_json, print_text
 
 KINDS = {
-    "images": "images in classes",
-    "text": "texts in classes",
-    "table": "rows of numbers in classes",
-    "loop": "a training loop of your own",
+    "images": "classify images",
+    "text": "classify texts",
+    "table": "classify table rows",
+    "loop": "your own training loop",
 }
 
 
