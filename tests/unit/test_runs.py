@@ -505,7 +505,7 @@ def test_the_newest_output_of_each_process(run: Run, sunspot: StorageCommand) ->
 def test_output_that_is_not_there(run: Run, sunspot: StorageCommand) -> None:
     answer = sunspot("logs", "run")
     assert (answer.code, answer.out) == (3, "")
-    assert "no output of the driver, because none of its processes has written any yet" in answer.err
+    assert "no output of the driver, because no process has written any output yet" in answer.err
     say(run, rank_stream(1, 0), "text")
     answer = sunspot("logs", "run", "--rank", "7", "-f")
     assert answer.code == 3

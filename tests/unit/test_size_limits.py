@@ -203,7 +203,7 @@ def test_two_hundred_metrics_of_five_thousand_epochs_are_all_there() -> None:
 def test_a_checkpoint_of_an_impossible_step_is_reported_at_once(run: Run) -> None:
     data = EpochLayout(rows=10, steps_per_epoch=1, batch=10)
     rows = pa.table({"step": pa.array([1], pa.int32()), "rank": pa.array([0], pa.int32()), "row": [0]})
-    with pytest.raises(DamageError, match="in epoch 1,000,000,000: at most 100,000 epochs"):
+    with pytest.raises(DamageError, match="in epoch 1,000,000,000; at most 100,000 epochs"):
         list(count_rows([rows], data, 10**9))
     assert len(list(count_rows([rows], data, MAX_EPOCHS // 100))) == MAX_EPOCHS // 100
 
