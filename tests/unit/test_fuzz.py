@@ -39,7 +39,7 @@ SHIPPED = [path.read_bytes() for path in sorted((manifests() / "profiles").glob(
 
 @effort(4)
 @given(damaged(SHIPPED) | st.binary(max_size=50))
-def test_profiles(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_profile_ends_in_success_or_one_message(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
     settings = {"RUN_NAME": "run", "STORAGE_PATH": "s3://bucket/runs"}

@@ -262,7 +262,9 @@ def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:
     for field, kind in kinds.items():
         reference = source.get(field)
         if reference and not reference.get("optional"):
-            yield kind, reference.get("name") or reference.get("secretName") or reference["claimName"]
+            name = reference.get("name") or reference.get("secretName") or reference.get("claimName")
+            if name:  # otherwise, the API server refuses the reference
+                yield kind, name
 
 
 def _how_to_make(kind: str, name: str, namespace: str) -> str:

@@ -35,7 +35,7 @@ MERGE_KEYS = {
 CREDENTIAL_SHOWN = "a credential here could be read by everyone in the manifest, in Git and in storage"
 
 TYPES: Mapping[str, type] = {
-    **dict.fromkeys(("name", "value", "serviceAccountName", "priorityClassName"), str),
+    **dict.fromkeys(("name", "value", "secretName", "claimName", "serviceAccountName", "priorityClassName"), str),
     **dict.fromkeys((*MERGE_KEYS, "envFrom"), list),
     **dict.fromkeys(("nodeSelector", "resources", "requests", "limits", "valueFrom"), dict),
     **dict.fromkeys(("secretKeyRef", "secretRef", "secret", "configMapKeyRef", "configMapRef", "configMap"), dict),
