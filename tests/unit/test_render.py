@@ -1124,7 +1124,7 @@ def test_impossible_settings_are_refused_with_the_fix(
         ),
         ("extends: gke-spt", "no profile 'gke-spt'; did you mean gke-spot"),
         ("extends: ./mine.yaml", "extends mine.yaml, which extends it"),
-        ("- a", "not a profile, which is a mapping"),
+        ("- a", "not a profile: it must be a mapping"),
         ("a: [", "not valid YAML: "),
         ("settings: {EPOCS: 3}", "SUNSPOT_EPOCS: no such setting"),
         ("worker: {pod: {spec: {initContainers: {name: a}}}}", r"initContainers={.*}: set it to a list of mappings"),

@@ -1,4 +1,4 @@
-"""Finds storage in another cloud than the nodes, for which the pods get no credentials. Pure."""
+"""Finds storage in another cloud than the nodes, for which the pods get no credentials. All functions are pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Finds pods that would share a node with several GPUs, each with only a part of them. Pure.
+"""Finds pods that would share a node with several GPUs, each with only a part of them. All functions are pure.
 
 NCCL treats every pod as a separate host, so gradients between two pods of a node cross the network and not NVLink.
 """

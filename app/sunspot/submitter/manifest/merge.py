@@ -1,9 +1,9 @@
 """Merges a profile's own Kubernetes fields into the manifest: `pod` into a pod template, `rayjob` into the RayJob.
 
-This happens last, and as in kubectl: mappings by key, and lists of named things (containers, variables, volumes) by the
-name of each item. A merge only adds fields. It is refused if the manifest already has a field with another value: then
-either another key of the profile sets this field, or a run relies on its value. The API server checks all other fields,
-because `submit` and `doctor` first send it the RayJob as a dry run.
+The merge comes last, and works as in kubectl: mappings are merged by key, and lists of named items such as containers,
+variables and volumes by the name of each item. A merge only adds fields. It is refused if the manifest already has a
+field with another value: then either another key of the profile sets this field, or a run relies on its value. The API
+server checks all other fields, because `submit` and `doctor` first send it the RayJob as a dry run.
 """
 
 import re

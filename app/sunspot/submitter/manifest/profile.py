@@ -140,7 +140,7 @@ class Toleration(_Part):
     @classmethod
     def _none_for_exists(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value and info.data.get("operator") == "Exists":
-            raise ValueError("Exists takes any value")
+            raise ValueError("the operator Exists allows no value")
         return value
 
 
@@ -384,7 +384,7 @@ def _read_chain(name: str) -> dict[str, dict[str, Any]]:
         seen[place] = path
         content = read_yaml(path)
         if not isinstance(content, dict):
-            raise SettingsError(f"{path}: not a profile, which is a mapping such as notice_s: 30")
+            raise SettingsError(f"{path}: not a profile: it must be a mapping, such as notice_s: 30")
         contents[label if label not in contents else place] = content
         below = content.get("extends")
         path = _find(below, path.parent) if isinstance(below, str) and below else None
@@ -398,9 +398,11 @@ def _find(name: str, folder: Path) -> Path:
     shipped = {path.stem: path for path in sorted((manifests() / "profiles").glob("*.yaml"))}
     if name not in shipped:
         meant = find_meant(name, shipped)
-        hint = f"did you mean {meant}? The others are" if meant else "choose one of"
-        others = ", ".join(each for each in shipped if each != meant)
-        raise SettingsError(f"no profile {cut(name)!r}; {hint} {others}, or the path of your own, such as ./mine.yaml")
+        hint = f"did you mean {meant}? Choose" if meant else "choose"
+        known = ", ".join(shipped)
+        raise SettingsError(
+            f"no profile {cut(name)!r}; {hint} one of {known}, or give the path of your own: ./mine.yaml"
+        )
     return shipped[name]
 
 

@@ -1,7 +1,7 @@
-"""Checks whether a namespace's ResourceQuotas have room for a run, and its LimitRanges admit the pods. Pure.
+"""Checks whether a namespace's ResourceQuotas have room for a run, and its LimitRanges admit the pods.
 
-The API server refuses only the pod that exceeds a quota. A run needs its head and its fewest workers at the same time,
-so the sum of these is compared here.
+The API server refuses only the pod that exceeds a quota. A run needs its head and its smallest number of workers at the
+same time, so the sum of their requests is compared. All functions are pure.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Finds the pods that a RayJob creates: their number in each group, and their requests. Pure."""
+"""Finds the pods that a RayJob creates: their number in each group, and their requests. All functions are pure."""
 
 import math
 from collections.abc import Callable, Mapping
