@@ -105,8 +105,8 @@ def test_kinds_take_random_turns_by_a_seed() -> None:
         (["--kind", "kill"], "this would kill 1 training worker of the run run in sunspot, but nothing was done"),
         (
             ["--kind", "reclaim,head", "--count", "3", "--every", "2m"],
-            "this would reclaim 2 training workers and kill 1 head, 120 s apart, of the run run in sunspot, and has "
-            "done nothing; --yes does it",
+            "this would reclaim 2 training workers and kill 1 head, 120 s apart, of the run run in sunspot, but "
+            "nothing was done; --yes does it",
         ),
         (["--kind", "kil", "--yes"], "--kind kil: choose from reclaim, kill, head"),
         ([], "the following arguments are required: --kind"),

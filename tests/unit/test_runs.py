@@ -511,7 +511,7 @@ def test_output_that_is_not_there(run: Run, sunspot: StorageCommand) -> None:
     assert answer.code == 3
     assert "no output of rank 7; there are attempt-0001-rank-0000" in answer.err
     answer = sunspot("logs", "run", "--rank", "0", "--previous")
-    assert (answer.code, "one start of rank 0 only" in answer.err) == (3, True)
+    assert (answer.code, "rank 0 started only once" in answer.err) == (3, True)
     assert sunspot("logs", "run", "-f", "--previous").code == 2
 
 

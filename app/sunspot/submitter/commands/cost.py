@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the cost of each run or of each value of a label, and the total. Raises `NotFoundError` if no run exists."""
+    """Print the cost of each run or value of a label, and the total. Raises `NotFoundError` if no run exists."""
     storage = find_storage(args.storage)
     views = _read(storage)
     if not views:
