@@ -1,6 +1,6 @@
-"""What a real API server says of manifests, in a namespace that k8s/base holds to the restricted standard.
+"""Manifests are accepted by a real API server, in a namespace with the restricted standard of k8s/base.
 
-Without effect, but for that namespace, which goes again: KUBE_CONTEXT names the cluster.
+Everything is a dry run, except that the namespace is created and deleted. KUBE_CONTEXT names the cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROFILES = sorted(path.stem for path in (manifests() / "profiles").glob("*.yaml"
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/profiles.md").read_text(), re.DOTALL)
 
 FOR_OTHERS = ("priorityClassName", "runtimeClassName")
-"""Fields of pods that name what the cluster's owner makes."""
+"""Fields of pods that name objects of the cluster's owner."""
 
 pytestmark = pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
 
@@ -42,14 +42,14 @@ def ask(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def kubectl(*words: str, text: str = "") -> str:
-    """What the API server warns of."""
+    """Run kubectl, and return the warnings of the API server."""
     answer = ask(*words, text=text)
     assert answer.returncode == 0, answer.stderr
     return answer.stderr
 
 
 def customize(folder: Path, namespace: str, resource: str, *components: str) -> str:
-    """Write a kustomization of one of k8s/ for the namespace; returns its folder."""
+    """Write a kustomization of a folder in k8s/ for the namespace, and return its own folder."""
     paths = [os.path.relpath(manifests() / name, folder) for name in (resource, *components)]
     content = {"namespace": namespace, "resources": paths[:1], "components": paths[1:]}
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
@@ -65,7 +65,7 @@ def namespace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def pods_of(rendered: Rendered) -> Iterator[dict[str, Any]]:
-    """The pods of the RayJob as the operator makes them, by and large."""
+    """Yield the pods of the RayJob, nearly as the operator creates them."""
     for group, template in pod_templates(rendered.manifest).items():
         spec = {name: value for name, value in template["spec"].items() if name not in FOR_OTHERS}
         metadata = {**template["metadata"], "name": f"{rendered.name}-{group}", "namespace": rendered.namespace}
@@ -73,7 +73,7 @@ def pods_of(rendered: Rendered) -> Iterator[dict[str, Any]]:
 
 
 def assert_accepted(rendered: Rendered) -> None:
-    """Every field known, every value of its type, and every pod let in."""
+    """Assert that the API server knows every field, and admits every pod."""
     objects = [rendered.manifest, *pods_of(rendered)]
     said = kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", text=yaml.safe_dump_all(objects))
     assert "PodSecurity" not in said
@@ -101,16 +101,24 @@ def test_every_example_is_accepted(example: str, namespace: str, tmp_path: Path)
         "rayjob: {spec: {rayClusterSpec: {gcsFaultToleranceOptions: {backend: rocksdb, storage: {size: 1Gi}}}}}",
     ],
 )
-def test_other_keys_are_accepted(more: str, namespace: str, tmp_path: Path) -> None:
+def test_keys_without_an_example_are_accepted(more: str, namespace: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"extends: on-demand\n{more}\n")
     assert_accepted(render(str(path), {"NUM_WORKERS": "2..4"}, namespace=namespace))
 
 
-def test_a_field_that_no_rayjob_has_is_refused(namespace: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("patch", "field"),
+    [
+        ("rayjob: {spec: {manageBy: me}}", "manageBy"),
+        ("worker: {pod: {spec: {runtimeClas: fast}}}", "runtimeClas"),
+        ("head: {pod: {spec: {hostNetwork: 'yes'}}}", "hostNetwork"),
+    ],
+)
+def test_an_unknown_field_or_a_wrong_type_is_refused(patch: str, field: str, namespace: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("extends: kind\nrayjob: {spec: {manageBy: me}}")
-    with pytest.raises(AssertionError, match="manageBy"):
+    path.write_text(f"extends: kind\n{patch}")
+    with pytest.raises(AssertionError, match=field):
         assert_accepted(render(str(path), {}, namespace=namespace))
 
 
