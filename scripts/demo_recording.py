@@ -21,7 +21,7 @@ WHOLE_S, SPEED = 3, 8
 COLUMN, ROW, MARGIN = 7.8, 20, 24
 """Pixels of a character of 13 px, of a line, and around the text."""
 
-COLOURS = {"kill -9": "#ff7b72", "after the loss": "#e3b341", "audit": "#7ee787", "rows missing": "#e6edf3"}
+COLOURS = {"kill -9": "#ff7b72", "again": "#e3b341", "audit": "#7ee787", "rows missing": "#e6edf3"}
 """Of lines with such a text; the others are FADED where they say when, and plain in what they say."""
 
 PLAIN, FADED, BEHIND = "#c9d1d9", "#8b949e", "#0d1117"

@@ -1,6 +1,6 @@
-"""Manifests are accepted by a real API server, in a namespace with the restricted standard of k8s/base.
+"""What a real API server says of manifests, in a namespace that k8s/base holds to the restricted standard.
 
-Everything is a dry run, except that the namespace is created and deleted. KUBE_CONTEXT names the cluster.
+Without effect, but for that namespace, which goes again: KUBE_CONTEXT names the cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROFILES = sorted(path.stem for path in (manifests() / "profiles").glob("*.yaml"
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/profiles.md").read_text(), re.DOTALL)
 
 FOR_OTHERS = ("priorityClassName", "runtimeClassName")
-"""Fields of pods that name objects of the cluster's owner."""
+"""Fields of pods that name what the cluster's owner makes."""
 
 pytestmark = pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
 
@@ -42,14 +42,14 @@ def ask(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def kubectl(*words: str, text: str = "") -> str:
-    """Run kubectl, and return the warnings of the API server."""
+    """What the API server warns of."""
     answer = ask(*words, text=text)
     assert answer.returncode == 0, answer.stderr
     return answer.stderr
 
 
 def customize(folder: Path, namespace: str, resource: str, *components: str) -> str:
-    """Write a kustomization of a folder in k8s/ for the namespace, and return its own folder."""
+    """Write a kustomization of one of k8s/ for the namespace; returns its folder."""
     paths = [os.path.relpath(manifests() / name, folder) for name in (resource, *components)]
     content = {"namespace": namespace, "resources": paths[:1], "components": paths[1:]}
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
@@ -65,7 +65,7 @@ def namespace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def pods_of(rendered: Rendered) -> Iterator[dict[str, Any]]:
-    """Yield the pods of the RayJob, nearly as the operator creates them."""
+    """The pods of the RayJob as the operator makes them, by and large."""
     for group, template in pod_templates(rendered.manifest).items():
         spec = {name: value for name, value in template["spec"].items() if name not in FOR_OTHERS}
         metadata = {**template["metadata"], "name": f"{rendered.name}-{group}", "namespace": rendered.namespace}
@@ -73,7 +73,7 @@ def pods_of(rendered: Rendered) -> Iterator[dict[str, Any]]:
 
 
 def assert_accepted(rendered: Rendered) -> None:
-    """Assert that the API server knows every field, and admits every pod."""
+    """Every field known, every value of its type, and every pod let in."""
     objects = [rendered.manifest, *pods_of(rendered)]
     said = kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", text=yaml.safe_dump_all(objects))
     assert "PodSecurity" not in said
@@ -101,7 +101,7 @@ def test_every_example_is_accepted(example: str, namespace: str, tmp_path: Path)
         "rayjob: {spec: {rayClusterSpec: {gcsFaultToleranceOptions: {backend: rocksdb, storage: {size: 1Gi}}}}}",
     ],
 )
-def test_keys_without_an_example_are_accepted(more: str, namespace: str, tmp_path: Path) -> None:
+def test_other_keys_are_accepted(more: str, namespace: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"extends: on-demand\n{more}\n")
     assert_accepted(render(str(path), {"NUM_WORKERS": "2..4"}, namespace=namespace))

@@ -1,4 +1,6 @@
-"""Ray's autoscaler creates the requested pods of each group: its own scheduler, with the groups of a rendered job."""
+"""Ray's autoscaler creates the pods that are requested from each group: its own scheduler, on a rendered job's
+groups.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class Autoscaler:
         self.instances: list[AutoscalerInstance] = []
 
     def add(self, group: str, count: int, status: int = Instance.RAY_RUNNING, idle_s: float = 0) -> None:
-        """Add pods that are running, with a worker unless they are idle, or still pending (ALLOCATED)."""
+        """Add pods: running, with a worker unless they have been idle, or still pending (ALLOCATED)."""
         total = self.types[group].resources
         for _ in range(count):
             name = f"{group}/{len(self.instances)}"
@@ -59,7 +61,9 @@ class Autoscaler:
             )
 
     def decide(self, **asked: int) -> tuple[dict[str, int], list[str]]:
-        """Return the pods that it would create, and the groups of the pods that it would end, for these requests."""
+        """Return the pods to create, and the groups of the pods to end, given the number of workers requested from each
+        group.
+        """
         bundles = [
             ResourceRequestUtil.make({**self.per_worker, group: 1.0})
             for group, workers in zip((SPOT, PAID), asked.values(), strict=True)
@@ -80,7 +84,7 @@ class Autoscaler:
         return made, [request.instance_type for request in reply.to_terminate]
 
 
-def test_pods_stand_in_while_others_are_pending(job: Rendered) -> None:
+def test_pods_of_another_group_replace_pending_ones(job: Rendered) -> None:
     autoscaler = Autoscaler(job)
     assert autoscaler.decide(spot=4, paid=0) == ({SPOT: 4}, [])
     autoscaler.add(SPOT, 4, Instance.ALLOCATED)
@@ -90,10 +94,10 @@ def test_pods_stand_in_while_others_are_pending(job: Rendered) -> None:
     assert autoscaler.decide(spot=4, paid=3) == ({}, [])
 
 
-def test_idle_pods_that_are_no_longer_wanted_end(job: Rendered) -> None:
+def test_idle_pods_that_are_no_longer_requested_end(job: Rendered) -> None:
     autoscaler = Autoscaler(job)
     autoscaler.add(SPOT, 4)
     autoscaler.add(PAID, 2)
     autoscaler.add(PAID, 1, idle_s=AUTOSCALER["idleTimeoutSeconds"] + 1)
-    assert autoscaler.decide(spot=4, paid=3) == ({}, []), "it is requested"
-    assert autoscaler.decide(spot=4, paid=0) == ({}, [PAID]), "the others still have workers"
+    assert autoscaler.decide(spot=4, paid=3) == ({}, []), "the idle pod is still requested"
+    assert autoscaler.decide(spot=4, paid=0) == ({}, [PAID]), "the other pods still have workers"

@@ -1,4 +1,4 @@
-"""The user's own code without an image: its files, its name, and how a node unpacks it."""
+"""Tests of your own code without an image: which files are included, the archive's name, and unpacking on a node."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DAY = 24 * 3600
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Make a user's repository."""
+    """Return a user's repository."""
     folder = tmp_path / "mine"
     write(folder, {"my_task.py": "HIDDEN = 1\n", "layers/__init__.py": "", "run.sh": "#!/bin/sh\n", "gone.py": ""})
     (folder / "run.sh").chmod(0o755)
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a node's temporary folder, and restore this process's path afterwards."""
+    """Return a node's folder for temporary files, and restore this process's path at the end."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "node"))
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "node").mkdir()
@@ -76,7 +76,7 @@ def commit_all(folder: Path) -> None:
 
 
 def keep(content: bytes, place: Path) -> str:
-    """Write an archive to storage, and return its URL as a job has it."""
+    """Store an archive and return its reference, as a job has it."""
     place.mkdir(exist_ok=True)
     (place / "code.tar").write_bytes(content)
     return f"{place}/code.tar@sha256:{hashlib.sha256(content).hexdigest()}"
@@ -85,7 +85,7 @@ def keep(content: bytes, place: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------ packing
 
 
-def test_files_that_git_tracks_or_does_not_ignore_are_packed(folder: Path) -> None:
+def test_files_that_git_tracks_or_does_not_ignore_are_included(folder: Path) -> None:
     write(folder, {"inner/deep.py": "", "inner/.gitignore": "left\n", "inner/left": ""})
     git(folder / "inner", "init", "-q")
     commit_all(folder / "inner")
@@ -95,7 +95,7 @@ def test_files_that_git_tracks_or_does_not_ignore_are_packed(folder: Path) -> No
     assert pack(folder / "layers").names == {"__init__.py"}
 
 
-def test_without_git_all_files_that_may_be_code_are_packed(tmp_path: Path) -> None:
+def test_without_git_all_code_is_included(tmp_path: Path) -> None:
     write(tmp_path, {"my_task.py": "", "lib/data/reader.py": "", "data/rows": "", "runs/a": "", ".venv/bin/python": ""})
     write(tmp_path, {"lib/__pycache__/x.pyc": "", "conf/model.yaml": ""})
     assert pack(tmp_path).names == {"my_task.py", "lib/data/reader.py", "conf/model.yaml"}
@@ -110,11 +110,11 @@ def test_files_that_editors_leave_do_not_change_the_archive(in_git: bool, folder
         shutil.rmtree(folder / ".git")
     before = pack(folder)
     write(folder, dict.fromkeys(LEFT_BEHIND, "x"))
-    (folder / ".#my_task.py").symlink_to("me@host.1")  # a lock of Emacs
+    (folder / ".#my_task.py").symlink_to("me@host.1")  # as Emacs locks a file
     assert pack(folder).sha256 == before.sha256
 
 
-def test_untracked_files_are_named_and_all_tracked_files_are_packed(folder: Path) -> None:
+def test_untracked_files_are_named_and_all_tracked_files_are_included(folder: Path) -> None:
     write(folder, {"kept.bak": "data"})
     git(folder, "add", "kept.bak")
     archive = pack(folder)
@@ -125,7 +125,7 @@ def test_untracked_files_are_named_and_all_tracked_files_are_packed(folder: Path
     assert pack(folder).untracked == ()
 
 
-def test_the_same_files_give_the_same_archive_at_any_time_and_place(folder: Path, tmp_path: Path) -> None:
+def test_the_same_files_always_give_the_same_archive(folder: Path, tmp_path: Path) -> None:
     first = pack(folder)
     copy = tmp_path / "copy"
     for name in sorted(first.names, reverse=True):
@@ -157,7 +157,7 @@ def test_the_same_files_give_the_same_archive_at_any_time_and_place(folder: Path
         ("pipe", "pipe: cannot be read, or is not a regular file"),
     ],
 )
-def test_a_file_that_cannot_be_packed_is_named_with_a_fix(name: str, said: str, tmp_path: Path) -> None:
+def test_files_that_cannot_be_included_are_reported_with_the_fix(name: str, said: str, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     write(folder, {"my_task.py": "", "layers/__init__.py": "", ".env.example": ""})
     write(tmp_path, {"other/x.py": "", "weights.pem": ""})
@@ -190,7 +190,7 @@ SECRET_FILES = """
     client_secret_1.apps.googleusercontent.com.json service-account.json my-service-account-key.json id_rsa
     id_ed25519 id_ed25519_sk server.key cert.pem a.p12 a.jks a.kdbx a.keytab putty.ppk vpn.ovpn .bash_history
 """
-"""Paths of files in which programs keep credentials."""
+"""Paths at which programs commonly keep credentials."""
 
 CODE_FILES = """
     secrets.py secrets_manager.py credentials.py test_secrets.py token.py tokenizer.json tokenizer_config.json
@@ -198,7 +198,7 @@ CODE_FILES = """
     kubeconfig.py kubeconfig_test.py config.json docker/config.json hosts.yml id_rsa.pub boto.py main.tf
     variables.tf secretary.json environment.yml
 """
-"""Paths of ordinary files whose names resemble those of SECRET_FILES."""
+"""Paths of files with ordinary code whose names resemble those in SECRET_FILES."""
 
 
 def test_files_that_commonly_hold_secrets_are_refused_by_their_paths(
@@ -229,7 +229,7 @@ def test_a_credential_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
     assert pack(tmp_path).names == {"my_task.py", "test_task.py"}
 
 
-def test_only_the_beginning_of_text_files_is_searched_for_credentials(
+def test_the_search_for_credentials_reads_the_beginning_of_text_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
@@ -242,7 +242,7 @@ def test_only_the_beginning_of_text_files_is_searched_for_credentials(
     monkeypatch.setattr(code_files, "MAX_BYTES", 10)
     with pytest.raises(SettingsError, match="is it the folder of your code"):
         pack(tmp_path)
-    assert len(searched) == 2, "a file that is too large to be code is not read"
+    assert len(searched) == 2, "what is too large to be code is not read"
 
 
 def test_a_folder_without_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_code_is_unpacked_once_per_node_and_comes_first_on_sys_path(
     assert find_code("") == ""
 
 
-def test_an_archive_with_another_hash_is_not_run(
+def test_code_with_another_hash_is_not_run(
     folder: Path, tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     reference = keep(pack(folder).content, tmp_path / "storage")
@@ -302,7 +302,7 @@ def test_an_archive_with_another_hash_is_not_run(
     with pytest.raises(SettingsError, match="no such archive, or no more; `sunspot submit --code FOLDER`"):
         find_code(reference)
     monkeypatch.setenv(CODE, reference)
-    set_up_process()  # Ray would restart a failing one forever
+    set_up_process()  # Ray would begin one that fails again and again
     assert "no such archive" in warned[0]
     assert not [path for path in node.rglob("*") if path.suffix == ".py"]
 
@@ -340,14 +340,14 @@ def test_a_harmful_archive_is_refused_completely(
     assert [path.suffix for path in (node / f"sunspot-{os.getuid()}" / "code").iterdir()] == [".lock"]
 
 
-def test_an_archive_from_git_is_accepted(folder: Path, tmp_path: Path, node: Path) -> None:
+def test_an_archive_of_git_archive_is_accepted(folder: Path, tmp_path: Path, node: Path) -> None:
     commit_all(folder)
     git(folder, "archive", "-o", str(tmp_path / "code.tar"), "HEAD")
     found = find_code(keep((tmp_path / "code.tar").read_bytes(), tmp_path / "storage"))
     assert (Path(found) / "layers/__init__.py").exists()
 
 
-def test_a_folder_that_others_may_write_is_made_private(node: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_others_may_write_to_becomes_private(node: Path, folder: Path, tmp_path: Path) -> None:
     home = node / f"sunspot-{os.getuid()}"
     home.mkdir()
     home.chmod(0o777)
@@ -370,7 +370,7 @@ def code_of(cluster: FakeCluster) -> str:
     return settings_of(cluster.jobs[only_job(cluster)])[CODE]
 
 
-def test_each_edit_gives_another_job_that_takes_the_run_over(
+def test_each_edit_makes_a_new_job_that_takes_over_the_run(
     cluster: FakeCluster, sunspot: Command, folder: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -382,14 +382,14 @@ def test_each_edit_gives_another_job_that_takes_the_run_over(
         write(folder, {"my_task.py": f"HIDDEN = {edit}\n"})
         assert sunspot.submit(*options) == 0, sunspot.err
         assert f"code: 6 files of {folder}" in sunspot.err
-        assert "b='data' is a file on this machine" in sunspot.err, "it is not packed"
+        assert "b='data' is a file on this machine" in sunspot.err, "which is not packed"
         assert sunspot.err.count("is a file on this machine") == 1
         names.add(only_job(cluster))
         assert (Path(find_code(code_of(cluster))) / "my_task.py").read_text() == f"HIDDEN = {edit}\n"
         if edit == 1:
             cluster.set_status(only_job(cluster), "Running", "RUNNING")
             assert sunspot.submit(*options, "--json") == 0
-            assert sunspot.json["action"] == "attached", "the same code gives the same job"
+            assert sunspot.json["action"] == "attached", "the same code is the same job"
             write(folder, {"my_task.py": "HIDDEN = 9\n"})
             assert sunspot.submit(*options) == 6
             assert f"{CODE}: {code_of(cluster)} -> s3://" in sunspot.err
@@ -398,7 +398,7 @@ def test_each_edit_gives_another_job_that_takes_the_run_over(
     assert len(sunspot.run.storage.list(sunspot.run.key("code"))) == 3
 
 
-def test_code_may_be_given_in_a_profile_or_in_python(
+def test_code_may_come_from_the_profile_or_from_python(
     cluster: FakeCluster, s3_bucket: str, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text(f"extends: kind\ncode: {folder}\n")
@@ -413,7 +413,7 @@ def test_code_may_be_given_in_a_profile_or_in_python(
     assert code_of(cluster) != named
 
 
-def test_render_takes_an_archive_but_not_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_accepts_an_archive_but_not_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = f"s3://bucket/code.tar@sha256:{'a' * 64}"
     for request in (JobRequest(code=named), JobRequest(code=named, cluster="mine")):
         rendered = render(request)
@@ -430,9 +430,7 @@ def test_render_takes_an_archive_but_not_a_folder(folder: Path, monkeypatch: pyt
         render(JobRequest())
 
 
-def test_a_task_that_is_missing_from_the_code_gets_a_warning(
-    cluster: FakeCluster, sunspot: Command, folder: Path
-) -> None:
+def test_a_task_that_is_not_in_the_code_is_reported(cluster: FakeCluster, sunspot: Command, folder: Path) -> None:
     assert sunspot.submit("--code", str(folder / "nowhere")) == 2
     assert sunspot.err.startswith(f"error: code {folder}/nowhere: no such folder")
     assert sunspot.submit("--code", str(folder), "--set", "TASK=other.task") == 0
@@ -445,7 +443,7 @@ def test_a_task_that_is_missing_from_the_code_gets_a_warning(
 
 
 @pytest.mark.parametrize("verb", ["render", "submit"])
-def test_a_task_without_code_gets_a_warning(verb: str, cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_task_without_code_is_reported(verb: str, cluster: FakeCluster, sunspot: Command) -> None:
     here = [*("--storage", "s3://bucket/runs"), "--dry-run"] if verb == "submit" else []
     warned = "only if the image does; add the code with `sunspot submit --code FOLDER` or `make submit CODE=FOLDER`"
     for task, top in [("mine", "mine"), ("mine.task", "mine"), ("choice(mine,sunspot.tasks.gan)", "mine")]:
@@ -460,7 +458,7 @@ def test_a_task_without_code_gets_a_warning(verb: str, cluster: FakeCluster, sun
 # ----------------------------------------------------------------------------------------------------------- the run
 
 
-def test_code_that_is_no_longer_used_is_collected(tmp_path: Path) -> None:
+def test_code_that_is_no_longer_used_is_deleted(tmp_path: Path) -> None:
     run = Run(LocalStorage(str(tmp_path)), "run")
     for name in ("a", "b"):
         run.storage.write(run.key("code", f"{name * 64}.tar"), b"12345")
@@ -469,14 +467,14 @@ def test_code_that_is_no_longer_used_is_collected(tmp_path: Path) -> None:
         attempt = start(run, "job", settings={CODE: named[name]})
     commit(run, attempt, 2)
     later = run.storage.list("run")[0].modified + 2 * DAY
-    assert list(find_removals(run, None, later - 2 * DAY)) == [], "a new job may be about to use it"
+    assert list(find_removals(run, None, later - 2 * DAY)) == [], "it may be about to be named"
     [removal] = find_removals(run, None, later)
     assert (removal.name, removal.bytes) == (run.key("code", f"{'a' * 64}.tar"), 5)
     removal.remove()
     assert [entry.key for entry in run.storage.list("run/code")] == [f"run/code/{'b' * 64}.tar"]
 
 
-def test_a_change_of_code_is_recorded_as_an_event(tmp_path: Path) -> None:
+def test_a_change_of_code_is_an_event(tmp_path: Path) -> None:
     run = Run(LocalStorage(str(tmp_path)), "run")
     named = {name: {CODE: f"s3://bucket/code.tar@sha256:{name * 64}"} for name in "ab"}
     for settings in ({}, named["a"], named["a"], named["b"], {}):

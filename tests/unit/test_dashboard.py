@@ -1,4 +1,4 @@
-"""`sunspot dashboard`: the requests through the local port, its clients, and its end."""
+"""`sunspot dashboard`: what passes through the local port, whom it serves, and how it ends."""
 
 from __future__ import annotations
 
@@ -32,16 +32,14 @@ from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, _Handler, answer, pod, rayjob
 from tests.harness.runs import begin
 
-JOB = "run-1"
-CLUSTER = "run-1-x"
-HEAD = "run-1-x-head"
+JOB, CLUSTER, HEAD = "run-1", "run-1-x", "run-1-x-head"
 TOKEN = "s3cret"
 MAGIC = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-"""GUID of the WebSocket handshake."""
+"""Of WebSocket's handshake."""
 
 
 class Dashboard(BaseHTTPRequestHandler):
-    """A dashboard that needs a token, streams a response, and echoes WebSocket messages."""
+    """A dashboard that wants a token, streams, and echoes what WebSockets bring."""
 
     protocol_version = "HTTP/1.1"
 
@@ -69,7 +67,7 @@ class Dashboard(BaseHTTPRequestHandler):
     def send(self, status: int, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
-        if self.headers.get("Connection") == "close":  # like aiohttp, with which Ray's dashboard is written
+        if self.headers.get("Connection") == "close":  # as aiohttp says it, in which Ray's dashboard is written
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
@@ -81,7 +79,7 @@ class Dashboard(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Suppress the log, which nobody reads."""
+        """Nobody reads it."""
 
 
 def shake_hands(handler: BaseHTTPRequestHandler, **headers: str) -> None:
@@ -95,14 +93,14 @@ def shake_hands(handler: BaseHTTPRequestHandler, **headers: str) -> None:
 
 
 def unmask(data: bytes) -> bytes:
-    """Read a client's frame of less than 126 bytes, and return it as a server would send it."""
+    """A client's frame of less than 126 bytes as a server would send it."""
     mask, masked = data[2:6], data[6:]
     return bytes((data[0], data[1] & 0x7F)) + bytes(byte ^ mask[place % 4] for place, byte in enumerate(masked))
 
 
 @pytest.fixture
 def dashboard() -> Iterator[int]:
-    """Yield the port of such a dashboard."""
+    """The port of one."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Dashboard)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -120,7 +118,7 @@ def free_port() -> int:
 
 
 class Direct:
-    """Connect to a port of this machine instead of a pod."""
+    """A connection to a port of this machine, in the place of one to a pod."""
 
     error = ""
 
@@ -158,7 +156,7 @@ def ask(port: int, method: str = "GET", path: str = "/", body: bytes = b"", **he
         return response.status, response.read().decode()
 
 
-def test_the_token_is_added_to_requests_whose_bodies_stay_the_same(local: LocalPort, dashboard: int) -> None:
+def test_requests_get_the_token_and_keep_their_bodies(local: LocalPort, dashboard: int) -> None:
     port = local.server_address[1]
     assert ask(dashboard) == (401, "no token")
     assert ask(port)[0] == 200
@@ -193,7 +191,7 @@ def test_the_token_is_added_to_requests_whose_bodies_stay_the_same(local: LocalP
         ({"Host": "localhost:9000", "Sec-Fetch-Site": "cross-site"}, False),
     ],
 )
-def test_requests_of_other_sites_are_refused(local: LocalPort, headers: dict[str, str], served: bool) -> None:
+def test_only_its_own_pages_are_served(local: LocalPort, headers: dict[str, str], served: bool) -> None:
     status, said = ask(local.server_address[1], **headers)
     assert (status == 200) is served, said
     head = "\r\n".join(["GET / HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())])
@@ -201,8 +199,8 @@ def test_requests_of_other_sites_are_refused(local: LocalPort, headers: dict[str
 
 
 @pytest.mark.parametrize("name", ["Host", "origin", "Sec-Fetch-Site"])
-def test_a_guarded_header_may_occur_only_once(name: str) -> None:
-    """The dashboard might use the second of two such headers."""
+def test_a_decisive_header_may_come_once_only(name: str) -> None:
+    """Of two the dashboard may heed the other one."""
     lines = ["Host: localhost:1", "Origin: http://localhost:1", "Sec-Fetch-Site: same-origin"]
     head = "\r\n".join(["GET / HTTP/1.1", *lines])
     assert not find_problem(f"{head}\r\n\r\n".encode())
@@ -210,7 +208,7 @@ def test_a_guarded_header_may_occur_only_once(name: str) -> None:
         assert "twice" in find_problem(f"{head}\r\n{name} : {other}\r\n\r\n".encode())
 
 
-def test_a_slow_client_has_a_deadline(local: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_drips_has_a_deadline(local: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sunspot.local_http.HEAD_WITHIN_S", 0.5)
     began = time.monotonic()
     with socket.create_connection(local.server_address[:2], timeout=10) as client, contextlib.suppress(OSError):
@@ -223,13 +221,13 @@ def test_a_slow_client_has_a_deadline(local: LocalPort, monkeypatch: pytest.Monk
     assert time.monotonic() - began < 3
 
 
-def test_only_this_machine_reaches_the_forwarded_port(local: LocalPort) -> None:
+def test_nobody_but_this_machine_reaches_it(local: LocalPort) -> None:
     assert local.server_address[0] == "127.0.0.1"
     with pytest.raises(SettingsError, match="choose another one"):
         LocalPort(local.server_address[1], lambda: Direct(1), {})
 
 
-def test_the_reason_for_a_failed_request_is_shown() -> None:
+def test_what_keeps_a_request_from_going_through_is_said() -> None:
     def refuse() -> Direct:
         raise ClusterError("the API server is away")
 
@@ -239,7 +237,7 @@ def test_the_reason_for_a_failed_request_is_shown() -> None:
         port.shutdown()
 
 
-def test_a_request_header_is_rewritten_only_where_necessary() -> None:
+def test_a_head_is_rewritten_only_where_it_must_be() -> None:
     head = b"GET /a HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\nauthorization: old\r\nCookie: a=b\r\n\r\n"
     wanted = b"GET /a HTTP/1.1\r\nHost: x\r\nCookie: a=b\r\nAuthorization: new\r\nConnection: close\r\n\r\n"
     assert rewrite(head, {"Authorization": "new"}) == wanted
@@ -251,7 +249,7 @@ def test_a_request_header_is_rewritten_only_where_necessary() -> None:
 
 
 class Kubelet:
-    """Forward a port of this machine like the API server."""
+    """Port-forwarding as the API server does it, to a port of this machine."""
 
     def __init__(self, port: int, error: str = "") -> None:
         self.port, self.error = port, error
@@ -288,7 +286,7 @@ def send_frame(connection: socket.socket, data: bytes, operation: int = 2) -> No
 
 
 def read_frame(source: Any) -> bytes | None:
-    """Return the payload of a client's next frame, or None at the end."""
+    """The payload of a client's next frame; None when there is none."""
     head = source.read(2)
     if len(head) < 2 or head[0] & 0xF == 8:
         return None
@@ -314,7 +312,7 @@ def make_live(cluster: FakeCluster, run: Run, token: bool = True) -> None:
 
 
 class Process:
-    """Run `sunspot dashboard` as a separate process."""
+    """`sunspot dashboard` as a process of its own."""
 
     def __init__(self, run: Run, *words: str) -> None:
         storage = run.storage.locate("")
@@ -326,14 +324,14 @@ class Process:
         self.first = self.process.stdout.readline()
 
     def answer(self, port: int) -> tuple[int, str]:
-        """Return the answer to one request, and interrupt the process."""
+        """What it answers to one request, after which it is interrupted."""
         try:
             return ask(port)
         finally:
             self.process.send_signal(signal.SIGINT)
 
     def end(self) -> tuple[int, str]:
-        """Return the exit code and the text on stderr."""
+        """Exit code and what was said on stderr."""
         _, said = self.process.communicate(timeout=20)
         return self.process.returncode, said
 
@@ -364,7 +362,7 @@ def test_the_dashboard_is_reached_with_its_token_until_interrupted(
     assert TOKEN not in process.first + said
 
 
-def test_the_dashboard_ends_with_the_head(cluster: FakeCluster, run: Run, dashboard: int) -> None:
+def test_it_ends_with_the_head(cluster: FakeCluster, run: Run, dashboard: int) -> None:
     make_live(cluster, run, token=False)
     cluster.on("GET", "/portforward", Kubelet(dashboard))
     process = Process(run, "--port", str(free_port()))
@@ -377,7 +375,7 @@ def test_the_dashboard_ends_with_the_head(cluster: FakeCluster, run: Run, dashbo
     assert "token" not in said
 
 
-def test_the_dashboard_ends_if_the_head_has_finished(cluster: FakeCluster, run: Run, dashboard: int) -> None:
+def test_it_ends_with_a_head_that_has_ended(cluster: FakeCluster, run: Run, dashboard: int) -> None:
     make_live(cluster, run, token=False)
     cluster.on("GET", "/portforward", Kubelet(dashboard))
     process = Process(run, "--port", str(free_port()))
@@ -386,7 +384,7 @@ def test_the_dashboard_ends_if_the_head_has_finished(cluster: FakeCluster, run: 
     assert process.end()[0] == 3
 
 
-def test_a_port_that_the_pod_does_not_serve_is_reported(cluster: FakeCluster, run: Run) -> None:
+def test_a_port_that_the_pod_does_not_serve_is_said(cluster: FakeCluster, run: Run) -> None:
     make_live(cluster, run)
     cluster.on("GET", "/portforward", Kubelet(0, error="connection refused in the pod"))
     port = free_port()
@@ -395,7 +393,7 @@ def test_a_port_that_the_pod_does_not_serve_is_reported(cluster: FakeCluster, ru
     assert process.end()[0] == 0
 
 
-def test_without_permission_to_read_the_token_the_browser_has_to_give_it(
+def test_without_the_right_to_read_the_token_the_browser_is_asked(
     cluster: FakeCluster, run: Run, dashboard: int
 ) -> None:
     make_live(cluster, run)
@@ -410,7 +408,7 @@ def test_without_permission_to_read_the_token_the_browser_has_to_give_it(
     assert "have the Role sunspot-dashboard of k8s/base bound to you" in said
 
 
-def test_a_refusal_of_the_api_server_is_reported_at_once(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_what_is_refused_is_refused_at_once(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     make_live(cluster, run)
     cluster.on("GET", "/portforward", answer(403, 'User "me" cannot get pods/portforward'))
     assert sunspot("dashboard", "run") == 4
@@ -433,7 +431,7 @@ def test_a_run_without_a_head_has_no_dashboard(cluster: FakeCluster, run: Run, s
     assert sunspot("dashboard", "run") == 4
 
 
-def test_without_a_cluster_an_unknown_run_is_reported_as_missing(
+def test_without_a_cluster_a_run_that_storage_does_not_know_is_named_as_that(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))

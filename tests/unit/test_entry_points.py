@@ -1,4 +1,4 @@
-"""Every `python -m sunspot...`: its help does nothing else, and an unknown argument ends it with exit code 2."""
+"""Tests of every `python -m sunspot...`: help answers at once and does nothing, and wrong arguments end it with 2."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ENTRY_POINTS = [
 ]
 
 OWN = ("app", "client", "data", "main", "run", "settings", "storage", "submitter", "train")
-"""Names of users' files, which must not be imported instead of ours."""
+"""Common names of users' own files, which must not shadow Sunspot's modules."""
 
 
 def run_module(module: str, word: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE WORD` among a user's own files. The last line names torch and Ray if they were imported."""
+    """Run `python -m MODULE WORD` among a user's own files. The last line lists which of torch and Ray it imported."""
     program = (
         f"import runpy, sys; sys.argv = ['', {word!r}]\n"
         f"try: runpy.run_module({module!r}, run_name='__main__')\n"
@@ -67,7 +67,7 @@ def test_the_command_runs_as_a_module(module: str, tmp_path: Path) -> None:
     assert done.stdout.endswith("imported []\n")
 
 
-def test_the_library_is_imported_among_files_of_the_user(tmp_path: Path) -> None:
+def test_a_users_files_do_not_shadow_the_library(tmp_path: Path) -> None:
     done = run_module("sunspot.client", "", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "imported []\n", "")
 
@@ -81,7 +81,7 @@ def test_the_library_is_imported_among_files_of_the_user(tmp_path: Path) -> None
         ("xyz", "argument", "`python -m sunspot.some --help` lists what there is"),
     ],
 )
-def test_a_setting_given_as_an_argument_is_named(
+def test_a_setting_that_is_given_as_an_argument_is_explained(
     word: str, kind: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

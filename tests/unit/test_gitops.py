@@ -1,4 +1,4 @@
-"""Health of RayJobs and RayClusters in Argo CD and Flux: the checks in k8s/gitops, run on every possible status."""
+"""What Argo CD and Flux make of RayJobs and RayClusters: the checks in k8s/gitops, run on every status there is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(file: str) -> Any:
 
 
 def argo_cd(thing: dict[str, Any]) -> tuple[str, str]:
-    """Return health and message, from Lua 5.1 with the libraries of Argo CD (util/lua/lua.go)."""
+    """Health and message, by Lua 5.1 with the libraries that Argo CD has (util/lua/lua.go)."""
     lua = lua51.LuaRuntime()
     lua.execute("debug.setmetatable('', nil)")
     for library in ("string", "math", "io", "os", "debug", "coroutine", "python"):
@@ -37,7 +37,7 @@ def argo_cd(thing: dict[str, Any]) -> tuple[str, str]:
 
 
 def flux(thing: dict[str, Any]) -> str:
-    """Return the health, from untyped expressions in the order of Flux (runtime/cel/status_evaluator.go)."""
+    """Health, by expressions without types and in the order that Flux has (runtime/cel/status_evaluator.go)."""
     [check] = [check for check in load("flux.yaml")["spec"]["healthCheckExprs"] if check["kind"] == thing["kind"]]
     assert thing["apiVersion"] == check["apiVersion"]
     for health in ("failed", "current"):
@@ -50,7 +50,7 @@ def flux(thing: dict[str, Any]) -> str:
 
 
 def with_status(thing: dict[str, Any], **status: Any) -> dict[str, Any]:
-    """Return the object as the API server shows it, without empty fields."""
+    """As the API server shows it, which leaves out what is empty."""
     return {**thing, "status": {key: value for key, value in status.items() if value}}
 
 
@@ -80,10 +80,8 @@ def a_cluster(**conditions: tuple[bool, str]) -> dict[str, Any]:
         ("Retrying", "Progressing", "in progress"),
     ],
 )
-def test_the_health_of_a_running_job_follows_its_deployment_status(
-    deployment: str, argo_says: str, flux_says: str
-) -> None:
-    """The status of the Ray job does not matter, because another attempt may follow."""
+def test_a_job_that_has_not_completed(deployment: str, argo_says: str, flux_says: str) -> None:
+    """What the Ray job of a try is does not matter: another may follow."""
     for ray in JOB_STATUSES:
         job = a_rayjob(deployment, ray)
         assert argo_cd(job) == (argo_says, ": ".join(filter(None, [deployment, ray])))
@@ -91,13 +89,13 @@ def test_the_health_of_a_running_job_follows_its_deployment_status(
 
 
 @pytest.mark.parametrize("ray", JOB_STATUSES)
-def test_a_completed_job_is_healthy_if_it_succeeded(ray: str) -> None:
+def test_a_job_that_has_completed_is_well_if_it_succeeded(ray: str) -> None:
     job = a_rayjob("Complete", ray)
     assert argo_cd(job)[0] == ("Healthy" if ray == "SUCCEEDED" else "Degraded")
     assert flux(job) == ("current" if ray == "SUCCEEDED" else "failed")
 
 
-def test_the_health_checks_agree_with_the_command() -> None:
+def test_they_agree_with_the_command() -> None:
     for case in CASES:
         job = a_rayjob(*case)
         state, _ = judge(JobInCluster(job_view(job)), StoragePart())
@@ -106,18 +104,18 @@ def test_the_health_checks_agree_with_the_command() -> None:
         assert (flux(job) == "failed") is (argo_cd(job)[0] == "Degraded"), case
 
 
-def test_a_job_without_an_operator_is_progressing() -> None:
+def test_a_job_that_no_operator_has_seen() -> None:
     assert argo_cd(rayjob("digits-1")) == ("Progressing", "")
     assert flux(rayjob("digits-1")) == "unknown"
 
 
-def test_the_message_includes_the_operators_reason() -> None:
+def test_the_message_has_the_operators_reason() -> None:
     message = "Job status checks have been failing since 2026-11-20 10:00:00; exceeded timeout of 300s"
     job = a_rayjob("Failed", "RUNNING", reason="JobStatusCheckTimeoutExceeded", message=message)
     assert argo_cd(job) == ("Degraded", f"Failed: RUNNING: JobStatusCheckTimeoutExceeded: {message}")
 
 
-def test_the_message_includes_the_annotated_step() -> None:
+def test_the_message_has_the_step_that_the_job_is_annotated_with() -> None:
     job = a_rayjob("Running", "RUNNING")
     job["metadata"]["annotations"] = annotations(RunState.RUNNING, Status(RunState.RUNNING, "", step=7, total_steps=10))
     assert argo_cd(job) == ("Progressing", "Running: RUNNING: step 7 of 10")
@@ -156,14 +154,12 @@ REFUSED = (True, 'pods "head" is forbidden: exceeded quota: sunspot')
         ),
     ],
 )
-def test_a_cluster_has_the_health_of_its_conditions(
-    cluster: dict[str, Any], argo_says: tuple[str, str], flux_says: str
-) -> None:
+def test_a_cluster(cluster: dict[str, Any], argo_says: tuple[str, str], flux_says: str) -> None:
     assert argo_cd(cluster) == argo_says
     assert flux(cluster) == flux_says
 
 
-def test_argo_cd_and_flux_are_recognized_by_their_managed_fields() -> None:
+def test_argo_cd_and_flux_are_known_by_the_fields_that_they_manage_and_put_back_what_is_deleted() -> None:
     found = {manager: job_view(kept(rayjob("digits-1"), manager)).kept_by for manager in (*KEEPERS, "kubectl")}
     assert found == {**KEEPERS, "kubectl": ""}
     assert load("application.yaml")["spec"]["syncPolicy"]["automated"] == {"prune": True, "selfHeal": True}
@@ -171,8 +167,8 @@ def test_argo_cd_and_flux_are_recognized_by_their_managed_fields() -> None:
     assert PUT_BACK_WITHIN_S > 600
 
 
-def test_gitops_does_not_revert_fields_that_kueue_writes() -> None:
-    """GitOps ignores differences in the whole spec, which the RayJob's name identifies, and no others."""
+def test_neither_puts_back_what_kueue_writes() -> None:
+    """All of a RayJob's spec, which its name stands for, and nothing else."""
     application, kustomization = load("application.yaml")["spec"], load("flux.yaml")["spec"]
     rayjobs = {"group": "ray.io", "kind": "RayJob"}
     assert application["ignoreDifferences"] == [{**rayjobs, "jsonPointers": ["/spec"]}]
