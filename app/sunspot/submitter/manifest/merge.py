@@ -32,7 +32,7 @@ MERGE_KEYS = {
 }
 """Key by which the items of a list are merged; any other list is one value (`patchMergeKey` in Kubernetes' core/v1)."""
 
-CREDENTIAL_SHOWN = "a credential here could be read by everyone in the manifest, in Git and in storage"
+CREDENTIAL_SHOWN = "a credential here could be read by anyone who sees the manifest, Git or the storage"
 
 TYPES: Mapping[str, type] = {
     **dict.fromkeys(("name", "value", "secretName", "claimName", "serviceAccountName", "priorityClassName"), str),
@@ -65,7 +65,7 @@ POD_RULES = Rules(
         "spec.containers[ray].command": "KubeRay starts Ray in this container",
         "spec.containers[ray].args": "KubeRay starts Ray in this container",
         "spec.containers[ray].lifecycle": "a preStop hook delays the SIGTERM that makes Ray drain",
-        "spec.containers[ray].env[SUNSPOT_*]": "set it below settings",
+        "spec.containers[ray].env[SUNSPOT_*]": "set it under settings",
         "metadata.name": "KubeRay names the pods",
         "metadata.namespace": "set namespace in the profile",
         "metadata.labels.ray.io/*": "KubeRay sets it",
@@ -77,16 +77,16 @@ POD_RULES = Rules(
         "spec.automountServiceAccountToken": "only the container of Ray's autoscaler gets a token",
         "spec.terminationGracePeriodSeconds": "it follows from the notice; set notice_s in the profile",
         "spec.imagePullSecrets": "set image_pull_secrets in the profile",
-        "spec.tolerations": "a merge would replace the list; set tolerations beside pod",
+        "spec.tolerations": "a merge would replace the list; set tolerations next to pod",
         "spec.nodeSelector.*": "set node_selector, gpu_selector or spot in the profile",
         "spec.affinity.*": "a merge would replace a rule of the profile; see spot and placement",
         "spec.containers[ray].image": "set image in the profile",
         "spec.containers[ray].imagePullPolicy": "set image_pull_policy in the profile",
         "spec.containers[ray].env[*].*": "set env in the profile",
         "spec.containers[ray].envFrom": "set env_from_secrets in the profile",
-        "spec.containers[ray].resources.*": "set cpu, memory, ephemeral_storage or gpus beside pod",
-        "spec.volumes[tmp].*": "set ephemeral_storage beside pod",
-        "spec.volumes[shared-mem].*": "set memory beside pod",
+        "spec.containers[ray].resources.*": "set cpu, memory, ephemeral_storage or gpus next to pod",
+        "spec.volumes[tmp].*": "set ephemeral_storage next to pod",
+        "spec.volumes[shared-mem].*": "set memory next to pod",
     },
     free=(
         "metadata.annotations.*",
@@ -103,11 +103,11 @@ JOB_RULES = Rules(
         "metadata.name": "it consists of the run's name and a hash of the specification",
         "metadata.generateName": "each apply would create another run",
         "metadata.namespace": "set namespace in the profile",
-        **{f"metadata.labels.{prefix}*": "Sunspot sets it, or has a key of the profile for it" for prefix in RESERVED},
+        **{f"metadata.labels.{prefix}*": "Sunspot sets it, or the profile has a key for it" for prefix in RESERVED},
         **{f"metadata.annotations.{prefix}*": "Sunspot sets it" for prefix in RESERVED},
         "spec.entrypoint": "it starts the training program; set SUNSPOT_TASK or other settings instead",
-        "spec.entrypointNum*": "the driver belongs on the head, which offers none",
-        "spec.entrypointResources": "the driver belongs on the head, which offers none",
+        "spec.entrypointNum*": "the driver belongs on the head, which offers no resources",
+        "spec.entrypointResources": "the driver belongs on the head, which offers no resources",
         "spec.jobId": "each attempt has its own ID",
         "spec.submissionMode": "the other modes need a pod that a restricted namespace refuses",
         "spec.submitter*": "the job is submitted without a pod",
@@ -125,9 +125,9 @@ JOB_RULES = Rules(
         "spec.rayClusterSpec.authOptions.mode": "without a token, anyone who reaches the head could run any code",
         "spec.rayClusterSpec.authOptions.enableK8sTokenAuth": "the operator refuses it in a RayJob",
         "spec.rayClusterSpec.gcsFaultToleranceOptions.redisPassword.value": f"{CREDENTIAL_SHOWN}; give it a valueFrom",
-        "spec.rayClusterSpec.headGroupSpec.template*": "set head in the profile, or pod below it",
-        "spec.rayClusterSpec.workerGroupSpecs[*].template*": "set worker in the profile, or pod below it",
-        "spec.rayClusterSpec.workerGroupSpecs[*].numOfHosts": "each pod is one host",
+        "spec.rayClusterSpec.headGroupSpec.template*": "set head in the profile, or pod under it",
+        "spec.rayClusterSpec.workerGroupSpecs[*].template*": "set worker in the profile, or pod under it",
+        "spec.rayClusterSpec.workerGroupSpecs[*].numOfHosts": "a worker group has one pod per host",
         "spec.rayClusterSpec.workerGroupSpecs[*].suspend": "the driver decides how many pods a group has",
         "spec.rayClusterSpec.workerGroupSpecs[*].scaleStrategy*": "the autoscaler writes it",
     },

@@ -110,7 +110,7 @@ OwnKey = Annotated[Key, AfterValidator(_refuse_reserved)]
 LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
 
 LABELS = 'labels with their values in quotes, e.g. {team: "vision"}; not those of Sunspot'
-VARIABLES = "variables with their values in quotes; settings of Sunspot go below settings"
+VARIABLES = "variables with their values in quotes; settings of Sunspot go under settings"
 CPU = "CPUs, e.g. 4 or 500m"
 BYTES = "bytes with their unit, e.g. 16Gi"
 PRICE = "a number from 0, e.g. 0.35"
@@ -432,7 +432,7 @@ def _explain(problem: Any) -> str:
             model = _model_of(field.annotation)
     where = cut(".".join(names))
     if problem["type"] == "invalid_key":
-        return f"{where}: no such key; a key is a word"
+        return f"{where}: no such key; a key has to be text"
     if model and problem["type"] == "extra_forbidden":
         meant = find_meant(last, model.model_fields)
         hint = (

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sunspot.formatting import plural
 from sunspot.settings import PREFIX, READING_SHARE, Settings, WorkerRange
 from sunspot.submitter.manifest.profile import DataWorkers, Profile, Worker
 from sunspot.submitter.manifest.quantities import parse_quantity
@@ -151,7 +152,9 @@ def _find_misfits(settings: Settings, shape: Shape, per_pod: int) -> list[str]:
             f"{asked}: a worker of this profile has {1 if shape.gpus else 'no'} GPU; leave GPU out, Sunspot adds it"
         )
     if cpu * per_pod > shape.cpus:
-        problems.append(f"{asked}: a pod has {shape.cpus} CPUs for {per_pod}; request fewer, or raise worker.cpu")
+        problems.append(
+            f"{asked}: a pod has {shape.cpus} CPUs for {plural(per_pod, 'worker')}; request fewer, or raise worker.cpu"
+        )
     elif settings.loader == "ray" and (cpu <= 0 or (not shape.data and shape.cpus - cpu * per_pod < 1)):
         needs = f"SUNSPOT_LOADER=ray needs one of a pod's {shape.cpus} CPUs for reading"
         problems.append(f"{asked}: {needs}; request fewer, or raise worker.cpu")
