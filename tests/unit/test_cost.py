@@ -1,4 +1,4 @@
-"""The cost of runs: the sums, compared second by second and by hand, the prices of a profile, and the output."""
+"""What runs cost: the arithmetic, second by second and by hand, the prices of a profile, and what users are told."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sunspot.errors import SettingsError
-from sunspot.report.model import read_report
+from sunspot.report.model import gather
 from sunspot.report.page import render as render_page
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, Metadata
-from sunspot.run.cost import Spending, compute_spending, cost_of_loss
+from sunspot.run.cost import Spending, cost_of_loss, spent
 from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.overview import read_view
-from sunspot.run.status import RunState, Status, new_driver, write_status, write_status_as_is
+from sunspot.run.status import RunState, Status, new_driver, restore_status, write_status
 from sunspot.search_space import load_search
 from sunspot.settings import load_settings
 from sunspot.submitter.cluster.progress_lines import print_pods
@@ -35,7 +35,7 @@ BEGAN = 1_700_000_000
 
 
 def settings(prices: dict[str, Any] = SPOT, **labels: str) -> dict[str, str]:
-    """Return the settings that an attempt has recorded."""
+    """What an attempt has recorded."""
     return {"SUNSPOT_PRICES": json.dumps(prices), "SUNSPOT_LABELS": json.dumps(labels)}
 
 
@@ -48,7 +48,7 @@ def hosts(*names: str) -> dict[str, str]:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[Attempt], list[Receipt], int]:
-    """Return attempts on up to four nodes of two groups, receipts of some of them, and the end of the run."""
+    """Attempts on up to four nodes of two groups, each with a receipt or none, and when the run ended."""
     moments = st.integers(0, 40)
     claims = sorted(draw(st.lists(moments, min_size=1, max_size=6)))
     attempts, receipts = [], []
@@ -70,8 +70,8 @@ def histories(draw: st.DrawFn) -> tuple[list[Attempt], list[Receipt], int]:
 
 
 @given(histories())
-def test_every_second_of_every_node_is_counted_once(history: tuple[list[Attempt], list[Receipt], int]) -> None:
-    """The test computes the same sums second by second and node by node."""
+def test_every_second_of_every_node_is_paid_once(history: tuple[list[Attempt], list[Receipt], int]) -> None:
+    """The same, second by second and node by node."""
     attempts, receipts, end = history
     nodes = unpriced = lost_nodes = cost = lost = saved = 0.0
     for second in range(int(attempts[0].time), max(end, int(attempts[-1].time))):
@@ -91,17 +91,17 @@ def test_every_second_of_every_node_is_counted_once(history: tuple[list[Attempt]
         if any("on_demand_price" in price for price in known):
             saved += sum(p.get("on_demand_price", p["price"]) for p in known) * (not is_lost)
             saved -= sum(price["price"] for price in known)
-    found = compute_spending(attempts, receipts, end)
+    found = spent(attempts, receipts, end)
     expected = [nodes, unpriced, cost, lost_nodes, lost, saved]
     figures = [found.node_hours, found.unpriced_hours, found.cost, found.lost_hours, found.lost, found.saved]
     assert [(figure or 0) * HOUR for figure in figures] == pytest.approx(expected, abs=1e-6)
 
 
-def test_sums_of_runs_leave_out_unknown_costs() -> None:
+def test_sums_of_runs_leave_out_what_nobody_knows() -> None:
     known, unknown = Spending(2.0, 0.0, 3.0, 1.0, 1.5, 4.0), Spending(5.0, 5.0, None, 0.0, None, None)
     assert known + unknown == Spending(7.0, 5.0, 3.0, 1.0, 1.5, 4.0)
     assert unknown + unknown == Spending(10.0, 10.0)
-    assert compute_spending([], [], 10.0) == Spending()
+    assert spent([], [], 10.0) == Spending()
 
 
 # ------------------------------------------------------------------------------------------------- three runs, by hand
@@ -109,7 +109,7 @@ def test_sums_of_runs_leave_out_unknown_costs() -> None:
 
 @pytest.fixture
 def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageCommand:
-    """Return the command over three ended runs, two with prices and one without."""
+    """`sunspot` over three ended runs: two with prices, and one without."""
     storage = str(tmp_path / "runs")
 
     def ended(name: str, hours: float, **more: Any) -> Run:
@@ -117,13 +117,13 @@ def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageComman
         first = start(run, "job-1", at=BEGAN, world_size=4, nodes=hosts("a", "a", "b", "b"), **more)
         write_receipt(run, first, 0, Cause.BEGIN)
         state = {"attempt": 1, "driver": first.driver, "step": 500, "time": BEGAN + hours * HOUR}
-        write_status_as_is(run, Status(RunState.SUCCEEDED, "job-1", **state))
+        restore_status(run, Status(RunState.SUCCEEDED, "job-1", **state))
         return run
 
     ended("digits", 2.0, settings=settings(team="vision"))
     ended("plain", 1.0)
     run = ended("words", 10.0, settings=settings(team="text"))
-    # After 4 hours a node is lost with half an hour of work. The second attempt has a node of each group.
+    # After 4 hours a node is lost, half an hour of work with it; the second attempt has a node of each group.
     second = start(
         run,
         "job-1",
@@ -136,12 +136,12 @@ def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageComman
     times = {"left": BEGAN + 3.5 * HOUR, "first_step": BEGAN + 4.5 * HOUR}
     write_receipt(run, second, 1, **times, worker_seconds_lost=4.0 * HOUR, cost=3.75)
     state = {"attempt": 2, "driver": second.driver, "step": 1000, "time": BEGAN + 10 * HOUR}
-    write_status_as_is(run, Status(RunState.SUCCEEDED, "job-1", **state))
+    restore_status(run, Status(RunState.SUCCEEDED, "job-1", **state))
     return StorageCommand(storage, capsys)
 
 
 DIGITS = {"node_hours": 4.0, "cost": 2 * 2.25, "lost": 0.0, "saved": 2 * (6.25 - 2.25), "cost_per_step": 4.5 / 500}
-"""Cost of two nodes and the head for two hours, at 2.25 an hour, or 6.25 on demand."""
+"""Two nodes and the head, 2.25 an hour, for two hours; on demand 6.25 an hour."""
 
 WORDS = {
     "node_hours": 20.0,
@@ -151,10 +151,10 @@ WORDS = {
     "saved": 3.5 * 6.25 + 5.5 * 7.25 - 40.5,
     "cost_per_step": 40.5 / 1000,
 }
-"""Cost of 4 hours at 2.25 and 6 hours at 5.25. The hour around the change is lost."""
+"""4 hours at 2.25, then 6 at 5.25; the hour between is lost."""
 
 
-def test_the_cost_of_three_runs_matches_sums_by_hand(sunspot: StorageCommand) -> None:
+def test_three_runs_against_a_sum_by_hand(sunspot: StorageCommand) -> None:
     found = sunspot("cost", "--json").json
     runs = {run["run"]: run for run in found["runs"]}
     for name, expected in (("digits", DIGITS), ("words", WORDS)):
@@ -170,7 +170,7 @@ def test_the_cost_of_three_runs_matches_sums_by_hand(sunspot: StorageCommand) ->
     assert lines[-1] == ["all", "26", "45", "3.75", "29.25"]
 
 
-def test_costs_are_summed_by_label(sunspot: StorageCommand) -> None:
+def test_sums_by_label(sunspot: StorageCommand) -> None:
     found = sunspot("cost", "--by", "team", "--json").json["by"]
     assert {team: (each["runs"], each["node_hours"], each["cost"]) for team, each in found.items()} == {
         "text": (1, 20.0, 40.5),
@@ -181,7 +181,7 @@ def test_costs_are_summed_by_label(sunspot: StorageCommand) -> None:
     assert [line.split()[0] for line in lines] == ["team", "text", "vision", "without", "all"]
 
 
-def test_status_events_and_report_show_the_cost_of_a_run(sunspot: StorageCommand) -> None:
+def test_a_run_says_what_it_cost_wherever_it_is_shown(sunspot: StorageCommand) -> None:
     status = sunspot("status", "words", "--json").json
     assert {key: status["cost"][key] for key in WORDS} == pytest.approx(WORDS)
     assert "labels:     team=text" in sunspot("status", "words").out
@@ -189,12 +189,12 @@ def test_status_events_and_report_show_the_cost_of_a_run(sunspot: StorageCommand
     assert f"cost:       {line}" in sunspot("status", "words").out
     assert "cost:       2 node hours, 0 of them lost to incidents; no price is known" in sunspot("status", "plain").out
     assert "14400 worker-seconds lost (3.75), from" in sunspot("events", "words").out
-    page = render_page(read_report(open_run(sunspot.storage, "words"), RunState.SUCCEEDED, "")).decode()
+    page = render_page(gather(open_run(sunspot.storage, "words"), RunState.SUCCEEDED, "")).decode()
     assert '<dd id="figure-cost">40.50<small>' in page
     assert f"Cost: {line}." in page
 
 
-def test_cost_fails_for_a_storage_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_storage_without_runs_is_said_to_have_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = StorageCommand(str(tmp_path), capsys)("cost")
     assert (answer.code, answer.err) == (3, f"error: no run in {tmp_path}\n")
 
@@ -203,17 +203,19 @@ def test_cost_fails_for_a_storage_without_runs(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_run_that_was_stopped_costs_nothing_until_it_trains_again(tmp_path: Path) -> None:
-    """The same holds between its resumption and the claim of its first workers."""
+    """Also between its resumption and the claim of its first workers."""
     run = begin(open_run(str(tmp_path), "run"))
     first = start(run, "job-1", at=BEGAN, nodes=hosts("a"), settings=settings())
     state = {"attempt": 1, "driver": first.driver, "time": BEGAN + HOUR}
-    write_status_as_is(run, Status(RunState.STOPPED, "job-1", **state))
+    restore_status(run, Status(RunState.STOPPED, "job-1", **state))
     assert read_view(run).spending.node_hours == pytest.approx(1.0)
     write_status(run, Status(RunState.STARTING, "job-2", attempt=1, driver=new_driver()))
-    assert read_view(run).spending.node_hours == 0.0, "it has no records that would show a later sign of life"
+    assert read_view(run).spending.node_hours == 0.0, (
+        "its last sign of life is known from its records, of which are none"
+    )
 
 
-def test_a_loss_costs_the_nodes_until_the_first_step() -> None:
+def test_a_loss_costs_what_the_nodes_cost_meanwhile() -> None:
     run = [
         Attempt(n, "job", None, 0, time=time, metadata=Metadata(nodes=hosts("a"), settings=settings()))
         for n, time in ((1, 0), (2, 2 * HOUR))
@@ -255,17 +257,15 @@ def test_prices_and_labels_of_a_profile_reach_the_run(tmp_path: Path) -> None:
         "workers": (1.5, 4.0),
         "workers-2": (4.0, None),
     }
-    assert known.labels == {"team": "vision"}, "labels with a prefix are for Kubernetes"
+    assert known.labels == {"team": "vision"}, "labels with a prefix are for machinery"
     again = load_settings(known.environment())
     assert (again.prices, again.labels) == (known.prices, known.labels)
     dearer = rendered(tmp_path, PROFILE.replace("1.5", "1.75"))
-    assert dearer.name == job.name, "a changed price does not change the job"
+    assert dearer.name == job.name, "another price makes no other job"
     assert load_settings(settings_of(dearer.manifest)).prices["workers"].price == 1.75
 
 
-def test_the_highest_cost_of_a_job_is_shown_before_it_is_submitted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_job_may_cost_is_known_before_it_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_pods(rendered(tmp_path, PROFILE).pods)
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["head", "1", "0.2", "0.2"],
@@ -301,7 +301,7 @@ def test_wrong_prices_are_refused(tmp_path: Path, text: str, more: dict[str, str
 
 
 @pytest.mark.parametrize("value", ["7", '{"workers": {"price": "x"}}', '{"workers": {"cost": 1}}', "{"])
-def test_invalid_prices_in_a_setting_are_refused(value: str) -> None:
+def test_a_setting_that_is_no_list_of_prices_is_refused(value: str) -> None:
     with pytest.raises(SettingsError, match=r"SUNSPOT_PRICES=.*: set it to a JSON object, e.g. "):
         load_settings({"PRICES": value})
 
