@@ -1,54 +1,103 @@
-"""The arguments of a `python -m sunspot...`: one way to parse, refuse and explain them."""
+"""Parses the command lines of `sunspot VERB` and `python -m sunspot...`."""
 
 import argparse
 import itertools
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
-from sunspot.settings import PREFIX, describe_settings
-from sunspot.spelling import OTHER_SETTINGS, find_meant
+from sunspot.spelling import NO_OTHER_NAMES, OTHER_SETTINGS, find_meant
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of a `python -m sunspot...`, whose `--help` also lists the settings that it reads."""
+    """A parser that suggests the nearest right name for a misspelt verb, option or setting.
 
-    def __init__(self, module: str, description: str | None, settings: Iterable[str] = ()) -> None:
-        self._settings = list(settings)
-        lines = [f"  {s.variable}={s.default}\n{_indent(s.meaning)}" for s in describe_settings(self._settings)]
-        super().__init__(
-            f"python -m {module}",
-            description=description,
-            epilog="settings, environment variables with these defaults:\n" + "\n".join(lines) if lines else None,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    Its `--help` also lists the `settings` that the command reads.
+    """
 
-    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse `words`, by default the command line; an unknown one ends the process with 2."""
-        words = list(sys.argv[1:] if words is None else words)
-        options = [word for word in itertools.takewhile(lambda word: word != "--", words) if word.startswith("--")]
-        for option in options:  # first, as argparse would rather complain of what is missing
-            if not any(known.startswith(option.partition("=")[0]) for known in self._option_string_actions):
-                self.error(self._suggest(option))
-        arguments, unknown = self.parse_known_intermixed_args(words)
+    deferred: Callable[[Any], None] | None = None
+    "Function that adds the arguments of this parser when it is used, so that help does not import every verb."
+    verbs: Any = None
+    "Action that chooses among the verbs of a group."
+    other_verbs: Mapping[str, str] = NO_OTHER_NAMES
+    "Verbs of a group by the names that they have in other programs."
+
+    def __init__(self, prog: str, description: str | None = None, settings: Iterable[str] = (), **options: Any) -> None:
+        self._variables: dict[str, str] = {}
+        names = list(settings)
+        if names:
+            from sunspot.settings import describe_settings  # `sunspot --help` does not need it
+
+            described = describe_settings(names)
+            self._variables = {name: setting.variable for name, setting in zip(names, described, strict=True)}
+            lines = [f"  {setting.variable}={setting.default}\n{_indent(setting.meaning)}" for setting in described]
+            options["epilog"] = "\n".join(["settings, as environment variables with their defaults:", *lines])
+            options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description, allow_abbrev=False, **options)
+
+    def add_verbs(self, other_verbs: Mapping[str, str]) -> Any:
+        """Make this the parser of a group, and return the action to which its verbs are added."""
+        self.other_verbs = other_verbs
+        self.verbs = self.add_subparsers(title="verbs", metavar="VERB", required=True)
+        return self.verbs
+
+    def add_deferred_arguments(self) -> None:
+        """Add the deferred arguments, unless they have been added."""
+        if self.deferred:
+            self.deferred(self)
+            self.deferred = None
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse the words. An unknown word ends the process with exit code 2."""
+        words = list(sys.argv[1:] if args is None else args)
+        self.add_deferred_arguments()
+        if self.verbs:
+            if words and not words[0].startswith("-") and words[0] not in self.verbs.choices:
+                self._refuse("verb", words[0], find_meant(words[0], self.verbs.choices, self.other_verbs))
+            return super().parse_known_args(words, namespace)
+        # Misspelt options come first, because argparse would rather report the arguments that are missing.
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            option = word.partition("=")[0]
+            if word.startswith("--") and option not in self._option_string_actions:
+                self._refuse("option", option, self._find_meant(option))
+        parsed, unknown = super().parse_known_args(self._positional_first(words), namespace)
+        if unknown and "=" in unknown[0] and "--set" in self._option_string_actions:
+            self.exit(2, f"error: {unknown[0]}: write --set {unknown[0]}\n")
         if unknown:
-            self.error(self._suggest(unknown[0]))
-        return arguments
+            self._refuse("argument", unknown[0], self._find_meant(unknown[0]))
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         """End the process as `run_and_exit` does for a `SettingsError`."""
-        self.exit(2, f"error: {message}\n")
+        self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
 
-    def _suggest(self, word: str) -> str:
-        options = [option for option in self._option_string_actions if option.startswith("--")]
-        known = {option.strip("-").replace("-", "_"): option for option in options}
-        known |= {name: f"the environment variable {PREFIX}{name.upper()}" for name in self._settings}
-        stem = word.partition("=")[0].strip("-").replace("-", "_").lower().removeprefix(PREFIX.lower())
-        others = {name.lower(): meant.lower() for name, meant in OTHER_SETTINGS.items()}
-        meant = known.get(find_meant(stem, known, others))
+    def _refuse(self, kind: str, word: str, meant: str) -> NoReturn:
         hint = f"did you mean {meant}?" if meant else f"`{self.prog} --help` lists what there is"
-        return f"{word}: no such argument; {hint}"
+        self.exit(2, f"error: {word}: no such {kind}; {hint}\n")
+
+    def _find_meant(self, word: str) -> str:
+        """Return the option or the environment variable that is meant by a word, or an empty string."""
+        known = {name: f"the environment variable {variable}" for name, variable in self._variables.items()}
+        if word.startswith("-"):
+            options = [option for option in self._option_string_actions if option.startswith("--")]
+            known |= {option.strip("-").replace("-", "_"): option for option in options}
+        other_names = {name.lower(): setting.lower() for name, setting in OTHER_SETTINGS.items()}
+        name = word.partition("=")[0].strip("-").replace("-", "_").lower().removeprefix("sunspot_")
+        return known.get(find_meant(name, known, other_names), "")
+
+    def _positional_first(self, words: Sequence[str]) -> list[str]:
+        """Move positional arguments before the options, because argparse takes repeatable ones in one place only."""
+        positional: list[str] = []
+        options: list[str] = []
+        takes_value = False
+        for number, word in enumerate(words):
+            if word == "--":
+                return [*positional, *options, *words[number:]]
+            (options if takes_value or word.startswith("-") else positional).append(word)
+            action = None if takes_value else self._option_string_actions.get(word)
+            takes_value = action is not None and action.nargs is None
+        return positional + options
 
 
 def _indent(text: str) -> str:

@@ -18,7 +18,7 @@ from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError
 from sunspot.storage import Storage, open_storage
 from sunspot.storage.base import Entry
-from sunspot.submitter.proof import Data, Epoch, count_rows, prove
+from sunspot.submitter.proof import Epoch, EpochLayout, count_rows, prove
 
 NAME = re.compile(r".*/rows/(?P<start>[0-9.]+)-after-(?P<parent>none|[0-9.]+)-at-(?P<at>\d+)/\d+-\d+\.json")
 
@@ -88,7 +88,7 @@ def count(steps: list[Taken], told: list[Told]) -> list[Epoch]:
     # Two steps an epoch: count_rows takes it for finished once the second one is reached.
     numbers = [2 * step.epoch - 1 for step in steps for _ in step.rows]
     table = pa.table({"step": pa.array(numbers, pa.int32()), "row": [row for step in steps for row in step.rows]})
-    return list(count_rows([table], Data(told[0].rows, 2, told[0].rows), 2 * end - 1))
+    return list(count_rows([table], EpochLayout(told[0].rows, 2, told[0].rows), 2 * end - 1))
 
 
 def _find(storage: Storage, folder: str) -> list[tuple[Entry, re.Match[str]]]:

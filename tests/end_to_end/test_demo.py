@@ -1,4 +1,4 @@
-"""`sunspot demo`, from its first process to its report, on a task whose steps are short."""
+"""`sunspot demo`, from its first process to its report, with a task of short steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 3000
 
 
 @pytest.mark.slow
-def test_the_others_train_on_without_a_killed_worker_and_every_row_counts_once(
+def test_training_continues_after_a_killed_worker_and_every_row_counts_once(
     tmp_path: Path,
     make_data: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""A run whose task is in an archive alone: trained by the driver and all of Ray's processes."""
+"""Tests of a run whose task only exists in an archive, with the driver and all of Ray's processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build_model(settings, source):
 
 
 @pytest.mark.slow
-def test_an_edit_is_trained_and_told_of(
+def test_an_edit_is_trained_and_reported(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_data: Callable[..., str]
 ) -> None:
     folder, storage = tmp_path / "mine", program.settings["STORAGE_PATH"]

@@ -107,10 +107,18 @@ def test_other_keys_are_accepted(more: str, namespace: str, tmp_path: Path) -> N
     assert_accepted(render(str(path), {"NUM_WORKERS": "2..4"}, namespace=namespace))
 
 
-def test_a_field_that_no_rayjob_has_is_refused(namespace: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("patch", "field"),
+    [
+        ("rayjob: {spec: {manageBy: me}}", "manageBy"),
+        ("worker: {pod: {spec: {runtimeClas: fast}}}", "runtimeClas"),
+        ("head: {pod: {spec: {hostNetwork: 'yes'}}}", "hostNetwork"),
+    ],
+)
+def test_an_unknown_field_or_a_wrong_type_is_refused(patch: str, field: str, namespace: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("extends: kind\nrayjob: {spec: {manageBy: me}}")
-    with pytest.raises(AssertionError, match="manageBy"):
+    path.write_text(f"extends: kind\n{patch}")
+    with pytest.raises(AssertionError, match=field):
         assert_accepted(render(str(path), {}, namespace=namespace))
 
 

@@ -102,11 +102,11 @@ def test_the_seed_decides_the_order_of_the_kinds() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--kind", "kill"], "this would kill 1 training worker of the run run in sunspot, and has done"),
+        (["--kind", "kill"], "this would kill 1 training worker of the run run in sunspot, but nothing was done"),
         (
             ["--kind", "reclaim,head", "--count", "3", "--every", "2m"],
-            "this would reclaim 2 training workers and kill 1 head, 120 s apart, of the run run in sunspot, and has "
-            "done nothing; --yes does it",
+            "this would reclaim 2 training workers and kill 1 head, 120 s apart, of the run run in sunspot, but "
+            "nothing was done; --yes does it",
         ),
         (["--kind", "kil", "--yes"], "--kind kil: choose from reclaim, kill, head"),
         ([], "the following arguments are required: --kind"),

@@ -269,5 +269,5 @@ def test_the_command_prints_one_json_document(
 
 def test_without_the_training_program_one_line_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sunspot.train.task_check", None)
-    with pytest.raises(SettingsError, match=r"a task needs .*, which is not here; .* installs it"):
+    with pytest.raises(SettingsError, match=r"a task needs .*, which is not installed; .* installs it"):
         command.run(argparse.Namespace(settings=[], storage=None, json=False))

@@ -1,4 +1,4 @@
-"""`sunspot checkpoints`: what each verb reads, fetches and removes, and what it leaves alone."""
+"""`sunspot checkpoints`: the objects that each verb reads, downloads, removes and keeps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sunspot(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sto
 
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of what was hashed on local storage."""
+    """Record the keys of the objects that are hashed on local storage."""
     asked: list[str] = []
     digest = LocalStorage.digest
 
@@ -67,7 +67,7 @@ def path_of(run: Run, checkpoint: Checkpoint, file: str) -> Path:
 
 
 def leave_incomplete(run: Run, attempt: Attempt, step: int) -> str:
-    """What a process that was killed in the middle of a commit leaves."""
+    """Write the files that a process leaves if it is killed in the middle of a commit."""
     name = commit(run, attempt, step).name
     run.storage.delete(run.key("checkpoints", name, MANIFEST))
     return name
@@ -77,14 +77,14 @@ def leave_incomplete(run: Run, attempt: Attempt, step: int) -> str:
 
 
 @pytest.mark.parametrize("file", ["model.pt", "optimizer.pt", MANIFEST])
-def test_a_byte_flipped_in_place_is_seen(run: Run, sunspot: StorageCommand, digests: list[str], file: str) -> None:
+def test_a_flipped_byte_is_found(run: Run, sunspot: StorageCommand, digests: list[str], file: str) -> None:
     attempt = start(run, "job")
     whole, flipped = commit(run, attempt, 3), commit(run, attempt, 5)
     flip_byte(path_of(run, flipped, file))
     listed = sunspot("checkpoints", "ls", "run", "--json").json
     assert [(line["name"], line["verified"]) for line in listed] == [(whole.name, True), (flipped.name, False)]
     assert file in listed[1]["faults"][0]
-    assert digests == ([] if file == MANIFEST else [run.key("checkpoints", flipped.name, file)]), "no more is read"
+    assert digests == ([] if file == MANIFEST else [run.key("checkpoints", flipped.name, file)]), "nothing else is read"
 
 
 def test_a_run_that_was_copied_is_verified_by_its_bytes(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
@@ -105,18 +105,18 @@ def test_files_without_versions_are_hashed_each_time(run: Run, sunspot: StorageC
     assert len(digests) == 2
 
 
-def test_the_newest_are_listed(run: Run, sunspot: StorageCommand) -> None:
+def test_the_newest_checkpoints_are_listed(run: Run, sunspot: StorageCommand) -> None:
     attempt = start(run, "job")
     for step in range(1, 61):
         commit(run, attempt, step)
     listed = sunspot("checkpoints", "ls", "run", "--json")
     assert [line["step"] for line in listed.json] == list(range(11, 61))
-    assert "left out: 10 older; --all lists them" in listed.err
+    assert "left out: 10 older checkpoints; --all lists them" in listed.err
     assert [line["step"] for line in sunspot("checkpoints", "ls", "run", "--limit", "2", "--json").json] == [59, 60]
     assert len(sunspot("checkpoints", "ls", "run", "--all", "--json").json) == 60
 
 
-def test_in_s3_a_row_costs_one_read_and_a_changed_object_its_bytes(
+def test_in_s3_a_row_costs_one_read_and_a_changed_object_is_read_completely(
     s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
@@ -126,7 +126,7 @@ def test_in_s3_a_row_costs_one_read_and_a_changed_object_its_bytes(
     s3_proxy.requests.clear()
     listed = sunspot("checkpoints", "ls", "run", "--limit", "5", "--json")
     assert [(line["step"], line["verified"]) for line in listed.json] == [(step, True) for step in range(3, 8)]
-    assert len(s3_proxy.seen("GetObject")) == 5 + 1, "a manifest a row, and the attempt"
+    assert len(s3_proxy.seen("GetObject")) == 5 + 1, "one manifest for each row, and the attempt"
     assert len(s3_proxy.requests) - 6 == len(s3_proxy.seen("ListObjects")) == 3, (
         "the run, its checkpoints, its attempts"
     )
@@ -153,7 +153,7 @@ def in_storage(run: Run, checkpoint: Checkpoint) -> dict[str, bytes]:
     return {name: run.storage.read(run.key("checkpoints", checkpoint.name, name)) for name in names}
 
 
-def test_the_newest_goes_to_a_directory_of_its_name(
+def test_the_newest_checkpoint_is_written_to_a_directory_of_its_name(
     run: Run, sunspot: StorageCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -172,10 +172,10 @@ def test_the_newest_goes_to_a_directory_of_its_name(
     }
     assert read(tmp_path / newest.name) == in_storage(run, newest)
     again = sunspot("checkpoints", "get", "run", newest.name)
-    assert (again.code, "2 files, 2 of them were there already" in again.out) == (0, True)
+    assert (again.code, "2 files, 2 of which existed already" in again.out) == (0, True)
 
 
-def test_the_best_is_chosen_by_the_runs_own_metric(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_chosen_by_the_runs_metric(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
     measure = {"SUNSPOT_CHECKPOINT_METRIC": "accuracy", "SUNSPOT_CHECKPOINT_ORDER": "max"}
     attempt = Attempt(1, "job", None, 0, metadata=Metadata(measure))
     claim(run, [], attempt)
@@ -188,7 +188,7 @@ def test_the_best_is_chosen_by_the_runs_own_metric(run: Run, sunspot: StorageCom
     assert f"passed over {best.name}: damaged" in answer.err
 
 
-def test_what_was_begun_is_gone_on_with(
+def test_an_interrupted_download_is_continued(
     run: Run, sunspot: StorageCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
@@ -211,14 +211,14 @@ def test_what_was_begun_is_gone_on_with(
     assert ("model.pt", 7) in asked
     assert not [file for file, _ in asked if file == "optimizer.pt"]
 
-    (out / "model.pt").write_bytes(b"x" * 5)  # of something else: fetched anew, as is a part that is
+    (out / "model.pt").write_bytes(b"x" * 5)  # of another file: fetched again, like a part that is too large
     (out / "optimizer.pt.part").write_bytes(b"x" * 5)
     (out / "optimizer.pt").unlink()
     assert sunspot("checkpoints", "get", "run", "--output", str(out)).code == 0
     assert read(out) == wanted
 
 
-def test_a_broken_connection_is_resumed(
+def test_a_download_continues_after_a_broken_connection(
     s3_proxy: FaultProxy, s3_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
@@ -238,7 +238,7 @@ def test_a_broken_connection_is_resumed(
     assert sunspot("checkpoints", "get", "run", name, "--output", out).code == 0
     assert (tmp_path / "out" / "model.pt").read_bytes() == content
     ranges = [r.headers.get("range") for r in s3_proxy.seen("GetObject") if of_model(r)]
-    assert [str(each).startswith("bytes=0-") for each in ranges].count(True) == 1, "not from the beginning again"
+    assert [str(each).startswith("bytes=0-") for each in ranges].count(True) == 1, "the download does not start again"
 
     s3_proxy.on(of_model, s3.cut_body(1000))
     answer = sunspot("checkpoints", "get", "run", name, "--output", str(tmp_path / "other"))
@@ -246,7 +246,7 @@ def test_a_broken_connection_is_resumed(
     assert MANIFEST not in os.listdir(tmp_path / "other")
 
 
-def test_damage_is_never_handed_out(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_never_downloaded(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     assert (sunspot("checkpoints", "get", "run").code, sunspot("checkpoints", "get", "run", "best").code) == (3, 3)
     attempt = start(run, "job")
@@ -267,7 +267,9 @@ def test_damage_is_never_handed_out(run: Run, sunspot: StorageCommand, tmp_path:
 
 
 @pytest.mark.parametrize("file", ["../outside.pt", "/tmp/outside.pt", "manifest.json", "."])
-def test_a_manifest_writes_nowhere_else(run: Run, sunspot: StorageCommand, tmp_path: Path, file: str) -> None:
+def test_a_manifest_cannot_make_a_download_write_elsewhere(
+    run: Run, sunspot: StorageCommand, tmp_path: Path, file: str
+) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
     run.storage.write(run.key("checkpoints", checkpoint.name, "x"), b"")
     evil = replace(checkpoint, files={file: checkpoint.files["model.pt"]})
@@ -279,9 +281,7 @@ def test_a_manifest_writes_nowhere_else(run: Run, sunspot: StorageCommand, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
-def test_a_link_in_a_download_is_not_written_through(
-    kind: str, run: Run, sunspot: StorageCommand, tmp_path: Path
-) -> None:
+def test_a_download_does_not_write_through_a_link(kind: str, run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
     commit(run, start(run, "job"), 3)
     out, mine = tmp_path / "out", tmp_path / "mine"
     assert sunspot("checkpoints", "get", "run", "--output", str(out)).code == 0
@@ -296,7 +296,7 @@ def test_a_link_in_a_download_is_not_written_through(
     assert mine.read_bytes() == b"work"
 
 
-def test_a_directory_of_something_else_is_left_alone(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
+def test_a_directory_with_other_content_is_refused(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
     attempt = start(run, "job")
     first, second = commit(run, attempt, 3), commit(run, attempt, 5)
     mine = tmp_path / "mine"
@@ -317,13 +317,14 @@ def test_a_directory_of_something_else_is_left_alone(run: Run, sunspot: StorageC
 
 @pytest.fixture
 def littered(run: Run) -> dict[str, str]:
-    """A run of two attempts that keeps two; the name of each of its checkpoints, by what is to become of it."""
+    """Make a run of two attempts that keeps two checkpoints. Returns the name of each checkpoint by its fate."""
     keep = {"SUNSPOT_CHECKPOINTS_TO_KEEP": "2", "SUNSPOT_CHECKPOINT_METRIC": "loss", "SUNSPOT_CHECKPOINT_ORDER": "min"}
     first = start(run, "old")
     names = {"worst": commit(run, first, 2, loss=0.9).name, "best": commit(run, first, 4, loss=0.1).name}
     names["superseded"] = commit(run, first, 9, loss=0.01).name
     names["killed, old"] = leave_incomplete(run, first, 8)
-    claim(run, read_attempts(run), second := Attempt(2, "new", names["best"], 4, metadata=Metadata(keep)))
+    second = Attempt(2, "new", names["best"], 4, metadata=Metadata(keep))
+    claim(run, read_attempts(run), second)
     names["second"] = commit(run, second, 6, loss=0.2).name
     names["damaged"] = commit(run, second, 7, loss=0.0).name
     run.storage.write(run.key("checkpoints", names["damaged"], "model.pt"), b"other bytes")
@@ -338,7 +339,7 @@ def left(run: Run) -> set[str]:
     return {entry.key.split("/")[2] for entry in run.storage.list(run.key("checkpoints"))}
 
 
-def test_gc_shows_and_then_removes_what_is_of_no_use(
+def test_gc_shows_and_then_removes_unneeded_checkpoints(
     run: Run, sunspot: StorageCommand, littered: dict[str, str]
 ) -> None:
     def content() -> list[tuple[str, bytes]]:
@@ -354,7 +355,7 @@ def test_gc_shows_and_then_removes_what_is_of_no_use(
     table = sunspot("checkpoints", "gc", "run").out
     for word in ("neither the newest nor among the best 2 by loss (min)", "damaged, model.pt has", "superseded"):
         assert word in table
-    assert "5 to remove: " in table
+    assert "5 can be removed: " in table
     assert content() == before
 
     removed = sunspot("checkpoints", "gc", "run", "--yes", "--json")
@@ -365,15 +366,15 @@ def test_gc_shows_and_then_removes_what_is_of_no_use(
     assert "nothing to remove" in sunspot("checkpoints", "gc", "run", "--yes").out
 
 
-def test_gc_keeps_as_many_as_it_is_told(run: Run, sunspot: StorageCommand, littered: dict[str, str]) -> None:
+def test_gc_keeps_the_given_number_of_checkpoints(run: Run, sunspot: StorageCommand, littered: dict[str, str]) -> None:
     answer = sunspot("checkpoints", "gc", "run", "--keep", "1", "--yes")
     assert "removed 6 of 6: " in answer.out
     assert left(run) == {littered[what] for what in ("best", "newest", "being written")}
     assert sunspot("checkpoints", "gc", "run", "--keep", "0").code == 2
 
 
-def test_gc_never_removes_the_newest_that_is_good_byte_by_byte(run: Run, sunspot: StorageCommand) -> None:
-    """The listing would still vouch for the newest, whose bytes are gone bad: the one before it is the newest good."""
+def test_gc_never_removes_the_newest_intact_checkpoint(run: Run, sunspot: StorageCommand) -> None:
+    """The bytes of the newest checkpoint have changed although the listing has not, so the one before it counts."""
     attempt = start(run, "job")
     good, bad = commit(run, attempt, 3, loss=0.9), commit(run, attempt, 5, loss=0.1)
     flip_byte(path_of(run, bad, "model.pt"))
@@ -385,7 +386,7 @@ def test_gc_never_removes_the_newest_that_is_good_byte_by_byte(run: Run, sunspot
     assert left(run) == {good.name}
 
 
-def test_gc_removes_nothing_where_nothing_is_whole(run: Run, sunspot: StorageCommand) -> None:
+def test_gc_removes_nothing_if_no_checkpoint_is_intact(run: Run, sunspot: StorageCommand) -> None:
     attempt = start(run, "old")
     for step in (3, 5):
         flip_byte(path_of(run, commit(run, attempt, step), "model.pt"))
@@ -393,11 +394,11 @@ def test_gc_removes_nothing_where_nothing_is_whole(run: Run, sunspot: StorageCom
     before = left(run)
     answer = sunspot("checkpoints", "gc", "run", "--yes")
     assert (answer.code, left(run)) == (0, before)
-    assert "no checkpoint is whole" in answer.err
+    assert "no checkpoint is intact" in answer.err
 
 
 @pytest.mark.parametrize("state", [RunState.RUNNING, RunState.STOPPED, RunState.SUCCEEDED, RunState.LOST])
-def test_gc_leaves_what_a_live_process_may_be_writing(run: Run, sunspot: StorageCommand, state: RunState) -> None:
+def test_gc_keeps_files_that_a_live_process_may_be_writing(run: Run, sunspot: StorageCommand, state: RunState) -> None:
     attempt = start(run, "job")
     good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
     write_status(run, Status(state, "job"))
@@ -412,9 +413,7 @@ def test_gc_leaves_what_a_live_process_may_be_writing(run: Run, sunspot: Storage
     assert left(run) == {good.name}
 
 
-def test_gc_goes_by_the_clock_of_the_storage(
-    run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gc_uses_the_clock_of_the_storage(run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = start(begin(run), "job")
     good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
     write_status(run, Status(RunState.RUNNING, "job"))
@@ -424,16 +423,18 @@ def test_gc_goes_by_the_clock_of_the_storage(
     assert left(run) == {good.name, begun}, "this machine's clock is two days ahead"
 
 
-def test_gc_leaves_files_whose_manifest_would_still_count(run: Run, sunspot: StorageCommand) -> None:
-    """The next attempt began from a copy in memory of that step; the old process is about to commit it."""
+def test_gc_keeps_files_whose_manifest_would_still_count(run: Run, sunspot: StorageCommand) -> None:
+    """The next attempt began from a copy of that step in memory, and the old process is about to commit the step."""
     attempt = start(run, "job")
-    good, begun, other = commit(run, attempt, 3), leave_incomplete(run, attempt, 5), leave_incomplete(run, attempt, 6)
+    good = commit(run, attempt, 3)
+    begun = leave_incomplete(run, attempt, 5)
+    other = leave_incomplete(run, attempt, 6)
     start(run, "job", begun, tier="memory")
     sunspot("checkpoints", "gc", "run", "--yes")
-    assert left(run) == {good.name, begun}, f"{other} counts no more"
+    assert left(run) == {good.name, begun}, f"{other} no longer counts"
 
 
-def test_gc_ends_when_a_new_attempt_begins(
+def test_gc_stops_when_a_new_attempt_begins(
     run: Run, sunspot: StorageCommand, littered: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find_then_lose(*arguments: Any) -> list[Any]:
@@ -445,11 +446,11 @@ def test_gc_ends_when_a_new_attempt_begins(
     before = left(run)
     answer = sunspot("checkpoints", "gc", "run", "--yes")
     assert (answer.code, left(run)) == (6, before)
-    assert "a new attempt has begun meanwhile" in answer.err
+    assert "a new attempt has begun; try again" in answer.err
     assert "removed 0 of 5" in answer.out
 
 
-def test_gc_does_not_judge_an_attempt_that_has_begun_since(
+def test_gc_ignores_an_attempt_that_began_after_the_listing(
     run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = commit(run, start(run, "job"), 3)
@@ -460,17 +461,17 @@ def test_gc_does_not_judge_an_attempt_that_has_begun_since(
     assert [checkpoint.name for checkpoint in list_checkpoints(run)] == [good.name, later.name]
 
 
-def test_gc_removes_no_checkpoint_while_an_attempt_chooses_one(run: Run, sunspot: StorageCommand) -> None:
+def test_gc_removes_no_checkpoint_while_an_attempt_is_choosing(run: Run, sunspot: StorageCommand) -> None:
     first = start(run, "job")
     for step in (3, 5):
         commit(run, first, step)
     assert claim(run, read_attempts(run), replace(first, number=2, owner="another", nonce="89abcdef", chosen=False))
     answer = sunspot("checkpoints", "gc", "run", "--keep", "1", "--yes")
-    assert "attempt 2 is choosing" in answer.err
+    assert "attempt 2 is still choosing" in answer.err
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [3, 5]
 
 
-def test_gc_says_what_it_had_removed_when_storage_fails(
+def test_gc_lists_the_removed_checkpoints_if_storage_fails(
     run: Run, sunspot: StorageCommand, littered: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delete, deleted = garbage.delete_checkpoint, []
@@ -486,7 +487,7 @@ def test_gc_says_what_it_had_removed_when_storage_fails(
     assert (answer.code, "removed 2 of 5: " in answer.out) == (4, True)
 
 
-def test_gc_removes_what_killed_writers_left_on_a_disk(run: Run, sunspot: StorageCommand) -> None:
+def test_gc_removes_files_of_killed_writers_from_a_disk(run: Run, sunspot: StorageCommand) -> None:
     assert isinstance(run.storage, LocalStorage)
     commit(run, start(run, "job"), 3)
     folder = run.storage.root / "run" / "metrics"
@@ -501,7 +502,7 @@ def test_gc_removes_what_killed_writers_left_on_a_disk(run: Run, sunspot: Storag
     assert (old.exists(), young.exists()) == (False, True)
 
 
-def test_gc_aborts_uploads_that_were_never_finished(
+def test_gc_aborts_unfinished_uploads(
     s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
@@ -511,7 +512,7 @@ def test_gc_aborts_uploads_that_were_never_finished(
     for key in ("team/run/checkpoints/x/model.pt", "team/run2/model.pt"):
         upload = client.create_multipart_upload(Bucket=s3_bucket, Key=key)["UploadId"]
         client.upload_part(Bucket=s3_bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"12345")
-    assert sunspot("checkpoints", "gc", "run", "--json").json == [], "it may be going on"
+    assert sunspot("checkpoints", "gc", "run", "--json").json == [], "the upload may still be running"
     monkeypatch.setattr(garbage, "ABANDONED_S", -60)
     [shown] = sunspot("checkpoints", "gc", "run", "--json").json
     assert (shown["name"], shown["bytes"]) == ("run/checkpoints/x/model.pt", 5)
@@ -521,10 +522,10 @@ def test_gc_aborts_uploads_that_were_never_finished(
     s3_proxy.on(lambda request: "uploads" in request.query, s3.answer(403, "AccessDenied"))
     answer = sunspot("checkpoints", "gc", "run", "--yes")
     assert answer.code == 0
-    assert "unfinished uploads are not looked for" in answer.err
+    assert "unfinished uploads cannot be listed" in answer.err
 
 
-def test_an_interrupted_download_ends_soon_and_keeps_its_part(
+def test_an_interrupted_download_ends_soon_and_keeps_its_partial_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = commit(run, start(run, "job"), 3)

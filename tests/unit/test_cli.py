@@ -1,4 +1,4 @@
-"""The command `sunspot` on storage alone: what it prints, and the exit code it ends in."""
+"""The command `sunspot` without a cluster: its output and exit codes."""
 
 from __future__ import annotations
 
@@ -80,18 +80,18 @@ sys.modules.update(dict.fromkeys(["fcntl", "grp", "posix", "pwd", "resource", "t
 from sunspot.cli import main
 main()
 """
-"""The command, without what Windows has not."""
+"""A program that runs the command without the modules that Windows lacks."""
 
 
 @pytest.mark.parametrize("words", [["list"], ["--help"]])
-def test_on_windows_one_message_says_where_it_works(words: list[str]) -> None:
+def test_on_windows_one_message_points_to_wsl(words: list[str]) -> None:
     answer = process(*words, program=WINDOWS)
     said = "error: this is Windows, and sunspot needs Linux or macOS; in WSL (`wsl --install`) all of it works\n"
     assert (answer.code, answer.out, answer.err) == (2, "", said)
 
 
 def imported_by(*words: str, code: int) -> set[str]:
-    """The libraries that a command, which ends with `code`, imports."""
+    """Run a command that ends with `code`, and return the libraries that it imports."""
     program = (
         "import sys, atexit; atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); "
         "from sunspot.cli import main; main()"
@@ -120,7 +120,7 @@ def test_help_and_wrong_usage_import_nothing_heavy(words: list[str]) -> None:
     assert not imported_by(*words, code=0 if "--help" in words else 2) & {*HEAVY, "torch", "ray", "numpy"}
 
 
-def test_status_without_a_cluster_imports_no_client_of_one(
+def test_status_without_a_cluster_does_not_import_the_kubernetes_client(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -147,7 +147,7 @@ def test_status_without_a_cluster_imports_no_client_of_one(
         (["render", "--run", "a", "EPOCHS=3"], "EPOCHS=3: write --set EPOCHS=3"),
     ],
 )
-def test_an_unknown_word_gets_the_right_one_if_one_is_likely(
+def test_an_unknown_word_gets_a_likely_suggestion(
     capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -155,7 +155,7 @@ def test_an_unknown_word_gets_the_right_one_if_one_is_likely(
     assert (ended.value.code, *capsys.readouterr()) == (2, "", f"error: {said}\n")
 
 
-def test_every_verb_takes_storage_and_json_and_those_of_a_cluster_where_they_act(
+def test_every_verb_takes_storage_and_json_and_cluster_verbs_take_a_context(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parser = make_parser()
@@ -171,16 +171,16 @@ def test_every_verb_takes_storage_and_json_and_those_of_a_cluster_where_they_act
             assert VERBS[verb].partition(" ")[0] in text
 
 
-def test_a_verb_that_asks_no_cluster_takes_no_options_of_one(sunspot: StorageCommand) -> None:
+def test_a_verb_without_a_cluster_takes_no_cluster_options(sunspot: StorageCommand) -> None:
     answer = sunspot("metrics", "run", "--context", "nowhere")
     assert (answer.code, answer.out) == (2, "")
     assert answer.err == "error: --context: no such option; `sunspot metrics --help` lists what there is\n"
 
 
-def test_what_takes_long_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_operation_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with progress_note("reading"):
         pass
-    monkeypatch.setattr("sunspot.submitter.printing.SILENT_S", 0.01)
+    monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0.01)
     with progress_note("waiting"):
         time.sleep(0.5)
     assert capsys.readouterr() == ("", "waiting ...\n")
@@ -190,13 +190,13 @@ def test_what_takes_long_says_what_it_does(capsys: pytest.CaptureFixture[str], m
     "verb",
     [*(["checkpoints", verb] for verb in ("ls", "verify", "get", "gc")), ["metrics"], ["events"], ["logs"], ["audit"]],
 )
-def test_a_run_that_is_not_there(sunspot: StorageCommand, verb: list[str]) -> None:
+def test_a_missing_run_is_reported(sunspot: StorageCommand, verb: list[str]) -> None:
     answer = sunspot(*verb, "runn", "--json")
     assert (answer.code, answer.out) == (3, "")
     assert answer.err == f"error: no run runn in {sunspot.storage}; there are run\n"
 
 
-def test_the_nearest_runs_are_named_first(sunspot: StorageCommand, tmp_path: Path) -> None:
+def test_similar_run_names_are_listed_first(sunspot: StorageCommand, tmp_path: Path) -> None:
     for name in ("mnist-1", "mnist-2", "other", "a", "b", "c"):
         begin(open_run(str(tmp_path), name))
     (tmp_path / "not-a-run").mkdir()
@@ -206,12 +206,12 @@ def test_the_nearest_runs_are_named_first(sunspot: StorageCommand, tmp_path: Pat
     assert "not-a-run" not in answer.err
 
 
-def test_a_storage_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_storage_without_runs_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = StorageCommand(str(tmp_path / "nowhere"), capsys)("metrics", "run")
     assert (answer.code, answer.err) == (3, f"error: no run run in {tmp_path}/nowhere; no run is there\n")
 
 
-def test_a_missing_run_is_said_even_when_others_cannot_be_listed(
+def test_a_missing_run_is_reported_even_if_no_runs_can_be_listed(
     sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: LocalStorage, prefix: str) -> list[Entry]:
@@ -224,12 +224,12 @@ def test_a_missing_run_is_said_even_when_others_cannot_be_listed(
 
 
 @pytest.mark.parametrize("name", ["Run", "run/../run", "", "-", "r" * 39])
-def test_a_run_name_that_cannot_be(sunspot: StorageCommand, name: str) -> None:
+def test_an_impossible_run_name_is_refused(sunspot: StorageCommand, name: str) -> None:
     answer = sunspot("metrics", name)
     assert (answer.code, answer.out) == (2, "")
 
 
-def test_an_empty_storage_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_storage_option_does_not_mean_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert StorageCommand("", capsys)("metrics", "run").code == 2
 
 
@@ -255,16 +255,14 @@ def test_the_storage_comes_from_the_environment(
     assert ask() == 0
 
 
-def test_storage_that_cannot_be_reached(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_storage_is_reported(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
     answer = StorageCommand("s3://no-such-bucket/runs", capsys)("metrics", "run", "--json")
     assert (answer.code, answer.out) == (4, "")
     assert "create the bucket" in answer.err
 
 
 @pytest.mark.parametrize(("records", "code"), [(1, 0), (5000, 141)], ids=["met at the end", "met on the way"])
-def test_a_reader_that_goes_away_is_no_error_but_the_verb_has_not_reached_its_end(
-    run: Run, records: int, code: int
-) -> None:
+def test_a_closed_pipe_is_not_an_error_but_has_its_own_exit_code(run: Run, records: int, code: int) -> None:
     report(run, start(run, "job"), *({"step": step, "time": 0.0} for step in range(1, records + 1)))
     program = "from sunspot.cli import main; main()"
     words = [sys.executable, "-c", program, "metrics", "run", "--storage", run.storage.locate("")]
@@ -302,7 +300,7 @@ def test_checkpoints_are_listed_by_step(run: Run, sunspot: StorageCommand) -> No
     }
 
 
-def test_the_table_of_checkpoints(run: Run, sunspot: StorageCommand) -> None:
+def test_checkpoints_are_printed_as_a_table(run: Run, sunspot: StorageCommand) -> None:
     commit(run, start(run, "job"), 5, loss=0.123456, test_accuracy=None)
     table = sunspot("checkpoints", "ls", "run")
     heads, line = table.out.splitlines()
@@ -311,7 +309,7 @@ def test_the_table_of_checkpoints(run: Run, sunspot: StorageCommand) -> None:
     assert line.endswith("yes")
 
 
-def test_a_run_without_checkpoints(run: Run, sunspot: StorageCommand) -> None:
+def test_a_run_without_checkpoints_has_an_empty_list(run: Run, sunspot: StorageCommand) -> None:
     listed = sunspot("checkpoints", "ls", "run", "--json")
     assert (listed.code, listed.json) == (0, [])
     assert (sunspot("checkpoints", "verify", "run", "--json").json, sunspot("checkpoints", "ls", "run").code) == ([], 0)
@@ -341,7 +339,7 @@ def test_damaged_checkpoints_are_listed_as_such(run: Run, sunspot: StorageComman
     assert (one.code, one.out.splitlines()[1].split()[1:3]) == (7, ["model.pt", "has"])
 
 
-def test_what_does_not_count_is_left_out(run: Run, sunspot: StorageCommand) -> None:
+def test_checkpoints_that_do_not_count_are_left_out(run: Run, sunspot: StorageCommand) -> None:
     old = start(run, "old")
     origin = commit(run, old, 5)
     start(run, "new", origin.name)
@@ -349,8 +347,8 @@ def test_what_does_not_count_is_left_out(run: Run, sunspot: StorageCommand) -> N
     run.storage.delete(run.key("checkpoints", unfinished.name, "manifest.json"))
     listed = sunspot("checkpoints", "ls", "run", "--json")
     assert [line["name"] for line in listed.json] == [origin.name]
-    assert "left out: 1 without manifest.json" in listed.err
-    assert "left out: 1 of superseded attempts" in listed.err
+    assert "left out: 1 incomplete checkpoint, without manifest.json" in listed.err
+    assert "left out: 1 checkpoint of superseded attempts" in listed.err
     assert sunspot("checkpoints", "verify", "run").code == 0
     for name, reason in [(late.name, "superseded"), (unfinished.name, "incomplete"), ("step-1", "no such checkpoint")]:
         answer = sunspot("checkpoints", "verify", "run", name, "--json")
@@ -378,7 +376,7 @@ def test_a_checkpoint_deleted_while_it_is_verified_is_not_damaged(
 
 @pytest.fixture
 def history(run: Run) -> list[dict[str, Any]]:
-    """Four records that count, and one of a superseded attempt that does not."""
+    """Write four records that count, and one of a superseded attempt."""
     first = start(run, "job")
     ranks = [{"rows": 3}, {"rows": 2}]
     records = [
@@ -398,7 +396,7 @@ def test_metrics_follow_the_lineage(sunspot: StorageCommand, history: list[dict[
     assert shown.json == [*history[:-1], {**history[-1], "loss": None}]
 
 
-def test_metrics_as_csv(sunspot: StorageCommand, history: list[dict[str, Any]]) -> None:
+def test_metrics_are_printed_as_csv(sunspot: StorageCommand, history: list[dict[str, Any]]) -> None:
     shown = sunspot("metrics", "run", "--csv")
     lines = list(csv.DictReader(io.StringIO(shown.out)))
     assert list(lines[0]) == ["attempt", "step", "epoch", "time", "loss", "rows", "test_accuracy"]
@@ -407,7 +405,7 @@ def test_metrics_as_csv(sunspot: StorageCommand, history: list[dict[str, Any]]) 
     assert sunspot("metrics", "run", "--csv", "--json").code == 2
 
 
-def test_metrics_as_parquet(sunspot: StorageCommand, history: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_metrics_are_written_as_parquet(sunspot: StorageCommand, history: list[dict[str, Any]], tmp_path: Path) -> None:
     file = tmp_path / "history.parquet"
     shown = sunspot.process("metrics", "run", "--parquet", str(file))
     assert (shown.code, shown.out) == (0, f"{file}: 5 records, 8 columns\n")
@@ -420,7 +418,7 @@ def test_metrics_as_parquet(sunspot: StorageCommand, history: list[dict[str, Any
     assert rows[-1]["ranks"] == [{"rows": 3}, {"rows": 2}]
 
 
-def test_parquet_and_json_tell_what_was_written(
+def test_parquet_with_json_reports_the_written_file(
     run: Run, sunspot: StorageCommand, history: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     file = tmp_path / "history.parquet"
@@ -444,7 +442,7 @@ def test_numbers_missing_from_some_ranks_are_null(run: Run, sunspot: StorageComm
     assert [[rank["forward_s"] for rank in row["ranks"]] for row in rows] == [[None], [0.5, None]]
 
 
-def test_the_table_of_metrics(sunspot: StorageCommand, history: list[dict[str, Any]]) -> None:
+def test_metrics_are_printed_as_a_table(sunspot: StorageCommand, history: list[dict[str, Any]]) -> None:
     lines = [line.split() for line in sunspot("metrics", "run").out.splitlines()]
     assert lines[0] == ["attempt", "step", "epoch", "loss", "test_accuracy"]
     assert lines[2] == ["1", "2", "1", "0.5"]
@@ -470,7 +468,7 @@ def started(run: Run, owner: str, starts_from: str | None = None) -> Attempt:
 
 
 def audited(run: Run, last: int, **changes: list[int]) -> None:
-    """One attempt with a checkpoint at `last`; `changes` are other rows for a step, as `step_3=[...]`."""
+    """Record an attempt with a checkpoint at step `last`. `changes` are other rows for a step, as `step_3=[...]`."""
     attempt = started(run, "job")
     steps = consumed(1, last) | {int(name.removeprefix("step_")): rows for name, rows in changes.items()}
     record_audit(run, attempt, steps)
@@ -481,20 +479,18 @@ def epoch(number: int, rows: int = ROWS, missing: int = 0, repeated: int = 0) ->
     return {"epoch": number, "rows": rows, "missing": missing, "repeated": repeated}
 
 
-def test_an_audit_without_fault(run: Run, sunspot: StorageCommand) -> None:
+def test_an_audit_without_faults_succeeds(run: Run, sunspot: StorageCommand) -> None:
     audited(run, 2 * STEPS_PER_EPOCH + 2)
     proved = sunspot.process("audit", "run", "--json")
     assert (proved.code, proved.err) == (0, "")
     assert proved.json == [epoch(1), epoch(2), epoch(3, rows=2 * BATCH)]
     lines = [line.split() for line in sunspot("audit", "run").out.splitlines()]
     assert lines[1] == ["1", str(ROWS), "0", "0"]
-    assert lines[3] == ["3", str(2 * BATCH), "unfinished", "0"], "that nothing is missing is not known yet"
+    assert lines[3] == ["3", str(2 * BATCH), "unfinished", "0"], "missing rows are not known yet"
 
 
-def test_rows_that_do_not_lead_to_the_newest_whole_checkpoint_are_not_audited(
-    run: Run, sunspot: StorageCommand
-) -> None:
-    """Attempt 1 goes on after 2 began; 2 leaves an unfinished checkpoint, and steps that no checkpoint covers."""
+def test_rows_outside_the_lineage_of_the_newest_checkpoint_are_not_audited(run: Run, sunspot: StorageCommand) -> None:
+    """Attempt 1 continues after 2 has begun. Attempt 2 leaves an unfinished checkpoint and steps after its last one."""
     first = started(run, "old")
     record_audit(run, first, consumed(1, 6))
     origin = commit(run, first, 4)
@@ -510,8 +506,8 @@ def test_rows_that_do_not_lead_to_the_newest_whole_checkpoint_are_not_audited(
     assert (proved.code, proved.json) == (0, [epoch(1)])
 
 
-def test_rows_after_the_newest_whole_checkpoint_are_not_audited(run: Run, sunspot: StorageCommand) -> None:
-    """Attempt 2 goes on from a checkpoint that has been damaged since; what led to it is not proved, either."""
+def test_rows_after_the_newest_intact_checkpoint_are_not_audited(run: Run, sunspot: StorageCommand) -> None:
+    """Attempt 2 starts from a checkpoint that is damaged later. The steps that led to it are not proved, either."""
     first = start(run, "job")
     record_audit(run, first, consumed(1, 3))
     record_audit(run, first, {4: [0, 0]})
@@ -524,8 +520,8 @@ def test_rows_after_the_newest_whole_checkpoint_are_not_audited(run: Run, sunspo
     assert "step 4: 2 rows" not in proved.err
 
 
-def test_an_evaluation_at_the_start_is_no_step(run: Run, sunspot: StorageCommand) -> None:
-    """Attempt 2 makes up the evaluation that attempt 1 did not, commits it, and is lost before its first step."""
+def test_an_evaluation_at_the_start_does_not_count_as_a_step(run: Run, sunspot: StorageCommand) -> None:
+    """Attempt 2 does the evaluation that attempt 1 had missed, commits it, and is lost before its first step."""
     first = start(run, "job", tier="beginning", world_size=2)
     record_audit(run, first, consumed(1, 5))
     second = start(run, "job", commit(run, first, 5).name, tier="storage", world_size=2)
@@ -535,7 +531,9 @@ def test_an_evaluation_at_the_start_is_no_step(run: Run, sunspot: StorageCommand
     assert (proved.code, proved.json, proved.err) == (0, [epoch(1)], "")
 
 
-FIRST, SECOND, LAST = consumed(1, 1)[1], consumed(2, 2)[2], consumed(5, 5)[5]
+FIRST = consumed(1, 1)[1]
+SECOND = consumed(2, 2)[2]
+LAST = consumed(5, 5)[5]
 
 
 @pytest.mark.parametrize(
@@ -552,7 +550,7 @@ FIRST, SECOND, LAST = consumed(1, 1)[1], consumed(2, 2)[2], consumed(5, 5)[5]
         (3, {"step_2": SECOND[:4]}, epoch(1, rows=14), "step 2: 4 rows instead of 5"),
     ],
 )
-def test_an_audit_finds(
+def test_an_audit_finds_wrong_rows(
     run: Run, sunspot: StorageCommand, last: int, changes: dict[str, list[int]], found: dict[str, int], told: str
 ) -> None:
     audited(run, last, **changes)
@@ -570,17 +568,17 @@ def test_a_single_row_left_over_joins_the_step_before(run: Run, sunspot: Storage
     assert (proved.code, proved.json, proved.err) == (0, [epoch(1, 11), epoch(2, 11)], "")
 
 
-def test_an_audit_that_was_not_recorded(run: Run, sunspot: StorageCommand) -> None:
+def test_an_audit_needs_recorded_rows(run: Run, sunspot: StorageCommand) -> None:
     answer = sunspot.process("audit", "run", "--json")
     assert (answer.code, answer.out) == (3, "")
-    assert "no whole checkpoint" in answer.err
+    assert "no intact checkpoint" in answer.err
     commit(run, started(run, "job"), 5)
     answer = sunspot.process("audit", "run", "--json")
     assert (answer.code, answer.out) == (3, "")
     assert "begin a run of another name with SUNSPOT_AUDIT=true" in answer.err
 
 
-def test_an_audit_that_was_recorded_from_a_later_attempt_on(run: Run, sunspot: StorageCommand) -> None:
+def test_steps_before_the_recording_are_reported_as_missing(run: Run, sunspot: StorageCommand) -> None:
     first = start(run, "job")
     second = start(run, "job", commit(run, first, 7).name)
     record_audit(run, second, consumed(8, 10))
@@ -609,9 +607,9 @@ def test_a_damaged_checkpoint_is_a_fault(run: Run, sunspot: StorageCommand, whic
 
 
 def interrupted(run: Run, receipts: list[int]) -> None:
-    """Four attempts: 2 is lost before its first step, and 3 goes on from a copy in memory of which storage has nothing.
+    """Record four attempts. Attempt 2 is lost before its first step, and 3 starts from a copy in memory alone.
 
-    Attempt 3 writes the rows that 1 had not; 4 begins and has left no trace yet.
+    Attempt 3 writes the rows that 1 had not written, and 4 has begun but left no trace.
     """
     first = start(run, "job", tier="beginning", world_size=2)
     record_audit(run, first, consumed(1, 2))
@@ -632,7 +630,7 @@ def interrupted(run: Run, receipts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("receipts", "missing"), [([1, 3], []), ([1], [3]), ([3], [1]), ([], [1, 3])], ids=["all", "one", "first", "none"]
 )
-def test_every_attempt_that_took_a_step_owes_a_receipt(
+def test_every_attempt_that_took_a_step_needs_a_receipt(
     run: Run, sunspot: StorageCommand, receipts: list[int], missing: list[int]
 ) -> None:
     interrupted(run, receipts)
@@ -645,15 +643,15 @@ def test_every_attempt_that_took_a_step_owes_a_receipt(
         assert lines[-1].endswith(f": {len(missing)} receipt{'s' if len(missing) > 1 else ''} missing")
 
 
-def test_a_fault_comes_before_an_audit_that_was_not_recorded(run: Run, sunspot: StorageCommand) -> None:
+def test_a_fault_is_reported_before_a_missing_recording(run: Run, sunspot: StorageCommand) -> None:
     commit(run, start(run, "job", tier="beginning"), 5)
     proved = sunspot("audit", "run", "--json")
     assert (proved.code, proved.out) == (7, "")
     assert "1 receipt missing" in proved.err
 
 
-def test_a_start_from_memory_is_neither_damage_nor_loss(run: Run, sunspot: StorageCommand) -> None:
-    """The run goes on from step 4 of attempt 1, of which only step 2 is in storage."""
+def test_a_start_from_memory_is_not_reported_as_damage_or_loss(run: Run, sunspot: StorageCommand) -> None:
+    """The run continues from step 4 of attempt 1, but storage only has its step 2."""
     first = start(run, "job", tier="beginning", world_size=2)
     report(run, first, *({"step": step, "time": float(step), "loss": 1.0} for step in (2, 4, 6)))
     origin, late = commit(run, first, 2), commit(run, first, 6)
@@ -684,7 +682,7 @@ def test_only_a_few_faults_are_named(run: Run, sunspot: StorageCommand) -> None:
     assert "and 9 more like it" in proved.err
 
 
-def test_a_damaged_audit_file(run: Run, sunspot: StorageCommand) -> None:
+def test_a_damaged_audit_file_is_reported(run: Run, sunspot: StorageCommand) -> None:
     audited(run, 5)
     [entry] = run.storage.list(run.key("audit"))
     run.storage.write(entry.key, b"PAR1")

@@ -156,7 +156,7 @@ def test_a_stopped_run_may_train_again_and_a_deleted_one_is_gone(run: StoredRun)
     set_status(run, RunState.STOPPED, step=2)
     request_stop(run, "a test")
     found = Run("run", run.storage.locate(""))
-    with pytest.raises(NotFoundError, match="no whole checkpoint"):
+    with pytest.raises(NotFoundError, match="no intact checkpoint"):
         found.audit()
     found.resume()
     assert not stop_requested(run)

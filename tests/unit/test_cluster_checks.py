@@ -315,14 +315,14 @@ def limit_cpus(cluster: FakeCluster) -> None:
             fill_quota("0", "10Gi"),
             "failed",
             "team: requests.memory: 11Gi needed (head 5Gi + 2 workers 6Gi), 10Gi in all",
-            "it can never fit: ask for less",
+            "it can never fit: request less",
         ),
         ("quota", fill_quota("0", "40Gi"), "ok", "team has room for a run", ""),
         (
             "quota",
             limit_cpus,
             "failed",
-            "corp counts limits.cpu, so it lets in no pod without",
+            "corp counts limits.cpu, so it admits only pods that state all of these",
             "set cpu_limit of head",
         ),
         (
@@ -378,7 +378,7 @@ def test_wrong_arguments_are_refused(sunspot: Command, fit: FakeCluster, monkeyp
     assert sunspot("doctor", "--profile", "kinnd") == 2
     assert "did you mean kind?" in sunspot.err
     assert sunspot("doctor", "run", "--from-pods") == 2
-    assert "leave out RUN, or these" in sunspot.err
+    assert "leave them out, or leave out RUN" in sunspot.err
     monkeypatch.setenv("SUNSPOT_EPOCH", "3")
     assert sunspot("doctor") == 2
     assert "SUNSPOT_EPOCHS" in sunspot.err

@@ -1,4 +1,4 @@
-"""Own code without an image: what goes along, under which name, and what a node makes of it."""
+"""Tests of your own code without an image: which files are included, the archive's name, and unpacking on a node."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DAY = 24 * 3600
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Somebody's repository."""
+    """Return a user's repository."""
     folder = tmp_path / "mine"
     write(folder, {"my_task.py": "HIDDEN = 1\n", "layers/__init__.py": "", "run.sh": "#!/bin/sh\n", "gone.py": ""})
     (folder / "run.sh").chmod(0o755)
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A node's folder for what passes, and a process whose path is as before at the end."""
+    """Return a node's folder for temporary files, and restore this process's path at the end."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "node"))
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "node").mkdir()
@@ -76,7 +76,7 @@ def commit_all(folder: Path) -> None:
 
 
 def keep(content: bytes, place: Path) -> str:
-    """Keep an archive in storage; returns its name, as a job has it."""
+    """Store an archive and return its reference, as a job has it."""
     place.mkdir(exist_ok=True)
     (place / "code.tar").write_bytes(content)
     return f"{place}/code.tar@sha256:{hashlib.sha256(content).hexdigest()}"
@@ -85,7 +85,7 @@ def keep(content: bytes, place: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------ packing
 
 
-def test_what_git_tracks_or_does_not_ignore_goes_along(folder: Path) -> None:
+def test_files_that_git_tracks_or_does_not_ignore_are_included(folder: Path) -> None:
     write(folder, {"inner/deep.py": "", "inner/.gitignore": "left\n", "inner/left": ""})
     git(folder / "inner", "init", "-q")
     commit_all(folder / "inner")
@@ -95,7 +95,7 @@ def test_what_git_tracks_or_does_not_ignore_goes_along(folder: Path) -> None:
     assert pack(folder / "layers").names == {"__init__.py"}
 
 
-def test_without_git_all_goes_along_but_what_is_no_code(tmp_path: Path) -> None:
+def test_without_git_all_code_is_included(tmp_path: Path) -> None:
     write(tmp_path, {"my_task.py": "", "lib/data/reader.py": "", "data/rows": "", "runs/a": "", ".venv/bin/python": ""})
     write(tmp_path, {"lib/__pycache__/x.pyc": "", "conf/model.yaml": ""})
     assert pack(tmp_path).names == {"my_task.py", "lib/data/reader.py", "conf/model.yaml"}
@@ -114,7 +114,7 @@ def test_files_that_editors_leave_do_not_change_the_archive(in_git: bool, folder
     assert pack(folder).sha256 == before.sha256
 
 
-def test_files_that_git_does_not_track_are_named_and_tracked_ones_all_go_along(folder: Path) -> None:
+def test_untracked_files_are_named_and_all_tracked_files_are_included(folder: Path) -> None:
     write(folder, {"kept.bak": "data"})
     git(folder, "add", "kept.bak")
     archive = pack(folder)
@@ -125,7 +125,7 @@ def test_files_that_git_does_not_track_are_named_and_tracked_ones_all_go_along(f
     assert pack(folder).untracked == ()
 
 
-def test_the_same_files_are_the_same_archive_wherever_and_whenever(folder: Path, tmp_path: Path) -> None:
+def test_the_same_files_always_give_the_same_archive(folder: Path, tmp_path: Path) -> None:
     first = pack(folder)
     copy = tmp_path / "copy"
     for name in sorted(first.names, reverse=True):
@@ -145,19 +145,19 @@ def test_the_same_files_are_the_same_archive_wherever_and_whenever(folder: Path,
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("model.pt", "model.pt: 12 MB, of at most 10 MB"),
-        (".env", ".env: holds secrets, by its name"),
+        ("model.pt", "model.pt: 12 MB, but at most 10 MB"),
+        (".env", ".env: holds secrets, judging by its name"),
         ("keys/id_ed25519", "keys/id_ed25519: holds secrets"),
         ("gcp/service-account-1.json", "gcp/service-account-1.json: holds secrets"),
         ("harmless.txt -> weights.pem", "harmless.txt: holds secrets"),
-        ("out -> ../other", "out: a link to ../other, which is no file of this folder"),
+        ("out -> ../other", "out: a link to ../other, which is not a file of this folder"),
         ("lost -> nowhere", "lost: a link to nowhere"),
         ("below -> layers", "below: a link to layers"),
-        ("a\nb.py", r"'a\nb.py': a name that cannot be printed"),
-        ("pipe", "pipe: cannot be read, or is no file"),
+        ("a\nb.py", r"'a\nb.py': the name contains characters"),
+        ("pipe", "pipe: cannot be read, or is not a regular file"),
     ],
 )
-def test_what_cannot_go_along_is_named_with_what_to_do(name: str, said: str, tmp_path: Path) -> None:
+def test_files_that_cannot_be_included_are_reported_with_the_fix(name: str, said: str, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     write(folder, {"my_task.py": "", "layers/__init__.py": "", ".env.example": ""})
     write(tmp_path, {"other/x.py": "", "weights.pem": ""})
@@ -190,7 +190,7 @@ SECRET_FILES = """
     client_secret_1.apps.googleusercontent.com.json service-account.json my-service-account-key.json id_rsa
     id_ed25519 id_ed25519_sk server.key cert.pem a.p12 a.jks a.kdbx a.keytab putty.ppk vpn.ovpn .bash_history
 """
-"""Files that commonly hold credentials, by the paths at which programs keep them."""
+"""Paths at which programs commonly keep credentials."""
 
 CODE_FILES = """
     secrets.py secrets_manager.py credentials.py test_secrets.py token.py tokenizer.json tokenizer_config.json
@@ -198,7 +198,7 @@ CODE_FILES = """
     kubeconfig.py kubeconfig_test.py config.json docker/config.json hosts.yml id_rsa.pub boto.py main.tf
     variables.tf secretary.json environment.yml
 """
-"""Files with ordinary code, whose names resemble those of SECRET_FILES."""
+"""Paths of files with ordinary code whose names resemble those in SECRET_FILES."""
 
 
 def test_files_that_commonly_hold_secrets_are_refused_by_their_paths(
@@ -210,7 +210,9 @@ def test_files_that_commonly_hold_secrets_are_refused_by_their_paths(
     write(tmp_path, dict.fromkeys(SECRET_FILES.split(), "x = 1\n"))
     with pytest.raises(SettingsError) as refused:
         pack(tmp_path)
-    refusals = {line.strip().partition(": holds secrets, by its name")[0] for line in str(refused.value).splitlines()}
+    refusals = {
+        line.strip().partition(": holds secrets, judging by its name")[0] for line in str(refused.value).splitlines()
+    }
     assert refusals >= set(SECRET_FILES.split())
     assert not refusals & set(CODE_FILES.split())
 
@@ -227,7 +229,7 @@ def test_a_credential_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
     assert pack(tmp_path).names == {"my_task.py", "test_task.py"}
 
 
-def test_the_search_for_credentials_reads_the_beginning_of_each_file_and_skips_binaries(
+def test_the_search_for_credentials_reads_the_beginning_of_text_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
@@ -243,24 +245,24 @@ def test_the_search_for_credentials_reads_the_beginning_of_each_file_and_skips_b
     assert len(searched) == 2, "what is too large to be code is not read"
 
 
-def test_a_folder_that_is_no_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="no such folder"):
         pack(tmp_path / "nowhere")
-    with pytest.raises(SettingsError, match="nothing in it, or git ignores all"):
+    with pytest.raises(SettingsError, match="the folder is empty, or git ignores all"):
         pack(tmp_path)
     monkeypatch.setattr(code_files, "MAX_FILES", 3)
     write(tmp_path, {f"{number}.py": "x" * 50 for number in range(4)})
-    with pytest.raises(SettingsError, match="4 files of 200 bytes, of at most 3 and 100 MB"):
+    with pytest.raises(SettingsError, match="4 files of 200 bytes, but at most 3 and 100 MB"):
         pack(tmp_path)
     write(tmp_path, {".git": "gitdir: nowhere"})
-    with pytest.raises(SettingsError, match=r"git cannot say which files are its code: .*not a git"):
+    with pytest.raises(SettingsError, match=r"git cannot list its files: .*not a git"):
         pack(tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------- on the node
 
 
-def test_a_node_fetches_and_unpacks_once_and_has_the_code_first(
+def test_code_is_unpacked_once_per_node_and_comes_first_on_sys_path(
     folder: Path, tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fetch_slowly(reference: str) -> bytes:
@@ -288,7 +290,7 @@ def test_a_node_fetches_and_unpacks_once_and_has_the_code_first(
     assert find_code("") == ""
 
 
-def test_other_bytes_than_the_named_ones_are_not_run(
+def test_code_with_another_hash_is_not_run(
     folder: Path, tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     reference = keep(pack(folder).content, tmp_path / "storage")
@@ -320,7 +322,7 @@ def test_other_bytes_than_the_named_ones_are_not_run(
     ],
     ids=str,
 )
-def test_an_archive_that_could_do_harm_is_refused_whole(
+def test_a_harmful_archive_is_refused_completely(
     member: dict[str, Any], tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_archive, "MAX_BYTES", 1000)
@@ -338,14 +340,14 @@ def test_an_archive_that_could_do_harm_is_refused_whole(
     assert [path.suffix for path in (node / f"sunspot-{os.getuid()}" / "code").iterdir()] == [".lock"]
 
 
-def test_what_git_archive_makes_is_taken(folder: Path, tmp_path: Path, node: Path) -> None:
+def test_an_archive_of_git_archive_is_accepted(folder: Path, tmp_path: Path, node: Path) -> None:
     commit_all(folder)
     git(folder, "archive", "-o", str(tmp_path / "code.tar"), "HEAD")
     found = find_code(keep((tmp_path / "code.tar").read_bytes(), tmp_path / "storage"))
     assert (Path(found) / "layers/__init__.py").exists()
 
 
-def test_a_folder_to_which_others_may_write_is_made_private(node: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_others_may_write_to_becomes_private(node: Path, folder: Path, tmp_path: Path) -> None:
     home = node / f"sunspot-{os.getuid()}"
     home.mkdir()
     home.chmod(0o777)
@@ -368,7 +370,7 @@ def code_of(cluster: FakeCluster) -> str:
     return settings_of(cluster.jobs[only_job(cluster)])[CODE]
 
 
-def test_each_edit_is_another_job_that_takes_the_run_over(
+def test_each_edit_makes_a_new_job_that_takes_over_the_run(
     cluster: FakeCluster, sunspot: Command, folder: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -380,8 +382,8 @@ def test_each_edit_is_another_job_that_takes_the_run_over(
         write(folder, {"my_task.py": f"HIDDEN = {edit}\n"})
         assert sunspot.submit(*options) == 0, sunspot.err
         assert f"code: 6 files of {folder}" in sunspot.err
-        assert "b='data' is here on this machine" in sunspot.err, "which is not packed"
-        assert sunspot.err.count("pods do not have it") == 1
+        assert "b='data' is a file on this machine" in sunspot.err, "which is not packed"
+        assert sunspot.err.count("is a file on this machine") == 1
         names.add(only_job(cluster))
         assert (Path(find_code(code_of(cluster))) / "my_task.py").read_text() == f"HIDDEN = {edit}\n"
         if edit == 1:
@@ -396,7 +398,7 @@ def test_each_edit_is_another_job_that_takes_the_run_over(
     assert len(sunspot.run.storage.list(sunspot.run.key("code"))) == 3
 
 
-def test_the_code_comes_from_the_profile_and_python_too(
+def test_code_may_come_from_the_profile_or_from_python(
     cluster: FakeCluster, s3_bucket: str, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text(f"extends: kind\ncode: {folder}\n")
@@ -411,7 +413,7 @@ def test_the_code_comes_from_the_profile_and_python_too(
     assert code_of(cluster) != named
 
 
-def test_render_takes_an_archive_and_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_accepts_an_archive_but_not_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = f"s3://bucket/code.tar@sha256:{'a' * 64}"
     for request in (JobRequest(code=named), JobRequest(code=named, cluster="mine")):
         rendered = render(request)
@@ -419,7 +421,7 @@ def test_render_takes_an_archive_and_no_folder(folder: Path, monkeypatch: pytest
         assert rendered.name != render(JobRequest(cluster=request.cluster)).name
         assert {value.name: value.source for value in rendered.derived}[CODE] == "given"
     for given in (str(folder), f"code.tar@sha256:{'a' * 64}", "s3://bucket/code.tar"):
-        with pytest.raises(SettingsError, match=r"`sunspot submit` makes one, or `git archive -o code\.tar"):
+        with pytest.raises(SettingsError, match=r"`sunspot submit` makes one, as do `git archive -o code\.tar"):
             render(JobRequest(code=given))
     with pytest.raises(SettingsError, match=r"SUNSPOT_CODE=\.: set it to nothing: `sunspot submit --code FOLDER` sets"):
         render(JobRequest(settings={"CODE": "."}))
@@ -428,12 +430,12 @@ def test_render_takes_an_archive_and_no_folder(folder: Path, monkeypatch: pytest
         render(JobRequest())
 
 
-def test_a_task_that_is_not_in_the_code_is_told_of(cluster: FakeCluster, sunspot: Command, folder: Path) -> None:
+def test_a_task_that_is_not_in_the_code_is_reported(cluster: FakeCluster, sunspot: Command, folder: Path) -> None:
     assert sunspot.submit("--code", str(folder / "nowhere")) == 2
     assert sunspot.err.startswith(f"error: code {folder}/nowhere: no such folder")
     assert sunspot.submit("--code", str(folder), "--set", "TASK=other.task") == 0
-    assert "SUNSPOT_TASK=other.task: the code has no other.py; pods do not have it, unless the image" in sunspot.err
-    assert "brings no code" not in sunspot.err
+    assert "SUNSPOT_TASK=other.task: the code has no other.py, so pods have it only if the image" in sunspot.err
+    assert "has no code of its own" not in sunspot.err
     end(cluster, sunspot.run, RunState.FAILED)
     assert sunspot("delete", "run", "--yes") == 0, sunspot.err
     assert "code" in sunspot.out
@@ -441,22 +443,22 @@ def test_a_task_that_is_not_in_the_code_is_told_of(cluster: FakeCluster, sunspot
 
 
 @pytest.mark.parametrize("verb", ["render", "submit"])
-def test_a_task_without_code_is_told_of(verb: str, cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_task_without_code_is_reported(verb: str, cluster: FakeCluster, sunspot: Command) -> None:
     here = [*("--storage", "s3://bucket/runs"), "--dry-run"] if verb == "submit" else []
-    warned = "only if the image does; `sunspot submit --code FOLDER` brings it, or `make submit CODE=FOLDER`"
+    warned = "only if the image does; add the code with `sunspot submit --code FOLDER` or `make submit CODE=FOLDER`"
     for task, top in [("mine", "mine"), ("mine.task", "mine"), ("choice(mine,sunspot.tasks.gan)", "mine")]:
         assert sunspot(verb, "--run", "run", "--set", f"TASK={task}", *here) == 0, sunspot.err
-        assert sunspot.err.count(f"the job brings no code, so pods have {top}.py {warned}") == 1
+        assert sunspot.err.count(f"the job has no code of its own, so pods have {top}.py {warned}") == 1
     named = f"s3://bucket/code.tar@sha256:{'a' * 64}"
     for words in (["--set", "TASK=sunspot.tasks.gan"], ["--set", "TASK=mine", "--code", named], []):
         assert sunspot(verb, "--run", "run", *words, *here) == 0, sunspot.err
-        assert "brings no code" not in sunspot.err
+        assert "has no code of its own" not in sunspot.err
 
 
 # ----------------------------------------------------------------------------------------------------------- the run
 
 
-def test_code_that_is_named_no_more_is_collected(tmp_path: Path) -> None:
+def test_code_that_is_no_longer_used_is_deleted(tmp_path: Path) -> None:
     run = Run(LocalStorage(str(tmp_path)), "run")
     for name in ("a", "b"):
         run.storage.write(run.key("code", f"{name * 64}.tar"), b"12345")
@@ -472,7 +474,7 @@ def test_code_that_is_named_no_more_is_collected(tmp_path: Path) -> None:
     assert [entry.key for entry in run.storage.list("run/code")] == [f"run/code/{'b' * 64}.tar"]
 
 
-def test_other_code_is_an_event(tmp_path: Path) -> None:
+def test_a_change_of_code_is_an_event(tmp_path: Path) -> None:
     run = Run(LocalStorage(str(tmp_path)), "run")
     named = {name: {CODE: f"s3://bucket/code.tar@sha256:{name * 64}"} for name in "ab"}
     for settings in ({}, named["a"], named["a"], named["b"], {}):

@@ -1,4 +1,4 @@
-"""What a shell offers after `sunspot`: asked as bash asks, by the script that the command prints."""
+"""Shell completion: the candidates for a command line, and the scripts that ask for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from sunspot.submitter.commands.completion import SCRIPTS, find_candidates
         ("sunspot no-verb ", [verb for verb in VERBS if " " not in verb]),
     ],
 )
-def test_the_parser_is_asked(line: str, offered: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_come_from_the_parser(
+    line: str, offered: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("runs/mnist", "runs/digits", "runs/m;touch x", "runs/m$(id)", "other/mine"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -36,7 +38,7 @@ def test_the_parser_is_asked(line: str, offered: list[str], tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("shell", SCRIPTS)
-def test_the_shell_takes_the_script(shell: str, tmp_path: Path) -> None:
+def test_each_shell_loads_its_script(shell: str, tmp_path: Path) -> None:
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
     (tmp_path / "sunspot").write_text(f'#!/bin/sh\nexec {sys.executable} -m sunspot "$@"\n')

@@ -41,7 +41,7 @@ KINDS = [
 ]
 """Folder or name of each kind of object in a run. Of checkpoints, only the manifests are damaged."""
 
-VERBS = [
+SUNSPOT_COMMANDS = [
     *("status run", "status run --json", "list", "logs run --rank 0", "checkpoints ls run --json", "audit run --json"),
     *(
         "checkpoints verify run",
@@ -172,12 +172,14 @@ def test_a_damaged_object_ends_in_a_result_or_one_clear_error(whole: Path, kind:
             assert all(checkpoint in true[name] for checkpoint in found or [])
         else:
             assert found in (None, true[name]), f"{name}: wrongly accepted"
-    verbs = data.draw(st.lists(st.sampled_from(VERBS), min_size=3, max_size=len(VERBS) if THOROUGH else 3))
+    verbs = data.draw(
+        st.lists(st.sampled_from(SUNSPOT_COMMANDS), min_size=3, max_size=len(SUNSPOT_COMMANDS) if THOROUGH else 3)
+    )
     errors = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         for read in READERS:
             ends_well(lambda read=read: read(run))
-        for verb in sorted(verbs, key=VERBS.index):
+        for verb in sorted(verbs, key=SUNSPOT_COMMANDS.index):
             words = [*verb.format(whole / "now").split(), "--storage", str(whole / "now")]
             with contextlib.suppress(SystemExit):
                 ends_well(lambda words=words: sunspot(words), 10)

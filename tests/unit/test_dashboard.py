@@ -360,7 +360,7 @@ def test_the_dashboard_is_forwarded_with_its_token_until_an_interrupt(
         process.process.send_signal(signal.SIGINT)
     code, said = process.end()
     assert code == 0, said
-    assert "all who use this machine can use it" in said
+    assert "every user of this machine can use it" in said
     assert TOKEN not in process.first + said
 
 
@@ -423,12 +423,12 @@ def test_a_run_without_a_head_has_no_dashboard(cluster: FakeCluster, run: Run, s
     begin(run)
     write_status(run, Status(RunState.SUCCEEDED, JOB, "done"))
     assert sunspot("dashboard", "run") == 3
-    assert "run has no head that is ready, so no dashboard: succeeded, done; `sunspot report run" in sunspot.err
+    assert "run has no ready head, and so no dashboard: succeeded, done; `sunspot report run" in sunspot.err
     cluster.put_job(rayjob(JOB))
     cluster.set_status(JOB, "Initializing", rayClusterName=CLUSTER)
     cluster.pods = [pod(HEAD, CLUSTER, head=True, phase="Pending")]
     assert sunspot("dashboard", "run") == 3
-    assert "no head that is ready" in sunspot.err
+    assert "no ready head" in sunspot.err
     cluster.down()
     assert sunspot("dashboard", "run") == 4
 

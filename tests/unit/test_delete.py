@@ -78,11 +78,12 @@ def test_without_consent_nothing_is_removed_and_the_exit_code_is_2(
     lines = {line.split()[0]: line for line in sunspot.out.splitlines()}
     assert "2, in 6 files" in lines["checkpoints"]
     assert set(lines) >= {"attempts", "audit", "logs", "metrics", "records", "submissions"}
-    told = f"error: nothing was removed, as there is no terminal to ask at: 1 RayJob with 2 pods; {len(before)} files, "
+    contents = f"1 RayJob with 2 pods; {len(before)} files, "
+    told = f"error: nothing was removed, because there is no terminal to ask at: {contents}"
     assert told in sunspot.err
     assert "; --yes removes it\n" in sunspot.err
     assert sunspot("delete", "run", "--json") == 2
-    assert "nothing was removed, as --json asks nobody" in sunspot.err
+    assert "nothing was removed, because --json never asks" in sunspot.err
     assert (sunspot.json["removed"], sunspot.json["files"]) == (False, len(before))
     assert sunspot.json["bytes"] == sum(entry.size for entry in run.storage.list("run"))
     assert sunspot.json["left"]["files"] == len(before)
@@ -206,7 +207,7 @@ def test_the_trials_of_a_search_stay_and_are_listed(sunspot: Command, run: Run) 
     ended = tuple(Trial(trial.name, {}, RunState.SUCCEEDED) for trial in trials)
     write_results(run, SearchResults("loss", "min", {}, ended))
     assert sunspot("delete", "run", "--yes") == 0
-    assert "its 2 trials, run-01 to run-02, are runs of their own, and stay" in sunspot.out
+    assert "its 2 trials, run-01 to run-02, are separate runs and stay" in sunspot.out
     assert not files_of(run)
     assert all(map(files_of, trials))
 
@@ -244,7 +245,7 @@ def test_a_rayjob_that_gitops_may_recreate_is_reported(sunspot: Command, run: Ru
     cluster.put_job(rayjob("run-2"))
     cluster.set_status("run-2", "Complete", "SUCCEEDED")
     assert sunspot("delete", "run", "--yes") == 0
-    assert "run-2 did not come by `sunspot submit`: if a repository keeps it (GitOps), take it out" in sunspot.err
+    assert "run-2 was not created by `sunspot submit`: if it comes from a repository (GitOps), remove it" in sunspot.err
 
 
 def test_old_versions_that_a_bucket_keeps_are_reported(in_bucket: Command, bucket_run: Run) -> None:
@@ -409,7 +410,7 @@ def test_a_refused_deletion_lists_the_rest_and_can_be_repeated(
     s3_proxy.on(lambda r: r.method == "DELETE" and model in r.path, s3.answer(403, "AccessDenied"))
     assert in_bucket("delete", "run", "--yes", "--json") == 4
     assert "cannot delete" in in_bucket.err
-    assert "run is half-deleted; left: " in in_bucket.err
+    assert "run is only partly deleted; left: " in in_bucket.err
     assert "`sunspot delete run --storage" in in_bucket.err
     assert in_bucket.json["removed"] is False
     assert in_bucket.json["left"]["files"] == len(files_of(bucket_run)) > 0
@@ -467,7 +468,7 @@ def test_nothing_is_removed_from_storage_if_the_cluster_refuses(
     before = files_of(run)
     assert sunspot("delete", "run", "--yes") == 4
     assert 'User "me" cannot delete rayjobs' in sunspot.err
-    assert "half-deleted; left: 1 RayJob with 2 pods" in sunspot.err
+    assert "only partly deleted; left: 1 RayJob with 2 pods" in sunspot.err
     assert files_of(run) == before | {run.key(DELETION)}
 
 
@@ -523,7 +524,7 @@ def test_an_interrupted_deletion_is_reported(sunspot: Command, run: Run, monkeyp
 
     monkeypatch.setattr(LocalStorage, "delete_many", interrupt)
     assert sunspot("delete", "run", "--yes") == 130
-    assert "run is half-deleted; left: " in sunspot.err
+    assert "run is only partly deleted; left: " in sunspot.err
 
 
 def test_a_deleted_name_can_be_used_again(sunspot: Command, run: Run) -> None:

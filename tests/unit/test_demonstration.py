@@ -1,4 +1,4 @@
-"""What `sunspot demo` tells of a loss, which processes it may kill, and which runs it may remove."""
+"""`sunspot demo`: its description of a loss, and the processes and runs that it may end or remove."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sunspot.run.incidents import Cause
 from sunspot.run.overview import run_exists
 from sunspot.run.status import RunState
 from sunspot.submitter import demonstration
-from sunspot.submitter.demonstration import JOB, Trainer, ancestors, describe, list_processes, step_to_strike
+from sunspot.submitter.demonstration import JOB, Trainer, ancestors, describe, list_processes, reached_kill_step
 from tests.harness.runs import begin, commit, set_status, start, write_receipt
 
 SLEEP = "import time; time.sleep(60)"
@@ -38,7 +38,7 @@ def trainer(program: str) -> Iterator[Trainer]:
         process.wait()
 
 
-def test_a_loss_is_told_in_the_order_of_what_happened(run: Run) -> None:
+def test_a_loss_is_described_in_the_order_of_its_events(run: Run) -> None:
     first = start(run, "job")
     saved = commit(run, first, 3)
     second = start(run, "job", saved.name, tier="memory")
@@ -46,17 +46,17 @@ def test_a_loss_is_told_in_the_order_of_what_happened(run: Run) -> None:
     loss = write_receipt(run, second, first.number, Cause.WORKER_LOST, last_step=5, **times)
     told = list(describe(loss))
     assert [moment for moment, _ in told] == [10.0, 12.0, 14.0]
-    assert told[2][1] == "step 4: training goes on (2 steps again), 4.0 s after the loss"
+    assert told[2][1] == "step 4: training continues 4.0 s after the loss (2 steps repeated)"
 
 
-def test_a_worker_is_killed_in_the_middle(run: Run) -> None:
+def test_a_worker_is_killed_after_enough_steps(run: Run) -> None:
     set_status(run, RunState.RUNNING, step=3)
-    assert not step_to_strike(run)
+    assert not reached_kill_step(run)
     set_status(run, RunState.RUNNING, step=4)
-    assert step_to_strike(run) == 4
+    assert reached_kill_step(run) == 4
 
 
-def test_only_workers_of_its_own_training_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_workers_of_the_demonstration_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     with trainer(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])") as training:
         pid = training.wait("a process below", lambda: below(training))
         processes = list_processes()
@@ -67,7 +67,7 @@ def test_only_workers_of_its_own_training_are_killed(monkeypatch: pytest.MonkeyP
         assert training.kill_worker() == pid
         training.finish()
         monkeypatch.setattr(demonstration, "list_processes", lambda: processes)
-        assert not training.kill_worker(), "it has ended since"
+        assert not training.kill_worker(), "it has already ended"
 
 
 def below(training: Trainer) -> int | None:
@@ -85,7 +85,7 @@ def test_processes_of_any_name_are_listed(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_a_training_that_fails_ends_the_demonstration_with_what_it_printed() -> None:
+def test_a_failed_training_ends_the_demonstration_with_its_output() -> None:
     with trainer("print('no space left'); raise SystemExit(4)") as training:
         with pytest.raises(SunspotError, match=r"the training ended before the first step:\nno space left$"):
             training.wait("the first step", lambda: None)
@@ -93,7 +93,7 @@ def test_a_training_that_fails_ends_the_demonstration_with_what_it_printed() -> 
             training.finish()
 
 
-def test_settings_that_do_not_count_are_named(
+def test_ignored_settings_are_named(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demonstration, "COMMAND", (sys.executable, "-c", "import os; print(os.environ)"))
@@ -103,10 +103,10 @@ def test_settings_that_do_not_count_are_named(
         training.finish()
         training._output.seek(0)
         assert b"777777777" not in training._output.read()
-    assert capsys.readouterr().err == "without SUNSPOT_EPOCHS: a demonstration has settings of its own\n"
+    assert capsys.readouterr().err == "ignored: SUNSPOT_EPOCHS; a demonstration has its own settings\n"
 
 
-def test_what_a_training_did_at_last_is_seen() -> None:
+def test_the_last_act_of_a_training_is_seen() -> None:
     with trainer("") as training:
 
         def look() -> bool:
@@ -120,13 +120,13 @@ def test_what_a_training_did_at_last_is_seen() -> None:
 def test_every_wait_of_a_demonstration_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demonstration, "MAX_WAIT_S", 0.1)
     with trainer(SLEEP) as training:
-        with pytest.raises(GaveUpError, match="waiting for the first step"):
+        with pytest.raises(GaveUpError, match=r"waiting .* for the first step"):
             training.wait("the first step", lambda: None)
-        with pytest.raises(GaveUpError, match="waiting for the end"):
+        with pytest.raises(GaveUpError, match=r"waiting .* for the end"):
             training.finish()
 
 
-def test_a_demonstration_removes_the_one_before_it(run: Run) -> None:
+def test_a_demonstration_removes_an_earlier_one(run: Run) -> None:
     owner = f"{JOB}1a2b3c4d"
     start(run, owner)
     set_status(run, RunState.SUCCEEDED, owner=owner)
@@ -137,12 +137,14 @@ def test_a_demonstration_removes_the_one_before_it(run: Run) -> None:
 @pytest.mark.parametrize(
     ("owners", "state", "said"),
     [
-        (["somebody", f"{JOB}1"], RunState.SUCCEEDED, "none of `sunspot demo`"),
+        (["somebody", f"{JOB}1"], RunState.SUCCEEDED, "not a run of `sunspot demo`"),
         ([f"{JOB}1"], RunState.RUNNING, "running"),
-        ([], RunState.FAILED, "none of `sunspot demo`"),
+        ([], RunState.FAILED, "not a run of `sunspot demo`"),
     ],
 )
-def test_it_removes_no_other_run_and_none_that_trains(owners: list[str], state: RunState, said: str, run: Run) -> None:
+def test_a_demonstration_removes_no_other_run_and_no_live_run(
+    owners: list[str], state: RunState, said: str, run: Run
+) -> None:
     for owner in owners:
         start(run, owner)
     set_status(run, state, owner=owners[-1] if owners else "somebody")

@@ -1,4 +1,4 @@
-"""k8s/ui and k8s/gitops/wait as kustomize builds them: what their pods run, may do, and talk to."""
+"""k8s/ui and k8s/gitops/wait, as kustomize builds them: commands, permissions and network of their pods."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def template(folder: str) -> dict[str, Any]:
 
 
 def base_policies(labels: dict[str, str]) -> Iterator[str]:
-    """The policies of k8s/base that select such pods."""
+    """Yield the names of the policies of k8s/base that select pods with these labels."""
     for policy in yaml.safe_load_all(BASE_NETWORK.read_text()):
         if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items():
             yield policy["metadata"]["name"]
 
 
 @pytest.mark.parametrize("folder", DEPLOYMENTS)
-def test_a_pod_runs_a_command_there_is_and_writes_nothing_but_its_tmp(folder: str) -> None:
+def test_each_pod_runs_an_existing_command_and_writes_only_to_tmp(folder: str) -> None:
     pod = template(folder)["spec"]
     [container] = pod["containers"]
     python, module, *words = container["command"]
@@ -75,7 +75,9 @@ def test_the_base_policies_let_the_pod_of_sunspot_wait_reach_storage() -> None:
 
 def test_the_live_page_reaches_only_storage_and_no_run_reaches_the_page() -> None:
     labels = template("ui")["metadata"]["labels"]
-    assert list(base_policies(labels)) == [], "or it might open every port of a run, and every run its own"
+    assert list(base_policies(labels)) == [], (
+        "otherwise, the page could reach every port of a run, and every run could reach the page"
+    )
     assert find("ui", "Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
     own = policies("ui")
     assert {name: spec["policyTypes"] for name, spec in own.items()} == {"to-ui": ["Ingress"], "from-ui": ["Egress"]}
@@ -86,13 +88,13 @@ def test_the_live_page_reaches_only_storage_and_no_run_reaches_the_page() -> Non
     assert own["from-ui"]["egress"] == allowed
 
 
-def test_the_live_page_reads_with_its_own_keys() -> None:
+def test_the_live_page_has_its_own_storage_credentials() -> None:
     [container] = template("ui")["spec"]["containers"]
     secrets = [source["secretRef"] for source in container["envFrom"] if "secretRef" in source]
-    assert secrets == [{"name": "sunspot-storage-read", "optional": True}], "those of the runs may write"
+    assert secrets == [{"name": "sunspot-storage-read", "optional": True}], "the credentials of runs may write"
 
 
-def test_the_live_page_answers_to_its_services_names() -> None:
+def test_the_live_page_answers_to_the_names_of_its_service() -> None:
     [container] = template("ui")["spec"]["containers"]
     arguments = make_parser().parse_args(container["command"][3:])
     service = find("ui", "Service")["metadata"]
@@ -104,7 +106,7 @@ def test_the_live_page_answers_to_its_services_names() -> None:
     }
 
 
-def test_the_page_has_no_token_and_is_reached_by_the_ingress_alone() -> None:
+def test_the_page_has_no_token_and_only_the_ingress_reaches_it() -> None:
     pod = template("ui")["spec"]
     assert pod["automountServiceAccountToken"] is find("ui", "ServiceAccount")["automountServiceAccountToken"] is False
     [container] = pod["containers"]
@@ -122,8 +124,8 @@ def test_the_page_has_no_token_and_is_reached_by_the_ingress_alone() -> None:
     assert settings["data"] == {"SUNSPOT_STORAGE_PATH": "s3://sunspot/runs"}
 
 
-def test_who_waits_for_all_runs_can_create_nothing() -> None:
-    """The right to create RayJobs is the right to run any pod."""
+def test_the_pod_that_waits_for_all_runs_cannot_create_objects() -> None:
+    """Permission to create RayJobs is permission to run any pod."""
     rules = find("gitops/wait", "Role")["rules"]
     granted = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
     assert granted == {("configmaps", "get"), *(("rayjobs", verb) for verb in ("delete", "get", "list", "patch"))}

@@ -146,7 +146,7 @@ def test_doctor_explains_an_exceeded_quota(cluster: FakeCluster, job: Any, sunsp
     quota = found["quota"]
     assert (quota["quota"], quota["requested"]) == ("sunspot", "requests.cpu=64")
     assert (quota["used"], quota["limited"]) == ("requests.cpu=65", "requests.cpu=100")
-    assert quota["advice"].startswith("ask for less"), "its own two workers need more than the quota has"
+    assert quota["advice"].startswith("request less"), "its own two workers need more than the quota has"
     cluster.pods = [head(), worker(1), worker(2)]
     assert "quota" not in findings(sunspot), "it has all its pods now"
 

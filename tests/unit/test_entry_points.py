@@ -1,4 +1,4 @@
-"""Every `python -m sunspot...`: its help answers at once and does nothing, and an unknown argument ends it with 2."""
+"""Tests of every `python -m sunspot...`: help answers at once and does nothing, and wrong arguments end it with 2."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ENTRY_POINTS = [
 ]
 
 OWN = ("app", "client", "data", "main", "run", "settings", "storage", "submitter", "train")
-"""What users call their own files, which are not to run in the place of ours."""
+"""Common names of users' own files, which must not shadow Sunspot's modules."""
 
 
 def run_module(module: str, word: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE WORD` among a user's own files; the last line says what it imported of torch and Ray."""
+    """Run `python -m MODULE WORD` among a user's own files. The last line lists which of torch and Ray it imported."""
     program = (
         f"import runpy, sys; sys.argv = ['', {word!r}]\n"
         f"try: runpy.run_module({module!r}, run_name='__main__')\n"
@@ -51,10 +51,10 @@ def test_help_describes_the_command_and_does_nothing(module: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("module", ENTRY_POINTS)
-def test_an_unknown_argument_ends_it(module: str, tmp_path: Path) -> None:
+def test_an_unknown_argument_ends_the_command(module: str, tmp_path: Path) -> None:
     done = run_module(module, "--hepl", tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "error: --hepl: no such argument; did you mean --help?\n"
+    assert done.stderr == "error: --hepl: no such option; did you mean --help?\n"
     assert done.stdout == "imported []\n"
     assert {path.stem for path in tmp_path.iterdir()} == set(OWN)
 
@@ -67,25 +67,27 @@ def test_the_command_runs_as_a_module(module: str, tmp_path: Path) -> None:
     assert done.stdout.endswith("imported []\n")
 
 
-def test_the_library_is_imported_among_files_of_the_user(tmp_path: Path) -> None:
+def test_a_users_files_do_not_shadow_the_library(tmp_path: Path) -> None:
     done = run_module("sunspot.client", "", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "imported []\n", "")
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"),
+    ("word", "kind", "hint"),
     [
-        ("--epoch", "did you mean the environment variable SUNSPOT_EPOCHS?"),
-        ("SUNSPOT_EPOCHS=3", "did you mean the environment variable SUNSPOT_EPOCHS?"),
-        ("LR=0.1", "did you mean the environment variable SUNSPOT_LEARNING_RATE?"),
-        ("xyz", "`python -m sunspot.some --help` lists what there is"),
+        ("--epoch", "option", "did you mean the environment variable SUNSPOT_EPOCHS?"),
+        ("SUNSPOT_EPOCHS=3", "argument", "did you mean the environment variable SUNSPOT_EPOCHS?"),
+        ("LR=0.1", "argument", "did you mean the environment variable SUNSPOT_LEARNING_RATE?"),
+        ("xyz", "argument", "`python -m sunspot.some --help` lists what there is"),
     ],
 )
-def test_a_setting_given_as_an_argument_is_named(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_that_is_given_as_an_argument_is_explained(
+    word: str, kind: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        CommandParser("sunspot.some", "", ["epochs", "learning_rate"]).parse([word])
+        CommandParser("python -m sunspot.some", "", ["epochs", "learning_rate"]).parse_args([word])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"error: {word}: no such argument; {hint}\n"
+    assert capsys.readouterr().err == f"error: {word}: no such {kind}; {hint}\n"
 
 
 def test_every_setting_is_described() -> None:

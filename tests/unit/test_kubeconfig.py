@@ -94,7 +94,7 @@ def test_an_invalid_kubeconfig_gives_one_message(cluster: FakeCluster, sunspot: 
 def test_a_plugin_gets_its_variables_and_can_print_where_to_sign_in(
     cluster: FakeCluster, config: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.printing.SILENT_S", 0)
+    monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0)
     program = "print('open https://sign.in/', file=sys.stderr)\n"
     program += "info = json.loads(os.environ['KUBERNETES_EXEC_INFO'])\nassert info['spec']['cluster']['server']\n"
     config.sign_in_by(

@@ -1,4 +1,4 @@
-"""Profiles that are no profiles: each ends in one message, at once."""
+"""Malformed profiles: each is refused at once with one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ResourceQuotas and LimitRanges, compared with what a run takes: what never fits, does not fit now, or fits partly."""
+"""ResourceQuotas and LimitRanges, compared with a run that never fits, does not fit now, or fits partly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from sunspot.submitter.manifest.quotas import check_limit_ranges, check_quotas, 
 from sunspot.submitter.manifest.requirements import requests_of
 from tests.harness.manifests import render
 
-OK, WARNING, FAILED = Result.OK, Result.WARNING, Result.FAILED
+OK = Result.OK
+WARNING = Result.WARNING
+FAILED = Result.FAILED
 
 
 def quota(hard: dict[str, str], used: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def limit_range(**item: Any) -> dict[str, Any]:
 
 
 def of_priority(operator: str, *values: str) -> dict[str, Any]:
-    """A selector of pods by their priority class."""
+    """Return a scope that selects pods by their priority class."""
     rule = {"scopeName": "PriorityClass", "operator": operator, "values": list(values)}
     return {"scopeSelector": {"matchExpressions": [rule]}}
 
@@ -87,14 +89,14 @@ def test_every_kind_of_limit_counts(resource: str, enough: str, profile: str) ->
 
 
 @pytest.mark.parametrize("resource", ["persistentvolumeclaims", "configmaps", "count/jobs.batch", "services.nodeports"])
-def test_what_a_run_does_not_make_does_not_count(resource: str) -> None:
+def test_objects_that_a_run_does_not_create_do_not_count(resource: str) -> None:
     assert check(quota({resource: "0"})).result is OK
 
 
-def test_rayjobs_that_have_ended_use_a_quota_up() -> None:
+def test_ended_rayjobs_count_against_a_quota() -> None:
     found = check(quota({"count/rayjobs.ray.io": "3"}, {"count/rayjobs.ray.io": "3"}))
     assert found.result is FAILED, "the API server refuses the next one at once"
-    assert "RayJobs that have ended count, too" in found.fix
+    assert "ended RayJobs count, too" in found.fix
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_a_limit_that_pods_must_state_may_come_from_a_limit_range() -> None:
     counted = quota({"limits.cpu": "10"})
     assert check(counted).result is FAILED
     assert "set cpu_limit" in check(counted).fix
-    assert check(counted, ranges=None).result is WARNING, "a LimitRange that may not be listed may give one"
+    assert check(counted, ranges=None).result is WARNING, "a LimitRange that cannot be listed may set a default"
     given = limit_range(default={"cpu": "2"}, defaultRequest={"cpu": "1"})
     assert check(counted, ranges=[given]).result is OK
     found = check(quota({"limits.cpu": "5"}), ranges=[given])
@@ -144,12 +146,12 @@ def test_the_cheapest_groups_of_nodes_decide_what_can_fit(tmp_path: Any) -> None
 @pytest.mark.parametrize(
     ("item", "seen"),
     [
-        ({"max": {"memory": "4Gi"}}, "a Container may have at most 4Gi of memory, and has 5Gi"),
+        ({"max": {"memory": "4Gi"}}, "a Container may have at most 4Gi of memory, but has 5Gi"),
         ({"max": {"memory": "5Gi"}}, ""),
-        ({"type": "Pod", "max": {"memory": "4Gi"}}, "a Pod may have at most 4Gi of memory, and has 5Gi"),
-        ({"type": "Pod", "max": {"cpu": "4"}}, "a Pod may have at most 4 of cpu, and states no limit"),
-        ({"min": {"cpu": "1"}}, "a Container must ask for at least 1 of cpu, and asks for 0.25"),
-        ({"default": {"cpu": "200m"}}, "the default limit of cpu is below what the container asks for"),
+        ({"type": "Pod", "max": {"memory": "4Gi"}}, "a Pod may have at most 4Gi of memory, but has 5Gi"),
+        ({"type": "Pod", "max": {"cpu": "4"}}, "a Pod may have at most 4 of cpu, but states no limit"),
+        ({"min": {"cpu": "1"}}, "a Container must request at least 1 of cpu, but requests 0.25"),
+        ({"default": {"cpu": "200m"}}, "the default limit of cpu is below the request of the container"),
         ({"default": {"cpu": "8"}, "maxLimitRequestRatio": {"cpu": "4"}}, "may be at most 4 times its request"),
         ({"type": "PersistentVolumeClaim", "max": {"storage": "1Gi"}}, ""),
     ],
@@ -159,7 +161,7 @@ def test_limit_ranges_are_compared_with_each_pod(item: dict[str, Any], seen: str
     assert bool(found) is bool(seen)
     assert all(each.result is FAILED for each in found)
     assert not seen or seen in found[0].seen
-    assert len({each.seen for each in found}) == len(found), "nothing is said twice"
+    assert len({each.seen for each in found}) == len(found), "each problem is reported once"
 
 
 def test_init_containers_and_overhead_count_as_for_the_scheduler() -> None:
@@ -199,9 +201,9 @@ def test_a_refusal_by_the_api_server_is_compared_with_the_whole_run() -> None:
     manifest = render("kind", {"NUM_WORKERS": "2"}).manifest
     found = parse_exceeded(f"pods x is forbidden: {SAID}, limited: limits.memory=9Gi,requests.memory=9Gi; and so on")
     assert found
-    assert found.never_fits(manifest), "of the 8Gi used, its own head and worker have all"
+    assert found.never_fits(manifest), "its own head and worker use all of the 8Gi"
     wider = parse_exceeded(f"{SAID}, limited: limits.memory=12Gi")
     assert wider
     assert not wider.never_fits(manifest)
-    assert parse_exceeded(f"{SAID}, limited: limits.mem...") is None, "what was cut is not guessed"
+    assert parse_exceeded(f"{SAID}, limited: limits.mem...") is None, "a truncated refusal is not interpreted"
     assert parse_exceeded("violates PodSecurity") is None

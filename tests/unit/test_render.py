@@ -1,6 +1,6 @@
-"""Manifests: what every profile renders to, that it never varies, and what is refused.
+"""Manifests: the result of every profile, its determinism, and refusals.
 
-The golden files are what each profile renders to. After a change that is meant, write them anew and read the diff:
+The golden files contain the manifest of each profile. After an intended change, write them again and read the diff:
 WRITE_GOLDEN=1 python -m pytest tests/unit/test_render.py -k golden
 """
 
@@ -26,7 +26,6 @@ from sunspot.search_space import load_search
 from sunspot.settings import Settings
 from sunspot.submitter.cluster.api import POD_ROLE, ROLE, ROLES
 from sunspot.submitter.cluster.preflight import find_references
-from sunspot.submitter.manifest.gpu_nodes import find_split_nodes
 from sunspot.submitter.manifest.profile import load_profile
 from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.render import JobRequest, Rendered, image_problem, settings_of, to_yaml
@@ -55,10 +54,10 @@ VIEWER = "sunspot-viewer"
 AZURE = "azure.workload.identity"
 
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/profiles.md").read_text(), re.DOTALL)
-"""The profiles in docs/profiles.md."""
+"""Profiles in docs/profiles.md."""
 
 POD_EXAMPLES = [text for text in EXAMPLES if "pod:" in text]
-"""Those with fields that no key has."""
+"""Profiles in docs/profiles.md that patch a pod."""
 
 FULL = """
 extends: gke-spot
@@ -88,13 +87,13 @@ active_deadline_s: 86400
 ttl_s: 30
 backoff_limit: 5
 """
-"""A user's own profile with every key that a shipped one does not have."""
+"""A custom profile with every key that no shipped profile has."""
 
 OF_LOST_NODES = [
     {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
     for key in ("not-ready", "unreachable")
 ]
-"""What every pod tolerates: a node that does not answer, for that long."""
+"""Tolerations of every pod for an unreachable node."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -114,7 +113,7 @@ def cluster_of(rendered: Rendered) -> dict[str, Any]:
 
 
 def groups_of(rendered: Rendered) -> list[dict[str, Any]]:
-    """The head's group, the training pods', and the data pods' if there are any."""
+    """Return the groups of the head, the training pods and, if there are any, the data pods."""
     return [cluster_of(rendered)["headGroupSpec"], *cluster_of(rendered)["workerGroupSpecs"]]
 
 
@@ -123,7 +122,7 @@ def pods_of(rendered: Rendered) -> list[dict[str, Any]]:
 
 
 def settings_of_job(rendered: Rendered) -> Settings:
-    """The settings, as the job reads them."""
+    """Return the settings as the job reads them."""
     return load_search(settings_of(rendered.manifest)).settings
 
 
@@ -142,20 +141,20 @@ def full(tmp_path: Path) -> Rendered:
     return render(own_profile(tmp_path, FULL), {})
 
 
-# ------------------------------------------------------------------------------------------------------- as they lie
+# ------------------------------------------------------------------------------------------------- files as they are
 
 
-def test_the_cluster_that_is_kept_is_the_one_of_a_job() -> None:
+def test_the_example_raycluster_equals_the_cluster_of_the_example_job() -> None:
     assert load(MANIFESTS / "raycluster.yaml")["spec"] == load(MANIFESTS / "rayjob.yaml")["spec"]["rayClusterSpec"]
 
 
-def test_the_manifests_name_the_version_of_ray_that_is_locked() -> None:
+def test_the_manifests_name_the_locked_ray_version() -> None:
     locked = re.findall(r"^ray==([\d.]+)", (REPOSITORY / "requirements" / "train.txt").read_text(), re.MULTILINE)
     assert [load(MANIFESTS / "rayjob.yaml")["spec"]["rayClusterSpec"]["rayVersion"]] == locked
 
 
-def test_the_job_as_it_lies_is_what_kind_renders_to() -> None:
-    """Besides the run's identity and the settings that were chosen."""
+def test_the_profile_kind_renders_the_example_job_unchanged() -> None:
+    """Only the run's identity and the chosen settings differ."""
     rendered = json.loads(json.dumps(render("kind", {}).manifest))
     lies = json.loads(json.dumps(load(MANIFESTS / "rayjob.yaml")))
     del rendered["metadata"]["annotations"]
@@ -185,13 +184,13 @@ def test_the_base_holds_the_namespace_to_the_restricted_standard() -> None:
         assert namespace["metadata"]["labels"][f"pod-security.kubernetes.io/{mode}"] == "restricted"
 
 
-def test_nobody_but_the_submitter_gets_rights() -> None:
+def test_only_the_submitter_gets_rights() -> None:
     bindings = [item for item in base_objects() if item["kind"].endswith("Binding")]
     assert [subject["name"] for item in bindings for subject in item["subjects"]] == ["sunspot-submitter"]
     roles = {item["metadata"]["name"]: item["rules"] for item in base_objects() if item["kind"].endswith("Role")}
     assert set(roles) == {ROLE, VIEWER, *ROLES.values()}
     assert [item["roleRef"]["name"] for item in bindings] == [ROLE]
-    assert POD_ROLE != ROLE, "who may submit a run may not kill the pods of others"
+    assert POD_ROLE != ROLE, "permission to submit a run does not include killing pods"
     assert roles[POD_ROLE] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["delete"]}]
     assert roles["sunspot-dashboard"] == [
         {"apiGroups": [""], "resources": ["pods/portforward"], "verbs": ["get", "create"]},
@@ -217,7 +216,7 @@ def test_nobody_but_the_submitter_gets_rights() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_policies_and_budget_select_the_pods_that_are_rendered(profile: str) -> None:
+def test_policies_and_budget_select_the_rendered_pods(profile: str) -> None:
     elastic = render(profile, in_pods(profile, "1..2"))
     head, workers = (
         {**group["template"]["metadata"]["labels"], "ray.io/node-type": kind}
@@ -247,7 +246,7 @@ def ports_of(rule: dict[str, Any]) -> set[int]:
 
 @pytest.mark.parametrize("server", ["169.254.169.254", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254"])
 def test_no_pod_gets_the_identity_of_its_node(server: str) -> None:
-    """Clouds hand it out on port 80, which is open to tracking servers."""
+    """Clouds serve identities on port 80, which is open to tracking servers."""
     _, http = egress("to-tracking", base_objects())
     assert ports_of(http) == {80}
     address = ipaddress.ip_address(server)
@@ -267,7 +266,7 @@ def test_kustomize_builds_the_base() -> None:
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
 @pytest.mark.parametrize("cloud", ["gke", "eks", "aks"])
-def test_what_the_overlay_of_a_cloud_changes(cloud: str) -> None:
+def test_the_overlay_of_a_cloud_only_opens_the_route_to_its_identity(cloud: str) -> None:
     def by_name(objects: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
         return {(item["kind"], item["metadata"]["name"]): item for item in objects}
 
@@ -287,7 +286,7 @@ def test_what_the_overlay_of_a_cloud_changes(cloud: str) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_runs_apart_leave_out_one_policy(tmp_path: Path) -> None:
+def test_the_overlay_runs_apart_removes_one_policy(tmp_path: Path) -> None:
     names = {folder: os.path.relpath(MANIFESTS / folder, tmp_path) for folder in ("base-gke", "runs-apart")}
     text = f"resources: [{names['base-gke']}]\ncomponents: [{names['runs-apart']}]\n"
     (tmp_path / "kustomization.yaml").write_text(text)
@@ -297,8 +296,8 @@ def test_runs_apart_leave_out_one_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_another_port_is_a_patch_of_the_base(tmp_path: Path) -> None:
-    """As docs/cluster.md has it."""
+def test_another_port_can_be_patched_into_the_base(tmp_path: Path) -> None:
+    """The patch is the example in docs/cluster.md."""
     [example] = re.findall(r"```yaml\n(resources: .*?)```", (REPOSITORY / "docs/cluster.md").read_text(), re.DOTALL)
     base = os.path.relpath(MANIFESTS / "base", tmp_path)  # kustomize takes no absolute path
     (tmp_path / "kustomization.yaml").write_text(example.replace("../k8s/base", base))
@@ -311,7 +310,7 @@ def test_another_port_is_a_patch_of_the_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_golden(profile: str) -> None:
+def test_rendered_manifests_equal_the_golden_files(profile: str) -> None:
     path = GOLDEN / f"{profile}.yaml"
     text = render(profile, {}).to_yaml()
     if os.environ.get("WRITE_GOLDEN"):
@@ -336,7 +335,7 @@ def test_the_same_inputs_give_the_same_bytes_in_every_process() -> None:
     assert texts == {render("gke-spot", {name.removeprefix("SUNSPOT_"): v for name, v in settings.items()}).to_yaml()}
 
 
-def test_the_environment_gives_way_to_what_is_given_and_wins_over_the_profile(
+def test_options_override_the_environment_which_overrides_the_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = own_profile(tmp_path, "settings: {EPOCHS: 1, SEED: 1, max_steps: 1, SUNSPOT_AUDIT: true}")
@@ -352,8 +351,8 @@ def test_the_environment_gives_way_to_what_is_given_and_wins_over_the_profile(
     assert (sources["SUNSPOT_SEED"], sources["SUNSPOT_MAX_STEPS"]) == ("the environment", "given")
 
 
-def test_only_what_was_given_or_chosen_is_set() -> None:
-    """Or an image with a task of its own could not say so."""
+def test_only_given_or_chosen_settings_are_in_the_manifest() -> None:
+    """Otherwise, an image could not choose its own task."""
     names = set(settings_of(render("kind", {}).manifest))
     of_every_job = {"STORAGE_PATH", "DATA_ROOT", "MAX_DRIVER_STARTS", "NOTICE_S"}
     chosen = {"RUN_NAME", "NUM_WORKERS", "USE_GPU", "RESOURCES_PER_WORKER", "JOB_ID"}
@@ -362,7 +361,7 @@ def test_only_what_was_given_or_chosen_is_set() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_job_reads_the_settings_that_were_rendered(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_reads_the_rendered_settings(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = render(profile, {"TASK_ARGS": '{"a": "$(HOME) $$ ${X} é\\n"}', "LEARNING_RATE": "1e-5"})
     assert rendered.settings.task_args == {"a": "$(HOME) $$ ${X} é\n"}
     assert settings_of_job(rendered).job_id == rendered.name
@@ -372,7 +371,7 @@ def test_the_job_reads_the_settings_that_were_rendered(profile: str, monkeypatch
     for pod in pods_of(rendered):
         escaped = variables_of(pod)["SUNSPOT_TASK_ARGS"]
         assert re.sub(r"\$\$", "$", escaped) == environment["SUNSPOT_TASK_ARGS"]
-        assert not re.search(r"(?<!\$)(\$\$)*\$\(", escaped)  # Kubernetes would expand it
+        assert not re.search(r"(?<!\$)(\$\$)*\$\(", escaped)  # Kubernetes would expand an unescaped $
 
 
 # ---------------------------------------------------------------------------------------------------------------- name
@@ -424,7 +423,7 @@ def test_every_container_meets_the_restricted_standard(profile: str, workers: st
     check_restricted(render(profile, in_pods(profile, workers)))
 
 
-def test_every_container_of_a_full_profile_meets_it_too(full: Rendered) -> None:
+def test_every_container_of_a_full_profile_meets_the_restricted_standard(full: Rendered) -> None:
     check_restricted(full)
     assert len(pods_of(full)) == 3
 
@@ -434,7 +433,7 @@ def empty_volumes(pod: dict[str, Any]) -> dict[str, Any]:
     return {volume["name"]: volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume}
 
 
-def test_pods_are_told_their_namespace_and_cluster_without_a_token() -> None:
+def test_pods_know_their_namespace_and_cluster_without_a_token() -> None:
     """The manifests are the same in all clusters, although their RayJobs are different owners."""
     for pod in pods_of(render("kind", {})):
         [container] = pod["containers"]
@@ -461,7 +460,10 @@ def check_restricted(rendered: Rendered) -> None:
     for pod in (head, *others):
         context = pod["securityContext"]
         assert context["runAsNonRoot"] is True
-        assert (context.get("runAsUser"), context.get("fsGroup")) in ((1000, 1000), (None, None))  # None: assigned
+        assert (context.get("runAsUser"), context.get("fsGroup")) in (
+            (1000, 1000),
+            (None, None),
+        )  # None if the namespace assigns it
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["enableServiceLinks"] is False
         kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
@@ -473,7 +475,7 @@ def check_restricted(rendered: Rendered) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_what_every_job_has(profile: str) -> None:
+def test_every_job_has_the_fields_that_a_run_relies_on(profile: str) -> None:
     rendered = render(profile, {})
     spec = rendered.manifest["spec"]
     assert spec["submissionMode"] == "HTTPMode"
@@ -499,7 +501,7 @@ def test_what_every_job_has(profile: str) -> None:
         check_volumes(pod)
         variables = variables_of(pod)
         assert variables["RAY_TRAIN_ENABLE_STATE_TRACKING"] == "1"
-        assert variables["RAY_USAGE_STATS_ENABLED"] == "0", "nobody was asked"
+        assert variables["RAY_USAGE_STATS_ENABLED"] == "0", "nothing was asked"
         assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
         assert pod["serviceAccountName"] == "sunspot-train"
         secrets = (
@@ -513,22 +515,22 @@ def test_what_every_job_has(profile: str) -> None:
 
 
 def check_volumes(pod: dict[str, Any]) -> None:
-    """/dev/shm counts as the container's memory, /tmp as its disk."""
+    """/dev/shm counts against the container's memory, and /tmp against its disk."""
     limits = pod["containers"][0]["resources"]["limits"]
     volumes = empty_volumes(pod)
     assert volumes["shared-mem"] == {"medium": "Memory", "sizeLimit": limits["memory"]}
     assert volumes["tmp"] == {"sizeLimit": limits["ephemeral-storage"]}
 
 
-def test_volumes_follow_the_limits_of_a_profile_of_ones_own(full: Rendered) -> None:
+def test_volumes_follow_the_limits_of_a_custom_profile(full: Rendered) -> None:
     assert [pod["containers"][0]["resources"]["limits"]["memory"] for pod in pods_of(full)] == ["16Gi", "96Gi", "24Gi"]
     for pod in pods_of(full):
         check_volumes(pod)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_lost_node_is_given_up_before_its_connections_are(profile: str) -> None:
-    """The head asks its nodes, and they ask whether it still knows them."""
+def test_a_lost_node_is_given_up_before_its_connections(profile: str) -> None:
+    """The head checks its nodes, and the nodes check whether the head still knows them."""
     for pod in pods_of(render(profile, {})):
         ray = {name: int(value) for name, value in variables_of(pod).items() if re.match("RAY_[a-z]", name)}
         period, timeout = ray["RAY_health_check_period_ms"], ray["RAY_health_check_timeout_ms"]
@@ -547,7 +549,7 @@ def test_the_drain_ends_before_the_node_does(profile: str) -> None:
 
 
 @pytest.mark.parametrize("notice", [5, 6, 15, 19, 20, 21, 30, 120, 3600])
-def test_a_drain_from_any_notice(tmp_path: Path, notice: int) -> None:
+def test_the_drain_leaves_time_of_any_notice(tmp_path: Path, notice: int) -> None:
     for pod in pods_of(render(own_profile(tmp_path, f"notice_s: {notice}"), {})):
         check_drain(pod, notice)
 
@@ -561,7 +563,7 @@ def check_drain(pod: dict[str, Any], notice: int) -> None:
     assert drain >= notice * 0.6
 
 
-def test_the_program_is_told_of_a_drain_of_ones_own(tmp_path: Path) -> None:
+def test_the_program_knows_a_drain_that_the_profile_sets(tmp_path: Path) -> None:
     profile = own_profile(tmp_path, "notice_s: 30\nenv: {RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '20'}")
     rendered = render(profile, {})
     assert settings_of_job(rendered).notice_s == 20
@@ -570,13 +572,13 @@ def test_the_program_is_told_of_a_drain_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("drain", ["9999", "30", "28s", ""])
 def test_a_drain_that_outlasts_the_pod_is_refused(drain: str, tmp_path: Path) -> None:
-    """The workers would be told of time that they do not have."""
+    """Otherwise, workers would count on time that they do not have."""
     for notice in ("notice_s: 30", "namespace: sunspot"):  # or that of k8s/rayjob.yaml
         profile = own_profile(tmp_path, f"{notice}\nenv: {{RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '{drain}'}}")
         assert re.search(f"DRAIN_TIMEOUT_S={drain}: .*ends after 30 s.*set notice_s", refusal(profile, {}))
 
 
-def test_the_notice_of_each_cloud() -> None:
+def test_each_cloud_profile_has_the_notice_of_its_cloud() -> None:
     notices = {name: load_profile(name, {}).notice_s for name in SPOT_PROFILES}
     assert notices == {"aks-spot": 10, "eks-spot": 100, "gke-spot": 15, "karpenter-spot": 100}
 
@@ -596,12 +598,12 @@ def test_workers_go_to_spot_nodes_and_the_head_never(profile: str) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_pods_of_a_node_that_does_not_answer_go_soon(profile: str) -> None:
+def test_pods_of_an_unreachable_node_are_evicted_soon(profile: str) -> None:
     for pod in pods_of(render(profile, {})):
         assert pod["tolerations"][:2] == OF_LOST_NODES
 
 
-def test_a_head_may_have_an_image_of_its_own(tmp_path: Path) -> None:
+def test_the_head_may_have_its_own_image(tmp_path: Path) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: kind\nimage: sunspot:1\nhead: {image: 'sunspot-head:1'}\n")
     rendered = render(str(profile), {})
@@ -611,7 +613,7 @@ def test_a_head_may_have_an_image_of_its_own(tmp_path: Path) -> None:
         render(str(profile), {}, image="sunspot:2")
 
 
-def test_a_head_may_be_evictable(tmp_path: Path) -> None:
+def test_the_head_may_be_evictable(tmp_path: Path) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: kind\nannotations: {example.com/owner: me}\nhead: {evictable: true}\n")
     head, workers = (group["template"]["metadata"] for group in groups_of(render(str(profile), {})))
@@ -629,7 +631,7 @@ def test_a_head_may_be_evictable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", sorted(set(GPU_PROFILES) - set(NODE_PROFILES)))
-def test_a_worker_for_each_gpu(profile: str) -> None:
+def test_each_gpu_gets_a_worker(profile: str) -> None:
     rendered = render(profile, {"NUM_WORKERS": "3"})
     _, group = groups_of(rendered)
     pod = group["template"]["spec"]
@@ -647,7 +649,7 @@ def test_a_worker_for_each_gpu(profile: str) -> None:
 
 
 @pytest.mark.parametrize("profile", NODE_PROFILES)
-def test_a_pod_with_all_gpus_of_a_node(profile: str) -> None:
+def test_a_pod_may_take_all_gpus_of_a_node(profile: str) -> None:
     node = {"gke": (208, 1743, 0), "eks": (192, 2048, 0), "aks": (96, 1900, 0)}[profile[:3]]
     rendered = render(profile, {"NUM_WORKERS": "16"})
     head, group = groups_of(rendered)
@@ -655,7 +657,9 @@ def test_a_pod_with_all_gpus_of_a_node(profile: str) -> None:
     pod = group["template"]["spec"]
     resources = pod["containers"][0]["resources"]
     asked = {name: parse_quantity(amount) for name, amount in resources["requests"].items()}
-    assert node[0] * 0.85 <= asked["cpu"] <= node[0] - 4, "nearly the node's, less what Kubernetes and daemons take"
+    assert node[0] * 0.85 <= asked["cpu"] <= node[0] - 4, (
+        "nearly the whole node, minus the share of Kubernetes and daemons"
+    )
     assert node[1] * 0.75 <= asked["memory"] / 2**30 <= node[1] * 0.92
     assert asked["ephemeral-storage"] >= 80 * 2**30
     assert resources["limits"]["nvidia.com/gpu"] == "8"
@@ -666,7 +670,6 @@ def test_a_pod_with_all_gpus_of_a_node(profile: str) -> None:
         "GPU": 1,
         "training-worker": 1,
     }
-    assert list(find_split_nodes(rendered.manifest)) == []
     why = {value.name: value.source for value in rendered.derived}
     assert why["training pod's memory"] == f"profile {profile}: 200Gi for each of 8 GPUs"
     assert head["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"] == "8Gi"
@@ -690,30 +693,7 @@ def test_sizes_follow_gpus_and_workers(tmp_path: Path) -> None:
     assert [(each["cpu"], each["memory"]) for each in plain] == [("2", "8Gi"), ("500m", "3Gi")]
 
 
-@pytest.mark.parametrize(
-    ("selector", "workers", "there"),
-    [
-        ("{node.kubernetes.io/instance-type: p5.48xlarge}", "8", 8),
-        ("{node.kubernetes.io/instance-type: Standard_ND96isr_H100_v5}", "1..8", 8),
-        ("{node.kubernetes.io/instance-type: a3-megagpu-8g}", "2", 8),
-        ("{karpenter.k8s.aws/instance-gpu-count: '4'}", "2", 4),
-        ("{node.kubernetes.io/instance-type: p5.4xlarge}", "2", 0),
-        ("{cloud.google.com/gke-accelerator-count: '1'}", "2", 0),
-        ("{nvidia.com/gpu.count: '8'}", "1", 0),
-    ],
-)
-def test_pods_that_would_share_a_node_are_warned_of(
-    selector: str, workers: str, there: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine = own_profile(tmp_path, f"extends: on-demand\nworker: {{gpu_selector: {selector}}}")
-    with pytest.raises(SystemExit, match="0"):
-        main(["render", "--profile", mine, "--set", f"NUM_WORKERS={workers}", *ON_A_CLOUD])
-    said = capsys.readouterr().err
-    assert (f"a pod takes 1 of a node's {there} GPUs" in said) is bool(there)
-    assert (f"set worker.gpus to {there}" in said) is bool(there)
-
-
-def test_what_enterprises_and_openshift_ask_of_pods(tmp_path: Path) -> None:
+def test_pods_may_state_a_cpu_limit_and_leave_their_ids_to_the_namespace(tmp_path: Path) -> None:
     text = "extends: kind\nassigned_ids: true\nhead: {cpu_limit: 2}\nworker: {cpu_limit: 500m}"
     rendered = render(own_profile(tmp_path, text), {"NUM_WORKERS": "1..2"})
     check_restricted(rendered)
@@ -722,10 +702,12 @@ def test_what_enterprises_and_openshift_ask_of_pods(tmp_path: Path) -> None:
         assert pod["containers"][0]["resources"]["limits"]["cpu"] == limit
     assert cluster_of(rendered)["autoscalerOptions"]["resources"]["limits"]["cpu"] == "1"
     plain = cluster_of(render("kind", {"NUM_WORKERS": "1..2"}))
-    assert plain["autoscalerOptions"]["resources"]["limits"] == {"memory": "512Mi"}, "nothing is left of a profile"
+    assert plain["autoscalerOptions"]["resources"]["limits"] == {"memory": "512Mi"}, (
+        "an earlier profile leaves no trace"
+    )
 
 
-def test_parts_of_gpus_and_claims(tmp_path: Path) -> None:
+def test_a_pod_may_request_gpu_partitions_or_claims(tmp_path: Path) -> None:
     part = pods_of(
         render(own_profile(tmp_path, "extends: gke-spot\nworker: {gpu_resource: nvidia.com/mig-1g.10gb}"), {})
     )
@@ -742,7 +724,7 @@ def test_parts_of_gpus_and_claims(tmp_path: Path) -> None:
     assert groups_of(rendered)[1]["resources"] == {"CPU": "24", "GPU": "4", "training-worker": "4"}
 
 
-def test_an_elastic_run_begins_with_the_least_and_has_an_autoscaler() -> None:
+def test_an_elastic_run_starts_with_its_minimum_and_has_an_autoscaler() -> None:
     rendered = render("gke-spot", {"NUM_WORKERS": "2..8"})
     cluster, (_, group) = cluster_of(rendered), groups_of(rendered)
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (2, 2, 8)
@@ -764,11 +746,13 @@ def test_only_the_autoscalers_container_gets_a_kubernetes_token() -> None:
     assert paths == {("serviceAccountToken", "token"), ("configMap", "ca.crt"), ("downwardAPI", "namespace")}
     mounts = cluster_of(rendered)["autoscalerOptions"]["volumeMounts"]
     where = {mount["mountPath"] for mount in mounts if mount["name"] == token["name"]}
-    assert where == {"/var/run/secrets/kubernetes.io/serviceaccount"}, "where Ray's autoscaler reads it"
+    assert where == {"/var/run/secrets/kubernetes.io/serviceaccount"}, "Ray's autoscaler reads it there"
     for pod in (head, workers):
         assert pod["automountServiceAccountToken"] is False
         [container] = pod["containers"]
-        assert token["name"] not in {mount["name"] for mount in container["volumeMounts"]}, "the user's code runs here"
+        assert token["name"] not in {mount["name"] for mount in container["volumeMounts"]}, (
+            "the user's code runs in this container"
+        )
 
 
 def _paths(source: dict[str, Any]) -> list[str]:
@@ -777,7 +761,7 @@ def _paths(source: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_placement(profile: str) -> None:
+def test_placement_sets_spread_or_affinity(profile: str) -> None:
     rendered = render(profile, {"RUN_NAME": "mine"})
     pod = pods_of(rendered)[1]
     selector = {
@@ -799,20 +783,22 @@ def test_placement(profile: str) -> None:
     assert any(value.name == "placement" and ": " in value.source for value in rendered.derived)
 
 
-def test_one_zone_or_none(tmp_path: Path) -> None:
+def test_a_pod_starts_in_one_zone_or_not_at_all(tmp_path: Path) -> None:
     rendered = render(own_profile(tmp_path, "extends: gke-spot\nworker: {placement: zone}"), {"RUN_NAME": "mine"})
     [head, pod] = pods_of(rendered)
     assert list(pod["affinity"]["podAffinity"]) == ["requiredDuringSchedulingIgnoredDuringExecution"]
     (near,) = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert near["topologyKey"] == "topology.kubernetes.io/zone"
     labels = groups_of(rendered)[1]["template"]["metadata"]["labels"] | {"ray.io/group": "workers"}  # as KubeRay adds
-    assert near["labelSelector"]["matchLabels"].items() <= labels.items(), "or the first pod could never be placed"
+    assert near["labelSelector"]["matchLabels"].items() <= labels.items(), (
+        "otherwise, the first pod could never be placed"
+    )
     assert "podAffinity" not in head["affinity"]
     assert "topologySpreadConstraints" not in pod
 
 
-def test_a_label_asks_for_gang_scheduling(tmp_path: Path) -> None:
-    """On the RayJob, from where the operator copies it to the cluster that it makes."""
+def test_a_label_requests_gang_scheduling(tmp_path: Path) -> None:
+    """The operator copies the label from the RayJob to the RayCluster."""
     [example] = [text for text in EXAMPLES if "gang" in text]
     rendered = render(own_profile(tmp_path, example), {})
     assert rendered.manifest["metadata"]["labels"]["ray.io/gang-scheduling-enabled"] == "true"
@@ -820,7 +806,7 @@ def test_a_label_asks_for_gang_scheduling(tmp_path: Path) -> None:
     assert workers["replicas"] == 4, "the operator counts these"
 
 
-def test_everything_a_profile_of_ones_own_can_say(full: Rendered) -> None:
+def test_every_key_of_a_custom_profile_reaches_the_manifest(full: Rendered) -> None:
     manifest = full.manifest
     assert full.namespace == manifest["metadata"]["namespace"] == "vision"
     assert manifest["metadata"]["labels"]["team"] == "vision"
@@ -852,7 +838,7 @@ def test_everything_a_profile_of_ones_own_can_say(full: Rendered) -> None:
     assert full.settings.task_args == {"width": 64}
 
 
-def test_several_gpus_in_a_pod(full: Rendered) -> None:
+def test_a_pod_may_have_several_gpus(full: Rendered) -> None:
     _, workers, _ = groups_of(full)
     assert (workers["minReplicas"], workers["replicas"], workers["maxReplicas"]) == (1, 1, 4)
     assert workers["resources"] == {"CPU": "24", "GPU": "4", "training-worker": "4"}
@@ -860,7 +846,7 @@ def test_several_gpus_in_a_pod(full: Rendered) -> None:
     assert str(full.settings.num_workers) == "4..16"
 
 
-def test_a_group_for_reading_that_has_no_gpu(full: Rendered, tmp_path: Path) -> None:
+def test_data_workers_are_a_group_without_gpus(full: Rendered, tmp_path: Path) -> None:
     _, workers, data = groups_of(full)
     assert (workers["groupName"], data["groupName"]) == ("workers", "data")
     assert (data["minReplicas"], data["replicas"], data["maxReplicas"]) == (0, 0, 6)
@@ -873,7 +859,7 @@ def test_a_group_for_reading_that_has_no_gpu(full: Rendered, tmp_path: Path) -> 
     assert len(groups_of(render(str(profile), {"LOADER": "torch"}))) == 2
 
 
-def test_workload_identity_instead_of_a_secret(tmp_path: Path) -> None:
+def test_workload_identity_replaces_a_secret(tmp_path: Path) -> None:
     rendered = render(own_profile(tmp_path, "extends: eks-spot\nenv_from_secrets: []\nservice_account: me"), {})
     assert all(pod["serviceAccountName"] == "me" for pod in pods_of(rendered))
     assert all(pod["containers"][0]["envFrom"] == [] for pod in pods_of(rendered))
@@ -885,8 +871,8 @@ def test_every_other_example_meets_the_restricted_standard(example: str, tmp_pat
 
 
 @pytest.mark.parametrize("example", POD_EXAMPLES)
-def test_the_examples_of_a_pod_only_add(example: str, tmp_path: Path) -> None:
-    """Each field of the example is in its group's pod, and all that was in the pod before still is."""
+def test_pod_patch_examples_add_fields_and_remove_none(example: str, tmp_path: Path) -> None:
+    """The pod has every field of the example and every field that it had before."""
     profile = yaml.safe_load(example)
     rendered, before = render(own_profile(tmp_path, example), {}), render(profile["extends"], {})
     assert rendered.name != before.name
@@ -898,7 +884,7 @@ def test_the_examples_of_a_pod_only_add(example: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example", [text for text in EXAMPLES if "rayjob:" in text])
 @pytest.mark.parametrize("workers", ["2", "2..4"])
-def test_the_examples_of_a_rayjob_only_add(example: str, workers: str, tmp_path: Path) -> None:
+def test_rayjob_patch_examples_add_fields_and_remove_none(example: str, workers: str, tmp_path: Path) -> None:
     profile = yaml.safe_load(example)
     rendered = render(own_profile(tmp_path, example), {"NUM_WORKERS": workers})
     before = render(own_profile(tmp_path, yaml.safe_dump({**profile, "rayjob": {}})), {"NUM_WORKERS": workers})
@@ -912,7 +898,7 @@ def test_the_examples_of_a_rayjob_only_add(example: str, workers: str, tmp_path:
     assert ("autoscalerOptions" in cluster_of(rendered)) is (workers != "2")
 
 
-def test_what_a_rayjob_needs_is_looked_for(tmp_path: Path) -> None:
+def test_objects_that_a_rayjob_patch_needs_are_looked_for(tmp_path: Path) -> None:
     text = """
 extends: kind
 rayjob:
@@ -938,42 +924,46 @@ rayjob:
 @pytest.mark.parametrize(
     ("patch", "told"),
     [
-        ("metadata: {name: mine}", "metadata.name: it is the run's"),
+        ("metadata: {name: mine}", "metadata.name: it consists of the run's name"),
         ("metadata: {namespace: a}", "metadata.namespace: set namespace in the profile"),
         ("metadata: {labels: {sunspot/run: a}}", "labels.sunspot/run: Sunspot sets it"),
         ("metadata: {annotations: {sunspot/generation: '9'}}", "sunspot/generation: Sunspot sets it"),
-        ("spec: {entrypoint: python mine.py}", "rayjob.spec.entrypoint: it is what trains; set SUNSPOT_TASK"),
+        (
+            "spec: {entrypoint: python mine.py}",
+            "rayjob.spec.entrypoint: it starts the training program; set SUNSPOT_TASK",
+        ),
         ("spec: {entrypointNumCpus: 1}", "NumCpus: the driver belongs on the head"),
-        ("spec: {submissionMode: K8sJobMode}", "submissionMode: the others bring a pod"),
+        ("spec: {submissionMode: K8sJobMode}", "submissionMode: the other modes need a pod"),
         ("spec: {suspend: true}", "suspend: a queue sets it"),
-        ("spec: {backoffLimit: 9}", "backoffLimit: there is 2 already: set backoff_limit"),
-        ("spec: {ttlSecondsAfterFinished: {a: 1}}", "ttlSecondsAfterFinished: there is 60 already: set ttl_s"),
-        ("spec: {rayClusterSpec: 3}", "rayClusterSpec: there is .* already: a run relies on it"),
-        ("spec: {rayClusterSpec: {rayVersion: 2.9.0}}", "rayVersion: it is the image's"),
+        ("spec: {backoffLimit: 9}", "backoffLimit: the manifest already has 2: set backoff_limit"),
+        ("spec: {ttlSecondsAfterFinished: {a: 1}}", "ttlSecondsAfterFinished: the manifest already has 60: set ttl_s"),
+        ("spec: {rayClusterSpec: 3}", "rayClusterSpec: the manifest already has .*: a run relies on it"),
+        ("spec: {rayClusterSpec: {rayVersion: 2.9.0}}", "rayVersion: it is the version of Ray in the image"),
         ("spec: {rayClusterSpec: {authOptions: {mode: disabled}}}", "authOptions.mode: without a token"),
-        ("spec: {rayClusterSpec: {headGroupSpec: {template: {}}}}", "template: set head in the profile, or pod below"),
+        ("spec: {rayClusterSpec: {headGroupSpec: {template: {}}}}", "template: set head in the profile, or pod under"),
         (
             "spec: {rayClusterSpec: {gcsFaultToleranceOptions: {redisPassword: {value: abcd}}}}",
             "redisPassword.value: a credential here .*valueFrom",
         ),
         (
             "spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: workers, replicas: 9}]}}",
-            r"workerGroupSpecs\[workers\].replicas: there is 2 already: .* the profile and SUNSPOT_NUM_WORKERS",
+            r"workerGroupSpecs\[workers\].replicas: the manifest already has 2: .* the profile and SUNSPOT_NUM_WORKERS",
         ),
-        ("spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: more}]}}", r"\[more\]: there is no such group"),
-        ("spec: {rayClusterSpec: {workerGroupSpecs: [workers]}}", "workerGroupSpecs: an item without groupName"),
-        ("managedBy: a", "rayjob.managedBy: no such key; there are metadata, spec"),
+        ("spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: more}]}}", r"\[more\]: no such group"),
+        ("spec: {rayClusterSpec: {gcsFaultToleranceOptions: 3}}", "ToleranceOptions=3: set it to a mapping"),
+        ("spec: {rayClusterSpec: {workerGroupSpecs: [workers]}}", "workerGroupSpecs: an item has no groupName"),
+        ("managedBy: a", "rayjob.managedBy: no such key; choose one of metadata, spec"),
         ("spec: {managedBy: 2026-01-01}", "rayjob.spec=.*: set it to the spec of a RayJob"),
     ],
 )
-def test_a_rayjob_may_not_change_what_a_run_relies_on(patch: str, told: str, tmp_path: Path) -> None:
+def test_a_rayjob_patch_may_not_change_fields_that_a_run_relies_on(patch: str, told: str, tmp_path: Path) -> None:
     said = refusal(own_profile(tmp_path, f"extends: kind\nrayjob: {{{patch}}}"), {})
     assert re.search(told, said)
     assert "abcd" not in said, "a credential is not repeated"
 
 
 def lost(part: Any, whole: Any) -> list[str]:
-    """The values of `part` that `whole` has not at their place; items of lists may have any."""
+    """Return the values of `part` that `whole` lacks at the same path. Items of a list may be at any position."""
     if isinstance(part, dict) and isinstance(whole, dict):
         if part.get("name") == whole.get("name") == "SUNSPOT_JOB_ID":
             return []
@@ -983,7 +973,7 @@ def lost(part: Any, whole: Any) -> list[str]:
     return [] if part == whole else [str(part)]
 
 
-def test_a_pod_may_change_little_of_what_is_there(tmp_path: Path) -> None:
+def test_a_pod_patch_may_change_few_existing_fields(tmp_path: Path) -> None:
     text = """
 extends: gke-spot
 worker:
@@ -1004,7 +994,7 @@ worker:
     assert variables_of(worker)["NEW"] == "1"
 
 
-def test_a_queue_of_kueue() -> None:
+def test_a_queue_becomes_a_label_of_kueue() -> None:
     rendered = render("gke-spot", {}, queue="gpus")
     assert rendered.manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert rendered.manifest["spec"]["shutdownAfterJobFinishes"] is True
@@ -1012,14 +1002,14 @@ def test_a_queue_of_kueue() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"NUM_WORKERS": "1..2"}, {"LOADER": "ray"}])
-def test_kueue_is_told_that_the_pods_may_change(settings: dict[str, str], tmp_path: Path) -> None:
+def test_kueue_knows_that_the_number_of_pods_may_change(settings: dict[str, str], tmp_path: Path) -> None:
     profile = own_profile(tmp_path, "extends: gke-spot\nqueue: gpus\ndata_workers: {cpu: 4, memory: 8Gi, max: 2}")
     rendered = render(profile, settings)
     assert cluster_of(rendered)["enableInTreeAutoscaling"] is True
     assert rendered.manifest["metadata"]["annotations"]["kueue.x-k8s.io/elastic-job"] == "true"
 
 
-def test_a_job_for_a_cluster_that_runs() -> None:
+def test_a_job_for_an_existing_cluster_has_no_pods_of_its_own() -> None:
     rendered = render("kind", {"EPOCHS": "3", "LEARNING_RATE": "1e-5"}, cluster="shared")
     spec = rendered.manifest["spec"]
     assert spec["clusterSelector"] == {"ray.io/cluster": "shared"}
@@ -1031,7 +1021,7 @@ def test_a_job_for_a_cluster_that_runs() -> None:
     assert variables == settings_of(rendered.manifest)
     assert (variables["SUNSPOT_EPOCHS"], variables["SUNSPOT_JOB_ID"]) == ("3", rendered.name)
     assert "SUNSPOT_USE_GPU" not in variables
-    assert "SUNSPOT_NOTICE_S" not in variables, "that cluster's pods have their own"
+    assert "SUNSPOT_NOTICE_S" not in variables, "the pods of that cluster have their own"
     settings = settings_of_job(rendered)
     assert (settings.learning_rate, settings.job_id) == (1e-5, rendered.name)
 
@@ -1048,9 +1038,14 @@ def test_a_job_for_a_cluster_that_runs() -> None:
         ("kind", {"NOTICE_S": "0"}, {}, "SUNSPOT_NOTICE_S=0: .*set notice_s there"),
         ("kind", {"EPOCS": "3"}, {}, "SUNSPOT_EPOCS: no such setting; did you mean SUNSPOT_EPOCHS"),
         ("kind", {"USE_GPU": "true"}, {}, "SUNSPOT_USE_GPU=true: .*worker.gpus"),
-        ("kind", {"STORAGE_PATH": "s3://B_ad/x"}, {}, "SUNSPOT_STORAGE_PATH=s3://B_ad/x: no bucket has such a name"),
-        ("kind", {"DATASET": "reviews"}, {}, "SUNSPOT_DATASET=reviews: a path of this machine, which pods do not"),
-        ("kind", {"NUM_WORKERS": "3000000000"}, {}, "SUNSPOT_NUM_WORKERS=3000000000: Kubernetes counts to 2147483647"),
+        ("kind", {"STORAGE_PATH": "s3://B_ad/x"}, {}, "SUNSPOT_STORAGE_PATH=s3://B_ad/x: not a valid name of a bucket"),
+        ("kind", {"DATASET": "reviews"}, {}, "SUNSPOT_DATASET=reviews: a path on this machine, which pods do not"),
+        (
+            "kind",
+            {"NUM_WORKERS": "3000000000"},
+            {},
+            "SUNSPOT_NUM_WORKERS=3000000000: Kubernetes allows at most 2147483647",
+        ),
         *(
             ("kind", {}, {"image": image}, "image=.*: set it to the reference of an image")
             for image in ("a b", "UPPER/x:1/", "http://reg/x:1", "x@sha256:123", "x:1\n", "reg/UPPER:1")
@@ -1062,22 +1057,24 @@ def test_a_job_for_a_cluster_that_runs() -> None:
         ("kind", {}, {"namespace": "A_b"}, "namespace='A_b': set it to the name of a namespace"),
         ("kind", {"TASK_ARGS": '{"a": "$HOME"}'}, {"cluster": "shared"}, "SUNSPOT_TASK_ARGS=.*expand the \\$"),
         ("kind", {}, {"queue": "q", "cluster": "shared"}, "queue q: .*leave out the queue, or the cluster"),
-        ("gke-spot", {"RESOURCES_PER_WORKER": '{"CPU": 7}'}, {}, "a pod has 6 CPUs for 1; ask for fewer"),
-        ("gke-spot", {"RESOURCES_PER_WORKER": '{"GPU": 2}'}, {}, "a worker has 1 GPU here"),
+        ("gke-spot", {"RESOURCES_PER_WORKER": '{"CPU": 7}'}, {}, "a pod has 6 CPUs for 1 worker; request fewer"),
+        ("gke-spot", {"RESOURCES_PER_WORKER": '{"GPU": 2}'}, {}, "a worker of this profile has 1 GPU"),
         ("gke-spot", {"RESOURCES_PER_WORKER": '{"TPU": 2}'}, {}, "no pod offers TPU"),
-        ("kind", {"RESOURCES_PER_WORKER": '{"GPU": 1}'}, {}, "a worker has no GPU here"),
+        ("kind", {"RESOURCES_PER_WORKER": '{"GPU": 1}'}, {}, "a worker of this profile has no GPU"),
         (
             "kind",
             {"RESOURCES_PER_WORKER": '{"CPU": 2}', "LOADER": "ray"},
             {},
-            "SUNSPOT_LOADER=ray needs one to read with",
+            "SUNSPOT_LOADER=ray needs one of",
         ),
         ("gke", {}, {}, "no profile 'gke'; did you mean gke-spot"),
-        ("xyzzy", {}, {}, "no profile 'xyzzy'; there are aks"),
+        ("xyzzy", {}, {}, "no profile 'xyzzy'; choose one of aks"),
         ("./nowhere.yaml", {}, {}, "nowhere.yaml: No such file"),
     ],
 )
-def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any], told: str) -> None:
+def test_impossible_settings_are_refused_with_the_fix(
+    profile: str, settings: dict[str, str], options: dict[str, Any], told: str
+) -> None:
     assert re.search(told, refusal(profile, settings, **options))
 
 
@@ -1086,11 +1083,11 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
     [
         ("worker: {memry: 1Gi}", "worker.memry: no such key; did you mean worker.memory"),
         ("wroker: {}", "wroker: no such key; did you mean worker"),
-        ("worker: {xyzzy: 1}", "worker.xyzzy: no such key; there are .*memory"),
+        ("worker: {xyzzy: 1}", "worker.xyzzy: no such key; choose one of .*memory"),
         ("notice_s: 4", "notice_s=4: set it to whole seconds from 5"),
         ("notice_s: 010", "notice_s='010': set it to whole seconds"),
         ("notice_s: 1:30", "notice_s='1:30': set it to whole seconds"),
-        ("1: 2", "1: no such key; keys are words"),
+        ("1: 2", "1: no such key; a key has to be text"),
         ("worker: {memory: 24}", "worker.memory='24': set it to bytes with their unit, e.g. 16Gi"),
         ("worker: {memory: 0Gi}", "worker.memory='0Gi': set it to bytes"),
         ("worker: {cpu: 0}", "worker.cpu='0': set it to CPUs"),
@@ -1105,7 +1102,7 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
         ("labels: {paid: true}", "labels.paid=True: set it to labels with their values in quotes"),
         ("labels: {sunspot/run: x}", "labels.sunspot/run='sunspot/run': .*not those of Sunspot"),
         ("labels: {kueue.x-k8s.io/queue-name: x}", "labels.kueue.x-k8s.io/queue-name=.*not those"),
-        ("env: {SUNSPOT_EPOCHS: '3'}", "env.SUNSPOT_EPOCHS=.*settings of Sunspot go below settings"),
+        ("env: {SUNSPOT_EPOCHS: '3'}", "env.SUNSPOT_EPOCHS=.*settings of Sunspot go under settings"),
         ("env: {WANDB_API_KEY: abcd}", r"env.WANDB_API_KEY: .*env_secrets: {WANDB_API_KEY: {secret: NAME, key: KEY}}"),
         ("env: {HTTPS_PROXY: 'http://me:abcd@proxy:3128'}", "env.HTTPS_PROXY: .*take it from a Secret"),
         (
@@ -1120,36 +1117,53 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
             "data_workers.max=2: .*not below min",
         ),
         ("data_workers: {max: 2, cpu: 1, memory: 1Gi}", "data_workers: the profile has no GPU"),
-        ("extends: gke-spot\nworker: {gpus: 4}", "SUNSPOT_NUM_WORKERS=2: .*set it to multiples of 4"),
+        ("extends: gke-spot\nworker: {gpus: 4}", "SUNSPOT_NUM_WORKERS=2: .*set it to a multiple of 4"),
         (
             "extends: gke-spot\nworker: {gpus: 2}\nsettings: {NUM_WORKERS: 3..4}",
-            r"SUNSPOT_NUM_WORKERS=3\.\.4: .*set it to multiples of 2",
+            r"SUNSPOT_NUM_WORKERS=3\.\.4: .*set it to a multiple of 2",
         ),
         ("extends: gke-spt", "no profile 'gke-spt'; did you mean gke-spot"),
         ("extends: ./mine.yaml", "extends mine.yaml, which extends it"),
-        ("- a", "no profile: it must be a mapping"),
-        ("a: [", "no YAML: "),
+        ("- a", "not a profile: it must be a mapping"),
+        ("a: [", "not valid YAML: "),
         ("settings: {EPOCS: 3}", "SUNSPOT_EPOCS: no such setting"),
-        ("worker: {pod: {spec: {hostNetwork: 'yes'}}}", "worker.pod.spec.hostNetwork='yes': set it to true or false"),
+        ("worker: {pod: {spec: {initContainers: {name: a}}}}", r"initContainers={.*}: set it to a list of mappings"),
+        ("worker: {pod: {spec: {containers: [{name: 3}]}}}", "worker.pod.spec.containers: an item has no name"),
+        ("worker: {pod: {spec: {containers: [{name: a}]}}}", r"containers\[a\].image=None: set it to the reference of"),
         (
-            "worker: {pod: {spec: {runtimeClas: a}}}",
-            "worker.pod.spec.runtimeClas: no such key; .*spec.runtimeClassName",
+            "worker: {pod: {spec: {containers: [{name: ray, env: [{name: A, value: 1}]}]}}}",
+            r"env\[A\].value=1: set it to text, in quotes",
         ),
-        ("head: {pod: {spec: {containers: [{name: ray, image: a}]}}}", "head.pod.*image: there is .*: set image in"),
-        ("worker: {pod: {spec: {containers: [{image: a}]}}}", "worker.pod.spec.containers: an item without name"),
+        (
+            "worker: {pod: {spec: {containers: [{name: a, envFrom: [mine]}]}}}",
+            r"envFrom=\['mine'\]: set it to a list of mappings",
+        ),
+        (
+            "worker: {pod: {spec: {containers: [{name: ray, env: [{name: A, valueFrom: hub}]}]}}}",
+            r"valueFrom='hub': set it to a mapping",
+        ),
+        (
+            "worker: {pod: {spec: {volumes: [{name: a, secret: hub}]}}}",
+            r"volumes\[a\].secret='hub': set it to a mapping",
+        ),
+        (
+            "head: {pod: {spec: {containers: [{name: ray, image: a}]}}}",
+            "head.pod.*image: the manifest already has .*: set image in",
+        ),
+        ("worker: {pod: {spec: {containers: [{image: a}]}}}", "worker.pod.spec.containers: an item has no name"),
         ("worker: {pod: {spec: {containers: [{name: ray, args: [a]}]}}}", "args: KubeRay starts Ray in this container"),
         ("worker: {pod: {spec: {restartPolicy: Never}}}", "restartPolicy: KubeRay decides"),
         ("worker: {pod: {metadata: {labels: {ray.io/group: a}}}}", "labels.ray.io/group: KubeRay sets it"),
         (
             "worker: {pod: {spec: {containers: [{name: ray, env: [{name: SUNSPOT_SEED, value: '1'}]}]}}}",
-            "SUNSPOT_SEED.: set it below settings",
+            "SUNSPOT_SEED.: set it under settings",
         ),
-        ("extends: gke-spot\nworker: {pod: {spec: {tolerations: []}}}", "tolerations: .*set tolerations beside pod"),
+        ("extends: gke-spot\nworker: {pod: {spec: {tolerations: []}}}", "tolerations: .*set tolerations next to pod"),
         ("worker: {pod: {spec: {terminationGracePeriodSeconds: 1}}}", "GracePeriodSeconds: .*set notice_s in"),
         ("worker: {pod: {spec: {nodeName: 2026-01-01}}}", "worker.pod=.*: set it to metadata and spec of a pod"),
     ],
 )
-def test_a_profile_that_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_a_wrong_profile_is_refused_with_the_fix(tmp_path: Path, text: str, told: str) -> None:
     said = refusal(own_profile(tmp_path, text), {})
     assert re.search(told, said)
     assert "abcd" not in said, "a credential is not repeated"
@@ -1157,7 +1171,7 @@ def test_a_profile_that_is_refused(tmp_path: Path, text: str, told: str) -> None
 
 @pytest.mark.parametrize("profile", GPU_PROFILES)
 @pytest.mark.parametrize("image", [None, "sunspot:2", "me/sunspot:2"])
-def test_a_cloud_profile_needs_the_users_own_bucket_and_image(profile: str, image: str | None) -> None:
+def test_a_cloud_profile_needs_the_users_bucket_and_image(profile: str, image: str | None) -> None:
     with pytest.raises(SettingsError) as raised:
         render_as_given(JobRequest(profile, image=image))
     assert str(raised.value).startswith("2 problems")
@@ -1166,16 +1180,18 @@ def test_a_cloud_profile_needs_the_users_own_bucket_and_image(profile: str, imag
 
 
 @pytest.mark.parametrize("host", ["registry.example", "localhost", "registry:5000", "docker.io/me"])
-def test_a_profile_of_ones_own_that_names_both_is_enough(host: str, tmp_path: Path) -> None:
+def test_a_custom_profile_may_set_bucket_and_image(host: str, tmp_path: Path) -> None:
     text = f"extends: gke-spot\nimage: {host}/sunspot:1\nsettings: {{STORAGE_PATH: s3://mine/runs}}"
     assert render_as_given(JobRequest(own_profile(tmp_path, text))).settings.storage_path == "s3://mine/runs"
     with pytest.raises(SettingsError, match="image other:1: no registry is named"):
         render_as_given(JobRequest(own_profile(tmp_path, text + "\nhead: {image: other:1}")))
     local = own_profile(tmp_path, "extends: on-demand\ncloud: null")
-    assert render_as_given(JobRequest(local)).settings.storage_path == "s3://sunspot/runs", "of the nodes' own"
+    assert render_as_given(JobRequest(local)).settings.storage_path == "s3://sunspot/runs", (
+        "the bucket is in the cloud of the nodes"
+    )
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     text = refusal(own_profile(tmp_path, "worker: {memry: 1Gi, cpu: x}\nnotice: 3"), {})
     assert [line.split(":")[0].split("=")[0].strip() for line in text.splitlines()[1:]] == [
         "notice",
@@ -1186,7 +1202,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     assert text.startswith("3 problems")
 
 
-def test_a_profile_extends_another_by_key_and_null_takes_away(tmp_path: Path) -> None:
+def test_a_profile_extends_another_by_key_and_null_removes_a_value(tmp_path: Path) -> None:
     (tmp_path / "team.yaml").write_text(
         "extends: gke-spot\nworker: {memory: 48Gi}\nlabels: {team: vision, floor: '1', cost: a}"
     )
@@ -1204,15 +1220,15 @@ def test_a_profile_extends_another_by_key_and_null_takes_away(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "text", ["1e-3", "1E5", "y", "N", "0x1F", ".inf", "1_000", "12:30", "~", "", "true", "no", "+1", "-", "1.0.0", "12"]
 )
-def test_text_stays_text_for_every_reader(text: str) -> None:
-    """Go's reader takes 1e-3 for a number and y for true, where Python's does not."""
+def test_text_stays_text_for_every_yaml_reader(text: str) -> None:
+    """Go reads an unquoted 1e-3 as a number and y as true, and Python does not."""
     written = to_yaml({"value": text})
     assert re.fullmatch(r"value: (['\"]).*\1\n", written)
     assert yaml.safe_load(written) == {"value": text}
 
 
 @pytest.mark.parametrize("text", ["10Gi", "250m", "s3://a/b", "a: b", "# a", "a\nb\n", " a", "é", "it's", '{"a": 1}'])
-def test_text_comes_back(text: str) -> None:
+def test_written_text_is_read_back_unchanged(text: str) -> None:
     assert yaml.safe_load(to_yaml({"value": text})) == {"value": text}
 
 
@@ -1235,7 +1251,7 @@ def test_nothing_is_written_as_an_alias(full: Rendered) -> None:
         (f"a/sunspot:latest@sha256:{'0' * 64}", True),
     ],
 )
-def test_an_image_that_is_not_pinned_is_warned_of(reference: str, pinned: bool) -> None:
+def test_an_image_without_a_digest_gets_a_warning(reference: str, pinned: bool) -> None:
     problem = image_problem(reference)
     assert (problem == "") is pinned
     assert pinned or reference in problem
@@ -1284,13 +1300,13 @@ def test_render_warns_of_storage_that_the_pods_have_no_credentials_for(
     code, _, err = sunspot(capsys, "--profile", profile, *words, "--storage", storage)
     assert code == 0
     assert err.startswith(f"{storage} is ")
-    assert f"; set SUNSPOT_STORAGE_PATH to {own}, or name the Secret with keys: `env_from_secrets: [NAME]`" in err
+    assert f"; set SUNSPOT_STORAGE_PATH to {own}, or name a Secret with keys: `env_from_secrets: [NAME]`" in err
     assert sunspot(capsys, "--profile", profile, *words, "--storage", own)[2] == ""
     with_keys = own_profile(tmp_path, f"extends: {profile}\nenv_from_secrets: [sunspot-storage]")
     assert sunspot(capsys, "--profile", with_keys, *words, "--storage", storage)[2] == ""
 
 
-def test_explain_says_where_every_value_came_from(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_names_the_origin_of_every_value(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = sunspot(capsys, "--explain", "--profile", "gke-spot", "--run", "mine", *ON_A_CLOUD)
     assert code == 0
     rows = [re.split(r"  +", line) for line in out.splitlines()]
@@ -1299,14 +1315,14 @@ def test_explain_says_where_every_value_came_from(capsys: pytest.CaptureFixture[
     assert ["SUNSPOT_STORAGE_PATH", STORAGE_PATH, "given"] in rows
     assert ["SUNSPOT_DATA_ROOT", "/tmp/data", "k8s/rayjob.yaml"] in rows
     assert ["terminationGracePeriodSeconds", "15", "the notice, profile gke-spot"] in rows
-    assert ["SUNSPOT_NOTICE_S", "13", "the time that RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S leaves"] in rows
+    assert ["SUNSPOT_NOTICE_S", "13", "the time that RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S leaves for a save"] in rows
     assert len({row[0] for row in rows}) == len(rows), "a value is explained once"
     assert all(len(row) == 3 for row in rows)
     code, out, _ = sunspot(capsys, "--explain", "--json")
     assert {tuple(value) for value in json.loads(out)} == {("name", "value", "source")}
 
 
-def test_explain_names_the_profile_that_says_it(tmp_path: Path) -> None:
+def test_explain_names_the_profile_that_sets_a_value(tmp_path: Path) -> None:
     mine = own_profile(tmp_path, "extends: gke-spot\nhead: {cpu: 4}\nsettings: {EPOCHS: 3}")
     sources = {value.name: value.source for value in render(mine, {}).derived}
     assert sources["placement"].startswith("profile on-demand: ")
@@ -1328,7 +1344,7 @@ def test_explain_names_the_profile_that_a_value_is_inherited_from(tmp_path: Path
     assert sources["terminationGracePeriodSeconds"] == f"the notice, profile {mine}"
 
 
-def test_a_directory_for_gitops(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_render_writes_a_directory_for_gitops(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mnist"
     for _ in range(2):
         code, out, err = sunspot(capsys, "--output", str(folder))
@@ -1350,7 +1366,7 @@ def test_a_directory_for_gitops(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 @pytest.mark.parametrize(
     "words", [["--set", "EPOCHS"], ["--set", "=3"], ["--run", ""], ["--storage", ""], ["--storage", "./runs"]]
 )
-def test_wrong_usage_is_one_message(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_wrong_usage_ends_with_one_message(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     code, out, err = sunspot(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
@@ -1366,9 +1382,7 @@ def test_wrong_usage_is_one_message(capsys: pytest.CaptureFixture[str], words: l
         (["stop", "run", "--timeout", "-1"], "-1: give seconds from 0"),
     ],
 )
-def test_an_option_that_means_nothing_is_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_without_effect_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2

@@ -382,7 +382,7 @@ def test_runs_are_listed_newest_first(run: Run, sunspot: StorageCommand) -> None
 
     limited = sunspot("list", "--limit", "1", "--json")
     assert [line["run"] for line in limited.json] == ["run"]
-    assert limited.err == "left out: 1 older; --all lists them\n"
+    assert limited.err == "left out: 1 older run; --all lists them\n"
     assert len(sunspot("list", "--all", "--json").json) == 2
     assert sunspot("list", "--limit", "0").code == 2
 
@@ -530,13 +530,13 @@ def test_logs_prints_the_newest_output_of_a_process(run: Run, sunspot: StorageCo
 def test_logs_says_which_output_is_missing(run: Run, sunspot: StorageCommand) -> None:
     answer = sunspot("logs", "run")
     assert (answer.code, answer.out) == (3, "")
-    assert "no output of the driver, because none of its processes has written any yet" in answer.err
+    assert "no output of the driver, because no process has written any output yet" in answer.err
     say(run, rank_stream(1, 0), "text")
     answer = sunspot("logs", "run", "--rank", "7", "-f")
     assert answer.code == 3
     assert "no output of rank 7; there are attempt-0001-rank-0000" in answer.err
     answer = sunspot("logs", "run", "--rank", "0", "--previous")
-    assert (answer.code, "one start of rank 0 only" in answer.err) == (3, True)
+    assert (answer.code, "rank 0 started only once" in answer.err) == (3, True)
     assert sunspot("logs", "run", "-f", "--previous").code == 2
 
 

@@ -38,7 +38,7 @@ from sunspot.run.size_limits import (
 )
 from sunspot.run.status import RunState
 from sunspot.run.streams import SIZES, _first_few, list_segments, new_stream
-from sunspot.submitter.proof import Data, count_rows, find_foreign_rows
+from sunspot.submitter.proof import EpochLayout, count_rows, find_foreign_rows
 from tests.harness.commands import Command
 from tests.harness.runs import begin, report, start
 from tests.harness.trained import BEGUN, attempt_metadata, predictions_of, trained
@@ -203,7 +203,7 @@ def test_two_hundred_metrics_of_five_thousand_epochs_are_all_kept() -> None:
 def test_a_checkpoint_with_an_impossible_step_is_reported_immediately(run: Run) -> None:
     data = Data(rows=10, steps_per_epoch=1, batch=10)
     rows = pa.table({"step": pa.array([1], pa.int32()), "rank": pa.array([0], pa.int32()), "row": [0]})
-    with pytest.raises(DamageError, match="in epoch 1,000,000,000: at most 100,000 epochs"):
+    with pytest.raises(DamageError, match="in epoch 1,000,000,000; at most 100,000 epochs"):
         list(count_rows([rows], data, 10**9))
     assert len(list(count_rows([rows], data, MAX_EPOCHS // 100))) == MAX_EPOCHS // 100
 
@@ -213,7 +213,7 @@ def test_rows_are_counted_by_epoch_in_one_pass() -> None:
     steps = pa.array([step for step in range(1, epochs + 1) for _ in range(rows)], pa.int32())
     consumed = pa.table({"step": steps, "rank": pa.array([0] * len(steps), pa.int32()), "row": [*range(rows)] * epochs})
     began = time.monotonic()
-    counted = list(count_rows([consumed], Data(rows, 1, rows), epochs))
+    counted = list(count_rows([consumed], EpochLayout(rows, 1, rows), epochs))
     assert time.monotonic() - began < 30
     assert [epoch.epoch for epoch in counted] == list(range(1, epochs + 1))
     assert {(epoch.rows, epoch.missing, epoch.repeated) for epoch in counted} == {(rows, 0, 0)}
@@ -221,7 +221,7 @@ def test_rows_are_counted_by_epoch_in_one_pass() -> None:
 
 def test_foreign_rows_are_named_and_counted() -> None:
     step, row = pa.array([1] * 100_000, pa.int32()), pa.array(range(1000, 101_000), pa.int64())
-    lines = find_foreign_rows([pa.table({"step": step, "row": row})], Data(10, 1, 10))
+    lines = find_foreign_rows([pa.table({"step": step, "row": row})], EpochLayout(10, 1, 10))
     assert lines[0] == "step 1: row 1000 is not one of 0..9"
     assert lines[5:] == ["and 99995 more like it"]
 

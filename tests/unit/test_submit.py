@@ -101,7 +101,7 @@ def test_the_record_contains_the_arguments_to_submit_again(
 def test_the_steps_are_announced_on_stderr(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.printing.SILENT_S", 0)
+    monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0)
     assert sunspot.submit("--json") == 0
     assert sunspot.err.splitlines()[0] == "checking the cluster and the storage ..."
     assert f"applying {sunspot.json['job']} ..." in sunspot.err
@@ -347,6 +347,26 @@ def test_refusals_quote_the_api_server(cluster: FakeCluster, sunspot: Command) -
     assert "Traceback" not in sunspot.err
 
 
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        (".spec.a.runtimeClas: field not declared in schema", ".spec.a.runtimeClas: field not declared in schema"),
+        (
+            "errors:\n  .spec.a: field not declared in schema\n  .spec.b: expected boolean, got &{yes}",
+            ".spec.a: field not declared in schema .spec.b: expected boolean, got &{yes}",
+        ),
+    ],
+)
+def test_a_field_that_the_api_server_does_not_know_is_named(
+    cluster: FakeCluster, sunspot: Command, faults: str, said: str
+) -> None:
+    message = f"failed to create typed patch object (sunspot/mnist; ray.io/v1, Kind=RayJob): {faults}"
+    cluster.on("PATCH", "dryRun=All", answer(500, message))
+    assert sunspot.submit() == 4
+    assert f"refuses the RayJob: {said}; correct pod or rayjob in the profile" in sunspot.err
+    assert len([request for request in cluster.requests if request[0] == "PATCH"]) == 1, "it is not retried"
+
+
 def refusing_pods(message: str, status: int = 403) -> Fault:
     """Refuse pods on the host's network, like admission in a namespace that enforces `restricted`."""
 
@@ -391,12 +411,8 @@ def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
         assert told not in sunspot.err
     elif code:
         assert "1 problem, and nothing was sent:\n  pods of the group workers would be refused" in sunspot.err
-        fix = (
-            "set cpu_limit"
-            if "limits.cpu" in said
-            else "change the profile, or ask the owner of the namespace to allow it"
-        )
-        fix = "it can never fit: ask for less" if "exceeded quota" in said else fix
+        fix = "set cpu_limit" if "limits.cpu" in said else "change the profile, or have the namespace allow it"
+        fix = "it can never fit: request less" if "exceeded quota" in said else fix
         assert f"{told}; {fix}" in sunspot.err
     else:
         assert "warning: pods of the group workers would be refused now" in sunspot.err
@@ -420,7 +436,7 @@ def test_a_quota_in_which_a_run_can_never_fit_is_refused(cluster: FakeCluster, s
     for words in ((), ("--dry-run",)):
         assert sunspot.submit(*words) == 4
         needed = "11Gi needed (head 5Gi + 2 workers 6Gi), 9Gi in all"
-        assert f"team: requests.memory: {needed}; it can never fit: ask for less" in sunspot.err
+        assert f"team: requests.memory: {needed}; it can never fit: request less" in sunspot.err
         assert "wait" not in sunspot.err
     assert cluster.jobs == {}
     assert not sunspot.run.storage.list(""), "nothing is recorded either"

@@ -1,4 +1,4 @@
-"""What `sunspot init` writes: a task that learns as it is, and nothing over what is there."""
+"""`sunspot init` writes a task that learns without a change, and replaces no file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.harness.commands import sunspot as sunspot
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_learns(kind: str, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_written_task_learns(kind: str, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "new"
     assert sunspot("init", kind, str(folder), "--json") == 0
     name = f"my_{kind}"
@@ -33,7 +33,7 @@ def test_what_is_written_learns(kind: str, sunspot: Command, tmp_path: Path, mon
     assert others == ["check", "train", f"report my-{kind}"]
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, name, raising=False)  # of another test
+    monkeypatch.delitem(sys.modules, name, raising=False)  # left by another test
     settings = load_settings(read_settings_file(Path("sunspot.toml")))
     assert settings.run_name == f"my-{kind}"
     assert predict == f"predict my-{kind} --dataset {settings.dataset} --output predictions"
@@ -42,13 +42,13 @@ def test_what_is_written_learns(kind: str, sunspot: Command, tmp_path: Path, mon
     source = make_plan(settings, task).source
     means = train(task, settings, source)
     assert means[-1] < 0.9 * means[0]
-    check(settings)  # its own loop, if it has one
+    check(settings)  # including the loop of the task, if it has one
     rows = {name: torch.from_numpy(column) for name, column in read_rows(source, 0, 5).items() if name != "label"}
     assert load_predict(settings)(task.build_model(settings, source), rows).shape == (5, source.classes)
 
 
 def train(task: Any, settings: Settings, source: Source) -> list[float]:
-    """The mean loss of a few rows in each of 20 steps on them."""
+    """Take 20 steps on a few rows, and return the mean loss of each step."""
     torch.manual_seed(0)
     batch = {column: torch.from_numpy(values) for column, values in read_rows(source, 0, 64).items()}
     model = task.build_model(settings, source)
@@ -64,16 +64,16 @@ def train(task: Any, settings: Settings, source: Source) -> list[float]:
     return means
 
 
-def test_nothing_is_replaced(sunspot: Command, tmp_path: Path) -> None:
+def test_init_replaces_no_file(sunspot: Command, tmp_path: Path) -> None:
     (tmp_path / "sunspot.toml").write_text("EPOCHS = 7")
     assert sunspot("init", "table", str(tmp_path)) == 2
-    assert f"{tmp_path / 'sunspot.toml'}: there already, and nothing was written" in sunspot.err
+    assert f"{tmp_path / 'sunspot.toml'} already exists, and nothing was written" in sunspot.err
     assert [path.name for path in tmp_path.iterdir()] == ["sunspot.toml"]
     assert sunspot("init", "tables", str(tmp_path / "new")) == 2
     assert not (tmp_path / "new").exists()
 
 
-def test_the_commands_to_type_are_printed(sunspot: Command, tmp_path: Path) -> None:
+def test_init_prints_the_next_commands(sunspot: Command, tmp_path: Path) -> None:
     assert sunspot("init", "loop", str(tmp_path / "my new")) == 0
     wrote, *commands = sunspot.out.splitlines()
     assert wrote.startswith("wrote ")

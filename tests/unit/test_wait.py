@@ -258,7 +258,7 @@ def test_hidden_objects_are_named_and_the_rest_is_shown(
     cluster.on("GET", "/pods", answer(403, 'User "me" cannot list pods'))
     assert sunspot("status", "run") == 0
     assert "this user may not list its pods" in sunspot.out
-    assert "workers' pods run" not in sunspot.out
+    assert "worker pods running" not in sunspot.out
     when(pending=lambda: (set_status(run, RunState.SUCCEEDED), cluster.set_status(job, "Complete", "SUCCEEDED")))
     assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
 
@@ -529,7 +529,7 @@ def test_status_merges_cluster_and_storage(cluster: FakeCluster, run: Run, sunsp
     }
     assert {name: record[name] for name in expected} == expected
     assert sunspot("status", "run") == 0
-    for part in ("run: running", "step-00000005-attempt-0001, verified", "7 of 10", "1 of 2 workers' pods run"):
+    for part in ("run: running", "step-00000005-attempt-0001, verified", "7 of 10", "1 of 2 worker pods running"):
         assert part in sunspot.out
 
 
@@ -560,7 +560,7 @@ def test_status_sums_up_the_cost_of_incidents(cluster: FakeCluster, run: Run, su
     lines = [line.strip() for line in sunspot.out.splitlines()]
     assert "incidents:  3 (2 preempted, 1 node lost), 7 steps replayed" in lines
     assert f"warning:    {warning}" in lines
-    assert "saves:      40.0 s to commit, of a notice of 30 s; copied in memory every 41 steps" in lines
+    assert "saves:      40.0 s to commit, of 30 s of notice; copied to memory every 41 steps" in lines
 
 
 @pytest.mark.parametrize("how", ["unreachable", "none", "gone"])
@@ -607,7 +607,7 @@ def test_status_works_without_storage(
     cluster.set_status(JOB, "Running", "RUNNING")
     assert sunspot("status", "run", "--json") == 0
     assert (sunspot.json["state"], sunspot.json["step"]) == ("running", None)
-    assert "from the cluster alone, without storage" in sunspot.err
+    assert "shown from the cluster alone" in sunspot.err
     cluster.delete_job(JOB)
     assert sunspot("status", "run") == 4
 

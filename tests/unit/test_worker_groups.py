@@ -1,4 +1,4 @@
-"""Several groups of training pods in one profile: what they render to, and what is refused."""
+"""Several groups of training pods in one profile: their manifests, and refusals."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def groups_of(job: Rendered) -> list[dict[str, Any]]:
 
 
 def all_groups_of(job: Rendered) -> list[dict[str, Any]]:
-    """The head's group, and those of the workers."""
+    """Return the worker groups of a rendered job."""
     return [job.manifest["spec"]["rayClusterSpec"]["headGroupSpec"], *groups_of(job)]
 
 
-def test_each_group_adds_to_the_worker(tmp_path: Path) -> None:
+def test_each_group_is_merged_over_the_worker(tmp_path: Path) -> None:
     first, second = groups_of(rendered(tmp_path, SPOT_FIRST))
     assert [first["groupName"], second["groupName"]] == ["workers", "workers-2"]
     pods = [group["template"]["spec"] for group in (first, second)]
@@ -63,7 +63,7 @@ def test_each_group_adds_to_the_worker(tmp_path: Path) -> None:
     assert "podAffinity" not in pods[1]["affinity"]
 
 
-def test_spot_nodes_are_for_the_groups_that_want_them(tmp_path: Path) -> None:
+def test_only_groups_that_want_spot_nodes_get_them(tmp_path: Path) -> None:
     first, second = (group["template"]["spec"] for group in groups_of(rendered(tmp_path, SPOT_FIRST)))
     assert first["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
     assert "nodeAffinity" not in first["affinity"]
@@ -73,8 +73,8 @@ def test_spot_nodes_are_for_the_groups_that_want_them(tmp_path: Path) -> None:
     assert SPOT["key"] not in [toleration["key"] for toleration in second["tolerations"]]
 
 
-def test_the_driver_asks_for_the_pods_of_each_group(tmp_path: Path) -> None:
-    """So none has to be ready before it starts, and a resource of its own tells the groups' nodes apart."""
+def test_each_group_has_a_resource_by_which_the_driver_requests_its_pods(tmp_path: Path) -> None:
+    """No group has to be ready before the job starts, and nodes are recognized by the resource of their group."""
     job = rendered(tmp_path, SPOT_FIRST)
     first, second = groups_of(job)
     assert [[g["replicas"], g["minReplicas"], g["maxReplicas"]] for g in (first, second)] == [[0, 0, 8], [0, 0, 4]]
@@ -90,18 +90,18 @@ def test_the_driver_asks_for_the_pods_of_each_group(tmp_path: Path) -> None:
         == 1800
     )
     assert load_search(settings_of(job.manifest)).settings.resources_per_worker["CPU"] == 4, (
-        "that fits into a pod of either group"
+        "this fits into a pod of either group"
     )
     assert job.manifest["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] is True
 
 
-def test_a_fixed_number_of_workers_may_change_its_nodes(tmp_path: Path) -> None:
+def test_a_fixed_number_of_workers_may_move_between_groups(tmp_path: Path) -> None:
     job = rendered(tmp_path, SPOT_FIRST, NUM_WORKERS="4")
     assert [group["maxReplicas"] for group in groups_of(job)] == [4, 4]
     assert job.manifest["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] is True
 
 
-def test_some_on_demand_and_the_rest_on_spot(tmp_path: Path) -> None:
+def test_some_workers_may_be_on_demand_and_the_others_on_spot(tmp_path: Path) -> None:
     text = "extends: eks-spot\nsettings: {NUM_WORKERS: 8}\nworker: {gpus: 2}\nworkers: [{spot: false, max: 1}, {}]"
     job = rendered(tmp_path, text)
     assert [group["maxReplicas"] for group in groups_of(job)] == [1, 4]
@@ -123,11 +123,11 @@ def test_pods_are_spread_and_packed_over_all_groups(tmp_path: Path) -> None:
             assert "ray.io/group" not in found["labelSelector"]["matchLabels"]
 
 
-def test_each_group_has_its_own_pod(tmp_path: Path) -> None:
-    text = "extends: kind\nworkers: [{pod: {spec: {schedulerName: mine}}}, {pod: {spec: {schedulerNam: mine}}}]"
-    with pytest.raises(SettingsError, match=r"workers\.1\.pod\.spec\.schedulerNam: no such key"):
+def test_each_group_may_have_its_own_pod_patch(tmp_path: Path) -> None:
+    text = "extends: kind\nworkers: [{pod: {spec: {schedulerName: mine}}}, {pod: {spec: {volumes: mine}}}]"
+    with pytest.raises(SettingsError, match=r"workers\.1\.pod\.spec\.volumes: the manifest already has"):
         rendered(tmp_path, text)
-    first, second = groups_of(rendered(tmp_path, text.replace("schedulerNam:", "priorityClassName:")))
+    first, second = groups_of(rendered(tmp_path, text.replace("volumes:", "priorityClassName:")))
     assert (first["template"]["spec"]["schedulerName"], second["template"]["spec"]["priorityClassName"]) == (
         "mine",
     ) * 2
@@ -139,15 +139,18 @@ def test_each_group_has_its_own_pod(tmp_path: Path) -> None:
         ("extends: gke-spot\nworkers: []", r"workers=\[\]: set it to a list of groups"),
         ("extends: gke-spot\nworkers: [{gpu: 1}]", r"workers\.0\.gpu: no such key; did you mean workers\.0\.gpus\?"),
         ("extends: gke-spot\nworkers: [{}, {after_s: soon}]", r"workers\.1\.after_s='soon': set it to whole seconds"),
-        ("extends: gke-spot\nworkers: [{}, {gpus: 4}]", "workers: groups with 1 and 4 GPUs in a pod"),
-        ("extends: kind\nworkers: [{}, {spot: true}]", r"workers\.1\.spot=True: the profile knows no spot nodes"),
+        ("extends: gke-spot\nworkers: [{}, {gpus: 4}]", "workers: the groups have 1 and 4 GPUs in a pod"),
+        (
+            "extends: kind\nworkers: [{}, {spot: true}]",
+            r"workers\.1\.spot=True: the profile does not describe spot nodes",
+        ),
         (
             "extends: kind\nsettings: {NUM_WORKERS: 4}\nworkers: [{max: 1}, {max: 2}]",
-            "at most 3 pods together .*NUM_WORKERS=4 takes 4",
+            "at most 3 pods together .*NUM_WORKERS=4 needs 4",
         ),
         (
             "extends: kind\nsettings: {LEARNING_RATE: 'uniform(1, 2)', CONCURRENT_TRIALS: 2}\nworkers: [{}, {}]",
-            "2 groups, for a search of 2 trials at once",
+            "a search of 2 trials at once cannot use 2 groups",
         ),
         ("extends: kind\nqueue: q\nworkers: [{}, {}]", "queue q: .*keep one group in workers"),
         (
@@ -156,7 +159,7 @@ def test_each_group_has_its_own_pod(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refused(text: str, told: str, tmp_path: Path) -> None:
+def test_wrong_groups_are_refused_with_the_fix(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=told):
         rendered(tmp_path, text)
 
@@ -165,8 +168,8 @@ FRAGMENTS = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/cluster.md").re
 
 
 @pytest.mark.parametrize("kind", ["NodePool", "ComputeClass"])
-def test_pods_fit_the_nodes_that_others_choose(kind: str, tmp_path: Path) -> None:
-    """Each fragment of docs/cluster.md stands before its profile: selectors and tolerations are those of its nodes."""
+def test_groups_of_different_nodes_have_pods_that_fit_each(kind: str, tmp_path: Path) -> None:
+    """The nodes in docs/cluster.md have the labels and taints that the pods of the profile select and tolerate."""
     [(nodes, profile)] = [pair for pair in pairwise(FRAGMENTS) if yaml.safe_load(pair[0]).get("kind") == kind]
     head, worker = (group["template"]["spec"] for group in all_groups_of(rendered(tmp_path, profile)))
     made = yaml.safe_load(nodes)
@@ -184,7 +187,7 @@ def test_pods_fit_the_nodes_that_others_choose(kind: str, tmp_path: Path) -> Non
     assert asked == "1", "the types have one GPU"
 
 
-def test_pods_of_every_group_train(tmp_path: Path) -> None:
+def test_pods_of_every_group_become_workers(tmp_path: Path) -> None:
     raw = rendered(tmp_path, SPOT_FIRST).manifest
     job = job_view({**raw, "status": {"rayClusterName": "c"}})
     assert job.training_groups == ("workers", "workers-2")

@@ -12,8 +12,8 @@ READS = ["run_name", "storage_path", "epochs", "global_batch_size", "learning_ra
 def main() -> int:
     """Read the settings, train, and print the folder of the results."""
     CommandParser(
-        "sunspot.baseline", "Train ResNet-18 on the bundled digits in plain PyTorch, on one device.", READS
-    ).parse()
+        "python -m sunspot.baseline", "Train ResNet-18 on the bundled digits in plain PyTorch, on one device.", READS
+    ).parse_args()
     settings = load_settings()
     for name, default in Settings():
         if name not in READS and getattr(settings, name) != default:

@@ -53,7 +53,7 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = CommandParser("sunspot.data.convert", DESCRIPTION)
+    parser = CommandParser("python -m sunspot.data.convert", DESCRIPTION)
     parser.add_argument("--from", dest="form", choices=["mnist", "imagefolder"], required=True, help="what to read")
     parser.add_argument("--data-root", default="data", help="mnist: where torchvision keeps it (default: data)")
     parser.add_argument("--root", help="imagefolder: the folder of class folders, or of train and test (or val)")
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--size", type=int, default=USUAL_SIDE, help="imagefolder: height and width (default: %(default)s)"
     )
     parser.add_argument("out", metavar="OUT", help="a local directory that does not exist yet")
-    given = parser.parse(arguments)
+    given = parser.parse_args(arguments)
     print_logs()
     if given.form == "mnist":
         rows = convert_mnist(given.data_root, given.out)

@@ -29,11 +29,13 @@ python -m sunspot.predict lora --prompt "The with statement"           a languag
 
 def main() -> int:
     """Parse the command line, and predict."""
-    parser = CommandParser("sunspot.predict", DESCRIPTION, ("storage_path", "test_dataset", "data_root", "use_gpu"))
+    parser = CommandParser(
+        "python -m sunspot.predict", DESCRIPTION, ("storage_path", "test_dataset", "data_root", "use_gpu")
+    )
     add_arguments(parser)
     parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    arguments = parser.parse()
+    arguments = parser.parse_args()
     print_logs("stderr")
     predict(arguments)
     return 0

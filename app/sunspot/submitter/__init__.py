@@ -1,14 +1,15 @@
-"""The submitter: the command `sunspot` and the library that it stands on; knows neither torch nor Ray.
+"""The submitter: the command `sunspot` and the library below it, which need neither torch nor Ray.
 
-The way of `sunspot submit`, which `sunspot.client.submit` goes too but for its first step:
+`sunspot submit` runs these steps, and `sunspot.client.submit` all of them except the first:
 
-    commands/submit.py       the words of the command line become a JobRequest
-    manifest/render.py       render(JobRequest) -> Rendered: the manifest and the settings; pure
-    cluster/preflight.py     check: what of the cluster or the storage would keep the run from starting
-    cluster/applied.py       as_submission: the RayJob as a new owner, with its manifest in an annotation
-    cluster/start.py         start_job(RunAccess, PreparedJob) -> Submission: attach, refuse, or replace and apply
-    cluster/observation.py   RunAccess.observe() -> RunSnapshot: what cluster and storage say of the run
-    cluster/state.py         judge: that as one state, with the reason; pure
-    cluster/waiting.py       wait_for_end: follows the run, and starts one again whose head was given up
-    cluster/progress_lines.py  prints what was done, and how the run goes on
+    commands/submit.py       turns the command line into a JobRequest
+    manifest/render.py       render(JobRequest) -> Rendered: makes the manifest and the settings; pure
+    cluster/image_digests.py pin_images: replaces the tag of an image by its digest
+    cluster/preflight.py     check: finds everything in cluster and storage that would keep the run from starting
+    cluster/applied.py       as_submission: makes the RayJob a new owner, with its manifest in an annotation
+    cluster/start.py         start_job(RunAccess, PreparedJob) -> Submission: attaches, refuses, or replaces and applies
+    cluster/observation.py   RunAccess.observe() -> RunSnapshot: reads the run from cluster and storage
+    cluster/state.py         judge: reduces the snapshot to one state, with its reason; pure
+    cluster/waiting.py       wait_for_end: follows the run, and restarts it if KubeRay has given up its head
+    cluster/progress_lines.py  prints what was done, and the progress of the run
 """

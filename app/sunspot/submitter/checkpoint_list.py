@@ -1,4 +1,4 @@
-"""The checkpoints of a run that lead to its newest attempt, each verified."""
+"""Lists and verifies the checkpoints of a run that lead to its newest attempt."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from sunspot.submitter.printing import progress_note
 
 @dataclass(frozen=True)
 class CheckpointList:
-    """Verified checkpoints by step, with the faults of each, and how many others were left out."""
+    """Verified checkpoints by step, each with its faults, and the numbers of those that were left out."""
 
     checked: Sequence[tuple[Checkpoint, Sequence[str]]]
     older: int
@@ -21,7 +21,7 @@ class CheckpointList:
     incomplete: int
 
     def records(self) -> list[dict[str, Any]]:
-        """Return each as one of the JSON document."""
+        """Return the records of the JSON document, one for each checkpoint."""
         now = time.time()
         return [
             {
@@ -40,10 +40,10 @@ class CheckpointList:
 
 
 def list_checkpoints(run: Run, limit: int | None = None) -> CheckpointList:
-    """Verify the newest `limit` (None: all) checkpoints.
+    """Verify the newest `limit` checkpoints, or all of them if it is None.
 
-    Costs the pages of a listing and one small read for each; whole files are read again only where the listing does
-    not prove them unchanged.
+    This lists the checkpoints and reads one small file of each. A file is read again completely only if the listing
+    does not prove that it is unchanged.
     """
     with progress_note("listing the checkpoints"):
         directories = list_directories(run)

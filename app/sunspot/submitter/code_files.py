@@ -1,6 +1,7 @@
-"""The user's own code, as one archive: what git tracks or does not ignore. The same files give the same bytes.
+"""Packs the user's own code into one archive. The same files give the same bytes.
 
-Nothing is left out silently that the code may need: what must not go along, or is too large, is refused by name.
+The archive has the files that git tracks or does not ignore. No file that the code may need is left out silently: a
+file with secrets, or one that is too large, is refused by name.
 """
 
 import functools
@@ -21,16 +22,16 @@ from sunspot.errors import SettingsError, shorten
 from sunspot.formatting import as_bytes, plural
 
 MAX_FILE = 10_000_000
-"""Size of the largest file: one that is larger is rarely code."""
+"""Size of the largest allowed file. A larger file is rarely code."""
 
 MAX_NAMED = 10
-"""Files that one refusal names."""
+"""Largest number of files that one refusal names."""
 
 LEFT_OUT = {".git", ".venv", "venv", "__pycache__", ".ipynb_checkpoints", "node_modules"}
-"""Folders that go along with no code; where git says what does, it says so of these too."""
+"""Folders that are never code. In a repository, git decides about them."""
 
 WRITTEN = {"data", "runs"}
-"""Folders that training here has written, and no code unless they are deeper."""
+"""Folders that training writes at the top of the code. Deeper folders with these names may be code."""
 
 LEFT_BEHIND = re.compile(
     r"(.*/)?([^/]*~|[^/]*\.(bak|orig|rej|py[co])|\.[^/]*\.sw[a-p]|\.#[^/]*|#[^/]*#|\.DS_Store|Thumbs\.db|desktop\.ini)"
@@ -40,7 +41,7 @@ LEFT_BEHIND = re.compile(
 SECRET = re.compile(
     r"""
     (.*/)?(
-        # settings of a shell or a program, with passwords among them; `.env.example` is for people to copy
+        # settings of a shell or a program, which may include passwords; `.env.example` is for people to copy
         \.env(\.(?!example$|sample$|template$|dist$)[^/]+)? | \.envrc | [^/]*\.env
       | ([._-]|[^/]*[._-])?secrets?\.(ya?ml|json|toml|ini|cfg|conf) | \.secrets
       | [^/]*\.tfvars(\.json)? | [^/]*\.tfstate(\.backup)? | \.terraformrc
@@ -54,7 +55,7 @@ SECRET = re.compile(
       | ([^/]*[._-])?service[._-]?account([._-][^/]*)?\.json
         # keys
       | id_(rsa|dsa|ecdsa|ed25519)(_sk)? | [^/]*\.(pem|key|p12|pfx|pkcs12|jks|jceks|keystore|keytab|kdbx?|ppk|ovpn)
-        # what was typed into a shell
+        # histories of shells
       | \.(bash|zsh|python|psql|mysql)_history
     )
     """,
@@ -71,14 +72,14 @@ TEXT_BYTES = 8000
 
 @dataclass(frozen=True)
 class CodeArchive:
-    """A folder, packed."""
+    """Archive of a folder."""
 
     folder: Path
     names: frozenset[str]
-    "Paths of its files, relative to the folder."
+    "Paths of the packed files, relative to the folder."
     content: bytes
     untracked: tuple[str, ...] = ()
-    "Files among these that git does not track; empty if the folder is in no repository."
+    "Packed files that git does not track. Empty if the folder is not in a repository."
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -100,52 +101,55 @@ class CodeArchive:
 
     def __str__(self) -> str:
         size = as_bytes(len(self.content))
-        shown, more = ", ".join(self.untracked[:MAX_NAMED]), len(self.untracked) - MAX_NAMED
+        shown = ", ".join(self.untracked[:MAX_NAMED])
+        more = len(self.untracked) - MAX_NAMED
         untracked = f"; not tracked by git: {shown}{f' and {more} more' if more > 0 else ''}" if shown else ""
         return f"{plural(len(self.names), 'file')} of {self.folder}, {size}, sha256:{self.sha256[:12]}{untracked}"
 
 
 def pack(folder: Path) -> CodeArchive:
-    """Pack a folder. Raises `SettingsError` with every file that cannot be packed, and what to do.
+    """Pack a folder. Raises `SettingsError` with every file that cannot be packed, and the fix.
 
     The files are searched for credentials only if nothing else is wrong with the folder.
     """
     if not folder.is_dir():
-        raise SettingsError(f"code {folder}: no such folder; name that of your code, such as --code .")
+        raise SettingsError(f"code {folder}: no such folder; name the folder of your code, such as --code .")
     found = dict(islice(list_files(folder), 2 * MAX_FILES))
     names = sorted(found)
-    problems = [problem for name in names if (problem := _find_problem(folder, name))]
+    problems = list(filter(None, (_find_problem(folder, name) for name in names)))
     size = sum((folder / name).stat().st_size for name in names) if not problems else 0
     if len(names) > MAX_FILES or size > MAX_BYTES:
         what = f"{len(names)} files of {as_bytes(size)}" if size else f"{len(names)} files or more"
-        problems.append(f"{what}, of at most {MAX_FILES} and {as_bytes(MAX_BYTES)}; is it the folder of your code?")
+        problems.append(
+            f"{what}, but at most {MAX_FILES} and {as_bytes(MAX_BYTES)} are allowed; is it the folder of your code?"
+        )
     if not names:
-        problems.append("there is nothing in it, or git ignores all of it")
-    if not problems:  # then the files have at most MAX_BYTES together
-        problems = [problem for name in names if (problem := _find_credential(folder, name))]
+        problems.append("the folder is empty, or git ignores all of its files")
+    if not problems:  # the files have at most MAX_BYTES together
+        problems = list(filter(None, (_find_credential(folder, name) for name in names)))
     if problems:
         lines = "\n".join(f"  {line}" for line in problems[:MAX_NAMED])
         ignore = "" if _in_git(folder) else "`git init` there, "
         raise SettingsError(
-            f"{plural(len(problems), 'problem')} with code {folder}:\n{lines}\nto leave it out: {ignore}list it "
-            "in .gitignore (`git rm --cached` it if git tracks it), or give a folder without it, such as --code src"
+            f"{plural(len(problems), 'problem')} with code {folder}:\n{lines}\nto leave a file out: {ignore}list it "
+            "in .gitignore (and `git rm --cached` it if git tracks it), or give a folder without it, such as --code src"
         )
     untracked = tuple(name for name in names if not found[name]) if _in_git(folder) else ()
     return CodeArchive(folder, frozenset(names), _pack(folder, names), untracked)
 
 
 def list_files(folder: Path) -> Iterator[tuple[str, bool]]:
-    """List the files to include, and whether git tracks each.
+    """Yield each file to include, and True if git tracks it.
 
-    These are the files that git tracks or does not ignore, also of submodules, or without git every file that may be
-    code. Untracked files that match LEFT_BEHIND are left out.
+    These are the files that git tracks or does not ignore, including those of submodules. Without git, they are all
+    files that may be code. Untracked files that match LEFT_BEHIND are left out.
     """
     if not _in_git(folder):
         for place, folders, files in os.walk(folder):
             here = Path(place).relative_to(folder)
             left_out = LEFT_OUT if here.parts else LEFT_OUT | WRITTEN
             folders[:] = [name for name in folders if name not in left_out]
-            links = [name for name in folders if Path(place, name).is_symlink()]  # which are refused by name
+            links = [name for name in folders if Path(place, name).is_symlink()]  # links are refused by name later
             names = ((here / name).as_posix() for name in files + links)
             yield from ((name, False) for name in names if not LEFT_BEHIND.fullmatch(name))
         return
@@ -157,18 +161,18 @@ def list_files(folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _ask_git(folder: Path, *options: str) -> list[str]:
-    """Return the names that `git ls-files` lists. Raises `SettingsError` with what it says if it fails."""
+    """Return the names that `git ls-files` lists. Raises `SettingsError` with the output of git if it fails."""
     command = ["git", "-C", str(folder), "ls-files", "-z", *options]
     try:
         listed = subprocess.run(command, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         said = os.fsdecode(error.stderr).strip() if isinstance(error, subprocess.CalledProcessError) else shorten(error)
-        raise SettingsError(f"code {folder}: git cannot say which files are its code: {said}") from error
+        raise SettingsError(f"code {folder}: git cannot list its files: {said}") from error
     return list(filter(None, os.fsdecode(listed).split("\0")))
 
 
 def _list_below(folder: Path, name: str) -> Iterator[str]:
-    """List a file that git lists, or the files of a submodule; empty if it was deleted since."""
+    """Yield a file that git lists, or the files of a submodule. Yields nothing if it has been deleted."""
     path = folder / name
     if path.is_dir() and not path.is_symlink():  # a submodule, or another repository
         if (path / ".git").exists():
@@ -183,24 +187,26 @@ def _in_git(folder: Path) -> bool:
 
 
 def _find_problem(folder: Path, name: str) -> str:
-    """Say why a file cannot go along; empty if it can."""
+    """Return the reason why a file cannot be packed, or an empty text."""
     path = folder / name
     if not name.isprintable():
-        return f"{name!r}: a name that cannot be printed; rename it"
+        return f"{name!r}: the name contains characters that cannot be printed; rename it"
     if SECRET.fullmatch(name) or SECRET.fullmatch(path.resolve().as_posix()):
-        return f"{name}: holds secrets, by its name; pods take theirs from a Secret (env_secrets in a profile)"
+        return f"{name}: holds secrets, judging by its name; pods get theirs from a Secret (env_secrets in a profile)"
     if path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(folder.resolve())):
-        return f"{name}: a link to {os.readlink(path)}, which is no file of this folder; put the file in its place"
+        return (
+            f"{name}: a link to {os.readlink(path)}, which is not a file of this folder; replace the link by the file"
+        )
     if not path.is_file() or not os.access(path, os.R_OK):
-        return f"{name}: cannot be read, or is no file"
+        return f"{name}: cannot be read, or is not a regular file"
     size = path.stat().st_size
     if size > MAX_FILE:
-        return f"{name}: {as_bytes(size)}, of at most {as_bytes(MAX_FILE)}; data belong into a bucket"
+        return f"{name}: {as_bytes(size)}, but at most {as_bytes(MAX_FILE)} are allowed; put data into a bucket"
     return ""
 
 
 def _find_credential(folder: Path, name: str) -> str:
-    """Describe the credential in a file of the code, and its line; returns an empty text if there is none."""
+    """Describe the credential in a file of the code and its line, or return an empty text."""
     found = find_credential(_read_text(folder / name))
     if found is None:
         return ""
@@ -211,14 +217,14 @@ def _find_credential(folder: Path, name: str) -> str:
 
 
 def _read_text(path: Path) -> str:
-    """Read the beginning of a file that may be code; returns an empty text if the file is not text."""
+    """Read the beginning of a file that may be code. Returns an empty text if the file is not text."""
     with path.open("rb") as file:
         content = file.read(SCANNED_BYTES)
     return "" if b"\0" in content[:TEXT_BYTES] else content.decode(errors="replace")
 
 
 def _pack(folder: Path, names: list[str]) -> bytes:
-    """Write the archive: nothing in it depends on when, where and by whom."""
+    """Return the archive, which does not depend on the time, the machine or the user."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name in names:

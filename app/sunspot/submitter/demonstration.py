@@ -1,4 +1,4 @@
-"""The claim, shown on this machine: a run loses a worker in the middle, and every row still counts once."""
+"""Demonstrates on this machine that a run loses a worker, and that every row still counts exactly once."""
 
 import os
 import signal
@@ -29,145 +29,155 @@ from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.proof import Proof, prove
 
 NAME = "demo"
-"""The run."""
+"""Name of the demonstration's run."""
 
 SETTINGS = {
     "NUM_WORKERS": "3",
     "USE_GPU": "false",
-    "EPOCHS": str(min(3, 1 + (os.cpu_count() or 1) // 8)),  # many cores would end one before a worker is killed
+    "EPOCHS": str(
+        min(3, 1 + (os.cpu_count() or 1) // 8)
+    ),  # with many cores, one epoch would end before a worker is killed
     "AUDIT": "true",
     "REPORT_EVERY_S": "1",  # so that the step at which a worker is killed is known
 }
-"""What differs from a run of the default settings."""
+"""Settings that differ from their defaults."""
 
 JOB = "sunspot-demo-"
-"""Beginning of the owner's name in every attempt of a demonstration, which tells it from a user's run of that name."""
+"""Prefix of the owner's name in every attempt of a demonstration. A user's run of the same name lacks it."""
 
 KILLED_AT = 0.4
-"""The share of the steps after which a worker is killed."""
+"""Fraction of the steps after which a worker is killed."""
 
 LOOK_EVERY_S = 0.2
 
 MAX_WAIT_S = 300.0
-"""The longest wait for the next thing to happen: a run of the default settings takes a third of it on two cores."""
+"""Longest wait for the next event. On two cores, the whole demonstration takes a third of it."""
 
 END_WITHIN_S = 30.0
-"""How long a training that is not waited for any more may take to save."""
+"""Seconds in which the training may still save when the demonstration has been interrupted."""
 
 MAX_TAIL = 4000
-"""Characters shown of what a failed training has printed."""
+"""Number of characters that are shown of the output of a failed training."""
 
 WORKER = "ray::RayTrainWorker"
-"""How the title of a training worker's process begins."""
+"""Prefix of the title of a training worker's process."""
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What a demonstration has shown."""
+    """Results of a demonstration."""
 
     loss: Receipt
-    "What the killed worker has cost."
+    "Receipt of the loss of the killed worker, with its cost."
     proof: Proof
     report: str
-    "The place of the run's report."
+    "Path or URL of the run's report."
 
 
 Found = TypeVar("Found")
 
-Tell = Callable[[float, str], None]
-"""Takes a time, in seconds since the epoch, and what happened then."""
+Report = Callable[[float, str], None]
+"""Function that takes the time of an event, in seconds since the epoch, and its description."""
 
 
-def demonstrate(run: Run, tell: Tell) -> Demonstration:
-    """Train the run in a process of its own, kill one of its workers, and prove which rows it consumed.
+def demonstrate(run: Run, report: Report) -> Demonstration:
+    """Train the run in a process of its own, kill one of its workers, and prove which rows the run consumed.
 
-    Raises `ConflictError` for a run of that name that no demonstration made, `SunspotError` when the training fails,
-    and `GaveUpError` when it does not go on.
+    Raises `ConflictError` if a run of this name exists that is not a demonstration, `SunspotError` if the training
+    fails, and `GaveUpError` if the training makes no progress.
     """
     refuse_without_training()
     if run_exists(run):
         remove_earlier(run)
-        tell(time.time(), f"removed the demonstration before this one from {run.location}")
-    tell(time.time(), f"three processes begin to train a ResNet-18 on the bundled digits: the run {run.location}")
+        report(time.time(), f"removed an earlier demonstration from {run.location}")
+    report(time.time(), f"three processes start to train a ResNet-18 on the bundled digits, as the run {run.location}")
     with training(run) as trainer:
-        begin, *_ = trainer.wait("the first step", lambda: receipts_of(run))
-        tell(begin.first_step, "step 1: the three share the rows of each step")
-        step = trainer.wait("the step at which to kill a worker", lambda: step_to_strike(run))
-        worker = trainer.wait("the kill of one", trainer.kill_worker)
-        tell(time.time(), f"step {step}: kill -9 {worker}, one of the three")
-        _, loss, *_ = trainer.wait("training to go on", lambda: receipts_of(run, 2))
+        begin = trainer.wait("the first step", lambda: receipts_of(run))[0]
+        report(begin.first_step, "step 1: the three workers share the rows of each step")
+        step = trainer.wait("the step at which to kill a worker", lambda: reached_kill_step(run))
+        worker = trainer.wait("a worker to kill", trainer.kill_worker)
+        report(time.time(), f"step {step}: kill -9 {worker}, one of the three workers")
+        receipts = trainer.wait("training to continue", lambda: receipts_of(run, 2))
+        loss = receipts[1]
         for moment, text in describe(loss):
-            tell(moment, text)
-        _, _, *later = trainer.wait("another worker", lambda: receipts_of(run, 2 if trainer.ended else 3))
-        if later:
-            tell(later[0].first_step, f"step {later[0].step + 1}: a new process has joined them, with their state")
+            report(moment, text)
+        receipts = trainer.wait("another worker", lambda: receipts_of(run, 2 if trainer.ended else 3))
+        for joined in receipts[2:3]:
+            report(
+                joined.first_step, f"step {joined.step + 1}: a new process has joined them, with a copy of their state"
+            )
         trainer.finish()
     view = read_view(run)
     if view.state is not RunState.SUCCEEDED:
         raise SunspotError(f"{run.location}: {view.state}, {view.reason}")
     accuracy = view.checkpoint.metrics.get("test_accuracy") if view.checkpoint else None
-    held_out = "" if accuracy is None else f"; it reads {accuracy:.0%} of the held-out digits"
-    tell(view.newest_record.get("time", view.time), f"step {view.step}: the last{held_out}")
+    held_out = "" if accuracy is None else f"; the model reads {accuracy:.0%} of the held-out digits"
+    report(view.last.get("time", view.time), f"step {view.step}: the last step{held_out}")
     proof = prove(run)
     if not proof.epochs:
-        raise DamageError(f"{run.location}: which rows it consumed is not recorded")
-    tell(time.time(), f"audit: {proof.summary or 'every row counts once, every checkpoint is whole'}")
+        raise DamageError(f"{run.location}: the rows that the run consumed were not recorded")
+    report(time.time(), f"audit: {proof.summary or 'every row counts once, and every checkpoint is intact'}")
     return Demonstration(loss, proof, run.storage.locate(run.key(FILE)))
 
 
 def remove_earlier(run: Run) -> None:
-    """Remove the run if demonstrations alone have made it, and none is going on; raises `ConflictError` otherwise."""
+    """Remove the run of an earlier demonstration. Raises `ConflictError` for a live run or a run of a user."""
     status = read_status(run)
     owners = [attempt.owner for attempt in read_attempts(run)] + ([status.owner] if status else [])
     if not owners or not all(owner.startswith(JOB) for owner in owners):
-        instead = f"give another --storage, or `sunspot delete {run.name}` first"
-        raise ConflictError(f"{run.location}: this run is none of `sunspot demo`, which would remove it; {instead}")
+        instead = f"choose another --storage, or `sunspot delete {run.name}` first"
+        raise ConflictError(f"{run.location}: not a run of `sunspot demo`, which would remove it; {instead}")
     state, reason = read_state(run, status)
     if not state.terminal:
-        instead = "wait for that demonstration, or give another --storage"
+        instead = "wait for that demonstration, or choose another --storage"
         raise ConflictError(f"{run.location}: {state}, {reason}; {instead}")
     delete_run(run)
 
 
 def receipts_of(run: Run, least: int = 1) -> list[Receipt]:
-    """Return the run's receipts once there are `least`; until then none."""
+    """Return the run's receipts if there are at least `least`, or an empty list."""
     receipts = read_receipts(read_journal(run, "events"))
     return receipts if len(receipts) >= least else []
 
 
-def step_to_strike(run: Run) -> int:
-    """Return the newest step once enough are taken; until then 0."""
+def reached_kill_step(run: Run) -> int:
+    """Return the newest step if KILLED_AT of all steps have been taken, or else 0."""
     status = read_status(run)
     return status.step if status and status.total_steps and status.step >= KILLED_AT * status.total_steps else 0
 
 
 def describe(loss: Receipt) -> Iterator[tuple[float, str]]:
-    """Yield what happened after a worker was lost, and when."""
+    """Yield the time and description of each event after the loss of a worker."""
     if loss.noticed:
-        yield loss.noticed, "the loss is noticed: the other two break off the step"
+        yield loss.noticed, "the other two workers notice the loss and break off the step"
     if loss.formed:
-        yield loss.formed, "they stand as a group of two, and take that step again with the rows of the third"
-    again = f"{plural(loss.replayed, 'step')} again" if loss.replayed else "none again"
-    yield loss.first_step, f"step {loss.step + 1}: training goes on ({again}), {loss.recovery_s:.1f} s after the loss"
+        yield loss.formed, "they form a group of two, and repeat the step with the rows of the third"
+    repeated = f"{plural(loss.replayed, 'step')} repeated" if loss.replayed else "no other step repeated"
+    yield (
+        loss.first_step,
+        f"step {loss.step + 1}: training continues {loss.recovery_s:.1f} s after the loss ({repeated})",
+    )
 
 
 class Trainer:
-    """A training on this machine, as its parent sees it."""
+    """A training process on this machine, as its parent process sees it."""
 
     def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
-        self._process, self._output = process, output
+        self._process = process
+        self._output = output
 
     def wait(self, what: str, look: Callable[[], Found]) -> Found:
-        """Return what `look` finds, as soon as that is something."""
+        """Call `look` until it returns a true value, and return that value."""
         until = time.monotonic() + MAX_WAIT_S
         while True:
-            ended = self.ended  # before the look: its last words may be what is awaited
-            if found := look():
+            ended = self.ended  # read first, because the process may do what is awaited just before it ends
+            found = look()
+            if found:
                 return found
             if ended:
                 raise self._failed(f"the training ended before {what}")
             if time.monotonic() > until:
-                raise GaveUpError(f"gave up after {MAX_WAIT_S:.0f} s of waiting for {what}")
+                raise GaveUpError(f"gave up after waiting {MAX_WAIT_S:.0f} s for {what}")
             time.sleep(LOOK_EVERY_S)
 
     @property
@@ -175,20 +185,20 @@ class Trainer:
         return self._process.poll() is not None
 
     def finish(self) -> None:
-        """Wait for its end; raises `SunspotError` when it failed."""
+        """Wait for the end of the training. Raises `SunspotError` if it failed."""
         try:
             self._process.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:
-            raise GaveUpError(f"gave up after {MAX_WAIT_S:.0f} s of waiting for the end of the training") from None
+            raise GaveUpError(f"gave up after waiting {MAX_WAIT_S:.0f} s for the end of the training") from None
         if self._process.returncode:
             raise self._failed("the training failed")
 
     def kill_worker(self) -> int:
-        """Kill one of its workers, and return the process id; 0 where none is found."""
+        """Kill one of the workers and return its process id, or 0 if no worker is found."""
         processes = list_processes()
-        for pid in sorted(processes, reverse=True):  # mostly not that of rank 0
+        for pid in sorted(processes, reverse=True):  # the highest id is rarely that of rank 0
             if processes[pid][1].startswith(WORKER) and self._process.pid in ancestors(pid, processes):
-                with suppress(ProcessLookupError):  # it has ended since
+                with suppress(ProcessLookupError):  # it has just ended
                     os.kill(pid, signal.SIGKILL)
                     return pid
         return 0
@@ -200,14 +210,14 @@ class Trainer:
 
 @contextmanager
 def training(run: Run) -> Iterator[Trainer]:
-    """Train the run while the context lasts; what still trains after it is ended."""
+    """Train the run during the context, and end the training afterwards if it is still running."""
     place = {"RUN_NAME": run.name, "STORAGE_PATH": run.storage.locate("").rstrip("/")}
     settings = {**SETTINGS, **place, "JOB_ID": f"{JOB}{uuid.uuid4().hex[:8]}"}
     others = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "RAY_"))}
     environment = {**others, **as_variables(settings)}
     given = sorted(name for name in os.environ if name.startswith(PREFIX) and name != f"{PREFIX}STORAGE_PATH")
     if given:
-        warn(f"without {', '.join(given)}: a demonstration has settings of its own")
+        warn(f"ignored: {', '.join(given)}; a demonstration has its own settings")
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(COMMAND, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -228,16 +238,16 @@ def ancestors(pid: int, processes: Mapping[int, tuple[int, str]]) -> Iterator[in
 
 
 def list_processes() -> dict[int, tuple[int, str]]:
-    """Return the parent and the title of each process of this machine, by its id."""
+    """Return the parent's id and the title of each process on this machine, by process id."""
     found = {}
     if Path("/proc/self/stat").exists():
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended since
+            with suppress(OSError):  # it has just ended
                 parent = os.fsdecode((folder / "stat").read_bytes()).rpartition(")")[2].split()[1]
                 found[int(folder.name)] = int(parent), os.fsdecode((folder / "cmdline").read_bytes())
         return found
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,command="], capture_output=True, check=True)
     for line in os.fsdecode(listed.stdout).splitlines():
-        pid, parent, *title = line.split(maxsplit=2)
-        found[int(pid)] = int(parent), " ".join(title)
+        fields = line.split(maxsplit=2)
+        found[int(fields[0])] = int(fields[1]), " ".join(fields[2:])
     return found

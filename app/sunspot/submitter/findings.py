@@ -1,4 +1,7 @@
-"""What `sunspot doctor RUN` can find, and the form of a finding."""
+"""Defines the findings of `sunspot doctor RUN`, and their order.
+
+They are defined here and not in doctor/, because cluster/, a layer below doctor/, uses them too.
+"""
 
 import enum
 from collections.abc import Iterable
@@ -7,80 +10,80 @@ from typing import Any
 
 
 class Diagnosis(enum.StrEnum):
-    """What is wrong with a run; of two with equal weight, the earlier explains more."""
+    """Kinds of findings. If two weigh the same, the earlier kind explains more."""
 
     UNSEEN = "cluster not seen"
     "The API server refuses this user, or cannot be reached."
 
-    # Its pods do not all run.
+    # Some pods of the run are not running.
     NO_OPERATOR = "no operator"
-    "No operator handles its RayJob."
+    "No operator handles the RayJob."
     REFUSED = "refused"
-    "The operator, or the API server, refuses what was submitted."
+    "The operator or the API server refuses the submitted job."
     QUEUE = "not admitted"
-    "The queue has not admitted it."
+    "The queue has not admitted the RayJob."
     QUOTA = "quota"
     DEADLINE = "deadline"
-    "A time limit has ended it."
+    "A time limit has ended the job."
     IMAGE = "image"
-    "It cannot be pulled."
+    "An image cannot be pulled."
     MISSING = "missing object"
-    "Its pods refer to it: a Secret, say."
+    "An object that the pods need, such as a Secret, does not exist."
     RESOURCES = "insufficient resources"
-    "Matching nodes have too little left."
+    "The matching nodes have too few free resources."
     VOLUME = "volume"
     "A volume is missing, or the nodes cannot reach it."
     AFFINITY = "affinity"
-    "Other pods keep its pods away: by affinity, spread or ports."
+    "Other pods keep the run's pods off the nodes, by affinity, spread or ports."
     TAINT = "taint"
-    "Nodes repel its pods."
+    "The nodes have taints that the pods do not tolerate."
     NO_NODE = "no node matches"
-    "No node has the labels its pods select."
+    "No node has the labels that the pods select."
     NODES = "nodes unavailable"
-    "Nodes are cordoned, or not ready."
+    "The nodes are cordoned or not ready."
     OUT_OF_MEMORY = "out of memory"
     CONTAINER = "container fails"
     POD = "pod fails"
     STARTING = "starting"
-    "Nothing is wrong so far."
+    "The pods are starting, and nothing is wrong so far."
 
-    # It makes no progress.
+    # The run makes no progress.
     NOT_FINITE = "not finite"
     "The loss or the weights are NaN or infinite."
     FAILED = "failed"
     HUNG = "hung"
-    "Ranks stopped taking steps, and their stacks were recorded."
+    "Some ranks stopped taking steps, and their stacks were recorded."
     NO_ROWS = "no rows"
-    "Ranks waited for rows of Ray Data until they were ended like hung ones."
+    "Some ranks waited for rows of Ray Data until their watchdogs ended them."
     LOST = "lost"
-    "Its processes ended without reporting."
+    "The run's processes ended without reporting an outcome."
     SILENT = "silent"
-    "No status, though it should train."
+    "The run should be training, but writes no status."
     NO_STEP = "no step"
-    "A status, but no step for long."
+    "The run writes a status, but has not taken a step for a long time."
     STOPPED = "stopped"
 
-    # It makes progress, but should do better.
+    # The run makes progress, but could be faster or safer.
     THROTTLED = "throttled"
-    "Its CPU quota holds it back."
+    "The CPU limit of a container throttles a rank."
     STRAGGLER = "straggler"
     "One rank is slower than the others, which wait for it."
     DATA_BOUND = "data-bound"
     "All ranks wait for rows."
     LOW_GOODPUT = "low goodput"
-    "Incidents cost it a lot."
+    "Incidents cost a large fraction of the run's time."
     MEMORY = "memory climbing"
     STORAGE = "storage trouble"
     OLD_CHECKPOINT = "checkpoint too old"
     GONE = "checkpoint gone"
-    "The run ended with one that somebody else has deleted."
+    "The last checkpoint of an ended run has been deleted."
     DAMAGED = "checkpoint damaged"
     LONG_SAVE = "save exceeds notice"
     LEFTOVERS = "leftovers"
-    "Commits that were killed take space."
+    "Commits that were interrupted still take space."
 
     FEWER_WORKERS = "fewer workers"
-    "It trains, but with fewer workers than requested."
+    "The run trains with fewer workers than requested."
     HEALTHY = "healthy"
 
 
@@ -92,49 +95,49 @@ UNSCHEDULABLE = (
     Diagnosis.NO_NODE,
     Diagnosis.NODES,
 )
-"""Reasons why no node takes a pod. The best explanation depends on the nodes, so the given order is kept."""
+"""Reasons why no node takes a pod. They weigh the same, because the best explanation depends on the nodes."""
 
 
 class Severity(enum.StrEnum):
-    """How bad a finding is, the worst first."""
+    """Severities of findings, the worst first."""
 
     ERROR = "error"
-    "The run does not train, and will not by itself."
+    "The run does not train, and will not start to train by itself."
     WARNING = "warning"
-    "It costs time, or may end the run later."
+    "The finding costs time, or may end the run later."
     NOTE = "note"
     "Nothing needs to be done."
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One explanation of a run's state."""
+    """An explanation of a run's state."""
 
     finding: Diagnosis
     severity: Severity
     evidence: str
-    "What was seen, with its figures."
+    "Observation, with its figures."
     advice: str
-    "What to do about it."
+    "Action to take."
     details: dict[str, Any] = field(default_factory=dict)
-    "The same figures and names for programs: `rank`, `node`, `file`, `line` and so on."
+    "Figures and names of the evidence for programs: `rank`, `node`, `file`, `line` and so on."
     cost: float = 0.0
-    "Share of the run's time it costs, if known."
+    "Fraction of the run's time that this costs, if known."
     traces: tuple[str, ...] = ()
-    "Whole stacks or tracebacks."
+    "Complete stacks or tracebacks."
 
     def record(self) -> dict[str, Any]:
-        """Return it as one of the `findings` of the JSON document."""
+        """Return the finding as an item of `findings` in the JSON document."""
         kind = {"finding": self.finding.value, "severity": self.severity.value}
         traces = {"traces": list(self.traces)} if self.traces else {}
         return {**kind, "evidence": self.evidence, "advice": self.advice, **self.details, **traces}
 
 
 def most_explaining_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Sorted by how much they explain."""
+    """Return the findings sorted by severity, cost, and the order of `Diagnosis`."""
 
-    def place(finding: Finding) -> tuple[int, float, int]:
+    def rank(finding: Finding) -> tuple[int, float, int]:
         kind = UNSCHEDULABLE[0] if finding.finding in UNSCHEDULABLE else finding.finding
         return list(Severity).index(finding.severity), -finding.cost, list(Diagnosis).index(kind)
 
-    return sorted(findings, key=place)
+    return sorted(findings, key=rank)

@@ -1,4 +1,4 @@
-"""Finds what of a run is of no use any more: checkpoints, and uploads that were never finished."""
+"""Finds a run's checkpoints, archives of code and unfinished uploads that are no longer needed."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -33,17 +33,17 @@ from sunspot.submitter.runs import list_unfinished
 
 @dataclass(frozen=True)
 class Removal:
-    """Something to remove, and why."""
+    """An object to remove, and the reason."""
 
     name: str
-    "Of the checkpoint, or the key of another object."
+    "Name of the checkpoint, or key of another object."
     bytes: int
     why: str
     remove: Callable[[], None]
 
 
 def find_removals(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
-    """Find what is of no use in the run at `now` (seconds since the epoch, by this machine's clock)."""
+    """Yield everything in the run that is no longer needed at `now`, the time of this machine's clock."""
     with contextlib.suppress(StorageError):  # without write permission, a directory's clock cannot be read
         run.storage.refresh(run.name)
     yield from _find_checkpoints(run, keep, now)
@@ -56,28 +56,28 @@ def find_removals(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
 
 
 def _find_code(run: Run, now: float) -> Iterator[Removal]:
-    """Find archives of code that neither the newest submission nor the newest start names."""
+    """Yield the archives of code that neither the newest submission nor the newest attempt uses."""
     submissions = list_submissions(run)
     newest = read_content(run.storage, submissions[-1]).decode(errors="replace") if submissions else ""
     named = newest + recorded_setting(read_attempts(run), "code")
     for entry in run.storage.list(run.key(FOLDER)):
         if entry.key not in named and now + run.storage.ahead_s - entry.modified > ABANDONED_S:
-            why = "code that the run was begun with, and no longer names"
+            why = "code of an earlier start, which the run no longer uses"
             yield Removal(entry.key, entry.size, why, lambda key=entry.key: run.storage.delete(key))  # type: ignore[misc]
 
 
 def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
-    # In this order: the attempt that committed a listed checkpoint began before, so it is among the attempts.
+    # Checkpoints are listed before the attempts are read, so the attempt of every listed checkpoint is among them.
     directories = list_directories(run)
     attempts = read_attempts(run)
     if attempts and not attempts[-1].chosen:
-        warn(f"attempt {attempts[-1].number} is choosing the checkpoint it starts from, so none is removed; look again")
+        warn(f"attempt {attempts[-1].number} is still choosing its checkpoint, so no checkpoint is removed; try again")
         return
     ended = read_state(run)[0] in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)
     newest, passed_over = find_newest_good(run, attempts)
     if newest is None:
         if directories:
-            warn("no checkpoint is whole, so none is removed: what is left may be all there is")
+            warn("no checkpoint is intact, so none of them is removed, because their files may be all that is left")
         return
 
     def removal(name: str, why: str) -> Removal:
@@ -87,7 +87,7 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
             try:
                 ensure_owner(run, attempts[-1])
             except SupersededError as error:
-                raise ConflictError(f"{run.location}: a new attempt has begun meanwhile; look again") from error
+                raise ConflictError(f"{run.location}: a new attempt has begun; try again") from error
             delete_checkpoint(run, name)
 
         return Removal(name, size, why, remove)
@@ -105,7 +105,7 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
             if why:
                 yield removal(name, f"incomplete, and {why}")
         elif not leads_to_newest(name, spans):
-            yield removal(name, "of a superseded attempt: it does not lead to the newest one")
+            yield removal(name, "it belongs to a superseded attempt and does not lead to the newest attempt")
         elif step_of(name) > newest.step:
             if name in faults:
                 yield removal(name, faults[name])
@@ -118,7 +118,8 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
         if checkpoint not in whole:
             yield removal(checkpoint.name, f"damaged, {'; '.join(wrong)}")
     kept, metric, order = retention(attempts)
-    kept, metric = keep or kept, ranking_metric(whole, metric)
+    kept = keep or kept
+    metric = ranking_metric(whole, metric)
     for checkpoint in expired(whole, kept, metric, order):
         if checkpoint.name != newest.name:
             yield removal(checkpoint.name, f"neither the newest nor among the best {kept} by {metric} ({order})")

@@ -1,4 +1,4 @@
-"""Training on this machine, by a process of its own: the command itself knows neither torch nor Ray."""
+"""Prepares training on this machine, which runs in a process of its own because the command needs no torch or Ray."""
 
 import os
 import sys
@@ -23,18 +23,19 @@ def find_missing_packages() -> list[str]:
 
 
 def refuse_without_training(what: str = "training") -> None:
-    """Raise `SettingsError`, in which `what` is the act that is refused, where only the command is installed."""
+    """Raise `SettingsError`, which says that `what` is refused, if only the command is installed."""
     missing = find_missing_packages()
     if missing:
-        raise SettingsError(f"{what} here needs {' and '.join(missing)}; {how_to_install('train')}")
+        raise SettingsError(f"{what} on this machine needs {' and '.join(missing)}; {how_to_install('train')}")
 
 
 def training_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a training: FILE below this process's below what is `given`.
+    """Return the environment of a training: `given` settings over this process's environment over FILE.
 
-    A task that is the path of a file becomes its module, and its folder is put on PYTHONPATH. Raises `SettingsError`.
+    If the task is the path of a file, it becomes the name of its module, and its folder is added to PYTHONPATH. Raises
+    `SettingsError`.
     """
-    os.getcwd()  # raises FileNotFoundError if it was deleted, where torch would abort the process
+    os.getcwd()  # raises FileNotFoundError if it was deleted; torch would abort the process
     kept = as_variables(read_settings_file(FILE))
     if kept:
         warn(f"{FILE} sets {', '.join(name.removeprefix(PREFIX) for name in kept)}")
@@ -47,5 +48,5 @@ def training_environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def settings_in(environment: Mapping[str, str]) -> Settings:
-    """Load the settings that a process would load in this environment; raises `SettingsError`."""
+    """Load the settings that a process in this environment would load. Raises `SettingsError`."""
     return load_settings({name: value for name, value in environment.items() if name.startswith(PREFIX)})

@@ -1,4 +1,4 @@
-"""The metric history of a run as records and as a table, with the numbers of each rank."""
+"""Reads a run's metric history with the metrics of each rank, and makes a table of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import pyarrow
 
 MARK = b"sunspot metrics"
-"""Key in the metadata of a file that is ours to replace."""
+"""Key in the metadata of a file that `sunspot` wrote and may replace."""
 
 
 def with_ranks(run: Run) -> list[dict[str, Any]]:
-    """Read the records, and add `ranks` to those whose numbers of each rank are kept apart."""
+    """Return the metric records, with the metrics of each rank in `ranks` where they are stored separately."""
     spans = lineage(read_attempts(run))
     ranks = {
         (record["attempt"], record["step"]): to_rows(record["ranks"])
@@ -27,13 +27,14 @@ def with_ranks(run: Run) -> list[dict[str, Any]]:
     }
     records = read_journal(run, "metrics", spans)
     for record in records:
-        if found := ranks.pop((record["attempt"], record["step"]), None):
+        found = ranks.pop((record["attempt"], record["step"]), None)
+        if found:
             record["ranks"] = found
     return records
 
 
 def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
-    """Make a row of each record, nested values (`ranks`) as lists of structs, missing ones as nulls."""
+    """Return a table with a row for each record. Nested values become lists of structs, and missing values null."""
     import pyarrow
 
     names, more = cut([*dict.fromkeys(name for record in records for name in record)], MAX_NAMES, "columns")
@@ -44,5 +45,5 @@ def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
         try:
             columns[name] = pyarrow.array([record.get(name) for record in records])
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-            warn(f"left out: {name}, whose values are of several types")
+            warn(f"left out: {name}, because its values have several types")
     return pyarrow.table(columns, metadata={MARK: ""})

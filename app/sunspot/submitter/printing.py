@@ -1,6 +1,7 @@
-"""What the command prints: a table or a JSON document on stdout, everything else on stderr; and the files it writes.
+"""Prints the output of the command, and writes its files.
 
-All verbs print through here: what a run or a cluster has stored never commands the terminal.
+A table or a JSON document goes to stdout, and everything else to stderr. All verbs print through this module, which
+keeps text from a run or a cluster from controlling the terminal.
 """
 
 import contextlib
@@ -20,45 +21,45 @@ from sunspot.errors import SettingsError, StorageError
 from sunspot.formatting import visible
 from sunspot.storage.local import local_path
 
-SILENT_S = 2.0
-"""What takes longer than this is announced."""
+NOTE_AFTER_S = 2.0
+"""Seconds after which a lengthy operation is announced."""
 
 MARKED = 64 << 10
-"""Bytes at the beginning and the end of a file in which its mark is looked for."""
+"""Number of bytes at the beginning and end of a file that are searched for its mark."""
 
 MAX_LINE_WIDTH = 10_000
-"""Width of a table that does not go to a terminal: no cell is broken or cut there."""
+"""Width of a table that is not printed to a terminal, so that no cell is wrapped or cut."""
 
 
 def print_text(text: str = "", end: str = "\n", flush: bool = False) -> None:
-    """Print text, whoever wrote it."""
+    """Print text from any source, with control characters made visible."""
     print(visible(text), end=end, flush=flush)
 
 
 def print_document(text: str) -> None:
-    """Print a document for another program in UTF-8 in any locale, because escapes would change its content."""
+    """Print a document in UTF-8 in any locale, because escapes would change it for the program that reads it."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     print_text(text, end="")
 
 
 def clear_screen() -> None:
-    """Clear a terminal, so that what is printed next replaces what was; elsewhere, begin a new paragraph."""
+    """Clear the terminal. If stdout is not a terminal, begin a new paragraph instead."""
     print("\x1b[H\x1b[2J" if sys.stdout.isatty() else "", end="" if sys.stdout.isatty() else "\n", flush=True)
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document; NaN and infinity, which JSON lacks, become null."""
+    """Print one JSON document. NaN and infinity, which JSON lacks, become null."""
     print(json.dumps(_finite(value), indent=1, allow_nan=False))
 
 
 def print_json_line(value: Any) -> None:
-    """Print one JSON value on its own line and flush it, for readers that follow."""
+    """Print one JSON value on its own line and flush it, for programs that read line by line."""
     print(json.dumps(_finite(value), allow_nan=False), flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print rows under their columns: numbers aligned right, nothing cut."""
+    """Print a table. Numbers are aligned to the right, and no cell is cut."""
     from rich.console import Console
     from rich.table import Table
 
@@ -72,21 +73,21 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     console = Console(width=None if sys.stdout.isatty() else MAX_LINE_WIDTH, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
         console.print(table)
-    # Not by the console, which would exit with 1 when the reader of the output goes away.
+    # The console does not print itself, because it would exit with 1 when the reader of the output goes away.
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def write_file(name: str, content: bytes, mark: bytes) -> Path:
-    """Write a local file whole or not at all; returns its absolute path.
+    """Write a local file atomically, and return its absolute path.
 
-    What is there already is replaced only if it is empty, or has `mark` near its beginning or end: one of ours. Raises
-    `SettingsError` for anything else, and `StorageError` when it cannot be written.
+    An existing file is replaced only if it is empty, or if `mark` near its beginning or end shows that `sunspot` wrote
+    it. Raises `SettingsError` for any other existing file, and `StorageError` if the file cannot be written.
     """
     path = local_path(name)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         if os.path.lexists(path) and not _is_ours(path, mark):
-            raise SettingsError(f"{path}: exists, and `sunspot` did not write it; remove it, or choose another name")
+            raise SettingsError(f"{path} exists, and `sunspot` did not write it; remove it, or choose another name")
         try:
             with open(unfinished, "xb") as sink:
                 sink.write(content)
@@ -94,12 +95,12 @@ def write_file(name: str, content: bytes, mark: bytes) -> Path:
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
     return path
 
 
 def _is_ours(path: Path, mark: bytes) -> bool:
-    """Whether it is a regular file, no link, and has the mark or nothing in it."""
+    """Return True if the path is a regular file that is empty or contains the mark."""
     found = path.lstat()
     if not S_ISREG(found.st_mode):
         return False
@@ -110,15 +111,15 @@ def _is_ours(path: Path, mark: bytes) -> bool:
 
 
 def warn(text: str, end: str = "\n") -> None:
-    """Print a line on stderr that is not part of the answer. A full stderr does not end the command."""
+    """Print a line to stderr. The command continues if stderr cannot be written."""
     with contextlib.suppress(OSError):
         print(visible(text), end=end, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def progress_note(what: str) -> Iterator[None]:
-    """Announce on stderr what the context does, once it has taken SILENT_S."""
-    timer = threading.Timer(SILENT_S, warn, (f"{what} ...",))
+    """Announce on stderr what the context does, if it takes longer than NOTE_AFTER_S."""
+    timer = threading.Timer(NOTE_AFTER_S, warn, (f"{what} ...",))
     timer.daemon = True
     timer.start()
     try:

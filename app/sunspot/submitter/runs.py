@@ -1,4 +1,4 @@
-"""Finds the run that a command names, the storage of all runs, or what a process of a run has printed."""
+"""Finds the run that a command names, the storage of all runs, and the output of a run's processes."""
 
 import os
 import re
@@ -16,19 +16,19 @@ from sunspot.submitter.printing import warn
 
 @dataclass(frozen=True)
 class Target:
-    """A run as a user names it, and where to look for it."""
+    """Name of a run, with the storage and the cluster in which to look for it."""
 
     run: str
     storage: str | None = None
-    "The path or URL of the runs. None stands for SUNSPOT_STORAGE_PATH or, only to read, the RayJob's bucket."
+    "Path or URL of the runs. None means SUNSPOT_STORAGE_PATH or, for verbs that only read, the RayJob's bucket."
     context: str | None = None
-    "A context of the kubeconfig; None: its current one."
+    "Context of the kubeconfig, or None for the current one."
     namespace: str | None = None
-    "None: the context's own, or sunspot."
+    "Namespace, or None for that of the context, or else sunspot."
 
 
 def find_run(name: str, storage_path: str | None = None) -> Run:
-    """Find the run in `storage_path`, or else where the settings say. Raises `NotFoundError` if it does not exist."""
+    """Find a run in `storage_path`, by default that of the settings. Raises `NotFoundError` if it does not exist."""
     run = named_run(name, storage_path)
     absence = describe_absence(run)
     if absence:
@@ -37,48 +37,53 @@ def find_run(name: str, storage_path: str | None = None) -> Run:
 
 
 def named_run(name: str, storage_path: str | None = None) -> Run:
-    """Do the same as `find_run`, whether or not the run exists."""
+    """Return the run, like `find_run`, even if it does not exist."""
     path, checked = _settle(name, storage_path)
     return Run(open_storage(path), checked)
 
 
 def find_storage(storage_path: str | None = None) -> Storage:
-    """Open the storage of all runs: `storage_path`, or else what the settings say."""
+    """Open the storage of all runs: `storage_path`, by default that of the settings."""
     return open_storage(_settle(None, storage_path)[0])
 
 
 def find_stream(run: Run, rank: int | None, previous: bool) -> str:
-    """Find the newest stream of the driver or one rank; with `previous`, the one before. Raises `NotFoundError`."""
+    """Return the newest stream of the driver or of one rank, or with `previous` the one before.
+
+    Raises `NotFoundError` if there is no such stream.
+    """
     streams = streams_of(run, rank)
     if len(streams) >= 1 + previous:
         return streams[-2 if previous else -1]
     who = "the driver" if rank is None else f"rank {rank}"
-    what = f"one start of {who} only, so --previous has nothing" if streams else f"no output of {who}"
+    what = f"{who} started only once, so --previous has no output" if streams else f"no output of {who}"
     every = list(list_streams(run))
-    there = f"; there are {', '.join(every[-10:])}" if every else ", because none of its processes has written any yet"
+    there = f"; there are {', '.join(every[-10:])}" if every else ", because no process has written any output yet"
     raise NotFoundError(f"{run.storage.locate(run.key('logs'))}: {what}{there}")
 
 
 def streams_of(run: Run, rank: int | None) -> list[str]:
-    """List the streams of the driver, or of one rank, the newest last."""
+    """Return the streams of the driver or of one rank, the newest last."""
     wanted = "driver-.*" if rank is None else f"attempt-.*-rank-0*{rank}"
     return [stream for stream in list_streams(run) if re.fullmatch(wanted, stream)]
 
 
-def list_unfinished(run: Run) -> Sequence[UnfinishedWrite]:
-    """List the run's unfinished uploads; none, with a warning, where storage does not list them."""
+def list_unfinished(run: Run) -> Sequence[Unfinished]:
+    """Return the run's unfinished uploads. If storage cannot list them, print a warning and return none."""
     try:
         return run.storage.list_unfinished(run.name)
-    except StorageError as error:  # some servers know no such listing, some users may not see it
-        warn(f"unfinished uploads are not looked for: {error}")
+    except StorageError as error:  # some servers do not offer this listing, and some users may not see it
+        warn(f"unfinished uploads cannot be listed: {error}")
         return ()
 
 
 def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
-    """Settle storage path and run name by the rules of the settings; raises `SettingsError`."""
-    from sunspot.search_space import load_common  # pydantic: slow to import, and `sunspot VERB --help` does without
+    """Return the storage path and the run name, by the rules of the settings. Raises `SettingsError`."""
+    from sunspot.search_space import (
+        load_common,
+    )  # pydantic is slow to import, and `sunspot VERB --help` does not need it
     from sunspot.settings import PREFIX, with_place
 
     given = {PREFIX + setting: value for setting, value in with_place({}, name, storage_path).items()}
-    settings, _, _ = load_common({**os.environ, **given})  # the environment may be that of a search
+    settings, _, _ = load_common({**os.environ, **given})  # the environment may describe a search
     return settings.storage_path, settings.run_name

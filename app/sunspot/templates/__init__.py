@@ -1,1 +1,1 @@
-"""What `sunspot init` writes: for each kind a task, its settings, and rows to begin with where none are bundled."""
+"""Files that `sunspot init` writes: a module, its settings and, for some kinds of tasks, sample rows."""

@@ -1,4 +1,4 @@
-"""Tells classes of images apart by a small convolutional network; DATASET in sunspot.toml says which images."""
+"""Classifies images with a small convolutional network. DATASET in sunspot.toml names the images."""
 
 from torch import nn
 from torch.nn import functional
@@ -19,10 +19,10 @@ def build_model(settings, source):
 
 
 def predict(model, images):
-    return model(images.float() / 255)  # a score for each class, of uint8 [B, C, H, W]
+    return model(images.float() / 255)  # uint8 [B, C, H, W] -> a score for each class
 
 
 def loss(model, batch):
     scores = predict(model, batch["image"])
-    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # of each row, [B]
+    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one for each row, [B]
     return losses, {"accuracy": scores.argmax(1) == batch["label"]}

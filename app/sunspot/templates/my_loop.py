@@ -1,4 +1,4 @@
-"""A training loop of one's own: Sunspot saves, restarts and resumes it between any two steps."""
+"""A training loop of your own, which Sunspot can save, restart and resume between any two steps."""
 
 from torch import nn
 from torch.nn import functional
@@ -19,16 +19,16 @@ def predict(model, images):
 
 
 def loss(model, batch):
-    """Rate each row: the loop trains by it, and held-out rows are evaluated by it."""
+    """Return the loss of each row, for training and for the evaluation of held-out rows."""
     scores = predict(model, batch["image"])
-    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # [B]
+    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one for each row, [B]
     return losses, {"accuracy": scores.argmax(1) == batch["label"]}
 
 
 def train(run):
-    for batch in run.batches():  # this worker's rows of each step, from where the run stands
+    for batch in run.batches():  # this worker's rows of each step, from the last checkpoint on
         losses, metrics = loss(run.model, batch)
-        (losses.sum() * run.weight).backward()  # the mean over all rows of the step, whatever each worker has
+        (losses.sum() * run.weight).backward()  # the mean over the rows of all workers
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.log({"loss": losses, **metrics})

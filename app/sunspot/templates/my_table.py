@@ -1,4 +1,4 @@
-"""Tells classes of rows apart by numbers in a table's columns, each scaled by what the task knows of it."""
+"""Classifies table rows by their numeric columns, each divided by its typical size."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from sunspot.data.columns import Column
 from sunspot.data.table import open_table
 
 COLUMNS = {"length_cm": 20.0, "weight_g": 200.0}
-"""What the model sees of a row, each with its usual size."""
+"""Columns that the model reads, each with its typical size."""
 
 
 def find_sources(settings):
@@ -27,5 +27,5 @@ def predict(model, batch):
 
 def loss(model, batch):
     scores = predict(model, batch)
-    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # of each row, [B]
+    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one for each row, [B]
     return losses, {"accuracy": scores.argmax(1) == batch["label"]}

@@ -1,4 +1,4 @@
-"""Tells classes of texts apart by their words: the mean of what a model has learned of each."""
+"""Classifies texts by the mean of the embeddings of their words."""
 
 import zlib
 
@@ -12,7 +12,7 @@ WORDS = 2**14
 
 
 def encode(text):
-    """Number each word by its hash; 0 is left to padding."""
+    """Return a number for each word, from its hash. The number 0 is reserved for padding."""
     return [1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in text.lower().split()] or [0]
 
 
@@ -41,5 +41,5 @@ def predict(model, batch):
 
 def loss(model, batch):
     scores = predict(model, batch)
-    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # of each row, [B]
+    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one for each row, [B]
     return losses, {"accuracy": scores.argmax(1) == batch["label"]}

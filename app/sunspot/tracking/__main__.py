@@ -158,7 +158,7 @@ def _at(delivery: Delivery) -> str:
 
 def _parse() -> argparse.Namespace:
     parser = CommandParser(
-        "sunspot.tracking", DESCRIPTION, ("storage_path", "tracking", "tracking_project", "report_every_s")
+        "python -m sunspot.tracking", DESCRIPTION, ("storage_path", "tracking", "tracking_project", "report_every_s")
     )
     parser.add_argument("run", metavar="RUN", help="a run's name")
     parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
@@ -169,7 +169,7 @@ def _parse() -> argparse.Namespace:
         const="",
         help="deliver what comes until standard input ends, or the run is taken over from this start of a driver",
     )
-    return parser.parse()
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

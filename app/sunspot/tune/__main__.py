@@ -13,7 +13,7 @@ A setting with an expression in the place of its value spans the space: SUNSPOT_
 
 if __name__ == "__main__":
     print_logs()
-    CommandParser("sunspot.tune", DESCRIPTION, Settings.model_fields).parse()
+    CommandParser("python -m sunspot.tune", DESCRIPTION, Settings.model_fields).parse_args()
     run_and_exit(
         end_for_good(main), "interrupted: the trials' checkpoints are safe; the same command resumes the search"
     )

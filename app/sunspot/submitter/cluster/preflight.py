@@ -13,7 +13,6 @@ from sunspot.storage.prove import Check, Result, prove
 from sunspot.submitter.cluster.api import Cluster, RefusedError
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.foreign_storage import find_foreign_storage
-from sunspot.submitter.manifest.gpu_nodes import find_split_nodes
 from sunspot.submitter.manifest.quotas import ASK_FOR_LESS, CPU_LIMIT, check_limit_ranges, check_quotas, parse_exceeded
 from sunspot.submitter.manifest.render import image_problem
 from sunspot.submitter.manifest.requirements import pod_templates
@@ -44,7 +43,6 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
     """
     images = {pod["image"] for pod in _containers(manifest)}
     warnings = [problem for image in sorted(images) if (problem := image_problem(image))]
-    warnings += map("; ".join, find_split_nodes(manifest))
     warnings += find_foreign_storage(manifest)
     expected = None
     in_cluster: list[str] = []
@@ -267,7 +265,9 @@ def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:
     for field, kind in kinds.items():
         reference = source.get(field)
         if reference and not reference.get("optional"):
-            yield kind, reference.get("name") or reference.get("secretName") or reference["claimName"]
+            name = reference.get("name") or reference.get("secretName") or reference.get("claimName")
+            if name:  # otherwise, the API server refuses the reference
+                yield kind, name
 
 
 def _how_to_create(kind: str, name: str, namespace: str) -> str:

@@ -1,4 +1,4 @@
-"""Arguments that several verbs take."""
+"""Adds the arguments that several verbs share, and reads their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sunspot.submitter.runs import Target
 
 ROWS = 50
-"""Rows of a listing, unless more are asked for: each costs a request."""
+"""Default number of rows in a listing. Each row costs a request to storage."""
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_and_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the run, and where its cluster is, for verbs that ask the cluster, too."""
+    """Add the run and the options that choose its cluster, for verbs that also ask the cluster."""
     add_run(parser)
     add_cluster(parser)
 
@@ -32,28 +32,30 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def add_context(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
+    parser.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: the current context")
 
 
 def add_namespace(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--namespace", metavar="NAME", help="default: the profile's, the context's own, or sunspot")
+    parser.add_argument(
+        "--namespace", metavar="NAME", help="the namespace; default: that of the profile or of the context, or sunspot"
+    )
 
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
     limit = parser.add_mutually_exclusive_group()
-    limit.add_argument("--limit", metavar="N", type=count, default=ROWS, help=f"the newest N; default: {ROWS}")
-    limit.add_argument("--all", action="store_const", const=None, dest="limit", help="all of them")
+    limit.add_argument("--limit", metavar="N", type=count, default=ROWS, help=f"list the newest N; default: {ROWS}")
+    limit.add_argument("--all", action="store_const", const=None, dest="limit", help="list all")
 
 
 def count(text: str) -> int:
-    """Parse a whole number from 1."""
+    """Parse a whole number of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """Parse seconds from 0. NaN is refused: that wait would never end."""
+    """Parse seconds of at least 0. NaN is refused, because that wait would never end."""
     try:
         time_s = float(text)
     except ValueError:
@@ -64,39 +66,47 @@ def seconds(text: str) -> float:
 
 
 def add_render_options(parser: argparse.ArgumentParser) -> None:
-    """Add everything a manifest depends on, besides --storage and the SUNSPOT_ variables."""
+    """Add everything that a manifest depends on, besides --storage and the SUNSPOT_ variables."""
     parser.add_argument(
         "--profile", metavar="NAME", default="kind", help="one of k8s/profiles, or a path; default: kind"
     )
     parser.add_argument("--run", metavar="NAME", help="name of the run; default: SUNSPOT_RUN_NAME")
     add_settings(parser)
-    parser.add_argument("--image", metavar="REF", help="the image; default: the profile's")
+    parser.add_argument("--image", metavar="REF", help="the image; default: that of the profile")
     parser.add_argument(
-        "--code", metavar="CODE", help="your own code: a folder, for submit, or an archive's URL@sha256:HASH"
+        "--code",
+        metavar="CODE",
+        help="your own code: a folder (only with submit), or the URL@sha256:HASH of an archive",
     )
     add_namespace(parser)
     parser.add_argument("--queue", metavar="NAME", help="a LocalQueue of Kueue")
-    parser.add_argument("--cluster", metavar="NAME", help="run in this RayCluster instead of one of the job's own")
     parser.add_argument(
-        "--generation", metavar="N", type=int, default=1, help="another number starts an ended job again; default: 1"
+        "--cluster", metavar="NAME", help="run in this existing RayCluster, instead of a cluster for the job alone"
+    )
+    parser.add_argument(
+        "--generation",
+        metavar="N",
+        type=int,
+        default=1,
+        help="a new number starts a job again that has ended; default: 1",
     )
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    about = "a setting, of those that `python -m sunspot.train --help` lists; repeatable"
+    about = "a setting that `python -m sunspot.train --help` lists; repeatable"
     parser.add_argument("--set", metavar="VAR=VALUE", dest="settings", action="append", default=[], help=about)
 
 
 def add_settings_and_words(parser: argparse.ArgumentParser) -> None:
-    """Add settings as make takes them, and the task by its file, for verbs that train here."""
+    """Add settings in the form that make takes, and the task by its file, for verbs that train on this machine."""
     parser.add_argument(
-        "words", metavar="WORD", nargs="*", help="a setting, as VAR=VALUE, or the task, as the path of its file"
+        "words", metavar="WORD", nargs="*", help="a setting as VAR=VALUE, or the path of the task's file"
     )
     add_settings(parser)
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, str]:
-    """Return what `add_settings` or `add_settings_and_words` took, by variable."""
+    """Return the settings that were given for `add_settings` or `add_settings_and_words`, by variable."""
     words = [
         f"TASK={word}" if word.endswith(SUFFIX) and "=" not in word else word for word in vars(args).get("words", ())
     ]
@@ -111,7 +121,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def job_request(args: argparse.Namespace) -> JobRequest:
-    """Return what the options of `add_render_options` ask for."""
+    """Return the request that the options of `add_render_options` describe."""
     from sunspot.settings import with_place
     from sunspot.submitter.manifest.render import JobRequest
 
@@ -121,7 +131,7 @@ def job_request(args: argparse.Namespace) -> JobRequest:
 
 
 def run_target(args: argparse.Namespace) -> Target:
-    """Return the run that the arguments name, and where they say that it is."""
+    """Return the run that the arguments name, with the storage and cluster that they choose."""
     from sunspot.submitter.runs import Target
 
     return Target(args.run, args.storage, args.context, args.namespace)

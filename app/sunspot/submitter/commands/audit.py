@@ -12,7 +12,7 @@ add_arguments = add_run
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what each epoch consumed up to the newest whole checkpoint."""
+    """Print the rows that each epoch consumed up to the newest intact checkpoint."""
     run = find_run(args.run, args.storage)
     proof = prove(run)
     if proof.epochs and args.json:
@@ -25,6 +25,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def print_epochs(proof: Proof) -> None:
-    """Print what each epoch consumed, for people."""
+    """Print a table of the rows that each epoch consumed."""
     rows = [[e.epoch, e.rows, e.missing if e.finished else "unfinished", e.repeated] for e in proof.epochs]
     print_table(COLUMNS, rows)

@@ -1,4 +1,4 @@
-"""`sunspot chaos`: reclaims and kills parts of a live run on purpose, prints what each fault cost, then audits it."""
+"""`sunspot chaos`: injects faults into a live run, prints the cost of each fault, and audits the run."""
 
 import argparse
 import time
@@ -20,24 +20,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="kinds",
         action="append",
         required=True,
-        help="reclaim or kill a training worker, or kill the head; several, as a list or repeated, take random turns",
+        help="reclaim or kill (a training worker), or head; several, in a list or repeated, come in random order",
     )
     parser.add_argument(
-        "--every", metavar="TIME", type=_seconds, default=60.0, help="between two faults: 90, 90s or 2m; default: 60s"
+        "--every",
+        metavar="TIME",
+        type=_seconds,
+        default=60.0,
+        help="time between two faults, such as 90, 90s or 2m; default: 60s",
     )
-    parser.add_argument("--count", metavar="N", type=count, default=1, help="faults; default: 1")
-    parser.add_argument("--seed", metavar="S", type=int, help="of all that is random; default: a new one, printed")
-    parser.add_argument("--yes", action="store_true", help="do it; without, only what would be done is said")
+    parser.add_argument("--count", metavar="N", type=count, default=1, help="number of faults; default: 1")
+    parser.add_argument(
+        "--seed", metavar="S", type=int, help="seed of all random choices; default: a new one, which is printed"
+    )
+    parser.add_argument("--yes", action="store_true", help="inject the faults; without it, only show them")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Inject faults into a live run until it ends, wait until it has recovered, and audit what it has recorded."""
+    """Inject faults into a live run, wait until it has recovered, and audit it."""
     plan = make_plan(args.kinds, args.every, args.count, args.seed)
     injector = FaultInjector(reach_run(run_target(args)), args.json)
     injector.refuse_unless_live()
     if not args.yes:
         where = f"of the run {args.run} in {injector.cluster.namespace}"
-        raise SettingsError(f"this would {plan} {where}, and has done nothing; --yes does it")
+        raise SettingsError(f"this would {plan} {where}, but nothing was done; --yes does it")
     injector.inject_all(plan)
 
     proof = prove(injector.run)
@@ -48,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         print_epochs(proof)
     conclude(injector.run, proof)
     if not proof.epochs:
-        warn(f"checkpoints and receipts are in order; which rows were consumed is not proved: {NO_ROWS}")
+        warn(f"checkpoints and receipts are intact; which rows were consumed is not proved: {NO_ROWS}")
 
 
 def _seconds(text: str) -> float:

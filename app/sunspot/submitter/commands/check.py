@@ -1,4 +1,4 @@
-"""`sunspot check`: whether a task trains, evaluates, saves and restores, in one process and in seconds."""
+"""`sunspot check`: checks that a task trains, evaluates, saves and restores, in one process and in seconds."""
 
 import argparse
 import contextlib
@@ -19,18 +19,18 @@ add_arguments = add_settings_and_words
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what was checked; raises what fails. With `--json`, a document of either."""
+    """Print what was checked, or raise the error of the task. With `--json`, print a document in both cases."""
     environment = training_environment(with_place(given_settings(args), None, args.storage))
     import_as_module_run(environment)
     settings = settings_in(environment)
     try:
-        # By its name: the command does without torch, and this verb alone runs what trains.
+        # Imported by name, because only this verb runs code that needs torch.
         library: Any = importlib.import_module("sunspot.train.task_check")
     except ModuleNotFoundError as error:
-        missing = error.name or "torch"  # whose absence Ray tells by an error without a name
-        raise SettingsError(f"a task needs {missing}, which is not here; {how_to_install('train')}") from error
+        missing = error.name or "torch"  # if torch is absent, Ray raises an error without a name
+        raise SettingsError(f"a task needs {missing}, which is not installed; {how_to_install('train')}") from error
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what the task prints
+        with contextlib.redirect_stdout(sys.stderr):  # the output of the task
             checked = library.check(settings)
     except SunspotError as error:
         if args.json:

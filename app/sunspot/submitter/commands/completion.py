@@ -1,4 +1,4 @@
-"""`sunspot completion`: lets a shell complete verbs, options and runs, as the parser of `sunspot` knows them."""
+"""`sunspot completion`: prints the script with which a shell completes verbs, options and runs."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from sunspot.run.objects import RUN
 from sunspot.submitter.printing import print_text
 
 LINE = "_SUNSPOT_LINE"
-"""The variable in which a script below hands over the command line up to the cursor; then candidates are printed."""
+"""Environment variable with the command line up to the cursor. If it is set, the candidates are printed."""
 
 SCRIPTS = {
     "bash": """\
@@ -30,12 +30,12 @@ complete -c sunspot -a '(env _SUNSPOT_LINE=(commandline -cp | string collect) su
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = f"{', '.join(SCRIPTS)}; in bash: source <(sunspot completion bash)"
+    about = f"{', '.join(SCRIPTS)}; in bash, run: source <(sunspot completion bash)"
     parser.add_argument("shell", metavar="SHELL", choices=[*SCRIPTS], help=about)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the script for the shell, which asks this command at each completion."""
+    """Print the script for the shell, which calls this command again at each completion."""
     line = os.environ.get(LINE)
     if line is None:
         print_text(SCRIPTS[args.shell])
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def find_candidates(parser: Any, line: str) -> list[str]:
-    """Return what may stand in place of the last word of a command line."""
+    """Return the possible completions of the last word of a command line."""
     words = line.split()[1:]
     last = words.pop() if words and not line[-1].isspace() else ""
     while parser.verbs and words and words[0] in parser.verbs.choices:
@@ -56,14 +56,13 @@ def _list_all(parser: Any, words: list[str], last: str) -> Iterator[str]:
     if parser.verbs:
         yield from parser.verbs.choices
         return
-    if parser.verb:
-        parser.load()
+    parser.add_deferred_arguments()
     options = parser._option_string_actions
     if last.startswith("-"):
         yield from (option for option in options if option.startswith("--"))
         return
     if words and words[-1] in options and options[words[-1]].nargs != 0:
-        return  # the value of an option: the shell completes files
+        return  # the value of an option, for which the shell completes files
     for action in parser._get_positional_actions():
         if action.choices:
             yield from action.choices
@@ -72,7 +71,7 @@ def _list_all(parser: Any, words: list[str], last: str) -> Iterator[str]:
 
 
 def _list_runs(words: list[str]) -> Iterator[str]:
-    """Yield the folders where runs are kept on this machine; a bucket would take too long."""
+    """Yield the runs in a folder on this machine. Listing a bucket would take too long."""
     storage = os.environ.get("SUNSPOT_STORAGE_PATH") or "runs"
     if "--storage" in words[:-1]:
         storage = words[words.index("--storage") + 1]

@@ -1,4 +1,4 @@
-"""`sunspot cost`: what runs cost, each or by label, and all together."""
+"""`sunspot cost`: prints the cost of each run or of each label, and the total."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from sunspot.submitter.printing import print_json, print_table, progress_note, w
 from sunspot.submitter.runs import find_storage
 
 AT_ONCE = 4
-"""Runs that are read at once, the parts of each in parallel."""
+"""Number of runs that are read at once. The parts of each run are read in parallel, too."""
 
 COLUMNS = ("node hours", "cost", "lost", "saved")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--by", metavar="LABEL", help="sum by this label of the runs, such as team, or search")
+    parser.add_argument("--by", metavar="LABEL", help="add up the costs by this label, such as team or search")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a row for each run, or for each value of a label, and their sum. Raises `NotFoundError` without any run."""
+    """Print the cost of each run or value of a label, and the total. Raises `NotFoundError` if no run exists."""
     storage = find_storage(args.storage)
     views = _read(storage)
     if not views:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read(storage: Storage) -> list[RunView]:
-    """Read every run, the one modified last first; one that cannot be read is left out, with a warning."""
+    """Read all runs, the most recently modified first. A run that cannot be read is left out with a warning."""
 
     def read(summary: RunSummary) -> RunView | None:
         try:

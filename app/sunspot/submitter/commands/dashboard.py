@@ -1,4 +1,4 @@
-"""`sunspot dashboard`: the Ray dashboard of a live run on a local port, with its token added to every request."""
+"""`sunspot dashboard`: forwards a live run's Ray dashboard to a local port, and adds its token to every request."""
 
 import argparse
 import base64
@@ -16,19 +16,21 @@ from sunspot.submitter.commands.arguments import add_run_and_cluster, count, run
 from sunspot.submitter.printing import print_json_line, print_text, progress_note, warn
 
 PORT = 8265
-"""Ray's default, on the head."""
+"""Default port of the Ray dashboard, on the head."""
 
-POLL_EVERY_S = 3.0
-"""How soon the loss of the head is noticed."""
+LOOK_EVERY_S = 3.0
+"""Seconds between two checks of the head."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_and_cluster(parser)
-    parser.add_argument("--port", metavar="N", type=count, default=PORT, help=f"of this machine; default: {PORT}")
+    parser.add_argument(
+        "--port", metavar="N", type=count, default=PORT, help=f"the port of this machine; default: {PORT}"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Forward the dashboard until Ctrl-C or the loss of the head, and print where it is."""
+    """Forward the dashboard until Ctrl-C or the loss of the head, and print its URL."""
     access = reach_run(run_target(args))
     cluster = access.require_cluster()
     run = access.run
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         head = _find_head(access, cluster)
         name = head["metadata"]["name"]
         token, token_error = _read_token(cluster, head)
-        cluster.dial(name, PORT).close()  # a refusal shows now
+        cluster.dial(name, PORT).close()  # so that a refusal shows now
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     with LocalPort(args.port, lambda: cluster.dial(name, PORT), headers) as local:
         threading.Thread(target=local.serve_forever, daemon=True).start()
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
             else:
                 print_text(f"{local.url} is the Ray dashboard of {run.name} (pod {name})", flush=True)
             if token:
-                warn("its token is added to every request, so all who use this machine can use it, until Ctrl-C")
+                warn("its token is added to every request, so every user of this machine can use it until Ctrl-C")
             if token_error:
                 warn(token_error)
             _watch(access, cluster, head)
@@ -61,17 +63,18 @@ def _find_head(access: RunAccess, cluster: Cluster) -> dict[str, Any]:
     run = access.run
     for job in cluster.list_jobs(run.name):
         ready = [pod for pod in cluster.list_pods([job]) if pod.head and pod.ready and not pod.deleting]
-        if ready and (found := cluster.find("pod", ready[0].name)):
+        found = cluster.find("pod", ready[0].name) if ready else None
+        if found:
             return found
     snapshot = access.observe()
     access.require_known(snapshot)
     state, reason = snapshot.state()
     instead = f"`sunspot report {stored_arguments(run)}` shows what is in storage"
-    raise NotFoundError(f"{run.name} has no head that is ready, so no dashboard: {state}, {reason}; {instead}")
+    raise NotFoundError(f"{run.name} has no ready head, and so no dashboard: {state}, {reason}; {instead}")
 
 
 def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
-    """Read the head's token; also returns why it cannot be read. Both are empty if it wants none."""
+    """Return the token of the head, and the reason if it cannot be read. Both are empty if the head needs no token."""
     environment = {entry["name"]: entry for entry in head["spec"]["containers"][0].get("env", ())}
     variable = environment.get("RAY_AUTH_TOKEN", {})
     if "value" in variable:
@@ -79,18 +82,19 @@ def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
     source = variable.get("valueFrom", {}).get("secretKeyRef")
     if not source:
         return "", ""
-    why = f"there is no such Secret in namespace {cluster.namespace}"
+    why = f"the Secret does not exist in namespace {cluster.namespace}"
     try:
-        if secret := cluster.find("Secret", source["name"]):
+        secret = cluster.find("Secret", source["name"])
+        if secret:
             return base64.b64decode(secret["data"][source["key"]]).decode(), ""
     except (RefusedError, KeyError, ValueError) as error:
         why = str(error)
     wanted = f"{source['key']} of Secret {source['name']}"
-    return "", f"the dashboard will ask for its token, {wanted}, unreadable here: {why}"
+    return "", f"the dashboard will ask for its token ({wanted}), which cannot be read here: {why}"
 
 
 def _watch(access: RunAccess, cluster: Cluster, head: dict[str, Any]) -> None:
-    """Return never; raises `NotFoundError` when the head is gone."""
+    """Watch the head until it is gone, and then raise `NotFoundError`."""
     name = head["metadata"]["name"]
     away = False
     while True:
@@ -99,7 +103,7 @@ def _watch(access: RunAccess, cluster: Cluster, head: dict[str, Any]) -> None:
             now = cluster.find("pod", name)
         except UnreachableError as error:
             if not away:
-                warn(f"still forwarding, as far as that goes: {error}")
+                warn(f"still forwarding, but the API server does not answer: {error}")
             away = True
             continue
         away = False

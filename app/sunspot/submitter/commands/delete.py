@@ -1,4 +1,4 @@
-"""`sunspot delete`: shows what there is of a run, asks, and removes it from the cluster and from storage."""
+"""`sunspot delete`: lists everything that belongs to a run, asks, and deletes it from cluster and storage."""
 
 import argparse
 import sys
@@ -14,25 +14,26 @@ from sunspot.submitter.printing import print_json, print_table, print_text, warn
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_and_cluster(parser)
-    parser.add_argument("--yes", action="store_true", help="remove it without asking")
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print all there is of the run and, with `--yes` or the consent of the user at the terminal, remove it."""
+    """List everything that belongs to the run, and delete it with `--yes` or if the user at the terminal agrees."""
     access = reach_run(run_target(args), changed_by="delete")
     contents = find_contents(access)
     if not args.json:
         _print(access, contents)
-    if kept := contents.not_submitted:
-        again = "take it out there first, or it is made again, and the run begins anew"
-        warn(f"{', '.join(kept)} did not come by `sunspot submit`: if a repository keeps it (GitOps), {again}")
+    others = contents.not_submitted
+    if others:
+        fix = "remove it there first, or it is created again and the run starts from the beginning"
+        warn(f"{', '.join(others)} was not created by `sunspot submit`: if it comes from a repository (GitOps), {fix}")
     if not args.yes:
         if args.json:
             print_json(_record(contents, contents, removed=False))
         if args.json or not (sys.stdin.isatty() and sys.stderr.isatty()):
-            nobody = "--json asks nobody" if args.json else "there is no terminal to ask at"
-            raise SettingsError(f"nothing was removed, as {nobody}: {contents}; --yes removes it")
-        warn(f"remove all of it, for ever? y or {args.run}: ", end="")
+            why = "--json never asks" if args.json else "there is no terminal to ask at"
+            raise SettingsError(f"nothing was removed, because {why}: {contents}; --yes removes it")
+        warn(f"delete all of it forever? y or {args.run}: ", end="")
         if sys.stdin.readline().strip() not in ("y", "yes", access.run.name):
             print_text(f"nothing was removed: {contents}; --yes removes it")
             return
@@ -43,8 +44,8 @@ def run(args: argparse.Namespace) -> None:
         left = find_left(access)
         if args.json:
             print_json(_record(contents, left, removed=False))
-        what = left or "what cannot be listed now"
-        warn(f"{args.run} is half-deleted; left: {what}. `sunspot delete {access.arguments}` goes on")
+        rest = left or "unknown, because it cannot be listed now"
+        warn(f"{args.run} is only partly deleted; left: {rest}. `sunspot delete {access.arguments}` continues")
         raise
     if args.json:
         print_json(_record(contents, None, removed=True))
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     if contents.foreign:
         warn(f"left in {access.run.location}, because no run uses these names: {contents.name_foreign()}")
     if access.run.storage.keeps_versions():
-        warn("the bucket keeps versions of what is deleted: their space is freed when its lifecycle rules expire them")
+        warn("the bucket keeps versions of deleted objects; their space is freed when its lifecycle rules expire them")
 
 
 def _print(access: RunAccess, contents: RunContents) -> None:
@@ -68,17 +69,18 @@ def _print(access: RunAccess, contents: RunContents) -> None:
     print_table(["what", "which", "size"], rows)
     print_text(f"{in_cluster}in {run.location}")
     if contents.snapshot.cluster.trouble:
-        warn(f"only what is in storage: {contents.snapshot.cluster.trouble}")
+        warn(f"only the storage was looked at: {contents.snapshot.cluster.trouble}")
     if contents.foreign:
         print_text(f"not touched, because no run uses these names: {contents.name_foreign()}")
     if contents.dataset:
-        print_text(f"the dataset {contents.dataset} is not touched: no run makes its dataset")
-    if trials := contents.trials:
-        print_text(f"its {plural(len(trials), 'trial')}, {trials[0]} to {trials[-1]}, are runs of their own, and stay")
+        print_text(f"the dataset {contents.dataset} is not touched, because no run creates a dataset")
+    trials = contents.trials
+    if trials:
+        print_text(f"its {plural(len(trials), 'trial')}, {trials[0]} to {trials[-1]}, are separate runs and stay")
 
 
 def _record(contents: RunContents, left: RunContents | None, removed: bool) -> dict[str, Any]:
-    """Return the outcome as JSON; `left` is what is there now."""
+    """Return the record of the deletion. `left` is what still exists, or None before a deletion."""
     return {
         "run": contents.run.name,
         "removed": removed,

@@ -1,4 +1,4 @@
-"""`sunspot demo`: trains here, kills a worker in the middle, and proves that no row was lost."""
+"""`sunspot demo`: trains on this machine, kills a worker, and proves that no row was lost."""
 
 import argparse
 import time
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing to what every verb takes."""
+    """Add no arguments to those that every verb takes."""
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what happens as soon as it is known, and then what the loss has cost."""
+    """Print each event as soon as it is known, and then the cost of the loss."""
     from sunspot.submitter.demonstration import NAME, demonstrate
     from sunspot.submitter.printing import print_json, print_table, print_text
     from sunspot.submitter.proof import conclude
@@ -19,13 +19,13 @@ def run(args: argparse.Namespace) -> None:
     began = time.time()
     events: list[dict[str, Any]] = []
 
-    def tell(moment: float, text: str) -> None:
+    def report(moment: float, text: str) -> None:
         events.append({"after_s": round(moment - began, 1), "text": text})
         if not args.json:
             print_text(f"{moment - began:6.1f} s  {text}", flush=True)
 
     run = named_run(NAME, args.storage)
-    shown = demonstrate(run, tell)
+    shown = demonstrate(run, report)
     costs = {
         "pause_s": round(shown.loss.recovery_s, 1),
         "steps_again": shown.loss.replayed,

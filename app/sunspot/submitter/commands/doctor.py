@@ -1,4 +1,4 @@
-"""`sunspot doctor`: with RUN, why it is as it is; without, whether cluster and bucket, or this machine, are ready."""
+"""`sunspot doctor`: explains the state of a run, or checks whether cluster and storage are ready for one."""
 
 import argparse
 import textwrap
@@ -26,18 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         metavar="RUN",
         nargs="?",
-        help="name of the run; without, cluster and storage are tried, or this machine",
+        help="name of the run to examine; without it, cluster and storage or this machine are checked",
     )
     add_cluster(parser)
-    parser.add_argument("--stacks", action="store_true", help="below, whole stacks and tracebacks")
+    parser.add_argument("--stacks", action="store_true", help="also print complete stacks and tracebacks")
     parser.add_argument(
-        "--profile", metavar="NAME", help="without RUN: what a run in a cluster would be made by; default: kind"
+        "--profile", metavar="NAME", help="without RUN: the profile of a future run in the cluster; default: kind"
     )
-    parser.add_argument("--image", metavar="REF", help="without RUN: the image; default: the profile's")
+    parser.add_argument("--image", metavar="REF", help="without RUN: the image; default: that of the profile")
     parser.add_argument(
         "--from-pods",
         action="store_true",
-        help="without RUN: try storage, GPUs and network in pods like a run's head and two workers; may bring nodes",
+        help="without RUN: test storage, GPUs and network from pods like a run's head and two workers; may add nodes",
     )
 
 
@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> None:
         _check_preconditions(args)
         return
     if args.profile or args.image or args.from_pods:
-        raise SettingsError("--profile, --image, --from-pods: leave out RUN, or these: they are for no run yet")
+        raise SettingsError(
+            "--profile, --image and --from-pods check a cluster before a run; leave them out, or leave out RUN"
+        )
     access = reach_run(run_target(args))
     report = examine(access)
     if args.json:
@@ -54,11 +56,11 @@ def run(args: argparse.Namespace) -> None:
     else:
         _print_report(access.run.name, report, args.stacks)
     if report.cluster_trouble:
-        raise ClusterError(f"{access.run.name} trains in a cluster that was not examined; its first finding says why")
+        raise ClusterError(f"{access.run.name} trains in a cluster that was not examined; the first finding says why")
 
 
-def _print_report(name: str, report: Examination, stacks: bool) -> None:
-    """Print the findings, those that explain most first; with `stacks`, whole stacks and tracebacks below."""
+def _print_report(name: str, report: Report, stacks: bool) -> None:
+    """Print the findings, those that explain most first. With `stacks`, print complete stacks and tracebacks, too."""
     print_text(f"{name}: {report.state}")
     for number, finding in enumerate(report.findings, 1):
         print_text(f"\n{number}. {finding.finding} ({finding.severity})")
@@ -66,14 +68,14 @@ def _print_report(name: str, report: Examination, stacks: bool) -> None:
         for trace in finding.traces if stacks else ():
             print_text(textwrap.indent(trace.rstrip(), "       "))
     if not stacks and any(finding.traces for finding in report.findings):
-        warn("--stacks shows whole stacks and tracebacks")
+        warn("--stacks shows complete stacks and tracebacks")
     for text in report.unseen:
-        if not report.cluster_trouble or report.cluster_trouble not in text:  # the first finding says so
-            warn(f"not looked at: {text}")
+        if not report.cluster_trouble or report.cluster_trouble not in text:  # the first finding reports it
+            warn(f"not examined: {text}")
 
 
 def _check_preconditions(args: argparse.Namespace) -> None:
-    """Check all that a run needs in a cluster, or on this machine if no cluster is meant."""
+    """Check everything that a run needs in a cluster, or on this machine if no cluster is configured or named."""
     of_a_cluster = (args.profile, args.image, args.from_pods, args.context, args.namespace)
     if any(of_a_cluster) or is_configured():
         _report_checks(_checks_in_cluster(args), args.json, "ready for a run")
@@ -84,7 +86,7 @@ def _check_preconditions(args: argparse.Namespace) -> None:
 
 
 def _checks_in_cluster(args: argparse.Namespace) -> list[tuple[type[SunspotError], Iterable[Check]]]:
-    """Return the checks of cluster and storage, with `--from-pods` from pods like a run's own, too."""
+    """Return the checks of cluster and storage. With `--from-pods`, add checks from pods like those of a run."""
     request = JobRequest(args.profile or "kind", with_place({}, None, args.storage), args.image, args.namespace)
     of_pods: Iterable[Check] = ()
     try:
@@ -99,8 +101,9 @@ def _checks_in_cluster(args: argparse.Namespace) -> list[tuple[type[SunspotError
 
 
 def _report_checks(parts: Iterable[tuple[type[SunspotError], Iterable[Check]]], as_json: bool, ready: str) -> None:
-    """Print what was seen, and to do. Raises the error of a part, the cluster's first, if a check has failed."""
-    checks, failed = [], []
+    """Print the result and fix of each check. Raises the error of a failed part, that of the cluster first."""
+    checks: list[Check] = []
+    failed: list[type[SunspotError]] = []
     for kind, part in parts:
         for check in part:
             checks.append(check)

@@ -1,4 +1,4 @@
-"""`sunspot events`: what happened to a run besides training, and each start of its workers."""
+"""`sunspot events`: lists a run's incidents, and each start of its workers."""
 
 import argparse
 import textwrap
@@ -14,11 +14,11 @@ from sunspot.submitter.runs import find_run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_and_cluster(parser)
-    parser.add_argument("--stacks", action="store_true", help="below, where each rank stood that hung")
+    parser.add_argument("--stacks", action="store_true", help="also print the stack of each hung rank")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the events of all attempts by time, including superseded ones; `--json` has every field of each."""
+    """Print the events of all attempts, the oldest first. `--json` includes all fields of each event."""
     found = find_run(args.run, args.storage)
     with progress_note("reading the events"):
         events = read_events(found)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     print_table(["time", "attempt", "step", "event", "detail"], rows)
     hung = [event for event in events if event.get("stacks")]
     if hung and not args.stacks:
-        warn("--stacks shows where the ranks stood that hung")
+        warn("--stacks shows the stacks of the hung ranks")
     for event in hung if args.stacks else ():
         print_text(f"\nattempt {event['attempt']}, step {event['step']}: {event.get('detail')}")
         print_text(textwrap.indent(event["stacks"].rstrip(), "    "))

@@ -1,4 +1,4 @@
-"""`sunspot init`: writes a task to begin with, its settings, and the commands that try, train and show it."""
+"""`sunspot init`: writes a first task and its settings, and prints the commands that check, train and show it."""
 
 import argparse
 import shlex
@@ -13,27 +13,30 @@ from sunspot.settings_file import FILE, as_variables, read_settings_file
 from sunspot.submitter.printing import print_json, print_text
 
 KINDS = {
-    "images": "pictures in classes",
-    "text": "texts in classes",
-    "table": "rows of numbers in classes",
-    "loop": "a training loop of your own",
+    "images": "classify images",
+    "text": "classify texts",
+    "table": "classify table rows",
+    "loop": "your own training loop",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = ", ".join(f"{kind}: {what}" for kind, what in KINDS.items())
     parser.add_argument("kind", metavar="KIND", choices=[*KINDS], help=about)
-    parser.add_argument("folder", metavar="DIR", nargs="?", default=".", help="where to; default: this folder")
+    parser.add_argument(
+        "folder", metavar="DIR", nargs="?", default=".", help="the folder to write to; default: this folder"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the files of a kind; raises `SettingsError` where one of them would be replaced."""
+    """Write the files of a kind of task. Raises `SettingsError` if a file would be replaced."""
     folder = Path(args.folder)
     every = sorted(files("sunspot.templates").iterdir(), key=lambda file: file.name)
     templates = [file for file in every if file.name.startswith(f"my_{args.kind}.")]
     targets = {folder / (FILE if file.name.endswith(".toml") else file.name): file for file in templates}
-    if there := [str(path) for path in targets if path.exists()]:
-        raise SettingsError(f"{', '.join(there)}: there already, and nothing was written; name another folder")
+    existing = [str(path) for path in targets if path.exists()]
+    if existing:
+        raise SettingsError(f"{', '.join(existing)} already exists, and nothing was written; name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, file in targets.items():

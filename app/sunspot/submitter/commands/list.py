@@ -1,10 +1,10 @@
-"""`sunspot list`: every run below a storage path, and where each stands."""
+"""`sunspot list`: lists all runs below a storage path with their states."""
 
 import argparse
 import time
 from typing import Any
 
-from sunspot.formatting import in_words
+from sunspot.formatting import in_words, plural
 from sunspot.run.attempts import step_of
 from sunspot.run.owner import Owner
 from sunspot.storage.base import Storage
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluster | None = None) -> None:
-    """Print the `limit` (None: all) runs modified last, as storage and the cluster know them."""
+    """Print the `limit` most recently modified runs, or all of them if it is None, from storage and the cluster."""
     rows, left_out = describe_runs(storage, limit, cluster)
     now = time.time()
     if as_json:
@@ -35,7 +35,7 @@ def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluste
         columns = ["run", "state", "step", "epoch", "loss", "test loss", "checkpoint", "where", "last change"]
         print_table(columns, [_cells(row, now) for row in rows])
     if left_out:
-        warn(f"left out: {left_out} older; --all lists them")
+        warn(f"left out: {plural(left_out, 'older run')}; --all lists them")
 
 
 def _cells(row: dict[str, Any], now: float) -> list[Any]:

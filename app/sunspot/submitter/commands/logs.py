@@ -1,4 +1,4 @@
-"""`sunspot logs`: what a run's processes printed, from storage: a few seconds behind, with or without a cluster."""
+"""`sunspot logs`: prints the output of a run's processes from storage, a few seconds late, also without a cluster."""
 
 import argparse
 import codecs
@@ -17,29 +17,33 @@ from sunspot.submitter.printing import print_json_line, print_text, warn
 from sunspot.submitter.runs import find_run, find_stream, streams_of
 
 StateReader = Callable[[Run], tuple[RunState, str]]
-"""Tells whether a run has ended: by the cluster if there is one, otherwise by storage."""
+"""Function that returns a run's state and its reason, from the cluster if there is one and else from storage."""
 
 POLL_S = 2.0
-"""Seconds between two reads of a followed stream. Processes ship what they print every 5 s."""
+"""Seconds between two reads of a followed stream. Processes upload their output every 5 s."""
 
 FIRST_OUTPUT_S = 3600
-"""How long a run may take to print anything: more than any profile gives its pods to be ready."""
+"""Seconds within which a run has to print its first output. Every profile gives pods less time to become ready."""
 
 QUIET_READS = 3
-"""Reads without new output after the run has ended: processes ship their last output at their very end."""
+"""Number of reads without new output after the run has ended, because processes upload their last output at exit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_and_cluster(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
-    parser.add_argument("--rank", metavar="N", type=int, help="of this worker, from 0; default: the driver")
-    parser.add_argument("--previous", action="store_true", help="of the start before the newest")
+    parser.add_argument("-f", "--follow", action="store_true", help="continue until the run ends")
+    parser.add_argument(
+        "--rank", metavar="N", type=int, help="print the output of this worker, from 0; default: the driver"
+    )
+    parser.add_argument("--previous", action="store_true", help="print the output of the start before the newest")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the newest output of the driver, or of one rank; with `-f`, go on until the run has ended."""
+    """Print the newest output of the driver or of one rank. With `-f`, continue until the run has ended."""
     if args.follow and args.previous:
-        raise SettingsError("-f and --previous: choose one; what a start before the newest printed is complete")
+        raise SettingsError(
+            "-f and --previous exclude each other: the output of an earlier start is complete; choose one"
+        )
     state: StateReader = read_state
     if args.follow:
         from sunspot.submitter.cluster.api import try_connect
@@ -60,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _find_printed(run: Run, args: argparse.Namespace) -> str:
-    """Find the stream that the arguments ask for. If a run has none at all, the error says what the cluster knows."""
+    """Find the stream that the arguments choose. If the run has no stream, the error adds the cluster's explanation."""
     try:
         return find_stream(run, args.rank, args.previous)
     except NotFoundError as error:
@@ -73,7 +77,7 @@ def _find_printed(run: Run, args: argparse.Namespace) -> str:
 
 
 def _await_output(run: Run, rank: int | None, state: StateReader) -> None:
-    """Wait until there is a stream, or the run has ended; raises `GaveUpError` after FIRST_OUTPUT_S."""
+    """Wait until there is a stream or the run has ended. Raises `GaveUpError` after FIRST_OUTPUT_S."""
     if list_streams(run) or state(run)[0].terminal:
         return
     warn(f"waiting for the first output of {run.name}")
@@ -85,7 +89,7 @@ def _await_output(run: Run, rank: int | None, state: StateReader) -> None:
 
 
 def follow(run: Run, rank: int | None = None, as_json: bool = False, state: StateReader = read_state) -> None:
-    """Print a stream of the run, and those of later starts, until `state` says that the run has ended."""
+    """Print the newest stream of the run and those of later starts, until `state` returns a state that is final."""
     _await_output(run, rank, state)
     printer = _Printer(run, find_stream(run, rank, previous=False), as_json)
     printer.print_new()
@@ -106,16 +110,19 @@ def follow(run: Run, rank: int | None = None, as_json: bool = False, state: Stat
 
 
 class _Printer:
-    """Prints a stream, each time from where it stopped."""
+    """Prints a stream, each time from the end of the last output."""
 
     def __init__(self, run: Run, stream: str, as_json: bool) -> None:
-        self._run, self.stream, self._as_json = run, stream, as_json
-        self._read, self._unfinished = 0, ""
+        self.stream = stream
+        self._run = run
+        self._as_json = as_json
+        self._read = 0
+        self._unfinished = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         warn(f"{stream}, in {run.storage.locate(run.key('logs', stream))}")
 
     def print_new(self) -> bool:
-        """Print what is new; returns whether there was anything."""
+        """Print the new output, and return True if there was any."""
         before = self._read
         for piece in read_parts(self._run, self.stream, self._read):
             self._read = piece.end

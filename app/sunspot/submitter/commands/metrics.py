@@ -1,4 +1,4 @@
-"""`sunspot metrics`: a run's metric history, along the steps that made its model."""
+"""`sunspot metrics`: prints a run's metric history, along the steps that led to its model."""
 
 import argparse
 import csv
@@ -25,20 +25,20 @@ from sunspot.submitter.printing import (
 from sunspot.submitter.runs import find_run
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
-"""What a terminal has no room for; CSV, JSON and Parquet include it."""
+"""Columns that the table leaves out for lack of room. CSV, JSON and Parquet include them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="comma-separated values on stdout")
-    form.add_argument("--parquet", metavar="FILE", help="write a Parquet file, with the numbers of each rank")
+    form.add_argument("--csv", action="store_true", help="print comma-separated values")
+    form.add_argument("--parquet", metavar="FILE", help="write a Parquet file with the metrics of each rank")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the records, oldest first, or write them into a Parquet file."""
+    """Print the records, the oldest first, or write them to a Parquet file."""
     if args.json and args.csv:
-        raise SettingsError("--json and --csv: choose one")
+        raise SettingsError("--json and --csv exclude each other; choose one")
     with progress_note("reading the metric history"):
         run = find_run(args.run, args.storage)
         if args.json or args.parquet:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json: bool) -> None:
-    """Write `to_table` of the records. Raises like `write_file`."""
+    """Write the records to a Parquet file. Raises the same errors as `write_file`."""
     import pyarrow.parquet
 
     table = to_table(records)
@@ -75,7 +75,7 @@ def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json:
 
 
 def _columns(records: list[dict[str, Any]]) -> list[str]:
-    """List the names of all plain values in order of appearance; nested values do not fit into a row."""
+    """Return the names of all values that fit into a cell, in order of appearance. Nested values do not fit."""
     columns: dict[str, bool] = {}
     for record in records:
         for name, value in record.items():

@@ -1,4 +1,4 @@
-"""`sunspot render`: the manifest that `submit` would apply; needs no cluster."""
+"""`sunspot render`: prints the manifest that `submit` would apply, without a cluster."""
 
 import argparse
 from dataclasses import asdict
@@ -10,22 +10,23 @@ from sunspot.submitter.printing import print_document, print_json, print_table, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_render_options(parser)
-    parser.add_argument("--output", metavar="DIR", help="write it there with a kustomization.yaml, for GitOps")
-    parser.add_argument("--explain", action="store_true", help="print every chosen value and where it came from")
+    parser.add_argument(
+        "--output", metavar="DIR", help="write the manifest to this directory with a kustomization.yaml, for GitOps"
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="print every chosen value and its origin instead of the manifest"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the manifest, or with `--explain` where its values come from; with `--output`, write it."""
+    """Print the manifest, write it with `--output`, or print the origin of its values with `--explain`."""
     from sunspot.submitter.manifest.absent_code import find_absent
     from sunspot.submitter.manifest.foreign_storage import find_foreign_storage
-    from sunspot.submitter.manifest.gpu_nodes import find_split_nodes
     from sunspot.submitter.manifest.render import render, write_directory
 
     if args.output == "":
         raise SettingsError("--output may not be empty; name a directory")
     rendered = render(job_request(args))
-    for split in find_split_nodes(rendered.manifest):
-        warn("; ".join(split))
     for text in find_absent(rendered):
         warn(f"warning: {text}")
     for problem in find_foreign_storage(rendered.manifest):

@@ -1,4 +1,4 @@
-"""`sunspot report`: all that storage has to say of a run, in one HTML file."""
+"""`sunspot report`: writes everything that storage knows about a run into one HTML file."""
 
 import argparse
 
@@ -13,11 +13,11 @@ from sunspot.submitter.runs import find_run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--output", metavar="FILE", help="default: RUN-report.html")
+    parser.add_argument("--output", metavar="FILE", help="the file to write; default: RUN-report.html")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the report to `--output`, or RUN-report.html."""
+    """Write the report to `--output`, by default to RUN-report.html."""
     run = find_run(args.run, args.storage)
     with progress_note("reading the run"):
         page = render_stored(run)
@@ -25,6 +25,6 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print_json({"run": run.name, "path": str(path), "bytes": len(page)})
     else:
-        print_text(f"{path}: {as_bytes(len(page))}; a browser shows it")
+        print_text(f"{path}: {as_bytes(len(page))}; open it in a browser")
         if run.storage.exists(run.key(FILE)):
-            print_text(f"{run.storage.locate(run.key(FILE))}: what the run itself wrote when it ended")
+            print_text(f"{run.storage.locate(run.key(FILE))}: the report that the run itself wrote when it ended")

@@ -1,4 +1,4 @@
-"""`sunspot resume`: lets a stopped run go on, and starts the RayJob that is still in the cluster."""
+"""`sunspot resume`: clears a run's stop marker, and starts the RayJob that is still in the cluster."""
 
 import argparse
 
@@ -13,9 +13,10 @@ add_arguments = add_run_and_cluster
 def run(args: argparse.Namespace) -> None:
     access = reach_run(run_target(args), changed_by="resume")
     snapshot = access.observe_existing()
-    if submission := resume_run(access, snapshot):
+    submission = resume_run(access, snapshot)
+    if submission:
         print_submission(submission, args.json)
         return
     how = "`sunspot train` or `make train`; for GitOps, a commit that raises GENERATION"
-    reason = f"it may train again; give the same command as before ({how})"
+    reason = f"the run may train again; repeat the command that started it ({how})"
     print_state(access.run, snapshot.state()[0], reason, args.json)

@@ -1,4 +1,4 @@
-"""`sunspot status`: where one run stands, from cluster and storage together."""
+"""`sunspot status`: shows the state of a run, from cluster and storage together."""
 
 import argparse
 import time
@@ -15,16 +15,16 @@ from sunspot.submitter.commands.arguments import add_run_and_cluster, run_target
 from sunspot.submitter.printing import clear_screen, print_json, print_json_line, print_text, warn
 
 WATCH_EVERY_S = 5.0
-"""Seconds between two looks."""
+"""Seconds between two outputs of `--watch`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_and_cluster(parser)
-    parser.add_argument("--watch", action="store_true", help="look again every 5 s, until the run has ended")
+    parser.add_argument("--watch", action="store_true", help="repeat every 5 s until the run has ended")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print where the run stands, by cluster and storage or the one that answers; with `--watch`, until it ends."""
+    """Print the state of the run, from cluster and storage or from the one that answers. Repeat with `--watch`."""
     access = reach_run(run_target(args))
     while True:
         record, view = _look(access)
@@ -40,16 +40,17 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _look(access: RunAccess) -> tuple[dict[str, Any], RunView | None]:
-    """Read where the run stands, and warn of what is not known."""
+    """Read the state of the run, and warn of any source that does not answer."""
     snapshot, view = gather(access)
     if snapshot.cluster.trouble:
-        warn(f"from storage alone, without the cluster: {snapshot.cluster.trouble}")
+        warn(f"shown from storage alone, without the cluster: {snapshot.cluster.trouble}")
     if snapshot.storage.trouble:
-        seen = "of storage, its status alone" if snapshot.storage.status else "from the cluster alone, without storage"
-        warn(f"{seen}: {snapshot.storage.trouble}")
+        known = "the status in storage" if snapshot.storage.status else "the cluster"
+        warn(f"shown from {known} alone: {snapshot.storage.trouble}")
     warn_of_hidden(snapshot)
-    if others := [job.name for job in snapshot.cluster.jobs[1:] if job.live]:
-        warn(f"also live, and superseded by {snapshot.cluster.jobs[0].name} once that trains: {', '.join(others)}")
+    older = [job.name for job in snapshot.cluster.jobs[1:] if job.live]
+    if older:
+        warn(f"also live, but superseded once {snapshot.cluster.jobs[0].name} trains: {', '.join(older)}")
     return summarize(access, snapshot, view), view
 
 
@@ -64,13 +65,13 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
     if record["job"]:
         line("job", f"{record['job']} in {record['namespace']}, try {record['try']} of {record['tries']}")
     if record["pods_running"] is not None:
-        line("pods", f"{record['pods_running']} of {record['pods_wanted']} workers' pods run")
+        line("pods", f"{record['pods_running']} of {record['pods_wanted']} worker pods running")
     if record["attempt"]:
         workers = record["workers_running"]
-        asked = parse_workers(record["workers_wanted"] or "")
-        train = f", {plural(workers, 'worker')} train{'s' * (workers == 1)}" if workers else ""
+        asked = asked_workers(record["workers_wanted"] or "")
+        train = f", {plural(workers, 'worker')} training" if workers else ""
         if workers and asked and workers < asked.most:
-            train = f", {workers} of {asked} workers train"
+            train = f", {workers} of {asked} workers training"
         line("attempt", f"{record['attempt']}{train}")
     if record["total_steps"]:
         line("step", f"{record['step']} of {record['total_steps']}, epoch {record['epoch']}")
@@ -101,18 +102,18 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
 
 
 def _describe_saves(record: dict[str, Any]) -> str:
-    """Say what an incident can cost: `4.1 s to commit, of a notice of 30 s; copied in memory every 41 steps`."""
+    """Describe how much an incident can cost: `4.1 s to commit, of 30 s of notice; copied to memory every 41 steps`."""
     parts = []
     if record["save_s"]:
-        notice = f", of a notice of {record['notice_s']:.0f} s" if record["notice_s"] else ""
+        notice = f", of {record['notice_s']:.0f} s of notice" if record["notice_s"] else ""
         parts.append(f"{record['save_s']:.1f} s to commit{notice}")
     if record["memory_every"]:
-        parts.append(f"copied in memory every {plural(record['memory_every'], 'step')}")
+        parts.append(f"copied to memory every {plural(record['memory_every'], 'step')}")
     return "; ".join(parts)
 
 
 def _describe_incidents(record: dict[str, Any]) -> str:
-    """Sum up the incidents: `3 (2 preempted, 1 node lost), 14 steps replayed`."""
+    """Summarize the incidents: `3 (2 preempted, 1 node lost), 14 steps replayed`."""
     if not record["incidents"]:
         return "0"
     causes = ", ".join(f"{times} {cause}" for cause, times in record["incidents_by_cause"].most_common())

@@ -1,4 +1,4 @@
-"""`sunspot submit`: starts a run's RayJob, or says why it need not or must not start."""
+"""`sunspot submit`: starts a run's RayJob, or explains why it is not started."""
 
 import argparse
 
@@ -12,15 +12,19 @@ from sunspot.submitter.commands.arguments import add_context, add_render_options
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_render_options(parser)
     add_context(parser)
-    parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing, say what would be")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything and show what would be done, without a change"
+    )
     parser.add_argument("--take-over", action="store_true", help="take the run over if it is alive elsewhere")
-    parser.add_argument("--wait", action="store_true", help="then wait until the run ends; the exit code says how")
-    parser.add_argument("--timeout", metavar="S", type=seconds, help="with --wait: give up after so long (exit code 5)")
+    parser.add_argument("--wait", action="store_true", help="wait until the run ends; the exit code is its outcome")
+    parser.add_argument(
+        "--timeout", metavar="S", type=seconds, help="with --wait: give up after S seconds (exit code 5)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     if args.timeout is not None and not args.wait:
-        raise SettingsError("--timeout: give --wait too")
+        raise SettingsError("--timeout needs --wait; add it")
     rendered, cluster = render_for_cluster(job_request(args), args.context)
     if not args.json:
         print_pods(rendered.pods)

@@ -1,6 +1,6 @@
-"""`sunspot train`: trains here, with the settings of sunspot.toml, the environment and the command line.
+"""`sunspot train`: trains on this machine, with settings from sunspot.toml, the environment and the command line.
 
-`sunspot tune` begins a search in the same way.
+`sunspot tune` starts a search in the same way.
 """
 
 import argparse
@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Become `python -m sunspot.train`."""
+    """Replace this process by `python -m sunspot.train`."""
     become("sunspot.train", args)
 
 
 def become(module: str, args: argparse.Namespace) -> None:
-    """Become `python -m MODULE`, whose exit code is the answer; with `--json`, print how it ended after it."""
+    """Replace this process by `python -m MODULE`, or with `--json` run the module and print the outcome afterwards."""
     from sunspot.settings import with_place
     from sunspot.submitter.local_training import refuse_without_training, training_environment
 
@@ -36,7 +36,7 @@ def become(module: str, args: argparse.Namespace) -> None:
 
 
 def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> int:
-    """Train with stdout on stderr, and print where the run stands then; returns the exit code of the training."""
+    """Train with stdout redirected to stderr, print the outcome, and return the exit code of the training."""
     from sunspot.run import open_run
     from sunspot.run.overview import read_state, run_exists
     from sunspot.run.status import read_status
@@ -46,7 +46,7 @@ def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> in
 
     settings, _, _ = load_common(environment)
     training = subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, **environment})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to both, and the training saves
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the training saves
     for number in end_signals():
         signal.signal(number, lambda number, _: training.send_signal(number))
     code = training.wait()

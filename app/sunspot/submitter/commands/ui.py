@@ -1,4 +1,4 @@
-"""`sunspot ui`: a live page over all runs of a storage, from storage alone."""
+"""`sunspot ui`: serves a live page of all runs, from storage alone."""
 
 import argparse
 import contextlib
@@ -15,7 +15,10 @@ PORT = 8321
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--address", metavar="HOST", default="127.0.0.1", help="where to listen; default: 127.0.0.1, this machine alone"
+        "--address",
+        metavar="HOST",
+        default="127.0.0.1",
+        help="address to listen on; default: 127.0.0.1, for this machine alone",
     )
     parser.add_argument(
         "--host",
@@ -23,9 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_host,
         action="append",
         default=[],
-        help="a name by which browsers reach it, such as an ingress's, besides localhost and its address; repeatable",
+        help="another host name by which browsers reach the page, such as that of an ingress; repeatable",
     )
-    parser.add_argument("--port", metavar="N", type=_port, default=PORT, help=f"default: {PORT}; 0: any that is free")
+    parser.add_argument(
+        "--port",
+        metavar="N",
+        type=_port,
+        default=PORT,
+        help=f"port to listen on, or 0 for any free port; default: {PORT}",
+    )
 
 
 def _port(text: str) -> int:
@@ -41,7 +50,7 @@ def _host(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serve the pages until Ctrl-C, and print where they are. Raises `SettingsError` when the port is taken."""
+    """Serve the pages until Ctrl-C, and print their URL. Raises `SettingsError` if the port is taken."""
     storage = find_storage(args.storage)
     pages = PageProcess(storage.locate("").rstrip("/") or "/")
     with contextlib.closing(pages), Server(args.address, args.port, Site(storage, pages.read), args.host) as server:
@@ -50,6 +59,6 @@ def run(args: argparse.Namespace) -> None:
         else:
             print_text(f"{server.url} shows the runs in {storage.locate('')}; Ctrl-C ends it", flush=True)
         if not server.loopback:
-            warn(f"whoever reaches {server.url} sees all runs, their settings and logs: put a login in front of it")
+            warn(f"everyone who can reach {server.url} sees all runs, settings and logs; put a login in front of it")
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -1,4 +1,4 @@
-"""`sunspot wait`: progress until the run ends; the exit code says how it ended. With `--all`, of all runs, for good."""
+"""`sunspot wait`: shows progress until the run ends, and exits with its outcome. `--all` watches all runs forever."""
 
 import argparse
 import time
@@ -19,21 +19,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="instead of RUN: look after all runs of the namespace, for good (k8s/gitops/wait)",
+        help="instead of RUN: watch all runs of the namespace forever (k8s/gitops/wait)",
     )
-    parser.add_argument("--timeout", metavar="S", type=seconds, help="give up after so many seconds (exit code 5)")
+    parser.add_argument("--timeout", metavar="S", type=seconds, help="give up after S seconds (exit code 5)")
 
 
 def run(args: argparse.Namespace) -> None:
     if args.all == (args.run is not None) or (args.all and args.timeout is not None):
-        raise SettingsError("give the name of a run, or --all, which never ends and takes no --timeout")
+        raise SettingsError("give the name of a run, or --all, which never ends and so takes no --timeout")
     if args.all:
-        _look_after_all(args)
+        _watch_all(args)
     access = reach_run(run_target(args))
     wait_for_end(access, args.timeout, ProgressLines(access.run, args.json))
 
 
-def _look_after_all(args: argparse.Namespace) -> None:
+def _watch_all(args: argparse.Namespace) -> None:
     """Print each change of state until Ctrl-C."""
 
     def show(run: str, state: RunState, reason: str) -> None:

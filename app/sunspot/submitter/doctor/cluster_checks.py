@@ -23,7 +23,7 @@ from sunspot.submitter.cluster.preflight import (
 )
 from sunspot.submitter.cluster.views import pod_view
 from sunspot.submitter.doctor.schedulable_nodes import find_room
-from sunspot.submitter.manifest.gpu_nodes import WHOLE, find_split_nodes
+from sunspot.submitter.manifest.gpu_nodes import WHOLE_GPUS, find_split_nodes
 from sunspot.submitter.manifest.pods import pod_groups
 from sunspot.submitter.manifest.profile import QUEUE, manifests
 from sunspot.submitter.manifest.quotas import check_quotas
@@ -214,7 +214,7 @@ def _check_nodes(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
 
     def count(pod: Mapping[str, Any]) -> int:
         taking = [node for node in nodes if find_room(pod, node)[0]]
-        amounts = [node["status"]["allocatable"].get(name, 0) for node in taking for name in WHOLE]
+        amounts = [node["status"]["allocatable"].get(name, 0) for node in taking for name in WHOLE_GPUS]
         return max(map(int, amounts), default=0)
 
     for what, fix in find_split_nodes(manifest, count):

@@ -1,4 +1,4 @@
-"""Finds what a job needs of the user's own, and pods may not have: the task's module, and files in its arguments."""
+"""Finds the user's code and files that a job needs and its pods may lack: the task's module, and files in TASK_ARGS."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from sunspot.submitter.manifest.render import Rendered, settings_of
 
 
 def find_absent(rendered: Rendered) -> Iterator[str]:
-    """Yield a warning for each task without code, or whose code lacks it, and for each file on this machine."""
+    """Yield a warning for each task that the code lacks, and for each task argument that names a local file."""
     archive, settings = rendered.archive, rendered.settings
     variables = settings_of(rendered.manifest)
     varied = [dimension.arguments for dimension in find_dimensions(variables) if dimension.name == "TASK"]
@@ -19,14 +19,15 @@ def find_absent(rendered: Rendered) -> Iterator[str]:
         if top == "sunspot":
             continue
         if archive and not (archive.holds(top) or archive.holds(f"{top}.py")):
-            yield f"{PREFIX}TASK={task}: the code has no {top}.py; pods do not have it, unless the image does"
+            yield f"{PREFIX}TASK={task}: the code has no {top}.py, so pods have it only if the image does"
         elif CODE not in variables:
             yield (
-                f"{PREFIX}TASK={task}: the job brings no code, so pods have {top}.py only if the image does; "
-                "`sunspot submit --code FOLDER` brings it, or `make submit CODE=FOLDER`"
+                f"{PREFIX}TASK={task}: the job has no code of its own, so pods have {top}.py only if the image does; "
+                "add the code with `sunspot submit --code FOLDER` or `make submit CODE=FOLDER`"
             )
     for name, value in settings.task_args.items():
-        here = isinstance(value, str) and value and not value.startswith("/") and os.path.exists(value)
-        if here and not (archive and archive.holds(value)):
-            given = f"{PREFIX}TASK_ARGS: {name}={value!r}"
-            yield f"{given} is here on this machine; pods do not have it, unless the image does"
+        is_local_file = isinstance(value, str) and value and not value.startswith("/") and os.path.exists(value)
+        if is_local_file and not (archive and archive.holds(value)):
+            yield (
+                f"{PREFIX}TASK_ARGS: {name}={value!r} is a file on this machine; pods have it only if the image does"
+            )

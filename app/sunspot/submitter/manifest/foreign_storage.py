@@ -1,4 +1,4 @@
-"""Storage of a cloud other than the nodes', for which the pods get no keys. Pure."""
+"""Finds storage in another cloud than the nodes, for which the pods get no credentials. All functions are pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,17 +12,17 @@ CLOUDS = {
     "karpenter.k8s.aws/": ("s3", "AWS's"),
     "kubernetes.azure.com/": ("az", "Azure's"),
 }
-"""Scheme of a cloud's own storage, and whose nodes they are, by the prefix of labels that only these nodes have."""
+"""Scheme of a cloud's own storage and the cloud's name, by the prefix of labels that only its nodes have."""
 
 SCHEMES = {"gs": "Google's storage", "s3": "S3", "az": "Azure's storage", "abfs": "Azure's storage"}
-"""Storage that needs credentials, by its scheme."""
+"""Names of the storages that need credentials, by scheme."""
 
 
 def find_foreign_storage(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Find storage that the pods' identity does not open, with two ways to mend that.
+    """Yield a warning, with its fix, if the pods' identity cannot open the run's storage.
 
-    Pods without a Secret have only the identity that the cloud of their nodes gives them, and that opens only the
-    storage of this cloud.
+    Pods without a Secret have only the identity that their nodes' cloud gives them, which opens only the storage of
+    that cloud.
     """
     path = settings_of(manifest).get(STORAGE_PATH, "")
     scheme, separator, place = path.partition("://")
@@ -34,8 +34,8 @@ def find_foreign_storage(manifest: Mapping[str, Any]) -> Iterator[str]:
     for own, whose in {cloud for prefix, cloud in CLOUDS.items() for label in labels if label.startswith(prefix)}:
         if SCHEMES[scheme] != SCHEMES[own]:
             yield (
-                f"{path} is {SCHEMES[scheme]}, which the identity of pods on {whose} nodes does not open; set "
-                f"SUNSPOT_STORAGE_PATH to {own}://{place}, or name the Secret with keys: `env_from_secrets: [NAME]`"
+                f"{path} is {SCHEMES[scheme]}, which the identity of pods on {whose} nodes cannot open; set "
+                f"SUNSPOT_STORAGE_PATH to {own}://{place}, or name a Secret with keys: `env_from_secrets: [NAME]`"
             )
 
 

@@ -1,48 +1,30 @@
-"""Pods that would share a node with several GPUs, each with a part of them. Pure.
+"""Finds pods that would share a node with several GPUs, each with only a part of them. All functions are pure.
 
-NCCL takes every pod for a host of its own, so between two pods of a node gradients cross the network and not NVLink.
+NCCL treats every pod as a separate host, so gradients between two pods of a node cross the network and not NVLink.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-WHOLE = ("nvidia.com/gpu", "amd.com/gpu")
-"""Resources that are whole GPUs; parts of one have no NVLink."""
-
-COUNTS = ("nvidia.com/gpu.count", "karpenter.k8s.aws/instance-gpu-count", "cloud.google.com/gke-accelerator-count")
-"""Labels whose value is a node's number of GPUs."""
-
-TYPES = {
-    r"a[23]-(high|mega|ultra)gpu-8g|a4-highgpu-8g": 8,
-    r"p[456]\w*\.(24|48)xlarge|g\w+\.48xlarge": 8,
-    r"Standard_ND96\w*": 8,
-}
-"""Types of nodes with several GPUs, each with their number."""
-
-
-def count_by_labels(pod: Mapping[str, Any]) -> int:
-    """Count the GPUs of a node, by the labels that a pod selects it by; 0 if they do not tell."""
-    labels = pod.get("nodeSelector", {})
-    counts = [int(labels[label]) for label in COUNTS if labels.get(label, "").isdigit()]
-    instance = labels.get("node.kubernetes.io/instance-type", "")
-    return max(counts + [number for pattern, number in TYPES.items() if re.fullmatch(pattern, instance)], default=0)
+WHOLE_GPUS = ("nvidia.com/gpu", "amd.com/gpu")
+"""Resources that are whole GPUs. Parts of a GPU have no NVLink."""
 
 
 def find_split_nodes(
-    manifest: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int] = count_by_labels
+    manifest: Mapping[str, Any], count_gpus: Callable[[Mapping[str, Any]], int]
 ) -> Iterator[tuple[str, str]]:
-    """Find groups of training pods of which several would share a node, and what to set instead.
+    """Yield a problem and its fix for each group of training pods of which several would share a node.
 
-    `count` counts the GPUs of the node of a pod.
+    `count_gpus` returns the number of GPUs of the node on which a pod would run.
     """
     for group in manifest["spec"].get("rayClusterSpec", {}).get("workerGroupSpecs", ()):
         pod = group["template"]["spec"]
         limits = pod["containers"][0]["resources"].get("limits", {})
-        taken = sum(int(limits.get(name, 0)) for name in WHOLE)
-        if taken and group["maxReplicas"] > 1 and (there := count(pod)) >= 2 * taken:
+        gpus_of_pod = sum(int(limits.get(name, 0)) for name in WHOLE_GPUS)
+        gpus_of_node = count_gpus(pod)
+        if gpus_of_pod and group["maxReplicas"] > 1 and gpus_of_node >= 2 * gpus_of_pod:
             yield (
-                f"{group['groupName']}: a pod takes {taken} of a node's {there} GPUs, and pods of one node talk "
-                "through the network, not NVLink",
-                f"set worker.gpus to {there}, for one pod with {there} workers",
+                f"{group['groupName']}: a pod takes {gpus_of_pod} of a node's {gpus_of_node} GPUs, and pods on the "
+                "same node communicate through the network, not NVLink",
+                f"set worker.gpus to {gpus_of_node}, for one pod with {gpus_of_node} workers",
             )

@@ -1,22 +1,18 @@
-"""What a profile adds itself: `pod` to a pod template, and `rayjob` to the RayJob, merged into them last.
+"""Merges a profile's own Kubernetes fields into the manifest: `pod` into a pod template, `rayjob` into the RayJob.
 
-The merge is kubectl's: mappings by key, and lists of named things (containers, variables, volumes) by the name of each.
-It only adds. What is there already is either derived from a key of the profile, which is the one to set, or something
-that a run relies on; both are refused. Fields that no RayJob has are the API server's to refuse, as `submit` and
-`doctor` ask it before anything is sent.
+The merge comes last, and works as in kubectl: mappings are merged by key, and lists of named items such as containers,
+variables and volumes by the name of each item. A merge only adds fields. It is refused if the manifest already has a
+field with another value: then either another key of the profile sets this field, or a run relies on its value. The API
+server checks all other fields, because `submit` and `doctor` first send it the RayJob as a dry run.
 """
 
-import functools
-import importlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sunspot.credentials import is_credential
-from sunspot.formatting import some_of
 from sunspot.settings import cut
-from sunspot.spelling import find_meant
 from sunspot.submitter.manifest.profile import RESERVED
 
 MERGE_KEYS = {
@@ -34,31 +30,42 @@ MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
     "workerGroupSpecs": "groupName",
 }
-"""Lists whose items are merged by a key; all others count as one value (`patchMergeKey` in Kubernetes' core/v1)."""
+"""Key by which the items of a list are merged; any other list is one value (`patchMergeKey` in Kubernetes' core/v1)."""
 
-SHOWN = "a credential here would be in the manifest, in Git and in storage, for all to read"
+CREDENTIAL_SHOWN = "a credential here could be read by anyone who sees the manifest, Git or the storage"
+
+TYPES: Mapping[str, type] = {
+    **dict.fromkeys(("name", "value", "secretName", "claimName", "serviceAccountName", "priorityClassName"), str),
+    **dict.fromkeys((*MERGE_KEYS, "envFrom"), list),
+    **dict.fromkeys(("nodeSelector", "resources", "requests", "limits", "valueFrom"), dict),
+    **dict.fromkeys(("secretKeyRef", "secretRef", "secret", "configMapKeyRef", "configMapRef", "configMap"), dict),
+    **dict.fromkeys(("persistentVolumeClaim", "authOptions", "gcsFaultToleranceOptions", "redisPassword"), dict),
+}
+"""Types of the fields that Sunspot reads before the API server has seen them."""
+
+TYPE_NAMES = {str: "text, in quotes", list: "a list of mappings", dict: "a mapping"}
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a merge may not change, by paths in which `*` stands for the rest of one, or for what is in brackets."""
+    """Paths that a merge may or may not change. In a path, `*` matches any text, and `[*]` any item of a list."""
 
     never: Mapping[str, str]
-    "What a run relies on that nobody else sets, with the reason."
+    "Reason why a merge may never set a field, by path."
     instead: Mapping[str, str]
-    "What to set instead, of what the manifest has already."
+    "Advice for a field that the manifest already has, by path."
     free: Collection[str]
-    "What the manifest has already, and a merge may change."
+    "Paths of fields that the manifest already has and a merge may still change."
 
 
 POD_RULES = Rules(
     never={
         "spec.restartPolicy": "KubeRay decides on restarts",
-        "spec.activeDeadlineSeconds": "it would end pods of a healthy run; set active_deadline_s in the profile",
+        "spec.activeDeadlineSeconds": "it would end the pods of a healthy run; set active_deadline_s in the profile",
         "spec.containers[ray].command": "KubeRay starts Ray in this container",
         "spec.containers[ray].args": "KubeRay starts Ray in this container",
-        "spec.containers[ray].lifecycle": "a preStop hook delays the SIGTERM on which Ray drains",
-        "spec.containers[ray].env[SUNSPOT_*]": "set it below settings",
+        "spec.containers[ray].lifecycle": "a preStop hook delays the SIGTERM that makes Ray drain",
+        "spec.containers[ray].env[SUNSPOT_*]": "set it under settings",
         "metadata.name": "KubeRay names the pods",
         "metadata.namespace": "set namespace in the profile",
         "metadata.labels.ray.io/*": "KubeRay sets it",
@@ -70,16 +77,16 @@ POD_RULES = Rules(
         "spec.automountServiceAccountToken": "only the container of Ray's autoscaler gets a token",
         "spec.terminationGracePeriodSeconds": "it follows from the notice; set notice_s in the profile",
         "spec.imagePullSecrets": "set image_pull_secrets in the profile",
-        "spec.tolerations": "a merge would replace the list; set tolerations beside pod",
+        "spec.tolerations": "a merge would replace the list; set tolerations next to pod",
         "spec.nodeSelector.*": "set node_selector, gpu_selector or spot in the profile",
         "spec.affinity.*": "a merge would replace a rule of the profile; see spot and placement",
         "spec.containers[ray].image": "set image in the profile",
         "spec.containers[ray].imagePullPolicy": "set image_pull_policy in the profile",
         "spec.containers[ray].env[*].*": "set env in the profile",
         "spec.containers[ray].envFrom": "set env_from_secrets in the profile",
-        "spec.containers[ray].resources.*": "set cpu, memory, ephemeral_storage or gpus beside pod",
-        "spec.volumes[tmp].*": "set ephemeral_storage beside pod",
-        "spec.volumes[shared-mem].*": "set memory beside pod",
+        "spec.containers[ray].resources.*": "set cpu, memory, ephemeral_storage or gpus next to pod",
+        "spec.volumes[tmp].*": "set ephemeral_storage next to pod",
+        "spec.volumes[shared-mem].*": "set memory next to pod",
     },
     free=(
         "metadata.annotations.*",
@@ -93,35 +100,35 @@ POD_RULES = Rules(
 
 JOB_RULES = Rules(
     never={
-        "metadata.name": "it is the run's, and a hash of the specification",
-        "metadata.generateName": "each apply would be another run",
+        "metadata.name": "it consists of the run's name and a hash of the specification",
+        "metadata.generateName": "each apply would create another run",
         "metadata.namespace": "set namespace in the profile",
-        **{f"metadata.labels.{prefix}*": "Sunspot sets it, or has a key for it" for prefix in RESERVED},
+        **{f"metadata.labels.{prefix}*": "Sunspot sets it, or the profile has a key for it" for prefix in RESERVED},
         **{f"metadata.annotations.{prefix}*": "Sunspot sets it" for prefix in RESERVED},
-        "spec.entrypoint": "it is what trains; set SUNSPOT_TASK, or other settings",
-        "spec.entrypointNum*": "the driver belongs on the head, which offers none",
-        "spec.entrypointResources": "the driver belongs on the head, which offers none",
-        "spec.jobId": "each attempt has an ID of its own",
-        "spec.submissionMode": "the others bring a pod that a restricted namespace refuses",
-        "spec.submitter*": "no pod submits the job",
+        "spec.entrypoint": "it starts the training program; set SUNSPOT_TASK or other settings instead",
+        "spec.entrypointNum*": "the driver belongs on the head, which offers no resources",
+        "spec.entrypointResources": "the driver belongs on the head, which offers no resources",
+        "spec.jobId": "each attempt has its own ID",
+        "spec.submissionMode": "the other modes need a pod that a restricted namespace refuses",
+        "spec.submitter*": "the job is submitted without a pod",
         "spec.runtimeEnvYAML": "only the driver would see it; set env or settings in the profile",
-        "spec.clusterSelector": "give --cluster",
+        "spec.clusterSelector": "use --cluster",
         "spec.suspend": "a queue sets it, and `sunspot stop` stops a run",
-        "spec.shutdownAfterJobFinishes": "the nodes of a run that has ended would be paid for",
-        "spec.deletionStrategy": "the operator takes none beside shutdownAfterJobFinishes",
-        "spec.rayClusterSpec.rayVersion": "it is the image's",
+        "spec.shutdownAfterJobFinishes": "you would pay for the nodes of a run that has ended",
+        "spec.deletionStrategy": "the operator refuses it together with shutdownAfterJobFinishes",
+        "spec.rayClusterSpec.rayVersion": "it is the version of Ray in the image",
         "spec.rayClusterSpec.suspend": "a queue suspends the RayJob",
-        "spec.rayClusterSpec.upgradeStrategy": "the operator takes none in a RayJob",
+        "spec.rayClusterSpec.upgradeStrategy": "the operator refuses it in a RayJob",
         "spec.rayClusterSpec.enableInTreeAutoscaling": "it follows from SUNSPOT_NUM_WORKERS",
-        "spec.rayClusterSpec.autoscalerOptions.version": "what is rendered is for v2",
-        "spec.rayClusterSpec.autoscalerOptions.securityContext": "a restricted namespace wants it as it is",
-        "spec.rayClusterSpec.authOptions.mode": "without a token, whoever reaches the head runs what he likes",
-        "spec.rayClusterSpec.authOptions.enableK8sTokenAuth": "the operator takes it in no RayJob",
-        "spec.rayClusterSpec.gcsFaultToleranceOptions.redisPassword.value": f"{SHOWN}; give it a valueFrom",
-        "spec.rayClusterSpec.headGroupSpec.template*": "set head in the profile, or pod below it",
-        "spec.rayClusterSpec.workerGroupSpecs[*].template*": "set worker in the profile, or pod below it",
-        "spec.rayClusterSpec.workerGroupSpecs[*].numOfHosts": "a pod is one place for workers",
-        "spec.rayClusterSpec.workerGroupSpecs[*].suspend": "the driver says how many pods a group has",
+        "spec.rayClusterSpec.autoscalerOptions.version": "the manifest is written for version v2",
+        "spec.rayClusterSpec.autoscalerOptions.securityContext": "a restricted namespace requires its present value",
+        "spec.rayClusterSpec.authOptions.mode": "without a token, anyone who reaches the head could run any code",
+        "spec.rayClusterSpec.authOptions.enableK8sTokenAuth": "the operator refuses it in a RayJob",
+        "spec.rayClusterSpec.gcsFaultToleranceOptions.redisPassword.value": f"{CREDENTIAL_SHOWN}; give it a valueFrom",
+        "spec.rayClusterSpec.headGroupSpec.template*": "set head in the profile, or pod under it",
+        "spec.rayClusterSpec.workerGroupSpecs[*].template*": "set worker in the profile, or pod under it",
+        "spec.rayClusterSpec.workerGroupSpecs[*].numOfHosts": "a worker group has one pod per host",
+        "spec.rayClusterSpec.workerGroupSpecs[*].suspend": "the driver decides how many pods a group has",
         "spec.rayClusterSpec.workerGroupSpecs[*].scaleStrategy*": "the autoscaler writes it",
     },
     instead={
@@ -142,15 +149,15 @@ JOB_RULES = Rules(
 
 
 def merge_pod(template: dict[str, Any], pod: Mapping[str, Any], name: str) -> list[str]:
-    """Merge `pod` into the template in place; returns what is wrong, with `name` (`worker.pod`) before each place."""
-    unfit = [f"{name}.{problem}" for problem in _find_unfit(pod, "V1PodTemplateSpec", "")]
-    return unfit or merge(template, pod, POD_RULES, name)
+    """Merge `pod` into the template in place. Returns each problem; `name` (`worker.pod`) begins its path."""
+    return merge(template, pod, POD_RULES, name)
 
 
 def merge_job(job: dict[str, Any], patch: Mapping[str, Any]) -> list[str]:
-    """Merge `patch` into the RayJob in place; returns what is wrong.
+    """Merge `patch` into the RayJob in place, and return each problem.
 
-    What it says of a cluster counts for none that is there already, and of an autoscaler where there is one.
+    Fields of the RayCluster are ignored if the job runs in an existing cluster, and those of the autoscaler if the
+    cluster has no autoscaler.
     """
     spec = dict(patch.get("spec") or {})
     cluster = job["spec"].get("rayClusterSpec", {})
@@ -161,7 +168,7 @@ def merge_job(job: dict[str, Any], patch: Mapping[str, Any]) -> list[str]:
     known = {group["groupName"] for group in cluster.get("workerGroupSpecs", ())}
     problems = merge(job, {**patch, "spec": spec}, JOB_RULES, "rayjob")
     problems += [
-        f"rayjob.spec.rayClusterSpec.workerGroupSpecs[{group['groupName']}]: there is no such group; add it to workers"
+        f"rayjob.spec.rayClusterSpec.workerGroupSpecs[{group['groupName']}]: no such group; add it to workers"
         for group in cluster.get("workerGroupSpecs", ())
         if group["groupName"] not in known
     ]
@@ -169,101 +176,64 @@ def merge_job(job: dict[str, Any], patch: Mapping[str, Any]) -> list[str]:
 
 
 def merge(under: dict[str, Any], over: Mapping[str, Any], rules: Rules, name: str) -> list[str]:
-    """Merge `over` into `under` in place; returns what is refused, with `name` (`worker.pod`) before each place."""
+    """Merge `over` into `under` in place. Returns each problem; `name` (`worker.pod`) begins its path."""
     return [f"{name}.{problem}" for problem in _merge(under, over, "", rules)]
 
 
 def _merge(under: dict[str, Any], over: Mapping[str, Any], above: str, rules: Rules) -> Iterator[str]:
     for key, value in over.items():
         path = f"{above}.{key}".lstrip(".")
-        if reason := _reason(rules.never, path):
-            yield f"{path}: {reason}; leave it out"
+        may_be_set = key not in under or _matches(rules.free, path)
+        never = _find_reason(rules.never, path)
+        if never:
+            yield f"{path}: {never}; leave it out"
+        elif may_be_set and not _has_type(key, value):
+            yield f"{path}={cut(repr(value))}: set it to {TYPE_NAMES[TYPES[key]]}"
         elif isinstance(value, dict) and isinstance(under.get(key, {}), dict):
             yield from _merge(under.setdefault(key, {}), value, path, rules)
         elif key in MERGE_KEYS and isinstance(value, list) and isinstance(under.get(key, []), list):
             yield from _merge_items(under.setdefault(key, []), value, path, rules)
-        elif key not in under or _matches(rules.free, path):
+        elif may_be_set:
             under[key] = value
         elif value != under[key]:
-            reason = _reason(rules.instead, path) or "a run relies on it"
-            yield f"{path}: there is {cut(repr(under[key]))} already: {reason}"
+            advice = _find_reason(rules.instead, path) or "a run relies on it"
+            yield f"{path}: the manifest already has {cut(repr(under[key]))}: {advice}"
 
 
 def _merge_items(under: list[dict[str, Any]], over: list[Any], path: str, rules: Rules) -> Iterator[str]:
-    by = MERGE_KEYS[path.rpartition(".")[2]]
+    kind = path.rpartition(".")[2]
+    by = MERGE_KEYS[kind]
     for item in over:
-        if not isinstance(item, dict) or by not in item:
-            yield f"{path}: an item without {by}, by which they are told apart; add it"
+        if not isinstance(item, dict) or not isinstance(item.get(by), TYPES.get(by, (str, int))):
+            yield f"{path}: an item has no {by}, by which items are matched; add it"
             continue
-        place = f"{path}[{item[by]}]"
-        if reason := _reason(rules.never, place):
-            yield f"{place}: {reason}; leave it out"
+        item_path = f"{path}[{item[by]}]"
+        reason = _find_reason(rules.never, item_path)
+        if reason:
+            yield f"{item_path}: {reason}; leave it out"
             continue
-        if path.endswith(".env") and is_credential(item[by], item.get("value", "")):
-            yield f"{place}: {SHOWN}; give it a valueFrom with secretKeyRef in place of the value"
+        if kind == "env" and is_credential(str(item[by]), str(item.get("value", ""))):
+            yield f"{item_path}: {CREDENTIAL_SHOWN}; give it a valueFrom with secretKeyRef instead of the value"
             continue
         same = next((known for known in under if known.get(by) == item[by]), None)
         if same is None:
             same = {by: item[by]}
             under.append(same)
-        yield from _merge(same, item, place, rules)
+        yield from _merge(same, item, item_path, rules)
+        if kind in ("containers", "initContainers") and not isinstance(same.get("image"), str):
+            yield f"{item_path}.image={same.get('image')!r}: set it to the reference of an image"
 
 
-def _reason(reasons: Mapping[str, str], path: str) -> str:
+def _has_type(key: str, value: Any) -> bool:
+    """Return True unless Sunspot reads this field and the value has another type than it expects."""
+    wanted = TYPES.get(key, object)
+    return isinstance(value, wanted) and (wanted is not list or all(isinstance(item, dict) for item in value))
+
+
+def _find_reason(reasons: Mapping[str, str], path: str) -> str:
     return next((reason for pattern, reason in reasons.items() if _matches((pattern,), path)), "")
 
 
 def _matches(patterns: Collection[str], path: str) -> bool:
     expressions = (re.escape(each).replace(r"\[\*\]", r"\[[^\]]*\]").replace(r"\*", ".*") for each in patterns)
     return any(re.fullmatch(expression, path) for expression in expressions)
-
-
-# ----------------------------------------------------------------------------------------------------- the API's schema
-
-
-TYPES = {
-    "list": "a list",
-    "dict": "a mapping",
-    "str": "text, in quotes",
-    "int": "a whole number",
-    "bool": "true or false",
-    "float": "a number",
-}
-
-
-def _find_unfit(value: Any, kind: str, path: str) -> Iterator[str]:
-    """Find what Kubernetes does not know, and values of another type than theirs, by its Python client's models."""
-    where = path.lstrip(".")
-    outer, of = re.fullmatch(r"(\w+)(?:[\[(](?:str, )?(.+)[\])])?", kind).groups()  # type: ignore[union-attr]
-    if outer.lower() in TYPES:
-        if type(value).__name__ != outer.lower():
-            yield f"{where}={value!r}: set it to {TYPES[outer.lower()]}"
-        elif isinstance(value, list):
-            for number, item in enumerate(value):
-                yield from _find_unfit(item, of, f"{path}[{number}]")
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                yield from _find_unfit(item, of, f"{path}.{key}")
-    elif kind not in ("object", "datetime"):
-        fields = _fields(kind)
-        if not isinstance(value, dict):
-            yield f"{where}={value!r}: set it to a mapping with {', '.join(sorted(fields)[:3])} or others"
-            return
-        for key, item in value.items():
-            if key in fields:
-                yield from _find_unfit(item, fields[key], f"{path}.{key}")
-            else:
-                meant = find_meant(str(key), fields)
-                hint = (
-                    f"did you mean {f'{path}.{meant}'.lstrip('.')}?"
-                    if meant
-                    else f"there are {some_of(sorted(fields))}"
-                )
-                yield f"{f'{path}.{key}'.lstrip('.')}: no such key; {hint}"
-
-
-@functools.cache
-def _fields(kind: str) -> dict[str, str]:
-    """Return the type of each field of a model, by the field's name in YAML."""
-    model = getattr(importlib.import_module("kubernetes.client.models"), kind)
-    return {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}

@@ -1,4 +1,4 @@
-"""The pods of a manifest: the head and the worker groups, for a profile and a shape, and what they cost per hour."""
+"""Makes the pods of a manifest, the head and the worker groups, and lists their prices."""
 
 import copy
 import json
@@ -17,24 +17,24 @@ from sunspot.submitter.manifest.yaml_files import to_yaml
 RUN_LABEL = "sunspot/run"
 
 GROUP_LABEL = "ray.io/group"
-"""KubeRay's label on pods: the name of their group."""
+"""KubeRay's label with the name of a pod's group."""
 
 AUTOSCALER_LABEL = "sunspot/autoscaler"
-"""On heads with Ray's autoscaler: the only pods that k8s/base lets talk to the API server."""
+"""Label of heads with Ray's autoscaler. The policies of k8s/base let only these pods reach the API server."""
 
 PROTECTION = ("cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt")
-"""Annotations of the head in k8s/rayjob.yaml."""
+"""Annotations that protect the head in k8s/rayjob.yaml from drains and autoscalers."""
 
 GPU = "nvidia.com/gpu"
 
 GPU_PART = "nvidia.com/mig-"
-"""What resources of NVIDIA's MIG begin with."""
+"""Prefix of the resources of NVIDIA's MIG."""
 
 CLAIM = "gpus"
-"""A pod's name for its claim of GPUs."""
+"""Name of a pod's claim to GPUs, in the pod's spec."""
 
 IDS = ("runAsUser", "runAsGroup", "fsGroup")
-"""What a namespace may assign to pods."""
+"""Fields of a security context that a namespace may assign to pods."""
 
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
@@ -43,16 +43,19 @@ NOTICE = PREFIX + "NOTICE_S"
 PRICES = PREFIX + "PRICES"
 
 DRAIN_MARGIN = 0.1
+"""Fraction of the notice that is left after the drain, in which Ray ends its processes."""
 
 MIN_DRAIN_MARGIN_S = 2
-"""What the drain leaves of the notice: Ray still has to end its processes."""
+"""Least number of seconds that are left after the drain."""
 
 TRIAL_MEMORY = "2Gi"
-"""Extra memory of the head for each concurrent trial after the first: all drivers run there. The processes of one took
-1.55 GB (Ray 2.60), and a 5Gi head with two trials killed some of them over and over."""
+"""Extra memory of the head for each concurrent trial after the first, because all drivers run there.
+
+The processes of one trial took 1.55 GB (Ray 2.60), and a 5Gi head with two trials kept killing some of them.
+"""
 
 FEW_WORKERS = 16
-"""As many as the sizes of a head are for, without `per_worker`."""
+"""Number of workers for which the default sizes of a head are enough, without `per_worker`."""
 
 AUTOSCALER: dict[str, Any] = {
     "version": "v2",
@@ -75,17 +78,19 @@ AUTOSCALER_TOKEN: dict[str, Any] = {
         ]
     },
 }
-"""The volume that the admission plugin ServiceAccount adds to a pod with `automountServiceAccountToken`, for all of its
-containers. Here only the autoscaler's container mounts it, because the user's code runs in the other one."""
+"""Volume that the admission plugin ServiceAccount would add to every container of a pod that automounts its token.
+
+Only the autoscaler's container mounts it here, because the user's code runs in the other container.
+"""
 
 AUTOSCALER_CPU_LIMIT = "1"
-"""Where the head has a limit."""
+"""CPU limit of the autoscaler, if the head has a limit."""
 
 
 def make_cluster(
     job: dict[str, Any], profile: Profile, shape: Shape, run: str, variables: Mapping[str, str]
 ) -> list[str]:
-    """Shape the job's own cluster; returns what is wrong with the profile's `pod`."""
+    """Fill in the job's own cluster, in place. Returns each problem with the `pod` fields of the profile."""
     cluster = job["spec"]["rayClusterSpec"]
     head = head_group(job)
     workers = worker_group(job)
@@ -119,12 +124,12 @@ def make_cluster(
 
 
 def group_name(number: int) -> str:
-    """Name a group of training pods by its place in the profile."""
+    """Return the name of a group of training pods, by its position in the profile."""
     return f"workers-{number + 1}" if number else "workers"
 
 
 def _training_group(workers: dict[str, Any], profile: Profile, shape: Shape, number: int, run: str) -> dict[str, Any]:
-    """Make one group of training pods out of the common one."""
+    """Make one group of training pods from the common template."""
     machine = profile.groups[number]
     several = len(profile.groups) > 1
     group = copy.deepcopy(workers)
@@ -136,7 +141,8 @@ def _training_group(workers: dict[str, Any], profile: Profile, shape: Shape, num
     _set_pods(group, 0 if several else shape.pods.least, shape.group_pods[number])
     _set_machine(group, machine)
     group["resources"]["CPU"] = str(pod_cpus(machine, int(group["resources"]["CPU"])))
-    # With several, by a resource of its own each is asked for, and its nodes are known (sunspot/elastic/groups.py).
+    # Each of several groups offers a resource of its own name, by which the driver requests and recognizes its nodes
+    # (sunspot/elastic/groups.py).
     group["resources"] |= dict.fromkeys([SLOT, name] if several else [SLOT], str(shape.workers_per_pod))
     _place(group, machine, run, len(profile.groups))
     if shape.gpus:
@@ -157,7 +163,7 @@ def _avoid_spot(group: dict[str, Any], spot: Spot) -> None:
 
 
 def _enlarge_head(head: dict[str, Any], machine: Head, shape: Shape) -> None:
-    """Give the head what each concurrent trial after the first, and each worker that is more than few, costs it."""
+    """Enlarge the head for each concurrent trial after the first and for each worker beyond FEW_WORKERS."""
     requests = ray_container(head)["resources"]["requests"]
     sizes = {name: parse_quantity(requests[name.replace("_", "-")]) for name in Sizes.model_fields}
     sizes["memory"] += (shape.runs - 1) * parse_quantity(TRIAL_MEMORY)
@@ -169,13 +175,13 @@ def _enlarge_head(head: dict[str, Any], machine: Head, shape: Shape) -> None:
 
 
 def _make_evictable(metadata: dict[str, Any]) -> None:
-    """Let autoscalers and drains end the pod: with its annotations, and out of the disruption budget of k8s/base."""
+    """Let autoscalers and drains end the pod, by removing PROTECTION and excluding it from the disruption budget."""
     metadata["annotations"] = {name: v for name, v in metadata["annotations"].items() if name not in PROTECTION}
     metadata["labels"]["sunspot/evictable"] = "true"
 
 
 def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: Mapping[str, str]) -> None:
-    """Set what heads and workers have in common."""
+    """Set the fields that heads and workers have in common."""
     metadata, spec = template["metadata"], template["spec"]
     container = spec["containers"][0]
     metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
@@ -203,14 +209,14 @@ def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: 
         values = {DRAIN: str(profile.notice_s - margin_s), **values}
     values[NOTICE] = values.get(DRAIN) or environment[DRAIN]["value"]
     for name, value in values.items():
-        environment[name] = {"name": name, "value": value.replace("$", "$$")}  # in a manifest, $(NAME) is expanded
+        environment[name] = {"name": name, "value": value.replace("$", "$$")}  # Kubernetes expands $(NAME)
     for name, source in (profile.env_secrets or {}).items():
         environment[name] = {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
     container["env"] = list(environment.values())
 
 
 def _set_machine(group: dict[str, Any], machine: Machine) -> None:
-    """Set requests, limits, the volumes that count against them, and the nodes for a group's pods."""
+    """Set the requests and limits of a group's pods, the volumes that count against the limits, and the nodes."""
     spec = group["template"]["spec"]
     resources = ray_container(group)["resources"]
     if machine.cpu:
@@ -239,7 +245,7 @@ def _select_nodes(
 
 
 def _place(group: dict[str, Any], machine: Worker, run: str, groups: int) -> None:
-    """Spread the run's training pods over nodes (k8s/rayjob.yaml), or have them in one zone."""
+    """Spread the run's training pods over nodes, as k8s/rayjob.yaml does, or put them into one zone."""
     spec = group["template"]["spec"]
     (constraint,) = spec["topologySpreadConstraints"]
     selector: dict[str, Any] = {"matchLabels": {**constraint["labelSelector"]["matchLabels"], RUN_LABEL: run}}
@@ -267,14 +273,14 @@ def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
     else:
         resources["requests"][resource] = resources["limits"][resource] = str(gpus)
     group["resources"]["GPU"] = str(gpus)
-    # Pools whose GPUs are shared out in parts are tainted like all others.
+    # Pools with partitioned GPUs have the taint of whole GPUs, too.
     keys = [resource, GPU] if resource.startswith(GPU_PART) else [resource]
     tolerations = [Toleration(key=key, operator="Exists") for key in keys]
     _select_nodes(group, machine.gpu_selector, [*tolerations, *(machine.gpu_tolerations or ())])
 
 
 def _data_group(workers: dict[str, Any], profile: Profile, machine: DataWorkers) -> dict[str, Any]:
-    """Make a group of CPU pods like the training pods, for Ray Data."""
+    """Make the group of CPU pods for Ray Data from the template of the training pods."""
     group = copy.deepcopy(workers)
     group["groupName"] = "data"
     if profile.spot:
@@ -287,19 +293,21 @@ def _data_group(workers: dict[str, Any], profile: Profile, machine: DataWorkers)
 
 
 def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
-    """Start with the least: the job is not submitted before all of them are ready. Of several groups none has any: the
-    driver asks for their pods, as it knows which are missing."""
+    """Let a group start with its smallest number of pods, because the job is submitted when all of them are ready.
+
+    Several groups start without pods. The driver requests their pods, because it knows which are missing.
+    """
     group["replicas"] = group["minReplicas"] = least
     group["maxReplicas"] = most
 
 
 def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
-    """Add Ray's autoscaler to the head's pod, in a container with a token, because it changes the RayCluster."""
+    """Add Ray's autoscaler to the head's pod, with a token, because it changes the RayCluster."""
     head = cluster["headGroupSpec"]["template"]
     container = head["spec"]["containers"][0]
     cluster["enableInTreeAutoscaling"] = True
-    alike = {name: container[name] for name in ("imagePullPolicy", "securityContext")}
-    cluster["autoscalerOptions"] = {**copy.deepcopy(AUTOSCALER), **alike}
+    same_as_ray = {name: container[name] for name in ("imagePullPolicy", "securityContext")}
+    cluster["autoscalerOptions"] = {**copy.deepcopy(AUTOSCALER), **same_as_ray}
     if profile.head and profile.head.cpu_limit:
         cluster["autoscalerOptions"]["resources"]["limits"]["cpu"] = AUTOSCALER_CPU_LIMIT
     head["metadata"]["labels"][AUTOSCALER_LABEL] = "true"
@@ -308,10 +316,7 @@ def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
 
 
 def set_variable(job: dict[str, Any], name: str, value: str) -> None:
-    """Set an environment variable on every pod, or in the runtime environment of a job without pods.
-
-    This replaces a variable of the same name.
-    """
+    """Set or replace an environment variable on every pod, or in the runtime environment of a job without pods."""
     spec = job["spec"]
     if "rayClusterSpec" not in spec:
         spec["runtimeEnvYAML"] = to_yaml({"env_vars": {**parse_runtime_env(spec["runtimeEnvYAML"]), name: value}})
@@ -323,7 +328,10 @@ def set_variable(job: dict[str, Any], name: str, value: str) -> None:
 
 
 def pod_groups(spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the groups of pods in the spec of a RayJob by their names, the head's first; none in another's cluster."""
+    """Return the groups of pods in the spec of a RayJob by name, the head first.
+
+    Returns an empty mapping if the job runs in an existing cluster.
+    """
     cluster = spec.get("rayClusterSpec")
     if not cluster:
         return {}
@@ -337,13 +345,13 @@ def head_group(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def worker_group(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the group of the training pods: always the first, and of several the first choice."""
+    """Return the first group of training pods, which is the first choice if there are several."""
     group: dict[str, Any] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     return group
 
 
 def ray_container(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the container that Ray runs in: always the first."""
+    """Return the container that Ray runs in, which is always the first."""
     container: dict[str, Any] = group["template"]["spec"]["containers"][0]
     return container
 
@@ -356,17 +364,17 @@ def parse_runtime_env(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PodPrice:
-    """The pods of the head or of a group."""
+    """Number and price of the pods of the head or of a worker group."""
 
     name: str
     least: int
     most: int
     price: float | None
-    "Of a pod, per hour; None: not known."
+    "Price of one pod per hour, or None if the profile names no price."
 
 
 def find_prices(profile: Profile) -> dict[str, dict[str, float]]:
-    """Return the prices that a profile names, as the setting PRICES has them: for the head, and by group."""
+    """Return the prices that a profile names for the head and each group, in the form of the setting PRICES."""
     groups = {group_name(number): group for number, group in enumerate(profile.groups)}
     machines = {HEAD: profile.head or Head(), **groups}
     keys = {"price", "on_demand_price"}
@@ -375,7 +383,7 @@ def find_prices(profile: Profile) -> dict[str, dict[str, float]]:
 
 
 def pod_prices(manifest: Mapping[str, Any], settings: Mapping[str, str]) -> list[PodPrice]:
-    """List what a rendered job may have at most; nothing for one in a cluster that is there. `settings` are its own."""
+    """List the pods that a rendered job with these settings may have. An existing cluster's pods are not listed."""
     cluster = manifest["spec"].get("rayClusterSpec")
     if not cluster:
         return []

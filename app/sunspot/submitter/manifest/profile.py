@@ -1,7 +1,8 @@
-"""A profile: how one environment differs from k8s/rayjob.yaml, as a small YAML file.
+"""Loads a profile: a small YAML file with the differences between one environment and k8s/rayjob.yaml.
 
-Those in k8s/profiles are given by name, a user's own by path; each may extend another. The text below a field is its
-documentation; what it takes is the fix named when a value is wrong.
+The profiles in k8s/profiles are chosen by name, and a user's own profile by its path. A profile may extend another. The
+text below a field is its documentation. The description of a field states the values that it takes, and is the fix
+when a wrong value is refused.
 """
 
 import functools
@@ -31,7 +32,7 @@ from sunspot.submitter.manifest.yaml_files import read_yaml
 QUEUE = "kueue.x-k8s.io/queue-name"
 
 ELASTIC = "kueue.x-k8s.io/elastic-job"
-"""Kueue's annotation for jobs whose number of pods changes; the operator passes it on to the cluster that it makes."""
+"""Kueue's annotation for jobs whose number of pods changes. The operator copies it to the RayCluster."""
 
 RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE, ELASTIC)
 """Prefixes of labels and annotations that the renderer sets, or that have their own option."""
@@ -39,24 +40,24 @@ RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE, ELASTIC)
 NAMESPACE_PATTERN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 
 MIN_NOTICE_S = 5
-"""With less, no time is left to save once Ray has noticed."""
+"""Shortest notice that leaves time to save after Ray has noticed it."""
 
 
 def _to_text(value: Any) -> Any:
-    """Turn a YAML number (`cpu: 6`) into text."""
+    """Return a YAML number (`cpu: 6`) as text."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def _as_json(value: Any) -> Any:
+    """Return the value as JSON has it, with text for every key."""
     try:
-        json.dumps(value)
-    except TypeError as error:  # YAML has dates and bytes, too
-        raise ValueError("no JSON") from error
-    return value
+        return json.loads(json.dumps(value))
+    except TypeError as error:  # YAML also has dates and bytes
+        raise ValueError("not a JSON value") from error
 
 
 def _to_setting(value: Any) -> Any:
-    """Write a setting as its variable holds it: YAML numbers, booleans and mappings become text."""
+    """Return a setting as its variable holds it, with YAML numbers, booleans and mappings as text."""
     return json.dumps(_as_json(value)) if isinstance(value, (bool, dict)) else _to_text(value)
 
 
@@ -64,13 +65,13 @@ def _setting_name(name: Any) -> Any:
     return name.upper().removeprefix(PREFIX) if isinstance(name, str) else name
 
 
-def _no_setting(name: str) -> str:
+def _refuse_setting(name: str) -> str:
     if name.upper().startswith(PREFIX):
         raise ValueError("a setting")
     return name
 
 
-def _not_reserved(name: str) -> str:
+def _refuse_reserved(name: str) -> str:
     if name.startswith(RESERVED):
         raise ValueError("reserved")
     return name
@@ -86,7 +87,7 @@ Image = Annotated[
         r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?$"
     ),
 ]
-"""As container runtimes parse it (distribution/reference)."""
+"""Reference of an image, as container runtimes parse it (distribution/reference)."""
 
 Cpus = Annotated[str, BeforeValidator(_to_text), Field(pattern=r"^([1-9][0-9]*(\.[0-9]+|m)?|0\.[0-9]*[1-9][0-9]*)$")]
 
@@ -103,17 +104,17 @@ Seconds = Annotated[int, Field(ge=1)]
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_no_setting)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_refuse_setting)]
 Key = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
-OwnKey = Annotated[Key, AfterValidator(_not_reserved)]
+OwnKey = Annotated[Key, AfterValidator(_refuse_reserved)]
 LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
 
 LABELS = 'labels with their values in quotes, e.g. {team: "vision"}; not those of Sunspot'
-VARIABLES = "variables with their values in quotes; settings of Sunspot go below settings"
+VARIABLES = "variables with their values in quotes; settings of Sunspot go under settings"
 CPU = "CPUs, e.g. 4 or 500m"
 BYTES = "bytes with their unit, e.g. 16Gi"
 PRICE = "a number from 0, e.g. 0.35"
-"""What several keys take."""
+"""Descriptions of the values that several keys take."""
 
 
 def _takes(takes: str, default: Any = None) -> Any:
@@ -125,7 +126,7 @@ class _Part(BaseModel):
 
 
 class Toleration(_Part):
-    """As Kubernetes has it."""
+    """A toleration, as in a pod's spec."""
 
     key: Key | None = _takes("the key of a taint")
     operator: Literal["Exists", "Equal"] | None = _takes("Exists or Equal")
@@ -133,27 +134,27 @@ class Toleration(_Part):
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = _takes(
         "NoSchedule, PreferNoSchedule or NoExecute"
     )
-    tolerationSeconds: int | None = _takes("seconds")  # Kubernetes' own name
+    tolerationSeconds: int | None = _takes("seconds")  # the name in Kubernetes
 
     @field_validator("value")
     @classmethod
     def _none_for_exists(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value and info.data.get("operator") == "Exists":
-            raise ValueError("Exists takes any value")
+            raise ValueError("the operator Exists allows no value")
         return value
 
 
 class Spot(_Part):
-    """How spot nodes are recognized: workers go to them, the head never does."""
+    """Label and value by which spot nodes are recognized. Workers go to them, and the head never does."""
 
     label: Key = _takes("the label that spot nodes have", ...)
     value: LabelValue = _takes("that label's value, in quotes", ...)
     tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
-    "Default: a taint of the same key, whatever its value."
+    "Default: a toleration of any taint with the same key."
 
 
 class Sizes(_Part):
-    """What a pod gets for each of something."""
+    """Resources of a pod per GPU or per worker."""
 
     cpu: Cpus | None = _takes(CPU)
     memory: Bytes | None = _takes(BYTES)
@@ -161,64 +162,64 @@ class Sizes(_Part):
 
 
 class Machine(_Part):
-    """What one pod gets, and where it may go."""
+    """Resources of one pod, and the nodes that it may go to."""
 
     cpu: Cpus | None = _takes(CPU)
-    "Requested; there is no limit but `cpu_limit`."
+    "Requested CPUs. There is no limit unless `cpu_limit` sets one."
     cpu_limit: Cpus | None = _takes(CPU)
-    "Only where a quota demands it, as it throttles. Of the head, it gives the autoscaler one of 1."
+    "CPU limit, which throttles. Set it only if a quota requires it. On the head, it also limits the autoscaler to 1."
     memory: Bytes | None = _takes(BYTES)
-    "Request and limit, including /dev/shm."
+    "Request and limit of memory, including /dev/shm."
     ephemeral_storage: Bytes | None = _takes(BYTES)
-    "Request and limit: Ray's logs and what spills from its object store."
+    "Request and limit of local disk, for Ray's logs and objects spilled from its object store."
     node_selector: dict[Key, LabelValue] | None = _takes(LABELS)
     tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
     pod: Json | None = _takes("metadata and spec of a pod, as Kubernetes has them")
-    "Merged into the pod last: what no other key can say."
+    "Fields that have no key of their own, merged into the pod last."
 
 
 class PricedMachine(Machine):
-    """A pod of which a profile may say what it costs."""
+    """A pod whose price a profile may name."""
 
     price: Price | None = _takes(PRICE)
-    "Of an hour of such a pod, in any currency."
+    "Price of such a pod per hour, in any currency."
     on_demand_price: Price | None = _takes(PRICE)
-    "The same on demand, to say what spot saves."
+    "Price of the same pod on demand, from which the savings of spot are computed."
 
 
 class Head(PricedMachine):
-    """The pod of the head."""
+    """Pod of the head."""
 
     image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
-    "For the head alone, e.g. without CUDA (`make image HEAD=1`)."
+    "Image of the head alone, e.g. without CUDA (`make image HEAD=1`)."
     per_worker: Sizes | None = _takes("cpu, memory and ephemeral_storage")
-    "More of them for each training worker beyond 16."
+    "Additional resources for each training worker beyond 16."
     evictable: bool | None = _takes("true or false")
-    "Whether the drain of a node may end it; default: only the end of the run does."
+    "True lets the drain of a node end the head. By default, only the end of the run does."
 
 
 class Worker(PricedMachine):
-    """A training pod."""
+    """Pod of training workers."""
 
     num_cpus: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")
-    "CPUs as Ray counts them; default: `cpu`, rounded down."
+    "CPUs as Ray counts them. Default: `cpu`, rounded down."
     gpus: Annotated[int, Field(ge=0)] | None = _takes("a whole number from 0")
     "GPUs per pod, each with a training worker."
     per_gpu: Sizes | None = _takes("cpu, memory and ephemeral_storage")
-    "Sizes of a pod for each of its GPUs, where `cpu` and so on are not given."
+    "Resources of a pod for each of its GPUs. A size that is given directly, such as `cpu`, overrides them."
     gpu_resource: Annotated[Key, Field(pattern="/")] | None = _takes("the name of a resource, e.g. nvidia.com/gpu")
-    "Also the key of the tolerated taint."
+    "Resource that is a GPU, and also the key of the tolerated taint."
     gpu_claim: ObjectName | None = _takes("the name of a ResourceClaimTemplate")
-    "For GPUs by dynamic resource allocation, not by `gpu_resource`; `gpus` says how many it claims."
+    "Claim for GPUs by dynamic resource allocation, instead of `gpu_resource`. `gpus` is the number that it claims."
     gpu_selector: dict[Key, LabelValue] | None = _takes(LABELS)
-    "The labels of nodes with the wanted GPU."
+    "Labels of the nodes with the wanted GPU."
     gpu_tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
-    "For taints of nodes with GPUs, beside that of `gpu_resource`."
+    "Tolerations of further taints of GPU nodes, besides the taint of `gpu_resource`."
     placement: Literal["spread", "pack", "zone"] | None = _takes("spread, pack or zone")
-    "Over many nodes or in one zone as far as possible, or in one zone or not at all."
+    "`spread` pods over nodes, `pack` them into one zone if possible, or start them only if all fit into one `zone`."
 
     def with_sizes(self) -> Self:
-        """Return it with the sizes of a pod, those that it has for each GPU multiplied."""
+        """Return the worker with the sizes of a whole pod: missing sizes are `per_gpu` times the number of GPUs."""
         given = self.per_gpu.model_dump(exclude_none=True) if self.per_gpu else {}
         gpus = max(1, self.gpus or 0)
         missing = {name: each for name, each in given.items() if getattr(self, name) is None}
@@ -232,15 +233,15 @@ class WorkerGroup(Worker):
     """One of several groups of training pods."""
 
     spot: bool | None = _takes("true or false")
-    "Whether its pods go to spot nodes, or never to one; default: to them, if there is `spot`."
+    "True sends its pods to spot nodes, and false keeps them off spot nodes. Default: true if the profile has `spot`."
     max: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")
-    "Most pods of the group; default: as many as NUM_WORKERS may need."
+    "Largest number of pods in the group. Default: as many as NUM_WORKERS may need."
     after_s: Annotated[int, Field(ge=0)] = _takes("whole seconds from 0", 300)
-    "How long the groups before must lack nodes until it stands in, or have enough until it steps back."
+    "Seconds for which earlier groups must lack nodes before this group starts, or have enough nodes before it stops."
 
 
 class DataWorkers(Machine):
-    """CPU pods for Ray Data (LOADER=ray), so that reading never scales up GPU nodes."""
+    """CPU pods for Ray Data (LOADER=ray), which keep reading from scaling up GPU nodes."""
 
     cpu: Cpus = _takes(CPU, ...)
     memory: Bytes = _takes(BYTES, ...)
@@ -256,49 +257,50 @@ class DataWorkers(Machine):
 
 
 class JobPatch(_Part):
-    """What is merged into the RayJob."""
+    """Fields that are merged into the RayJob."""
 
     metadata: Json | None = _takes("labels and annotations")
     spec: Json | None = _takes("the spec of a RayJob, as KubeRay has it")
 
 
 class SecretKey(_Part):
-    """One value in a Secret."""
+    """Reference to one value in a Secret."""
 
     secret: ObjectName = _takes("the name of a Secret", ...)
     key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = _takes("a key in that Secret", ...)
 
 
 class Profile(_Part):
-    """How one environment differs; what is left out stays as in k8s/rayjob.yaml."""
+    """Differences between one environment and k8s/rayjob.yaml. Every key may be left out."""
 
     extends: Text | None = _takes("the name of a profile, or a path from this file")
-    "To which this one adds; null removes a value."
+    "Profile that this one extends. A null removes a value of it."
     notice_s: Annotated[int, Field(ge=MIN_NOTICE_S)] | None = _takes(f"whole seconds from {MIN_NOTICE_S}")
-    "How long before its end a node's pods are told."
+    "Seconds of notice that pods get before their node ends."
     namespace: Annotated[str, Field(pattern=f"^{NAMESPACE_PATTERN}$")] | None = _takes("the name of a namespace")
     cloud: bool | None = _takes("true or false")
-    "Whether image and bucket must be yours."
+    "True refuses the default image and bucket, because both have to be yours on a cloud."
     image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = _takes("IfNotPresent, Always or Never")
     image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
     code: Text | None = _takes("a folder, for `submit`, or an archive's URL@sha256:HASH")
-    "Your own code, first on the path of every pod."
+    "Your own code, which comes first on sys.path in every pod."
     service_account: ObjectName | None = _takes("the name of a service account")
-    "Of all pods, for workload identity."
+    "Service account of all pods, for workload identity."
     assigned_ids: bool | None = _takes("true or false")
-    "Whether the namespace assigns users and groups to pods, as on OpenShift; default: they are 1000."
+    "True lets the namespace assign the user and group of pods, as on OpenShift. By default, both are 1000."
     env: dict[Variable, str] | None = _takes(VARIABLES)
-    "Not for credentials: see `env_secrets`."
+    "Environment variables of all pods. Credentials belong in `env_secrets`."
     env_from_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
-    "Secrets whose keys all become variables. All must exist."
+    "Secrets whose keys all become environment variables. All of these Secrets must exist."
     env_secrets: dict[Variable, SecretKey] | None = _takes(
         "variables with the Secret of each, e.g. {TOKEN: {secret: hub, key: token}}"
     )
     priority_class: ObjectName | None = _takes("the name of a PriorityClass")
     labels: dict[OwnKey, LabelValue] | None = _takes(LABELS)
+    "Labels of the RayJob and its pods."
     annotations: dict[OwnKey, str] | None = _takes(LABELS.replace("labels", "annotations"))
-    "Labels and annotations of the RayJob and its pods."
+    "Annotations of the RayJob and its pods."
     settings: (
         dict[Annotated[str, BeforeValidator(_setting_name)], Annotated[str, BeforeValidator(_to_setting)]] | None
     ) = _takes("settings with their values, e.g. {EPOCHS: 5}")
@@ -306,36 +308,39 @@ class Profile(_Part):
     head: Head | None = _takes("what the head gets: cpu, memory and so on")
     worker: Worker | None = _takes("what a training pod gets: cpu, memory, gpus and so on")
     workers: Annotated[list[WorkerGroup], Field(min_length=1)] | None = _takes("a list of groups of training pods")
-    "First choice first; each adds to what `worker` says."
+    "Groups of training pods, the first choice first. Each is merged over `worker`."
     data_workers: DataWorkers | None = _takes("a group of CPU pods: cpu, memory, min and max")
     pre_running_deadline_s: Seconds | None = _takes("whole seconds from 1")
-    "Until every pod is ready."
+    "Seconds within which every pod has to be ready."
     active_deadline_s: Seconds | None = _takes("whole seconds from 1")
-    "Time limit of one attempt; default: none."
+    "Time limit of one attempt. There is none by default."
     ttl_s: Annotated[int, Field(ge=0)] | None = _takes("whole seconds from 0")
-    "How long the cluster stays after the job ends."
+    "Seconds for which the cluster stays after the job has ended."
     backoff_limit: Annotated[int, Field(ge=0, le=10)] | None = _takes("a whole number from 0 to 10")
-    "Attempts after the first, each on its own cluster."
+    "Number of attempts after the first, each in its own cluster."
     queue: ObjectName | None = _takes("the name of a LocalQueue of Kueue")
     rayjob: JobPatch | None = _takes("metadata and spec of a RayJob, as KubeRay has them")
-    "Merged into the RayJob last: what no other key can say."
+    "Fields that have no key of their own, merged into the RayJob last."
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """The groups of training pods: those of `workers`, or the one that `worker` is."""
+        """Groups of training pods: `workers`, or the single group that `worker` describes."""
         groups = self.workers or [WorkerGroup.model_construct(**dict(self.worker or Worker()))]
         return [group.with_sizes() for group in groups]
 
 
 def manifests() -> Path:
-    """Find the folder k8s: beside this package in the repository, within it when installed."""
+    """Return the folder k8s, which is inside the installed package, or at the top of the repository."""
     here = Path(__file__).resolve()
     within = here.parents[1] / "k8s"
     return within if within.is_dir() else here.parents[4] / "k8s"
 
 
 def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
-    """Load a profile by name or path, merged over those it extends, `given` values over all; raises `SettingsError`."""
+    """Load a profile by name or path, merged over the profiles that it extends, with `given` values over all of them.
+
+    Raises `SettingsError` with every problem.
+    """
     contents = [given, *_read_chain(name).values()]
     merged = functools.reduce(_merge, reversed(contents))
     worker = merged.get("worker")
@@ -350,9 +355,9 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
 
 
 def find_origin(name: str, *keys: str) -> str:
-    """Find which profile sets the value at this place: the one named, or one that it extends; else "".
+    """Return the profile that sets the value below these keys: this one or one that it extends, or an empty text.
 
-    Of a list, its first item counts; a setting is found however its name is written.
+    In a list, only the first item is looked at. A setting is found with and without its prefix, in any case.
     """
     for label, content in _read_chain(name).items():
         value: Any = content
@@ -366,7 +371,7 @@ def find_origin(name: str, *keys: str) -> str:
 
 
 def _read_chain(name: str) -> dict[str, dict[str, Any]]:
-    """Read the profile of that name or path, and then each that it extends, by name or path."""
+    """Read a profile and each profile that it extends. Returns their contents by name or path, this profile first."""
     contents: dict[str, dict[str, Any]] = {}
     label = name
     seen: dict[str, Path] = {}
@@ -374,12 +379,12 @@ def _read_chain(name: str) -> dict[str, dict[str, Any]]:
     while path:
         place = os.path.abspath(path)
         if place in seen:
-            [*_, last] = seen.values()
-            raise SettingsError(f"{last}: extends {path.name}, which extends it; take one of the two away")
+            *_, last = seen.values()
+            raise SettingsError(f"{last}: extends {path.name}, which extends it; remove one of the two")
         seen[place] = path
         content = read_yaml(path)
         if not isinstance(content, dict):
-            raise SettingsError(f"{path}: no profile: it must be a mapping, such as notice_s: 30")
+            raise SettingsError(f"{path}: not a profile: it must be a mapping, such as notice_s: 30")
         contents[label if label not in contents else place] = content
         below = content.get("extends")
         path = _find(below, path.parent) if isinstance(below, str) and below else None
@@ -393,13 +398,16 @@ def _find(name: str, folder: Path) -> Path:
     shipped = {path.stem: path for path in sorted((manifests() / "profiles").glob("*.yaml"))}
     if name not in shipped:
         meant = find_meant(name, shipped)
-        known = f"{f'did you mean {meant}? There' if meant else 'there'} are {', '.join(shipped)}"
-        raise SettingsError(f"no profile {cut(name)!r}; {known}; your own is given by its path, as ./mine.yaml")
+        hint = f"did you mean {meant}? Choose" if meant else "choose"
+        known = ", ".join(shipped)
+        raise SettingsError(
+            f"no profile {cut(name)!r}; {hint} one of {known}, or give the path of your own: ./mine.yaml"
+        )
     return shipped[name]
 
 
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` merged over `under`: mappings by key, the rest replaced; null removes."""
+    """Merge `over` over `under`: mappings by key, and other values replaced. A null removes a value."""
     merged = dict(under)
     for key, value in over.items():
         if value is None and key in merged:
@@ -412,8 +420,9 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(problem: Any) -> str:
-    """Explain one of pydantic's problems in the profile's terms: where, the value, the fix."""
-    *above, last = names = [str(part) for part in problem["loc"] if part != "[key]"]
+    """Describe one problem that pydantic found: the key, its value, and the fix."""
+    names = [str(part) for part in problem["loc"] if part != "[key]"]
+    *above, last = names
     model: type[BaseModel] | None = Profile
     takes = ""
     for name in names:
@@ -423,10 +432,12 @@ def _explain(problem: Any) -> str:
             model = _model_of(field.annotation)
     where = cut(".".join(names))
     if problem["type"] == "invalid_key":
-        return f"{where}: no such key; keys are words"
+        return f"{where}: no such key; a key has to be text"
     if model and problem["type"] == "extra_forbidden":
         meant = find_meant(last, model.model_fields)
-        hint = f"did you mean {'.'.join([*above, meant])}?" if meant else f"there are {', '.join(model.model_fields)}"
+        hint = (
+            f"did you mean {'.'.join([*above, meant])}?" if meant else f"choose one of {', '.join(model.model_fields)}"
+        )
         return f"{where}: no such key; {hint}"
     if problem["type"] == "missing":
         return f"{where}: missing; set it to {takes}"
@@ -434,7 +445,7 @@ def _explain(problem: Any) -> str:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of a field or of its items, if it has one."""
+    """Return the model of a field or of its items, or None if they have no model."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_of, get_args(annotation))), None)

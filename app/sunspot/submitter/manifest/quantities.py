@@ -1,4 +1,4 @@
-"""Quantities of Kubernetes, such as 250m or 5Gi. (The client's own parser would import all of the client.)"""
+"""Parses and formats Kubernetes quantities, such as 250m or 5Gi, without importing the Kubernetes client."""
 
 import math
 from typing import Any
@@ -8,22 +8,24 @@ UNITS |= {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTPE", 1
 
 
 def parse_quantity(quantity: Any) -> float:
-    """Parse a quantity to base units."""
+    """Return a quantity in base units, such as CPUs or bytes."""
     number = str(quantity).rstrip("numkMGTPEKi")
     return float(number) * UNITS.get(str(quantity).removeprefix(number), 1.0)
 
 
 def format_quantity(amount: float, of_cpus: bool = False) -> str:
-    """Write CPUs, in thousandths if they are not whole, or bytes, in MiB if they are not whole GiB; rounded up."""
-    small, large = (1e-3, "m"), (1.0, "")
-    if not of_cpus:
-        small, large = (2.0**20, "Mi"), (2.0**30, "Gi")
+    """Format bytes in GiB, or in MiB if they are not whole GiB, and CPUs in thousandths if they are not whole CPUs.
+
+    Amounts are rounded up.
+    """
+    small = (1e-3, "m") if of_cpus else (2.0**20, "Mi")
+    large = (1.0, "") if of_cpus else (2.0**30, "Gi")
     size, unit = large if amount % large[0] == 0 else small
     return f"{math.ceil(round(amount / size, 3))}{unit}"
 
 
 def format_like(amount: float, pattern: Any) -> str:
-    """Write an amount in the unit of the quantity `pattern`: 11.5Gi if that is 4Gi."""
+    """Format an amount in the unit of the quantity `pattern`: as 11.5Gi if the pattern is 4Gi."""
     text = str(pattern)
     unit = text.removeprefix(text.rstrip("numkMGTPEKi"))
     return f"{round(amount / UNITS.get(unit, 1.0), 3):.15g}{unit}"

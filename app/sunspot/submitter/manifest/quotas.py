@@ -1,7 +1,7 @@
-"""Checks whether a namespace's ResourceQuotas have room for a run, and its LimitRanges admit the pods. Pure.
+"""Checks whether a namespace's ResourceQuotas have room for a run, and its LimitRanges admit the pods.
 
-The API server refuses only the pod that exceeds a quota. A run needs its head and its fewest workers at the same time,
-so the sum of these is compared here.
+The API server refuses only the pod that exceeds a quota. A run needs its head and its smallest number of workers at the
+same time, so the sum of their requests is compared. All functions are pure.
 """
 
 import re
@@ -16,7 +16,7 @@ from sunspot.submitter.manifest.requirements import Pod, PodSet, pod_sets, reque
 CPU_LIMIT = "set cpu_limit of head, worker and data_workers in the profile"
 """Fix for a quota that counts CPU limits, and for a default limit below the request."""
 
-ASK_FOR_LESS = "ask for less (SUNSPOT_NUM_WORKERS, or what each pod gets in the profile)"
+ASK_FOR_LESS = "request less (SUNSPOT_NUM_WORKERS, or the sizes of pods in the profile)"
 
 JOBS = "count/rayjobs.ray.io"
 
@@ -24,7 +24,7 @@ STATED = ("cpu", "memory", "requests.cpu", "requests.memory", "limits.cpu", "lim
 """Resources that each container has to state if a quota counts them (`PodConstraints` in Kubernetes' pkg/quota)."""
 
 EXCEEDED = re.compile(r"exceeded quota: ([^,]+), requested: (.+?), used: (.+?), limited: ([^;\s]+)")
-"""Matches the API server's refusal of a pod that exceeds a quota."""
+"""Pattern of the API server's refusal of a pod that exceeds a quota."""
 
 ROUNDING = 1e-6
 """Difference up to which two amounts count as equal, because sums of thousandths of CPUs are not exact."""
@@ -39,7 +39,7 @@ class Demand:
     rules: Sequence[Mapping[str, Any]] = ()
     "The quota's scopes: it counts only pods that match all of them."
     objects: float = 0.0
-    "Number of objects of this kind that a run makes besides pods."
+    "Number of objects of this kind that a run creates besides pods."
 
     def of_pod(self, pod: Pod) -> float:
         """Return the amount that one pod takes."""
@@ -75,7 +75,7 @@ def check_quotas(
 ) -> Iterator[Check]:
     """Compare each ResourceQuota with the run's demand. The result is FAILED if the run can never fit.
 
-    `ranges` are the LimitRanges, whose defaults count; None if they are not known.
+    `ranges` are the LimitRanges, whose defaults count, or None if they are not known.
     """
     sets = {
         name: replace(each, groups={group: with_defaults(pod, ranges or ()) for group, pod in each.groups.items()})
@@ -88,7 +88,7 @@ def check_quotas(
         counted = [pod for pod in pods if all(matches(rule, pod) for rule in rules)]
         unstated = [each for each in STATED if each in hard and any(not states(pod, each) for pod in counted)]
         if unstated:
-            seen = f"{name} counts {', '.join(unstated)}, so it lets in no pod without"
+            seen = f"{name} counts {', '.join(unstated)}, so it admits only pods that state all of these"
             yield Check("quota", Result.WARNING if ranges is None else Result.FAILED, seen, CPU_LIMIT)
             continue
         objects = {} if rules else objects_of(manifest)  # a quota with scopes counts pods alone
@@ -97,13 +97,14 @@ def check_quotas(
 
 
 def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequence[Demand]) -> Check:
-    """Compare the limits of a quota, and the rest that is free, with the run's demand."""
+    """Compare the limits of a quota, and the amounts that are still free, with the run's demand."""
     name, used = quota["metadata"]["name"], quota.get("status", {}).get("used", {})
     never: list[str] = []
     later: list[str] = []
     partly: list[str] = []
     for demand in demands:
         resource, text = demand.resource, hard[demand.resource]
+        workers = demand.sets.get("workers")
         limit = parse_quantity(text)
         free = max(0.0, limit - parse_quantity(used.get(resource, "0")))
         left = f"{format_like(free, text)} free of {text}"
@@ -112,28 +113,28 @@ def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequenc
             parts = " + ".join(f"{part} {format_like(amount, text)}" for part, amount in demand.parts.items())
             never.append(f"{needed} ({parts or 'the run'}), {text} in all")
         elif demand.least and demand.least - free > ROUNDING:
-            (never if resource == JOBS else later).append(f"{needed}, {left}")  # no RayJob waits to be created
-        elif (workers := demand.sets.get("workers")) and demand.most_workers(free) < workers.most:
+            (never if resource == JOBS else later).append(f"{needed}, {left}")  # a RayJob does not wait to be created
+        elif workers and demand.most_workers(free) < workers.most:
             ever = demand.most_workers(limit)
             room, number = (text, ever) if ever < workers.most else (left, demand.most_workers(free))
             partly.append(f"{resource}: {room}, enough for {number} of {workers.least}..{workers.most} worker pods")
     seen = f"{name}: {'; '.join(never + later + partly)}"
-    raised = f"have the ResourceQuota {name} raised"
+    raised = f"ask for a higher ResourceQuota {name}"
     if never:
         fix = f"it can never fit: {ASK_FOR_LESS}, or {raised}"
         if all(text.startswith(JOBS) for text in never):
-            fix = f"RayJobs that have ended count, too: delete some (`sunspot delete`), or {raised}"
+            fix = f"ended RayJobs count, too: delete some (`sunspot delete`), or {raised}"
         return Check("quota", Result.FAILED, seen, fix)
     if later:
         fix = f"the pods wait until other runs end or are deleted (`sunspot list`); or {ASK_FOR_LESS}, or {raised}"
         return Check("quota", Result.WARNING, seen, fix)
     if partly:
-        return Check("quota", Result.WARNING, seen, f"the run trains with these; for more, {raised}")
+        return Check("quota", Result.WARNING, seen, f"the run trains with these workers; for more, {raised}")
     return Check("quota", Result.OK, f"{name} has room for a run")
 
 
 def amount_of(pod: Pod, resource: str) -> float:
-    """Return the amount of a resource that a pod takes, in base units; `resource` is its name in a ResourceQuota."""
+    """Return the amount of a resource that a pod takes, in base units. `resource` is its name in a ResourceQuota."""
     if resource in ("pods", "count/pods"):
         return 1.0
     if resource == "count/resourceclaims.resource.k8s.io":
@@ -150,13 +151,13 @@ def amount_of(pod: Pod, resource: str) -> float:
 
 
 def objects_of(manifest: Mapping[str, Any]) -> dict[str, float]:
-    """Count the objects besides pods that a run always makes, by their names in a ResourceQuota."""
+    """Count the objects besides pods that every run creates, by their names in a ResourceQuota."""
     cluster = manifest["spec"].get("rayClusterSpec")
     if not cluster:
         return {JOBS: 1.0}
     names = [JOBS, "count/rayclusters.ray.io", "services", "count/services"]
     tokens = cluster.get("authOptions", {})
-    if tokens.get("mode") == "token" and "secretName" not in tokens:  # the operator makes one
+    if tokens.get("mode") == "token" and "secretName" not in tokens:  # the operator creates one
         names += ["secrets", "count/secrets"]
     if cluster.get("enableInTreeAutoscaling"):
         names += ["count/roles.rbac.authorization.k8s.io", "count/rolebindings.rbac.authorization.k8s.io"]
@@ -225,33 +226,33 @@ def with_defaults(pod: Pod, ranges: Sequence[Mapping[str, Any]]) -> Pod:
 
 
 def check_limit_ranges(ranges: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Iterator[Check]:
-    """Find why LimitRanges refuse a run's pods: the bounds of a container and of a whole pod."""
+    """Yield each reason why LimitRanges would refuse a run's pods: their bounds for containers and for pods."""
     for each in pod_sets(manifest).values():
         for group, spec in each.groups.items():
             pod = with_defaults(spec, ranges)
             holders = [("Container", {"containers": [container]}) for container in pod["containers"]]
             found = [text for kind, held in [*holders, ("Pod", pod)] for text in _find_outside(ranges, kind, held)]
             for text in dict.fromkeys(found):
-                fix = CPU_LIMIT if "cpu" in text else "change the profile, or have the LimitRange changed"
+                fix = CPU_LIMIT if "cpu" in text else "change the profile, or ask for another LimitRange"
                 yield Check("limits", Result.FAILED, f"pods of the group {group} would be refused: {text}", fix)
 
 
 def _find_outside(ranges: Sequence[Mapping[str, Any]], kind: str, pod: Pod) -> Iterator[str]:
-    """Find requests and limits outside the ranges; for a single container, `pod` has only that one."""
+    """Yield a text for each request or limit of the pod that is outside the ranges for this kind of object."""
     asked, limits = requests_of(pod), requests_of(pod, "limits")
     for name, amount in asked.items() if kind == "Container" else ():
         if name in limits and amount - limits[name] > ROUNDING:
-            yield f"the default limit of {name} is below what the container asks for"
+            yield f"the default limit of {name} is below the request of the container"
     for item in _items(ranges, kind):
         for name, text in (item.get("max") or {}).items():
             if name not in limits:
-                yield f"a {kind} may have at most {text} of {name}, and states no limit"
+                yield f"a {kind} may have at most {text} of {name}, but states no limit"
             elif max(limits[name], asked.get(name, 0.0)) - parse_quantity(text) > ROUNDING:
-                yield f"a {kind} may have at most {text} of {name}, and has {format_like(limits[name], text)}"
+                yield f"a {kind} may have at most {text} of {name}, but has {format_like(limits[name], text)}"
         for name, text in (item.get("min") or {}).items():
             if parse_quantity(text) - asked.get(name, 0.0) > ROUNDING:
                 asks = format_like(asked.get(name, 0.0), text)
-                yield f"a {kind} must ask for at least {text} of {name}, and asks for {asks}"
+                yield f"a {kind} must request at least {text} of {name}, but requests {asks}"
         for name, ratio in (item.get("maxLimitRequestRatio") or {}).items():
             if limits.get(name, 0.0) - parse_quantity(ratio) * asked.get(name, 0.0) > ROUNDING:
                 yield f"the limit of {name} of a {kind} may be at most {ratio} times its request"

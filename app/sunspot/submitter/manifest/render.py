@@ -1,7 +1,7 @@
-"""From a profile and settings to the RayJob. Pure: the same inputs give the same bytes.
+"""Makes the RayJob from a profile and settings. Pure: the same inputs give the same bytes.
 
 k8s/rayjob.yaml is read, patched as data, and written in its own order. The inputs are the arguments, the profile and
-the SUNSPOT_ variables of the environment; no cluster, no network, no clock.
+the SUNSPOT_ variables of the environment. No cluster, network or clock is used.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from sunspot.formatting import plural
 from sunspot.search_space import Search, load_search
 from sunspot.settings import PREFIX, Settings, refuse, variable_of
 from sunspot.submitter.code_files import CodeArchive
-from sunspot.submitter.manifest.merge import SHOWN, merge_job
+from sunspot.submitter.manifest.merge import CREDENTIAL_SHOWN, merge_job
 from sunspot.submitter.manifest.pods import (
     DRAIN,
     FEW_WORKERS,
@@ -57,7 +57,9 @@ STORAGE_PATH = PREFIX + "STORAGE_PATH"
 
 JOB_ID = PREFIX + "JOB_ID"
 
-NODE_GROUPS, NODES_TIMEOUT = PREFIX + "NODE_GROUPS", PREFIX + "NODES_TIMEOUT_S"
+NODE_GROUPS = PREFIX + "NODE_GROUPS"
+
+NODES_TIMEOUT = PREFIX + "NODES_TIMEOUT_S"
 
 LABELS = PREFIX + "LABELS"
 
@@ -66,34 +68,34 @@ BASE = "k8s/rayjob.yaml"
 GENERATION = "sunspot/generation"
 
 BUCKET = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?"
-"""What names of buckets and containers have in common (Google's may have '_')."""
+"""Pattern that names of buckets and containers match in every cloud (Google's may have '_')."""
 
 MAX_PODS = 2**31 - 1
 
 SEARCH = "python -m sunspot.tune"
-"""The entrypoint of a job whose settings contain a search space."""
+"""Entrypoint of a job whose settings contain a search space."""
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a manifest is made from, besides the SUNSPOT_ variables of the environment."""
+    """Everything that a manifest is made from, besides the SUNSPOT_ variables of the environment."""
 
     profile: str = "kind"
-    "One of k8s/profiles, or a path."
+    "Name of a profile in k8s/profiles, or a path."
     settings: Mapping[str, str] = field(default_factory=dict)
-    "By variable, with or without the prefix; they win over the environment, which wins over the profile."
+    "Settings by variable, with or without the prefix. They override the environment, which overrides the profile."
     image: str | None = None
     namespace: str | None = None
     queue: str | None = None
     cluster: str | None = None
-    "A RayCluster in which the job runs, instead of one of its own."
+    "RayCluster in which the job runs, instead of a cluster of its own."
     generation: int = 1
-    "Part of the name: another number starts an ended job again."
+    "Part of the job's name: another number starts a job again that has ended."
     code: str | None = None
-    "The user's own: a folder, or the URL of an archive with its hash."
+    "The user's own code: a folder, or the URL of an archive with its hash."
 
     def arguments(self) -> tuple[str, ...]:
-        """Return the arguments of `sunspot submit` that ask for the same without the environment, in any namespace."""
+        """Return the arguments of `sunspot submit` for the same request without the environment, in any namespace."""
         given = [*_of_environment(), *self.settings.items()]
         settings = dict(sorted({variable_of(name): value for name, value in given}.items()))
         places = {"--run": settings.pop(PREFIX + "RUN_NAME", None), "--storage": settings.pop(STORAGE_PATH, None)}
@@ -106,7 +108,7 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class Derived:
-    """A value in the manifest, and where it comes from."""
+    """A value in the manifest, and its origin."""
 
     name: str
     value: str
@@ -115,55 +117,55 @@ class Derived:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What `submit` applies, and what it was made of."""
+    """A manifest, as `submit` applies it, and the inputs that it was made from."""
 
     manifest: dict[str, Any]
     settings: Settings
-    "As given, without those that a search varies; some, the job adds (`settings_of`)."
+    "Settings as given, without those that a search varies. The manifest has more settings (`settings_of`)."
     namespace: str
     derived: list[Derived]
     chosen_namespace: str | None
-    "The namespace that an option or the profile names; None: it is only the default."
+    "Namespace that an option or the profile names, or None if the default is used."
     request: JobRequest
     archive: CodeArchive | None = None
-    "Own code that the job names, and that has to be in the run's storage before it starts."
+    "The user's own code, which has to be in the run's storage before the job starts."
 
     @property
     def name(self) -> str:
-        """The RayJob's name: the run's, and a hash of the whole specification."""
+        """Name of the RayJob: the run's name, and a hash of the whole specification."""
         return str(self.manifest["metadata"]["name"])
 
     @property
     def pods(self) -> list[PodPrice]:
-        """The pods that it may have; none when it runs in a cluster that is there."""
+        """Pods that the job may have. The list is empty if the job runs in an existing cluster."""
         return pod_prices(self.manifest, settings_of(self.manifest))
 
     def to_yaml(self) -> str:
-        """Write the manifest as YAML, in the order of k8s/rayjob.yaml."""
+        """Return the manifest as YAML, in the order of k8s/rayjob.yaml."""
         return to_yaml(self.manifest)
 
 
 def choose_profile(request: JobRequest) -> Profile:
-    """Load the profile of a request, below the options that are keys of a profile, too."""
+    """Load the profile of a request. Options override the profile's keys of the same name."""
     options = {name: getattr(request, name) for name in ("image", "namespace", "queue", "code")}
     return load_profile(request.profile, {name: value for name, value in options.items() if value is not None})
 
 
 def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
-    """Make the RayJob of a run, whose code is in `archive` if that is a folder.
+    """Make the RayJob of a run. If the run's code is a folder, `archive` is that folder, packed.
 
     Raises `SettingsError` with every problem.
     """
-    # What was given: the profile, and the settings with their sources.
+    # The inputs: the profile, and the settings with their sources.
     chosen = choose_profile(request)
-    # Through JSON: YAML aliases would make one change show in several places.
+    # The copy through JSON resolves YAML aliases, by which one change would show in several places.
     job: dict[str, Any] = json.loads(json.dumps(read_yaml(manifests() / "rayjob.yaml")))
     given = _gather(ray_container(head_group(job))["env"], chosen, request)
     search = load_search({name: value for name, (value, _) in given.items()})
     settings = search.settings
     where = f"with profile {request.profile}"
 
-    # The shape of the cluster, and everything that cannot work.
+    # The shape of the cluster, and everything that makes the job impossible.
     base_cpus = int(worker_group(job)["resources"]["CPU"])
     at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
     shape, problems = (None, []) if request.cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
@@ -172,8 +174,8 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
         problems += _find_unnamed(job, chosen, shape, given)
     if chosen.code and not archive and not (code_in(chosen.code) and "://" in chosen.code):
         problems.append(
-            f"code {chosen.code}: a manifest names an archive by URL and hash, s3://bucket/code.tar@sha256:HASH; of a "
-            "folder `sunspot submit` makes one, or `git archive -o code.tar HEAD` and `sha256sum code.tar`"
+            f"code {chosen.code}: a manifest names an archive by URL and hash, as s3://bucket/code.tar@sha256:HASH; "
+            "for a folder, `sunspot submit` makes one, as do `git archive -o code.tar HEAD` and `sha256sum code.tar`"
         )
     refuse(problems, where)
 
@@ -197,11 +199,12 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     if chosen.rayjob:
         refuse(merge_job(job, chosen.rayjob.model_dump(exclude_none=True)), where)
 
-    # Before anything that follows from the name; the wording of reasons is not part of the specification.
+    # The name comes before everything that depends on it. The wording of reasons is not part of the specification.
     name = f"{settings.run_name}-{_digest(job)}"
     job["metadata"]["name"] = name
     set_variable(job, JOB_ID, name)
-    if shape and (prices := find_prices(chosen)):  # another price does not make it another job
+    prices = find_prices(chosen) if shape else {}
+    if prices:  # after the hash, because another price does not make another job
         set_variable(job, PRICES, json.dumps(prices))
         derived.append(Derived(PRICES, json.dumps(prices), "the profile's prices"))
     job["metadata"]["annotations"]["sunspot/derived"] = json.dumps({value.name: value.value for value in derived})
@@ -220,29 +223,32 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def has_registry(reference: str) -> bool:
-    """Whether an image reference begins with a registry's host, as container runtimes tell it."""
+    """Return True if an image reference names a registry, by the rule of container runtimes."""
     host, slash, _ = reference.partition("/")
     return bool(slash) and ("." in host or ":" in host or host == "localhost")
 
 
 def image_problem(reference: str) -> str:
-    """Say what is wrong with an image reference whose meaning may change; empty if it names a version or digest."""
+    """Return a warning if an image reference may come to mean another image, or an empty text.
+
+    A digest is safe, and so is a tag without a registry, because such an image exists only on the nodes.
+    """
     name = reference.rpartition("/")[2]
     tagged = name.partition(":")[2] not in ("", "latest")
     if "@sha256:" in name or (tagged and not has_registry(reference)):
         return ""
     if tagged:
-        anew = "were it pushed anew, nodes that come later would run another program than those that train"
+        why = "if the tag is pushed again, new nodes will run another program than the present ones"
         digest = f"{reference}@sha256:..., as `docker buildx imagetools inspect {reference}` prints it"
-        return f"image {reference} is named by a tag: {anew}; a digest cannot change: {digest}"
-    retry = "a retry may run another program than the run began with, and nodes keep what they have"
-    return f"image {reference} names no version: {retry}; name a tag, or better a digest (@sha256:...)"
+        return f"image {reference} is named by a tag: {why}; a digest cannot change: {digest}"
+    why = "a retry may run another program than the one the run began with, and nodes keep the image they have"
+    return f"image {reference} names no version: {why}; name a tag, or better a digest (@sha256:...)"
 
 
 def write_directory(rendered: Rendered, path: str) -> list[Path]:
-    """Write manifest and kustomization, as Argo CD, Flux or `kubectl apply -k` take them; returns both paths.
+    """Write the manifest and a kustomization for Argo CD, Flux or `kubectl apply -k`, and return both paths.
 
-    A kustomization that is there already is the user's, and stays. Raises `SettingsError`.
+    An existing kustomization is the user's own and is not replaced. Raises `SettingsError` if nothing can be written.
     """
     kind = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
     kustomization = {**kind, "resources": ["rayjob.yaml"]}
@@ -263,9 +269,9 @@ def write_directory(rendered: Rendered, path: str) -> list[Path]:
 
 
 def _gather(base: list[dict[str, str]], profile: Profile, request: JobRequest) -> dict[str, tuple[str, str]]:
-    """Collect every given setting by variable: its value and its last source. An empty value removes it."""
+    """Return the value of every given setting and its last source, by variable. An empty value removes a setting."""
     name = request.profile
-    # The notice is the pods': it follows from the profile, or the running cluster has set it.
+    # The notice is a property of the pods: it follows from the profile, or the running cluster has set it.
     of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
     in_profile = profile.settings or {}
     every = [
@@ -285,9 +291,10 @@ def _of_environment() -> Iterator[tuple[str, str]]:
 def _resolve(
     search: Search, given: Mapping[str, tuple[str, str]], profile: Profile, shape: Shape | None, deadline_s: int
 ) -> list[Derived]:
-    """Choose the variables of the job, in the order of the settings.
+    """Return the variables of the job, in the order of the settings.
 
-    Only what was given or had to be chosen; the rest is left to the image, which may have its own task.
+    These are only the settings that were given or had to be chosen. The others are left to the image, which may have
+    its own task.
     """
     every = {**search.settings.environment(), **search.given}
     chosen = {variable: (every[variable], source) for variable, (value, source) in given.items() if value != ""}
@@ -304,7 +311,9 @@ def _resolve(
             ]
             chosen[NODE_GROUPS] = (json.dumps(groups), "the profile's workers")
             chosen.setdefault(NODES_TIMEOUT, (str(deadline_s), "preRunningDeadlineSeconds"))
-    own = {name: value for name, value in (profile.labels or {}).items() if "/" not in name}  # others tell machinery
+    own = {
+        name: value for name, value in (profile.labels or {}).items() if "/" not in name
+    }  # keys with "/" are for machinery
     if own:
         labels = {**own, **search.settings.labels}
         chosen[LABELS] = (json.dumps(labels, sort_keys=True), "the profile's labels")
@@ -312,26 +321,26 @@ def _resolve(
 
 
 def _find_problems(settings: Settings, profile: Profile, request: JobRequest, pod: Mapping[str, Any]) -> list[str]:
-    """Find what cannot work on any cluster; `pod` is the spec of a training pod without the profile."""
+    """Return every problem that no cluster can solve. `pod` is the spec of a training pod without the profile."""
     cluster, generation = request.cluster, request.generation
     problems = []
     place = f"{STORAGE_PATH}={settings.storage_path}"
     if "://" not in settings.storage_path:
         url = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
-        problems.append(f"{place}: pods come and go, and share no disk; set it to {url}")
+        problems.append(f"{place}: pods come and go and share no disk; set it to {url}")
     elif not re.fullmatch(BUCKET, settings.storage_path.partition("://")[2].partition("/")[0]):
-        fix = "set it to small letters, digits, '-' and '.' after the scheme"
-        problems.append(f"{place}: no bucket has such a name; {fix}")
+        fix = "use lower-case letters, digits, '-' and '.' after the scheme"
+        problems.append(f"{place}: not a valid name of a bucket; {fix}")
     problems += [
-        f"{PREFIX}{name}={path}: a path of this machine, which pods do not have; set it to a URL such as "
+        f"{PREFIX}{name}={path}: a path on this machine, which pods do not have; set it to a URL such as "
         "s3://bucket/data, or a path from / in the image or on a volume"
         for name, path in (("DATASET", settings.dataset), ("TEST_DATASET", settings.test_dataset))
         if path not in ("", "sample", "mnist") and "://" not in path and not path.startswith("/")
     ]
     if settings.num_workers.most > MAX_PODS:
-        problems.append(f"{PREFIX}NUM_WORKERS={settings.num_workers}: Kubernetes counts to {MAX_PODS}; set it lower")
+        problems.append(f"{PREFIX}NUM_WORKERS={settings.num_workers}: Kubernetes allows at most {MAX_PODS}; lower it")
     if settings.code:
-        problems.append(f"{CODE}={settings.code}: it follows from --code, or code in the profile; unset it")
+        problems.append(f"{CODE}={settings.code}: it follows from --code, or from code in the profile; unset it")
     if settings.job_id:
         problems.append(f"{JOB_ID}={settings.job_id}: it is the name of the RayJob; unset it")
     if "notice_s" in settings.model_fields_set:
@@ -341,35 +350,36 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
     if settings.node_groups:
         problems.append(f"{NODE_GROUPS}: it follows from the profile; set workers there instead")
     problems += [
-        f"env.{name}: {SHOWN}; take it from a Secret, with env_secrets: {{{name}: {{secret: NAME, key: KEY}}}}"
+        f"env.{name}: {CREDENTIAL_SHOWN}; take it from a Secret, "
+        f"with env_secrets: {{{name}: {{secret: NAME, key: KEY}}}}"
         for name, value in (profile.env or {}).items()
         if is_credential(name, value)
     ]
     drain = (profile.env or {}).get(DRAIN)
     grace_s = profile.notice_s or pod["terminationGracePeriodSeconds"]
     if drain is not None and not (re.fullmatch("[0-9]{1,9}", drain) and int(drain) < grace_s):
-        fewer = f"it has to be fewer seconds than a pod has, which ends after {grace_s} s"
-        fix = "leave it out, or set notice_s to what the nodes really give"
-        problems.append(f"env.{DRAIN}={drain}: {fewer}; {fix}")
+        limit = f"a pod ends after {grace_s} s, and the drain has to be shorter"
+        fix = "leave it out, or set notice_s to the seconds that the nodes really give"
+        problems.append(f"env.{DRAIN}={drain}: {limit}; {fix}")
     if request.image and profile.head and profile.head.image:
-        head = f"the head would keep head.image={profile.head.image}, maybe another version"
-        problems.append(f"image {request.image}: {head}; name both in the profile")
+        head = f"the head would keep head.image={profile.head.image}, perhaps another version"
+        problems.append(f"image {request.image}: {head}; set both in the profile")
     if generation < 1:
         problems.append(f"generation {generation}: set it to a whole number from 1")
     if cluster is not None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", cluster):
             problems.append(f"cluster {cluster!r}: set it to the name of a RayCluster")
         problems += [
-            f"{variable}={value}: Ray would expand the $ in a job for a cluster that runs; do without it"
+            f"{variable}={value}: Ray would expand the $ in a job for an existing cluster; use a value without $"
             for variable, value in settings.environment().items()
             if "$" in value
         ]
         if profile.queue:
-            asks = f"queue {profile.queue}: a job in a cluster that runs asks Kueue for no pods"
-            problems.append(f"{asks}; leave out the queue, or the cluster")
+            why = "a job in an existing cluster requests no pods from Kueue"
+            problems.append(f"queue {profile.queue}: {why}; leave out the queue, or the cluster")
     if profile.queue and len(profile.groups) > 1:
-        both = "pods that wait, and those that stand in for them, would both count in its quota"
-        fix = "keep one group in workers (the queue's flavours may choose among nodes), or leave the queue out"
+        both = "waiting pods and the pods that replace them would both count against its quota"
+        fix = "keep one group in workers (the queue's flavors may choose among nodes), or leave the queue out"
         problems.append(f"queue {profile.queue}: {both}; {fix}")
     return problems
 
@@ -377,16 +387,16 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
 def _find_unnamed(
     job: dict[str, Any], profile: Profile, shape: Shape | None, given: Mapping[str, tuple[str, str]]
 ) -> list[str]:
-    """Find what a run on a cloud needs of the user's own: the defaults are for a cluster on this machine."""
+    """Return a problem for each default that a run on a cloud cannot use: its bucket, and images without a registry."""
     problems = []
     storage_path, source = given[STORAGE_PATH]
     if source == BASE:
-        default = f"{STORAGE_PATH}={storage_path} is only a default, and on a cloud a stranger's bucket"
-        problems.append(f"{default}; set it to yours, with --storage, the environment, or settings in your own profile")
+        default = f"{STORAGE_PATH}={storage_path} is only a default, and on a cloud it is a stranger's bucket"
+        problems.append(f"{default}; set it to your own with --storage, the environment, or settings in your profile")
     images = [profile.image or ray_container(head_group(job))["image"], profile.head.image if profile.head else None]
     problems += [
-        f"image {image}: no registry is named, so nodes would look for it on Docker Hub; name the one that you pushed "
-        "to (registry.example/sunspot:1, docker.io/me/sunspot:1): --image, make IMAGE=..., or image in your own profile"
+        f"image {image}: no registry is named, so nodes would look for it on Docker Hub; name the registry you pushed "
+        "to (registry.example/sunspot:1, docker.io/me/sunspot:1) with --image, make IMAGE=..., or image in your profile"
         for image in images
         if image and shape and not has_registry(image)
     ]
@@ -417,7 +427,7 @@ def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -
 
 
 def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, str]) -> None:
-    """Send the job into an existing cluster: it brings no pods, and must not delete that cluster."""
+    """Send the job into an existing cluster, which the job neither extends nor deletes."""
     spec = job["spec"]
     for key in ("rayClusterSpec", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"):
         del spec[key]
@@ -426,7 +436,7 @@ def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, s
 
 
 def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> list[Derived]:
-    """List the chosen values that are not settings."""
+    """List the chosen values that are not settings, with the reason for each."""
     head, workers = head_group(job), worker_group(job)
     found: list[Derived] = []
 
@@ -438,43 +448,46 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
 
     image = ray_container(workers)["image"]
     add("image", image, BASE if profile.image is None else find_origin(name, "image") or "given")
-    if head_image := profile.head and profile.head.image:
+    head_image = profile.head.image if profile.head else None
+    if head_image:
         add("head's image", head_image, source(head_image, "head", "image"))
     trials = f" of each of {shape.runs} trials" if shape.runs > 1 else ""
-    per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
+    per_pod = f"{shape.gpus} GPUs in a pod, with a worker for each" if shape.gpus > 1 else "one worker in each"
     add("training pods", shape.pods, f"NUM_WORKERS{trials}, {per_pod}")
     found += _explain_sizes(ray_container(workers), profile, name)
     for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True)):
         if len(profile.groups) > 1:
             where = ", never on spot nodes" if group.spot is False else ", on spot nodes"
-            when = f"once those before have lacked nodes for {group.after_s} s, until they have had enough for as long"
+            when = (
+                f"starts once earlier groups have lacked nodes for {group.after_s} s, and stops once they have enough"
+            )
             up_to = f"up to {pods}{where if profile.spot else ''}"
             add(f"pods of {group_name(number)}", up_to, when if number else "the first choice")
     may_change = "may change" if shape.autoscaled else "is fixed"
     add("autoscaler", "v2" if shape.autoscaled else "none", f"the number of pods {may_change}")
     if profile.spot:
-        add("head", "not on spot nodes", "its loss would end every worker")
+        add("head", "not on spot nodes", "the loss of the head would end every worker")
     else:
         add("head", "on any node", "the profile has no spot nodes")
     account = head["template"]["spec"]["serviceAccountName"]
-    holder = "only the autoscaler has" if shape.autoscaled else "nothing has"
-    add("head's service account", account, f"{holder} its token")
+    holder = "only the autoscaler has its token" if shape.autoscaled else "no container has its token"
+    add("head's service account", account, holder)
     placement = profile.groups[0].placement
     of_first = "workers" if find_origin(name, "workers", "placement") else "worker"
-    benefit = "the loss of a node costs as few workers as can be"
+    benefit = "the loss of a node costs as few workers as possible"
     if placement in ("pack", "zone"):
-        benefit = "within a zone the network is faster, and costs nothing"
+        benefit = "the network within a zone is faster, and free"
     add("placement", placement or "spread", f"{source(placement, of_first, 'placement')}: {benefit}")
     notice = profile.notice_s or workers["template"]["spec"]["terminationGracePeriodSeconds"]
     add("terminationGracePeriodSeconds", notice, f"the notice, {source(profile.notice_s, 'notice_s')}")
     drain = next(entry["value"] for entry in ray_container(workers)["env"] if entry["name"] == DRAIN)
-    add(DRAIN, drain, f"the notice, less {notice - int(drain)} s for Ray to end its processes")
-    add(NOTICE, drain, f"the time that {DRAIN} leaves")
+    add(DRAIN, drain, f"the notice, minus {notice - int(drain)} s in which Ray ends its processes")
+    add(NOTICE, drain, f"the time that {DRAIN} leaves for a save")
     deadline_s = profile.pre_running_deadline_s
     deadline = "preRunningDeadlineSeconds"
     add(deadline, deadline_s or job["spec"][deadline], source(deadline_s, "pre_running_deadline_s"))
     resources = ray_container(head)["resources"]["requests"]
-    enlarged = [f"{TRIAL_MEMORY} more for each of {shape.runs} trials but the first"] if shape.runs > 1 else []
+    enlarged = [f"{TRIAL_MEMORY} more for each of {shape.runs} trials except the first"] if shape.runs > 1 else []
     if profile.head and profile.head.per_worker and shape.workers > FEW_WORKERS:
         enlarged.append(f"head.per_worker for each of {shape.workers} workers beyond {FEW_WORKERS}")
     for size in ("cpu", "memory") if enlarged else ():
@@ -483,12 +496,12 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         most = shape.data.max
         add("data pods", f"{shape.data.min}..{most}", source(most, "data_workers", "max"))
     elif profile.data_workers:
-        add("data pods", "none", "only SUNSPOT_LOADER=ray with GPUs reads beside the training pods")
+        add("data pods", "none", "only SUNSPOT_LOADER=ray with GPUs reads outside the training pods")
     return found
 
 
 def _explain_sizes(container: Mapping[str, Any], profile: Profile, name: str) -> Iterator[Derived]:
-    """Say what a training pod of the first group gets, and why."""
+    """Yield each size of a training pod of the first group, with its origin."""
     given = profile.workers[0] if profile.workers else profile.worker or Worker()
     for key in Sizes.model_fields:
         each = getattr(given.per_gpu, key, None)

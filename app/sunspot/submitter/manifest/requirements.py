@@ -1,4 +1,4 @@
-"""The pods that a RayJob makes: their number in each group, and their requests. Pure."""
+"""Finds the pods that a RayJob creates: their number in each group, and their requests. All functions are pure."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,23 +11,23 @@ from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.shape import SLOT
 
 Pod = Mapping[str, Any]
-"""The spec of a pod."""
+"""Spec of a pod."""
 
 
 @dataclass(frozen=True)
 class PodSet:
-    """A number of a run's pods, each of which may be of any of some groups."""
+    """A number of pods of a run, each of which may belong to any of several groups."""
 
     groups: Mapping[str, Pod]
-    "The pods' spec, by group."
+    "Spec of the pods, by group."
     room: Mapping[str, int]
-    "Most pods of each group."
+    "Largest number of pods, by group."
     least: int
-    "Pods without which the run does not begin."
+    "Number of pods that the run needs to begin."
     most: int
 
     def least_amount(self, number: int, amount_of: Callable[[Pod], float]) -> float:
-        """Return the least amount that `number` pods of any groups take; `amount_of` gives that of one pod."""
+        """Return the smallest amount that `number` pods of any groups take. `amount_of` returns that of one pod."""
         total = 0.0
         for amount, group in sorted((amount_of(pod), name) for name, pod in self.groups.items()):
             taken = min(number, self.room[group])
@@ -37,7 +37,10 @@ class PodSet:
 
 
 def pod_templates(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return each group's pod template, with the autoscaler in the head's; empty for an existing cluster."""
+    """Return the pod template of each group, with the autoscaler's container in that of the head.
+
+    Returns an empty mapping if the job runs in an existing cluster.
+    """
     templates = {name: group["template"] for name, group in pod_groups(manifest["spec"]).items()}
     cluster = manifest["spec"].get("rayClusterSpec") or {}
     if cluster.get("enableInTreeAutoscaling"):
@@ -45,14 +48,17 @@ def pod_templates(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         [ray, *others] = head["spec"]["containers"]
         options = cluster.get("autoscalerOptions", {})
         fields = ("imagePullPolicy", "resources", "securityContext", "volumeMounts", "env", "envFrom")
-        beside = {"name": "autoscaler", "image": options.get("image", ray["image"])}
-        beside |= {name: options[name] for name in fields if name in options}
-        templates["head"] = {**head, "spec": {**head["spec"], "containers": [ray, beside, *others]}}
+        autoscaler = {"name": "autoscaler", "image": options.get("image", ray["image"])}
+        autoscaler |= {name: options[name] for name in fields if name in options}
+        templates["head"] = {**head, "spec": {**head["spec"], "containers": [ray, autoscaler, *others]}}
     return templates
 
 
 def pod_sets(manifest: Mapping[str, Any]) -> dict[str, PodSet]:
-    """Return a RayJob's pods as sets: head, workers, and those of other groups; empty for an existing cluster."""
+    """Return the pods of a RayJob as sets: the head, the training workers, and one set for each other group.
+
+    Returns an empty mapping if the job runs in an existing cluster.
+    """
     pods = {name: template["spec"] for name, template in pod_templates(manifest).items()}
     groups = pod_groups(manifest["spec"])
     if not groups:
@@ -66,7 +72,7 @@ def pod_sets(manifest: Mapping[str, Any]) -> dict[str, PodSet]:
 
     training = [name for name, group in groups.items() if SLOT in group.get("resources", {})] or list(groups)[:1]
     workers = sum(least[name] for name in training), sum(room[name] for name in training)
-    if len(training) > 1:  # then the driver asks for all of them, and the RayJob begins with none
+    if len(training) > 1:  # the RayJob begins without workers, and the driver requests all of them
         variables = {entry["name"]: entry.get("value", "") for entry in ray_container(head).get("env", ())}
         numbers = variables.get(f"{PREFIX}NUM_WORKERS", "").split("..")
         per_pod = int(groups[training[0]]["resources"][SLOT])
@@ -78,10 +84,10 @@ def pod_sets(manifest: Mapping[str, Any]) -> dict[str, PodSet]:
 
 
 def requests_of(pod: Pod, kind: str = "requests") -> dict[str, float]:
-    """Sum up a pod's requests (or `limits`) by resource, in base units, as the scheduler and quotas do.
+    """Return the sum of a pod's requests (or `limits`) by resource, in base units, as the scheduler and quotas do.
 
-    Init containers run one after another, before the others; those with a restart policy stay. What the pod itself
-    states replaces the sum of its containers.
+    Init containers run one after another before the other containers, and keep running if they have a restart policy.
+    An amount that the pod itself states replaces the sum of its containers.
     """
     containers = [_amounts(container, kind) for container in pod["containers"]]
     total = _add(*containers)
@@ -102,7 +108,7 @@ def requests_of(pod: Pod, kind: str = "requests") -> dict[str, float]:
 
 
 def _amounts(holder: Mapping[str, Any], kind: str) -> dict[str, float]:
-    """Return the requests or limits of a container, or those that a pod has itself."""
+    """Return the requests or limits of a container, or those that a pod states itself."""
     resources = holder.get("resources") or {}
     amounts = resources.get(kind) or {}
     if kind == "requests":

@@ -1,4 +1,4 @@
-"""YAML of profiles and manifests: reads it, and writes it the same on every machine."""
+"""Reads the YAML of profiles and manifests, and writes YAML that is the same on every machine."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from sunspot.settings import cut
 
 
 def read_yaml(path: Path) -> Any:
-    """Parse one YAML document; raises `SettingsError` when it cannot be read or parsed."""
+    """Parse a file with one YAML document. Raises `SettingsError` if it cannot be read or parsed."""
     documents = read_documents(path)
     if len(documents) > 1:
         raise SettingsError(f"{cut(path)}: {len(documents)} YAML documents; keep one")
@@ -18,9 +18,9 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_documents(path: Path) -> list[Any]:
-    """Parse every YAML document of a file; raises `SettingsError` when it cannot be read or parsed."""
+    """Parse every YAML document of a file. Raises `SettingsError` if the file cannot be read or parsed."""
     try:
-        if path.exists() and not path.is_file():  # a device would never end, and a FIFO not even begin
+        if path.exists() and not path.is_file():  # a device has no end, and opening a FIFO may block
             raise OSError("not a regular file")
         content = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -28,24 +28,24 @@ def read_documents(path: Path) -> list[Any]:
     try:
         return parse_yaml(content)
     except ValueError as error:
-        raise SettingsError(f"{cut(path)}: no YAML: {shorten(error)}") from error
+        raise SettingsError(f"{cut(path)}: not valid YAML: {shorten(error)}") from error
 
 
 def parse_yaml(content: str | bytes) -> list[Any]:
-    """Parse every document in the text; raises `ValueError` for what is no YAML."""
+    """Parse every document of a text. Raises `ValueError` if it is not valid YAML."""
     import yaml
 
     try:
         return list(yaml.load_all(content, _make_loader()))
-    except Exception as error:  # the parser's own, and those of dates, numbers and so on that are none
+    except Exception as error:  # those of the parser, and those of malformed dates and numbers
         raise ValueError(shorten(error)) from error
 
 
 def _make_loader() -> Any:
-    """Make a safe loader for which 010 and 1:30 are text: in YAML 1.1 they are 8 and 90, and nobody means that."""
+    """Return a safe loader that reads 010 and 1:30 as text. YAML 1.1 reads them as 8 and 90, which nobody expects."""
     import yaml
 
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen when run
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen at run time
         pass
 
     Loader.yaml_implicit_resolvers = {
@@ -57,15 +57,15 @@ def _make_loader() -> Any:
 
 
 def to_yaml(value: Any) -> str:
-    """YAML in the order of `value`, the same on every machine."""
+    """Return `value` as YAML, with its keys in their own order and the same bytes on every machine."""
     import yaml
 
-    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # chosen when run
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # chosen at run time
         pass
 
     def represent(dumper: Any, text: str) -> Any:
         bare = re.match(r"[A-Za-z/].", text) or re.fullmatch(r"\d+(m|[KMGTP]i)", text)
-        # The rest in quotes: PyYAML leaves 1e-3 and y bare, which Go reads as a number and as true.
+        # Other text is quoted, because PyYAML would leave 1e-3 and y bare, and Go reads them as a number and as true.
         style = "|" if "\n" in text else None if bare else "'"
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 

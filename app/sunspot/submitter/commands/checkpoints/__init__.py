@@ -1,1 +1,1 @@
-"""`sunspot checkpoints`: its verbs, a module each."""
+"""`sunspot checkpoints`: one module for each of its verbs."""

@@ -1,4 +1,4 @@
-"""`sunspot checkpoints gc`: removes checkpoints that are of no use any more."""
+"""`sunspot checkpoints gc`: removes checkpoints, uploads and code that are no longer needed."""
 
 import argparse
 import time
@@ -12,12 +12,14 @@ from sunspot.submitter.runs import find_run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--keep", metavar="N", type=count, help="how many of the best stay; default: the run's own")
-    parser.add_argument("--yes", action="store_true", help="remove it")
+    parser.add_argument(
+        "--keep", metavar="N", type=count, help="number of best checkpoints to keep; default: that of the run"
+    )
+    parser.add_argument("--yes", action="store_true", help="remove them")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what is of no use, or remove it; the newest good checkpoint, every byte of which is read, always stays."""
+    """Print what is no longer needed, or remove it. The newest intact checkpoint always stays."""
     run = find_run(args.run, args.storage)
     with progress_note("checking every checkpoint"):
         removals = list(find_removals(run, args.keep, time.time()))
@@ -45,4 +47,4 @@ def _print(removals: list[Removal], removed: list[Removal], really: bool, as_jso
     elif really:
         print_text(f"removed {len(removed)} of {len(removals)}: {size} freed")
     else:
-        print_text(f"{len(removals)} to remove: {size}; --yes removes them")
+        print_text(f"{len(removals)} can be removed: {size}; --yes removes them")

@@ -1,4 +1,4 @@
-"""`sunspot checkpoints get`: downloads and verifies a checkpoint; run again after an interruption, it goes on."""
+"""`sunspot checkpoints get`: downloads and verifies a checkpoint, and continues an interrupted download."""
 
 import argparse
 import hashlib
@@ -20,7 +20,7 @@ from sunspot.submitter.runs import find_run
 FILES_AT_ONCE = 4
 
 TRIES = 4
-"""How often one file is started, or continued after storage broke off."""
+"""Largest number of times that the download of one file is started or continued."""
 
 PART = ".part"
 """Suffix of an unfinished file."""
@@ -29,18 +29,25 @@ PART = ".part"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", default="newest", help="as ls names it, or newest (default), or best"
+        "name",
+        metavar="NAME",
+        nargs="?",
+        default="newest",
+        help="the name that ls shows, newest or best; default: newest",
     )
-    parser.add_argument("--output", metavar="DIR", help="default: a directory called like the checkpoint")
+    parser.add_argument(
+        "--output", metavar="DIR", help="the directory to write to; default: the name of the checkpoint"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Download the checkpoint NAME, keeping files that are whole and continuing others; `manifest.json` comes last."""
+    """Download a checkpoint. Complete files are kept, others are continued, and `manifest.json` is written last."""
     run = find_run(args.run, args.storage)
     checkpoint, notes = choose(run, args.name)
     for note in notes:
         warn(note)
-    if faults := find_faults_in_listing(checkpoint, list_directories(run).get(checkpoint.name, {})):
+    faults = find_faults_in_listing(checkpoint, list_directories(run).get(checkpoint.name, {}))
+    if faults:
         raise DamageError(f"{checkpoint.name}: {'; '.join(faults)}")
     directory = Path(args.output or checkpoint.name).absolute()
     try:
@@ -55,20 +62,20 @@ def run(args: argparse.Namespace) -> None:
         record = {name: getattr(checkpoint, name) for name in ("name", "step", "bytes")}
         print_json({**record, "directory": str(directory), "files": sorted(checkpoint.files), "kept": kept})
     else:
-        were_there = f", {len(kept)} of them were there already" if kept else ""
+        were_there = f", {len(kept)} of which existed already" if kept else ""
         files = f"{plural(len(checkpoint.files), 'file')}{were_there}"
         print_text(f"{directory}: {files}, {as_bytes(checkpoint.bytes)}, all verified")
 
 
 def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
-    """Make the directory, marked as this checkpoint's by its manifest under another name; returns that file."""
+    """Make the directory and mark it with the checkpoint's manifest under another name. Returns the marker's path."""
     content = run.storage.read(run.key("checkpoints", checkpoint.name, MANIFEST))
     directory.mkdir(parents=True, exist_ok=True)
     mark = directory / (MANIFEST + PART)
     known = [path.read_bytes() for path in (mark, directory / MANIFEST) if path.is_file()]
     if any(directory.iterdir()) and content not in known:
-        holds = f"{directory} is not empty, and holds no download of {checkpoint.name}"
-        raise SettingsError(f"{holds}; choose another --output")
+        what = f"{directory} is not empty, and its content is not a download of {checkpoint.name}"
+        raise SettingsError(f"{what}; choose another --output")
     for path in directory.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise SettingsError(f"{path} is neither a file nor a folder; choose another --output")
@@ -77,14 +84,16 @@ def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
 
 
 class Download:
-    """Fetches the files of a checkpoint into a directory, each verified, a few at a time."""
+    """Downloads and verifies the files of a checkpoint, a few at a time."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint, directory: Path) -> None:
-        self._run, self._checkpoint, self._directory = run, checkpoint, directory
+        self._run = run
+        self._checkpoint = checkpoint
+        self._directory = directory
         self._given_up = threading.Event()
 
     def fetch_all(self) -> list[str]:
-        """Fetch every file; returns those that were there already. What came of one that fails is kept."""
+        """Fetch every file, and return the files that existed already. The part of a file that fails is kept."""
         with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="get") as pool:
             fetched = {file: pool.submit(self._fetch, file, self._target(file)) for file in self._checkpoint.files}
             try:
@@ -97,11 +106,11 @@ class Download:
     def _target(self, file: str) -> Path:
         path = (self._directory / file).resolve()
         if not path.is_relative_to(self._directory.resolve()) or path.name == MANIFEST:
-            raise DamageError(f"{MANIFEST} lists {file}, which no checkpoint has")
+            raise DamageError(f"{MANIFEST} lists {file}, which cannot be a file of a checkpoint")
         return path
 
     def _fetch(self, file: str, target: Path) -> bool:
-        """Fetch one file; True when it was there already."""
+        """Fetch one file. Returns True if it existed already."""
         run, name = self._run, self._checkpoint.name
         key = run.key("checkpoints", name, file)
         expected = self._checkpoint.files[file]
@@ -117,7 +126,7 @@ class Download:
             except NotFoundError as error:
                 if run.storage.exists(run.key("checkpoints", name, MANIFEST)):
                     raise DamageError(f"{name}: {file} is missing") from error
-                raise NotFoundError(f"{name}: deleted meanwhile") from error
+                raise NotFoundError(f"{name} was deleted during the download") from error
             except StorageError as error:
                 failure = error
                 continue
@@ -127,15 +136,15 @@ class Download:
                 os.replace(part, target)
                 return False
             part.unlink()
-            came = f"{size} bytes with SHA-256 {sha256[:12]}... came, instead of {wanted[0]} with {wanted[1][:12]}..."
+            came = f"received {size} bytes with SHA-256 {sha256[:12]}..., expected {wanted[0]} with {wanted[1][:12]}..."
             failure = DamageError(f"{run.storage.locate(key)}: {came}")
-            if not began:  # otherwise the earlier part may have been of another file
+            if not began:  # otherwise the earlier part may belong to another file
                 break
         assert failure
         raise failure
 
     def _continue(self, key: str, part: Path, size: int) -> tuple[int, int, str]:
-        """Fetch the rest of `part`. Returns its size before, its size now, and the SHA-256 of the whole."""
+        """Fetch the rest of `part`. Returns its size before, its size afterwards, and the SHA-256 of its content."""
         began = part.stat().st_size if part.is_file() else 0
         if began > size:
             part.unlink()

@@ -1,9 +1,9 @@
-"""`sunspot checkpoints ls`: which checkpoints a run has, and whether they are whole."""
+"""`sunspot checkpoints ls`: lists and verifies a run's checkpoints."""
 
 import argparse
 import time
 
-from sunspot.formatting import in_words
+from sunspot.formatting import in_words, plural
 from sunspot.run import Run
 from sunspot.run.checkpoints import MANIFEST
 from sunspot.submitter.checkpoint_list import list_checkpoints
@@ -22,9 +22,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def list_all(run: Run, limit: int | None, as_json: bool) -> None:
-    """Print the newest `limit` (None: all) checkpoints that lead to the newest attempt, by step, each verified."""
+    """Verify and print the newest `limit` checkpoints of the newest attempt's lineage, or all if the limit is None."""
     listed = list_checkpoints(run, limit)
-    checked, now = listed.checked, time.time()
+    checked = listed.checked
+    now = time.time()
     if as_json:
         print_json(listed.records())
         for checkpoint, faults in checked:
@@ -41,10 +42,10 @@ def list_all(run: Run, limit: int | None, as_json: bool) -> None:
         print_table(["name", "step", "epoch", *names, "bytes", "age", "verified"], rows)
     broken = [checkpoint.name for checkpoint, _ in checked if not checkpoint.finite]
     if broken:
-        warn(f"with weights that are NaN or infinite: {', '.join(broken)}; a run goes on from an older one")
+        warn(f"with weights that are NaN or infinite: {', '.join(broken)}; a run resumes from an older checkpoint")
     if listed.older:
-        warn(f"left out: {listed.older} older; --all lists them")
+        warn(f"left out: {plural(listed.older, 'older checkpoint')}; --all lists them")
     if listed.incomplete:
-        warn(f"left out: {listed.incomplete} without {MANIFEST}, incomplete")
+        warn(f"left out: {plural(listed.incomplete, 'incomplete checkpoint')}, without {MANIFEST}")
     if listed.superseded:
-        warn(f"left out: {listed.superseded} of superseded attempts, which do not lead to the newest one")
+        warn(f"left out: {plural(listed.superseded, 'checkpoint')} of superseded attempts")

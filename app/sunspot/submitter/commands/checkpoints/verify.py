@@ -1,4 +1,4 @@
-"""`sunspot checkpoints verify`: whether every byte of a run's checkpoints is as it was written."""
+"""`sunspot checkpoints verify`: checks every byte of a run's checkpoints."""
 
 import argparse
 
@@ -14,11 +14,13 @@ from sunspot.submitter.runs import find_run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a checkpoint, as ls names it")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="the checkpoint, by the name that ls shows; default: all"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print which checkpoints are whole, or the one named; without a name, the last of an ended run has to be there."""
+    """Verify one checkpoint or all of them, and print the result. The last checkpoint of an ended run has to exist."""
     run = find_run(args.run, args.storage)
     name = args.name
     directories = list_directories(run)
@@ -28,13 +30,14 @@ def run(args: argparse.Namespace) -> None:
         counted = [name]
     with progress_note("reading every byte"):
         verified = [(checkpoint.name, faults) for checkpoint, faults in verify(run, counted)]
-    if name is None and (gone := find_deleted_checkpoint(read_status(run), counted)):
-        verified.append((gone, ["gone, though the run ended with it"]))
+    gone = find_gone(read_status(run), counted) if name is None else None
+    if gone:
+        verified.append((gone, ["missing, although the run ended with it"]))
     if args.json:
         print_json([{"name": name, "verified": not faults, "faults": faults} for name, faults in verified])
     else:
         print_table(["name", "verified"], [[name, "; ".join(faults) or "ok"] for name, faults in verified])
     damaged = sum(bool(faults) for _, faults in verified)
     if damaged:
-        which = f"{damaged} of {len(verified)} checkpoints in {run.location} damaged or gone"
-        raise DamageError(f"{which}; `sunspot doctor {run.name}` says what helps")
+        which = f"{damaged} of {len(verified)} checkpoints in {run.location} are damaged or missing"
+        raise DamageError(f"{which}; `sunspot doctor {run.name}` explains what to do")
