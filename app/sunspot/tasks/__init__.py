@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -20,33 +20,46 @@ from sunspot.spelling import find_meant
 from sunspot.tasks.defaults import fill_in
 from sunspot.tasks.signatures import refuse_other_arguments
 
-HOOKS = ("train", "augment", "augment_row")
-"""What loops over batches call; those of some libraries do not."""
-
-UNCALLED = {
-    "build_module": "its LightningModule has hooks for it",
-    "build_trainer": "its Trainer loops, over rows as build_dataset returns them",
-    "build_trees": "trees see all rows as they are",
-}
+LOOP_FUNCTIONS = ("train", "augment", "augment_row")
+"""Functions of a task that only some loops call."""
 
 RATE_FUNCTIONS = ("build_optimizer", "build_scheduler", "schedule")
 """Functions that set the learning rates of a plain PyTorch task."""
 
-RATES_BY = {
-    "build_module": "configure_optimizers of its LightningModule returns the optimizer and its schedulers",
-    "build_keras": "its Keras model brings its optimizer, and settings scale the rate",
-    "build_trainer": "its Trainer builds the optimizer and its scheduler by its arguments",
-    "build_trees": "trees have one rate, in SUNSPOT_TASK_ARGS",
-}
-"""The source of the learning rates, by the function that a task for another library defines."""
+
+class Adapter(NamedTuple):
+    """How a task for another library becomes a `Task`."""
+
+    location: str
+    "Module and class, which is called with the task's module and the settings."
+    rates: str
+    "The source of its learning rates; `RATE_FUNCTIONS` are never called."
+    loop: str = ""
+    "The reason why `LOOP_FUNCTIONS` are never called; empty if they are."
+
 
 ADAPTERS = {
-    "build_module": "sunspot.tasks.lightning_adapter:LightningTask",
-    "build_keras": "sunspot.tasks.keras_adapter:KerasTask",
-    "build_trainer": "sunspot.tasks.transformers_adapter:TrainerTask",
-    "build_trees": "sunspot.tasks.trees_adapter:TreesTask",
+    "build_module": Adapter(
+        "sunspot.tasks.lightning_adapter:LightningTask",
+        "configure_optimizers of its LightningModule returns the optimizer and its schedulers",
+        "its LightningModule has hooks for it",
+    ),
+    "build_keras": Adapter(
+        "sunspot.tasks.keras_adapter:KerasTask",
+        "its Keras model brings its optimizer, and settings scale the rate",
+    ),
+    "build_trainer": Adapter(
+        "sunspot.tasks.transformers_adapter:TrainerTask",
+        "its Trainer builds the optimizer and its scheduler from its arguments",
+        "its Trainer loops over the rows that build_dataset returns",
+    ),
+    "build_trees": Adapter(
+        "sunspot.tasks.trees_adapter:TreesTask",
+        "trees have one rate, in SUNSPOT_TASK_ARGS",
+        "trees see all rows unchanged",
+    ),
 }
-"""The one function of a task for another library, and the class that makes a task like any other of it."""
+"""Adapter for each function by which a task names its library. A task defines at most one of these functions."""
 
 EXTRAS = {
     **dict.fromkeys(("lightning", "pytorch_lightning", "torchmetrics"), "lightning"),
@@ -209,7 +222,8 @@ def load_task(settings: Settings) -> Task:
     try:
         module = importlib.import_module(settings.task)
         function = next((name for name in ADAPTERS if hasattr(module, name)), "")
-        adapter = pkgutil.resolve_name(ADAPTERS[function]) if function else None
+        adapter = ADAPTERS[function] if function else None
+        build_task = pkgutil.resolve_name(adapter.location) if adapter else None
     except Exception as error:
         package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS:
@@ -218,23 +232,31 @@ def load_task(settings: Settings) -> Task:
             absent = package == settings.task.partition(".")[0]
             fix = _how_to_find(package, settings) if absent else f"mend {place_of(error)}"
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
-    if function in UNCALLED and (own := [name for name in HOOKS if hasattr(module, name)]):
-        raise SettingsError(f"SUNSPOT_TASK={settings.task}: {own[0]} would never be called: {UNCALLED[function]}")
-    for name in RATE_FUNCTIONS if adapter else ():
-        # An imported function may be meant for the library itself.
-        if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
-            raise SettingsError(f"SUNSPOT_TASK={settings.task}: {name} would never be called: {RATES_BY[function]}")
-    refuse_unused_functions(module, function, settings)
     if adapter:
-        return cast(Task, adapter(module, settings))
+        refuse_uncalled_functions(module, adapter, settings)
+    refuse_unused_functions(module, function, settings)
+    if build_task:
+        return cast(Task, build_task(module, settings))
     needed = ("build_model",) if hasattr(module, "train") else ("build_model", "loss")
-    if missing := [name for name in needed if not hasattr(module, name)]:
+    missing = [name for name in needed if not hasattr(module, name)]
+    if missing:
         raise SettingsError(
             f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor "
             "build_module, build_keras, build_trainer or build_trees, which a task for a library defines"
         )
     refuse_other_arguments(settings.task, module)
     return cast(Task, fill_in(module, settings))
+
+
+def refuse_uncalled_functions(module: ModuleType, adapter: Adapter, settings: Settings) -> None:
+    """Raise `SettingsError` if a task for a library defines a function that this library's loop never calls."""
+    for name in LOOP_FUNCTIONS:
+        if adapter.loop and hasattr(module, name):
+            raise SettingsError(f"SUNSPOT_TASK={settings.task}: {name} would never be called: {adapter.loop}")
+    for name in RATE_FUNCTIONS:
+        # An imported function may be meant for the library itself.
+        if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
+            raise SettingsError(f"SUNSPOT_TASK={settings.task}: {name} would never be called: {adapter.rates}")
 
 
 def refuse_unused_functions(module: ModuleType, adapted: str, settings: Settings) -> None:

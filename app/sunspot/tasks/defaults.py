@@ -1,7 +1,7 @@
 """The optimizer and the schedule of a task that brings none of its own, as the settings say; and several made one."""
 
 import math
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Container, Mapping
 from functools import partial
 from itertools import islice
 from types import ModuleType, SimpleNamespace
@@ -12,14 +12,17 @@ import torch
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
 
-READ_BY = {"build_optimizer": ("weight_decay",), "schedule": ("schedule", "warmup_steps")}
-"""The settings that each default reads: a task that brings its own has no use for them."""
+READ_BY_DEFAULTS = {"build_optimizer": ("weight_decay",), "schedule": ("schedule", "warmup_steps")}
+"""Settings that only the default function of each name reads."""
 
 
 def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
-    """Complete what the module of a task defines by defaults; raises `SettingsError` as `refuse_unused`."""
+    """Return the functions of a task's module, and the defaults for those that it does not define.
+
+    Raises `SettingsError` if a setting is given that only a replaced default would read.
+    """
     scheduled = {"schedule"} if hasattr(module, "build_scheduler") else set()
-    refuse_unused(settings, own=READ_BY.keys() & vars(module).keys() | scheduled)
+    refuse_unread(settings, unread_without_defaults(vars(module).keys() | scheduled))
     if scheduled & vars(module).keys():
         raise SettingsError(f"{PREFIX}TASK={settings.task}: has both schedule and build_scheduler; keep one")
     default = {} if scheduled else {"schedule": partial(learning_rate_factor, settings)}
@@ -45,23 +48,28 @@ def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
     return SimpleNamespace(**{**default, **vars(module), "build_optimizer": combined})
 
 
-def refuse_unused(settings: Settings, own: Set[str]) -> None:
-    """Raise `SettingsError` if a setting would change nothing, as the task has such a function of its own."""
-    for function in READ_BY.keys() & own:
-        for name in READ_BY[function]:
-            why = (
-                f"brings its own {function.removeprefix('build_')}, which does not read it; leave it at "
-                f"{Settings.model_fields[name].default} (a task's own hyperparameters are in {PREFIX}TASK_ARGS)"
-            )
-            refuse_given(settings, [name], why)
+def unread_without_defaults(own: Container[str]) -> dict[str, str]:
+    """Return the settings that are not read if a task brings these functions, for `refuse_unread`."""
+    return {
+        name: f"brings its own {function.removeprefix('build_')}, which does not read it; leave it at "
+        f"{Settings.model_fields[name].default} (a task's own hyperparameters are in {PREFIX}TASK_ARGS)"
+        for function, names in READ_BY_DEFAULTS.items()
+        if function in own
+        for name in names
+    }
 
 
-def refuse_given(settings: Settings, names: Collection[str], why: str) -> None:
-    """Raise `SettingsError`, with `why` about the task, if any of these settings is not at its default."""
-    given = [name for name in names if getattr(settings, name) != Settings.model_fields[name].default]
+def refuse_unread(settings: Settings, unread: Mapping[str, str]) -> None:
+    """Raise `SettingsError` if a setting that the task does not read differs from its default.
+
+    `unread` maps each such setting to the second half of a sentence about the task: the reason, and what to do instead.
+    """
+    given = [name for name in unread if getattr(settings, name) != Settings.model_fields[name].default]
     if given:
-        values = ", ".join(f"{PREFIX}{name.upper()}={getattr(settings, name)}" for name in given)
-        raise SettingsError(f"{values}: {settings.task} {why}")
+        reason = unread[given[0]]
+        alike = [name for name in given if unread[name] == reason]
+        values = ", ".join(f"{PREFIX}{name.upper()}={getattr(settings, name)}" for name in alike)
+        raise SettingsError(f"{values}: {settings.task} {reason}")
 
 
 def build_empty_optimizer(learning_rate: float) -> torch.optim.Optimizer:

@@ -24,14 +24,17 @@ from sunspot.data.source import Batch, Source, model_inputs
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks import TrainingRun
-from sunspot.tasks.defaults import build_empty_optimizer, learning_rate_factor, refuse_given
+from sunspot.tasks.defaults import build_empty_optimizer, learning_rate_factor, refuse_unread
 
 # torch looks for Triton with its first optimizer. Both TensorFlow and Triton have LLVM in them, whose options clash if
 # Triton comes second, which aborts the process (TensorFlow 2.21, torch 2.15). Nothing here needs it.
 sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
-WITHOUT_USE = ("micro_batch_size", "weight_decay", "clip_norm", "precision", "parallel", "compile", "ema", "weights")
-"""Settings that Keras does not read."""
+UNREAD_SETTINGS = dict.fromkeys(
+    ("micro_batch_size", "weight_decay", "clip_norm", "precision", "parallel", "compile", "ema", "weights"),
+    "has a Keras model, which does not read it; leave it out",
+)
+"""Reason for refusing each setting that Keras does not read."""
 
 
 class KerasModule(torch.nn.Module):
@@ -103,7 +106,7 @@ class KerasTask:
         """Raises `SettingsError` for settings that Keras has no use for."""
         self._module = module
         self.schedule = functools.partial(learning_rate_factor, settings)
-        refuse_given(settings, WITHOUT_USE, "has a Keras model, which does not read it; leave it out")
+        refuse_unread(settings, UNREAD_SETTINGS)
 
     def __getattr__(self, name: str) -> Any:
         """Return `find_sources`, if the module has it."""

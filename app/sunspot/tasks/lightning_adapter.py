@@ -21,12 +21,19 @@ from sunspot.errors import SettingsError, shorten
 from sunspot.log import warn_once
 from sunspot.metric_names import LOSS, refuse_names
 from sunspot.settings import Settings
-from sunspot.tasks.defaults import refuse_given, refuse_unused
+from sunspot.tasks.defaults import refuse_unread, unread_without_defaults
 
 log = logging.getLogger(__name__)
 
 PREFIXES = ("train", "val", "test")
 """Removed from logged names such as `val_accuracy` or `train/accuracy`: the metric history has a prefix of its own."""
+
+UNREAD_SETTINGS = {
+    **unread_without_defaults(("build_optimizer", "schedule")),
+    "parallel": "has a LightningModule, which is never sharded; set it to ddp",
+    "compile": "has a LightningModule, which is never compiled; set it to off, and use torch.compile in build_module",
+}
+"""Reason for refusing each setting that does not work with a LightningModule."""
 
 SET_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
 """Optimizer options that PyTorch's schedulers set."""
@@ -46,10 +53,7 @@ class LightningTask:
     def __init__(self, module: ModuleType, settings: Settings) -> None:
         """Raises `SettingsError` for settings that do not work with a LightningModule."""
         self._module, self._settings = module, settings
-        refuse_unused(settings, own={"build_optimizer", "schedule"})
-        refuse_given(settings, ["parallel"], "has a LightningModule, which it does not shard; set it to ddp")
-        why = "has a LightningModule, which it does not compile; set it to off, and use torch.compile in build_module"
-        refuse_given(settings, ["compile"], why)
+        refuse_unread(settings, UNREAD_SETTINGS)
 
     def __getattr__(self, name: str) -> Any:
         """Return `find_sources` and `predict`, if the module has them."""

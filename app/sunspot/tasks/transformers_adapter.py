@@ -23,11 +23,20 @@ from sunspot.data.source import HELD_OUT, Batch, RowNumbers, Source, number_rows
 from sunspot.data.torch_dataset import find_splits
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.defaults import refuse_given, refuse_unused
+from sunspot.tasks.defaults import refuse_unread, unread_without_defaults
 from sunspot.tasks.pretrained import ADAPTER, PretrainedModel
 
-UNREAD = ("clip_norm", "compile", "gradient_precision", "loader", "parallel")
-"""Settings that a Trainer does not read."""
+IN_ARGUMENTS = (
+    "has a Trainer, which does not read it; leave it out, and see max_grad_norm, torch_compile and bf16 among its own "
+    "arguments"
+)
+
+UNREAD_SETTINGS = {
+    **unread_without_defaults(("build_optimizer", "schedule")),
+    **dict.fromkeys(("clip_norm", "compile", "gradient_precision", "loader", "parallel"), IN_ARGUMENTS),
+    "test_share": "has a Trainer; return a dict of train and test from build_dataset",
+}
+"""Reason for refusing each setting that a Trainer does not read."""
 
 REFUSED = (
     *("auto_find_batch_size", "deepspeed", "enable_jit_checkpoint", "fp16", "fsdp", "load_best_model_at_end"),
@@ -72,11 +81,8 @@ class TrainerTask:
         self._module, self._settings = module, settings
         if not hasattr(module, "build_dataset"):
             raise self._error("has build_trainer without build_dataset(settings), which returns the rows; define both")
-        refuse_unused(settings, own={"build_optimizer", "schedule"})
-        unread = [*UNREAD, "precision"] if settings.precision == "bf16" else UNREAD
-        why = "has a Trainer, which does not read it; leave it out, and see max_grad_norm, torch_compile and bf16"
-        refuse_given(settings, unread, f"{why} among its own arguments")
-        refuse_given(settings, ["test_share"], "has a Trainer; return a dict of train and test from build_dataset")
+        mixed_precision = {"precision": IN_ARGUMENTS} if settings.precision == "bf16" else {}
+        refuse_unread(settings, UNREAD_SETTINGS | mixed_precision)
 
     def __getattr__(self, name: str) -> Any:
         """Return `build_trainer`, and `answer`, if the module has it."""

@@ -21,7 +21,7 @@ from sunspot.errors import SettingsError, shorten
 from sunspot.extras import how_to_install
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks import TrainingRun
-from sunspot.tasks.defaults import build_empty_optimizer, refuse_given
+from sunspot.tasks.defaults import build_empty_optimizer, refuse_unread
 
 SET_HERE = {
     "xgboost": ("objective", "num_class", "seed", "nthread"),
@@ -32,11 +32,14 @@ SET_HERE = {
 DEFAULT_RATES = {"xgboost": 0.3, "lightgbm": 0.1}
 """Each library's default learning rate."""
 
-UNUSED_SETTINGS = (
-    *("global_batch_size", "micro_batch_size", "learning_rate", "weight_decay", "clip_norm", "schedule"),
-    *("warmup_steps", "precision", "parallel", "compile", "loader", "ema"),
+UNREAD_SETTINGS = dict.fromkeys(
+    (
+        *("global_batch_size", "micro_batch_size", "learning_rate", "weight_decay", "clip_norm", "schedule"),
+        *("warmup_steps", "precision", "parallel", "compile", "loader", "ema"),
+    ),
+    f"boosts trees, which do not read it; leave it out (their library's own parameters are in {PREFIX}TASK_ARGS)",
 )
-"""Settings that no tree reads."""
+"""Reason for refusing each setting that trees do not read."""
 
 MIN_PROBABILITY = 1e-30
 """Keeps the logarithm of a probability finite."""
@@ -249,8 +252,7 @@ class TreesTask:
     def __init__(self, module: ModuleType, settings: Settings) -> None:
         """Raises `SettingsError` for settings that trees have no use for."""
         self._module = module
-        why = f"boosts trees, which do not read it; leave it out (what their library takes is in {PREFIX}TASK_ARGS)"
-        refuse_given(settings, UNUSED_SETTINGS, why)
+        refuse_unread(settings, UNREAD_SETTINGS)
 
     def __getattr__(self, name: str) -> Any:
         """Return `find_sources`, if the module has it."""
