@@ -1,3 +1,3 @@
-"""Ray Train on Kubernetes spot GPUs, where losing a node loses no work."""
+"""Sunspot: Ray Train on Kubernetes spot GPUs, where losing a node loses no work."""
 
 __version__ = "0.1.0"

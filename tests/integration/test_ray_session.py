@@ -64,7 +64,7 @@ def start_session(environment: dict[str, str], session: str = SESSION) -> dict[s
         done = subprocess.run(
             [sys.executable, "-c", session], env=environment, cwd=REPOSITORY, capture_output=True, text=True
         )
-        if last or "try again when it has less to do" not in done.stderr:
+        if last or "try again when the machine is less busy" not in done.stderr:
             break
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

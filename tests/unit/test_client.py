@@ -70,7 +70,10 @@ def test_a_run_that_failed_raises(cluster: FakeCluster, s3_bucket: str) -> None:
     [
         ({"EPOCHES": 3}, "SUNSPOT_EPOCHES: no such setting; did you mean SUNSPOT_EPOCHS?"),
         ({"EPOCHS": "many"}, "SUNSPOT_EPOCHS=many"),
-        ({"TASK_ARGS": {1, 2}}, "TASK_ARGS={1, 2}: give text, a number, a boolean, or what JSON can hold"),
+        (
+            {"TASK_ARGS": {1, 2}},
+            "TASK_ARGS={1, 2}: give a text, a number, a boolean, or another value that JSON can hold",
+        ),
     ],
 )
 def test_wrong_settings_are_one_error(settings: dict[str, Any], said: str) -> None:

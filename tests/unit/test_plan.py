@@ -72,7 +72,7 @@ def test_fewer_workers_make_passes_of_the_same_size(workers: str, micro: str, li
 
 def test_workers_without_rows_are_told() -> None:
     plan = make_plan(load_settings({"GLOBAL_BATCH_SIZE": "4", "NUM_WORKERS": "3"}), load_task(load_settings()))
-    assert "of 3 workers only 2 get rows" in plan.reasons[2]
+    assert "only 2 of 3 workers get rows" in plan.reasons[2]
 
 
 def test_a_task_that_lacks_a_function_is_refused() -> None:

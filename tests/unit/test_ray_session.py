@@ -125,7 +125,7 @@ def test_a_machine_that_is_too_busy_is_named_with_rays_logs(
     said = "The current node timed out during startup"
     logs = f"{temporary}/sunspot-{os.getuid()}/ray/session_latest/logs"
     assert refused(Exception(f"{said}."), monkeypatch) == (
-        f"{said}; try again when the machine has less to do; Ray's logs are in {logs}"
+        f"{said}; try again when the machine is less busy; Ray's logs are in {logs}"
     )
 
 

@@ -137,7 +137,7 @@ def test_a_wrong_expression_is_told_with_the_fix(text: str, fix: str) -> None:
 def test_all_problems_at_once() -> None:
     lines = problems(LEARNING_RATE="uniform(2,1)", NUM_WORKERS="choice(1,2)", RUN_NAME="choice(a,b)")
     assert len(lines) == 3
-    assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search may not vary it, only TASK, " in lines[1]
+    assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search may not vary it, but only TASK, " in lines[1]
 
 
 def test_every_value_that_may_be_drawn_is_valid() -> None:
@@ -158,7 +158,7 @@ def test_names_of_trials_fit() -> None:
 
 def test_trials_have_a_fixed_number_of_workers() -> None:
     [line] = problems(LEARNING_RATE="uniform(1,2)", NUM_WORKERS="1..2")
-    assert line == "SUNSPOT_NUM_WORKERS=1..2: trials would take each other's workers; set it to one number"
+    assert line == "SUNSPOT_NUM_WORKERS=1..2: trials would take workers from each other; set it to one number"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ GIVEN = {"hiden": 32, "width": 64}
         (lambda given: given.get("hidden", 8) + given["width"], "the task has not read hiden; did you mean hidden?"),
         (lambda given: given["width"], "the task has not read hiden; it reads width"),
         (lambda given: "hiden" in given, "the task has not read width; it reads hiden"),
-        (lambda given: None, "the task has not read hiden, width; it reads none"),
+        (lambda given: None, "the task has not read hiden, width; it reads no arguments"),
         (lambda given: {"depth": 1, **given}, ""),
         (lambda given: dict(**given), ""),
         (lambda given: {"depth": 1} | given, ""),
@@ -49,4 +49,4 @@ def test_what_is_read_before_the_arguments_are_sent_counts() -> None:
 def test_settings_read_no_arguments_themselves() -> None:
     settings = Settings(task_args=GIVEN)
     assert json.loads(settings.environment()["SUNSPOT_TASK_ARGS"]) == GIVEN == settings.task_args
-    assert settings.task_args.describe_unread() == "the task has not read hiden, width; it reads none"
+    assert settings.task_args.describe_unread() == "the task has not read hiden, width; it reads no arguments"
