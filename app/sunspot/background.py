@@ -146,8 +146,11 @@ class TokenBucket:
     """Rate limit that allows `burst` uses at once, and on average one use every `every_s` seconds."""
 
     def __init__(self, burst: int, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._burst, self._every_s, self._clock = burst, every_s, clock
-        self._tokens, self._filled = float(burst), clock()
+        self._burst = burst
+        self._every_s = every_s
+        self._clock = clock
+        self._tokens = float(burst)
+        self._filled = clock()
 
     def take(self) -> bool:
         """Take a token and return True, or return False if the bucket is empty."""

@@ -271,7 +271,7 @@ def test_lightnings_x_axis_is_ignored_with_a_warning(
     assert log_value.take() == {"accuracy": torch.tensor(0.5)}  # type: ignore[attr-defined]
     told = [record.message for record in caplog.records]
     assert told == [
-        f"self.log('{name}') is ignored: every record of the metric history has the run's own {name}"
+        f"self.log('{name}') is ignored: every record of the metric history has the run's {name}"
         for name in ("step", "epoch")
     ]
 
@@ -284,7 +284,7 @@ def test_two_names_that_lightning_tasks_record_as_one_are_warned_of(
         log_value("hits", 2.0)
         log_value.take()  # type: ignore[attr-defined]
     assert [record.message for record in caplog.records] == [
-        "self.log('hits') and self.log('train_hits') are both recorded as hits; the later one counts"
+        "self.log('hits') and self.log('train_hits') are both recorded as hits; the later value counts"
     ]
 
 

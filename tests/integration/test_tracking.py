@@ -171,10 +171,8 @@ def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
     assert not follower.is_alive()
     out = capsys.readouterr().out
     assert out.count("tracking behind") == 1
-    assert (
-        "not delivered: 20 records of the steps 10 to 188; what comes at the end (report, model, state): MLflow" in out
-    )
-    assert out.endswith("`the command` delivers it later\n")
+    assert "not delivered: 20 records of the steps 10 to 188; the report, the model and the final state: MLflow" in out
+    assert out.endswith("run `the command` to deliver the rest\n")
     events = [event["event"] for event in read_journal(run, "events")]
     assert events.count("tracking behind") == 1
 
@@ -193,9 +191,8 @@ def test_a_server_that_never_answers_holds_nobody_up(
             connection, _ = silent.accept()  # and no word
         connection.close()
     out = capsys.readouterr().out
-    assert (
-        f"not delivered within 0.5 s; `python -m sunspot.tracking run --storage {settings.storage_path}` goes on" in out
-    )
+    later = f"`python -m sunspot.tracking run --storage {settings.storage_path}`"
+    assert f"not delivered within 0.5 s; run {later} to continue" in out
 
 
 def test_a_process_that_fails_is_told_at_once(
@@ -208,7 +205,9 @@ def test_a_process_that_fails_is_told_at_once(
         while not out and time.monotonic() < deadline:
             time.sleep(0.05)
             out += capsys.readouterr().out
-    assert out.startswith("warning: tracking: its process ended with 1; `python -m sunspot.tracking run --storage /")
+    assert out.startswith(
+        "warning: tracking: its process ended with exit code 1; run `python -m sunspot.tracking run --storage /"
+    )
 
 
 # ----------------------------------------------------------------------------------------------- what is there of a run
@@ -308,7 +307,7 @@ def test_refused_records_are_reported_as_lost(run: Run, server: Server, warned: 
     commit(run, attempt, 15)
     delivered = deliver(run, "refused").delivered
     assert (delivered.records, delivered.refused) == (2, 1)
-    assert [text for text in warned if text.startswith("tracking: lost, as it is refused: the record of step 10")]
+    assert [text for text in warned if text.startswith("tracking: the service refused the record of step 10")]
     shown = Shown(run, "refused")
     assert [step for step, *_ in shown.points["loss"]] == [5, 15]
     assert shown.points["top_1"][0][2] != shown.points["top_1"][0][2], "NaN"
@@ -482,9 +481,9 @@ def test_a_run_without_its_server_succeeds_and_is_delivered_later(
     out = capsys.readouterr().out
     assert "succeeded at step 20 of 20" in out
     count = len(history(run)["loss"])
-    assert f"not delivered: {count} records of the steps 10 to 20; what comes at the end (report, model, state)" in out
+    assert f"not delivered: {count} records of the steps 10 to 20; the report, the model and the final state" in out
     later = f"python -m sunspot.tracking run --storage {program.settings['STORAGE_PATH']}"
-    assert f"`{later}` delivers it later" in out
+    assert f"run `{later}` to deliver the rest" in out
     url = mlflow_server.wait()
     said = by_hand(run, MLFLOW_TRACKING_URI=url)
     assert said.returncode == 0, said.stderr

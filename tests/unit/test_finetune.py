@@ -258,7 +258,7 @@ def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with refusal(SettingsError, "base='nobody/nothing'", "not fetched from the hub"):
         open_base("nobody/nothing")
-    with refusal(SettingsError, "base=''", "names no model"):
+    with refusal(SettingsError, "base=''", "it does not name a model"):
         open_base("")
 
 

@@ -28,9 +28,9 @@ def test_workers_and_reading_fit_any_number_of_cores(cores: int, workers: int, l
         assert 0 < resources.reading_cpus <= cores - used + 1e-9
 
 
-def test_what_leaves_no_core_for_reading_is_refused() -> None:
+def test_resources_that_leave_no_core_for_reading_are_refused() -> None:
     settings = load_settings({"LOADER": "ray", "RESOURCES_PER_WORKER": '{"CPU": 1}'})
-    with pytest.raises(SettingsError, match="to SUNSPOT_LOADER=ray, which would wait"):
+    with pytest.raises(SettingsError, match="for SUNSPOT_LOADER=ray, which would wait"):
         choose_resources(settings, {"CPU": 2}, nodes=1)
 
 

@@ -146,8 +146,11 @@ def test_columns_are_names(columns: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (settings_for("catboost"), "SUNSPOT_TASK_ARGS: library 'catboost': set it to one of xgboost, lightgbm"),
-        (settings_for("xgboost", objective="rank:ndcg"), "xgboost is given objective, which follow from the data"),
+        (settings_for("catboost"), "SUNSPOT_TASK_ARGS: library='catboost': set it to one of xgboost, lightgbm"),
+        (
+            settings_for("xgboost", objective="rank:ndcg"),
+            "options for xgboost contain objective, which follow from the data",
+        ),
         (settings_for("xgboost", max_depth="deep"), "xgboost refuses {'max_depth': 'deep'}: "),
         (settings_for("lightgbm", num_leaves="many"), "lightgbm refuses {'num_leaves': 'many'"),
     ],

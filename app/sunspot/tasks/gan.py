@@ -1,7 +1,7 @@
-"""A small GAN on images: two models and two optimizers, in a loop of its own (docs/own-loop.md).
+"""Trains a small GAN on images, with two models and two optimizers in its own loop (docs/own-loop.md).
 
-A generator makes images of noise, and a discriminator learns to tell them from real ones (Goodfellow et al., 2014).
-TASK_ARGS: `noise` (64), `width` (256).
+A generator makes images from noise, and a discriminator learns to distinguish them from real images (Goodfellow et al.,
+2014). TASK_ARGS: `noise` (64), `width` (256).
 """
 
 import math
@@ -18,17 +18,19 @@ from sunspot.tasks.images import normalize
 __all__ = ["build_model", "build_optimizer", "show", "train"]
 
 BETAS = (0.5, 0.999)
-"""Adam's, with less momentum than usual, lest the two chase each other in circles (Radford et al., 2016)."""
+"""Betas of Adam, with less momentum than usual so that the two models do not oscillate (Radford et al., 2016)."""
 
-DOUBT = 0.1
-"""A real image counts as one with 0.9 only, lest the discriminator grow too sure to teach (Salimans et al., 2016)."""
+SMOOTHING = 0.1
+"""Label smoothing of real images, so that the discriminator does not become too certain (Salimans et al., 2016)."""
 
-MADE = 48
-"""Images that the report shows."""
+SHOWN = 48
+"""Number of images that the report shows."""
 
 
 def build_model(settings: Settings, source: Source) -> nn.Module:
-    noise, width, pixels = settings.task_args.get("noise", 64), settings.task_args.get("width", 256), source.shape
+    noise = settings.task_args.get("noise", 64)
+    width = settings.task_args.get("width", 256)
+    pixels = source.shape
     generator = nn.Sequential(
         *(nn.Linear(noise, width), nn.LayerNorm(width), nn.LeakyReLU(0.2)),
         *(nn.Linear(width, 2 * width), nn.LayerNorm(2 * width), nn.LeakyReLU(0.2)),
@@ -50,28 +52,28 @@ def train(run: TrainingRun) -> None:
     noise = run.settings.task_args.get("noise", 64)
     for batch in run.batches():
         real = normalize(batch["image"])
-        made = generator(2 * run.draw(noise) - 1)
+        fake = generator(2 * run.draw(noise) - 1)
 
-        told = discriminator(torch.cat([real, made.detach()])).view(2, -1)
-        of_discriminator = functional.softplus(-told[0]) + DOUBT * told[0] + functional.softplus(told[1])
-        (of_discriminator.sum() * run.weight).backward()
+        scores = discriminator(torch.cat([real, fake.detach()])).view(2, -1)
+        discriminator_loss = functional.softplus(-scores[0]) + SMOOTHING * scores[0] + functional.softplus(scores[1])
+        (discriminator_loss.sum() * run.weight).backward()
         run.optimizer["discriminator"].step()
 
-        of_generator = functional.softplus(-discriminator(made))
+        generator_loss = functional.softplus(-discriminator(fake))
         run.optimizer.zero_grad()
-        (of_generator.sum() * run.weight).backward()
+        (generator_loss.sum() * run.weight).backward()
         run.optimizer["generator"].step()
-        run.optimizer.zero_grad()  # the discriminator's, too: the generator's loss has left some
+        run.optimizer.zero_grad()  # the generator's loss has also left gradients in the discriminator
 
-        told_apart = torch.stack([told[0] > 0, told[1] < 0]).float().mean(dim=0)
-        run.log({"loss": of_generator, "discriminator_loss": of_discriminator, "told_apart": told_apart})
+        told_apart = torch.stack([scores[0] > 0, scores[1] < 0]).float().mean(dim=0)
+        run.log({"loss": generator_loss, "discriminator_loss": discriminator_loss, "told_apart": told_apart})
         run.step()
 
 
 def show(model: nn.ModuleDict, rows: Batch) -> dict[str, torch.Tensor]:
-    """Images made of noise, always of the same."""
+    """Return images that the generator makes from noise, which is always the same."""
     generator = model["generator"]
     size = next(generator.parameters()).shape[1]
-    noise = 2 * torch.rand(MADE, size, generator=torch.Generator().manual_seed(0)) - 1
-    made = generator(noise.to(rows["image"].device))
-    return {"Made of noise": ((made + 1) * 127.5).round().to(torch.uint8)}
+    noise = 2 * torch.rand(SHOWN, size, generator=torch.Generator().manual_seed(0)) - 1
+    images = generator(noise.to(rows["image"].device))
+    return {"Made of noise": ((images + 1) * 127.5).round().to(torch.uint8)}
