@@ -1,6 +1,6 @@
-"""`python -m scripts.docs`: write the pages of docs/ that come from definitions; a test compares them.
+"""`python -m scripts.docs`: write the pages of docs/ that are generated from definitions. A test checks them.
 
-docs/settings.md comes from app/sunspot/settings.py, docs/cli.md from the parser of `sunspot`, the keys in
+docs/settings.md is generated from app/sunspot/settings.py, docs/cli.md from the parser of `sunspot`, and the keys in
 docs/profiles.md from app/sunspot/submitter/manifest/profile.py.
 """
 
@@ -36,10 +36,10 @@ DOCS = REPOSITORY / "docs"
 MARK = "<!-- From here on written by `python -m scripts.docs`. -->\n"
 
 KEPT = "**kept**"
-"""Beside a setting that a run keeps to its last step."""
+"""Mark of a setting that may not change until a run's last step."""
 
 BY_MANIFEST = "Set by the manifest: "
-"""How the meaning of a setting begins that is none of a user's business."""
+"""Beginning of the meaning of a setting that users do not set themselves."""
 
 CONTEXT, NAMESPACE = "--context NAME", "--namespace NAME"
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def pages() -> dict[Path, str]:
-    """Each page with its text."""
+    """Return the text of each generated page by its path."""
     profiles = DOCS / "profiles.md"
     by_hand, mark, _ = profiles.read_text().partition(MARK)
     return {
@@ -75,7 +75,7 @@ def pages() -> dict[Path, str]:
 
 
 def settings_page() -> str:
-    """Every setting: variable, default, what it takes, what it means."""
+    """Return the page of the settings: the variable, default, meaning and allowed values of each."""
     kept = {PREFIX + name.upper() for name in IDENTITY}
     described = describe_settings()
     by_manifest = [
@@ -121,7 +121,7 @@ A manifest sets the rest itself (`python -m sunspot.train --help` explains them)
 
 
 def commands_page() -> str:
-    """Every verb with its arguments, as the parser of `sunspot` has them."""
+    """Return the page of the verbs with their arguments, from the parser of `sunspot`."""
     verbs = list(_verbs(make_parser()))
     common = set.intersection(*({_words(action) for action in _actions(parser)} for _, _, parser in verbs))
     shared = [action for action in _actions(verbs[0][2]) if _words(action) in common]
@@ -149,7 +149,8 @@ Every verb also takes:
             lacking = sorted(rendering - set(map(_words, _actions(parser))))
             lines += [f"All options of `render` but {' and '.join(f'`{words}`' for words in lacking)}, and", ""]
             own = [action for action in own if _words(action) not in rendering]
-        if others := [action for action in own if _words(action) != "RUN"]:
+        others = [action for action in own if _words(action) != "RUN"]
+        if others:
             lines += [_arguments(others)]
     return "\n".join(lines)
 
@@ -171,7 +172,7 @@ def _profile_sections() -> Iterator[str]:
 
 
 def _verbs(parser: argparse.ArgumentParser, above: str = "") -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
-    """Each verb's name, what it does, and its parser."""
+    """Yield the name, the description and the parser of each verb."""
     [group] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     about = {choice.dest: choice.help or "" for choice in group._choices_actions}
     for name, verb in group.choices.items():
@@ -186,7 +187,7 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _words(action: argparse.Action) -> str:
-    """An argument as it is typed: `-f, --follow`, `--rank N`, `RUN`, `[NAME]`."""
+    """Return an argument as users type it: `-f, --follow`, `--rank N`, `RUN` or `[NAME]`."""
     value = str(action.metavar or action.dest.upper())
     if action.option_strings:
         return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
@@ -199,7 +200,7 @@ def _arguments(actions: Sequence[argparse.Action]) -> str:
 
 
 def _documentation(model: type[BaseModel]) -> dict[str, str]:
-    """The string below each field of a class, and of those it inherits from."""
+    """Return the docstring below each field of a class, including inherited fields."""
     found: dict[str, str] = {}
     for owner in reversed(model.__mro__):
         if owner.__module__.startswith("sunspot."):
