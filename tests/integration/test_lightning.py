@@ -221,7 +221,7 @@ def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypat
         ("Whole", "loss is a NoneType; return the mean loss"),
         ("ManyLosses", r"loss is a Tensor of shape \[2, 1\]; return the mean loss"),
         ("LogsRows", "every record of the metric history has its own rows"),
-        ("LogsMany", "log one number, the batch's"),
+        ("LogsMany", "log one number for the batch"),
     ],
 )
 def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, source: EmptySource) -> None:
@@ -290,7 +290,7 @@ def test_two_names_that_lightning_tasks_record_as_one_are_warned_of(
 
 def test_what_lightning_cannot_do_here_is_refused(source: EmptySource) -> None:
     settings = load_settings({"TASK": "sunspot.tasks.lightning_mnist"})
-    with pytest.raises(SettingsError, match=r"SUNSPOT_PARALLEL=fsdp: .*does not shard; set it to ddp"):
+    with pytest.raises(SettingsError, match=r"SUNSPOT_PARALLEL=fsdp: .*never sharded; set it to ddp"):
         load_task(settings.model_copy(update={"parallel": "fsdp"}))
     with pytest.raises(SettingsError, match=r"`python -m sunspot\.train` only"):
         load_task(settings).schedule(0, 1)

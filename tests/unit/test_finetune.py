@@ -194,7 +194,7 @@ def test_an_adapter_goes_back_only_onto_its_base(base: str, texts: str, tmp_path
     assert task.answer(again.eval(), ["if x"], 4) == task.answer(model.eval(), ["if x"], 4)
 
     other = settings_of(write_base(tmp_path / "other", seed=1), texts, rank=4, head=head)
-    with refusal(ConflictError, "other", "the adapter was trained on", "give the base it was trained on"):
+    with refusal(ConflictError, "other", "the adapter was trained on", "give the base that it was trained on"):
         load_weights(task.build_model(other, source), state, "checkpoint")
     with refusal(ConflictError, "do not fit", "weights are only in one"):
         load_weights(
@@ -256,7 +256,7 @@ def test_damaged_weights_and_tokenizers_are_named(base: str, texts: str, tmp_pat
 
 def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with refusal(SettingsError, "base='nobody/nothing'", "not fetched from the hub"):
+    with refusal(SettingsError, "base='nobody/nothing'", "the hub did not provide it"):
         open_base("nobody/nothing")
     with refusal(SettingsError, "base=''", "it does not name a model"):
         open_base("")

@@ -189,7 +189,7 @@ def test_a_schedule_of_keras_is_refused(keras: Any, task: Any) -> None:
         return model
 
     task.build_keras = build_keras
-    with pytest.raises(SettingsError, match=r"schedule \(SGD with CosineDecay\), and SUNSPOT_SCHEDULE.*a number"):
+    with pytest.raises(SettingsError, match=r"schedule \(SGD with CosineDecay\), but SUNSPOT_SCHEDULE.*a number"):
         load_task(settings_for()).build_optimizer(build(), settings_for())
 
 

@@ -77,11 +77,11 @@ def test_what_is_there_is_not_made_again(kind: Kind) -> None:
 
 
 def test_what_is_missing_or_fails_is_one_message(kind: Kind, tmp_path: Path) -> None:
-    with pytest.raises(SunspotError, match=r"^kubectl ended with 1; above are the command"):
+    with pytest.raises(SunspotError, match=r"^kubectl ended with exit code 1; see its output above"):
         kind("up", "--image", "sunspot:1", fails="kubectl --context kind-sunspot apply")
     for tool in ("kind", "git"):
         (tmp_path / tool).unlink()
-    with pytest.raises(SettingsError, match=r"^git and kind not found on PATH; install what is missing \(git: http"):
+    with pytest.raises(SettingsError, match=r"^git and kind not found on PATH; install them \(git: http"):
         kind("up", "--image", "sunspot:1")
 
 

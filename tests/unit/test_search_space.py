@@ -153,7 +153,7 @@ def test_every_value_that_may_be_drawn_is_valid() -> None:
 def test_names_of_trials_fit() -> None:
     assert trial_name("s", 3) == "s-03"
     [line] = problems(LEARNING_RATE="uniform(1,2)", RUN_NAME="a" * 36)
-    assert "of at most 38 characters; set it to a name of at most 35" in line
+    assert "would have more than 38 characters; set it to a name of at most 35" in line
 
 
 def test_trials_have_a_fixed_number_of_workers() -> None:

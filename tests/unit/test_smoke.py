@@ -69,7 +69,7 @@ def test_existing_runs_are_never_taken_for_its_own(storage: Path) -> None:
     (storage / smoke.NAME).mkdir()
     (storage / smoke.NAME / "run.json").write_text("{}")
     before = files(storage)
-    with pytest.raises(SunspotError, match=f"{smoke.NAME} is not its own"):
+    with pytest.raises(SunspotError, match=f"{smoke.NAME} exists already"):
         smoke.main()
     assert files(storage) == before
 
