@@ -120,7 +120,7 @@ def test_the_first_command_trains(trained: str) -> None:
         if line not in (DEMO, TRAIN, TESTS)
     ],
 )
-def test_the_command_works(command: str, checkout: Path, trained: str, ray_address: str) -> None:
+def test_each_documented_command_works(command: str, checkout: Path, trained: str, ray_address: str) -> None:
     output = run_command(command, checkout, ray_address)
     if "make train" in command or command.startswith("make tune"):
         assert ("weights: " if "make train" in command else "the best of search-0") in output
@@ -128,7 +128,7 @@ def test_the_command_works(command: str, checkout: Path, trained: str, ray_addre
 
 
 @pytest.mark.slow
-def test_the_commands_of_fine_tuning_work(checkout: Path, ray_address: str) -> None:
+def test_the_fine_tuning_commands_work(checkout: Path, ray_address: str) -> None:
     skip_without("peft", "hf")
     # In a process of their own: transformers aborts one that has imported what other tests need.
     models = "from pathlib import Path; from tests.harness.language_models import write_base, write_texts; "
@@ -188,7 +188,7 @@ def test_the_model_worker_answers(checkout: Path, trained: str, monkeypatch: pyt
 
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not CONTEXT, reason="KUBE_CONTEXT names no cluster to try the commands on")
-def test_the_commands_for_a_cluster_work(checkout: Path, tmp_path: Path) -> None:
+def test_the_cluster_commands_work(checkout: Path, tmp_path: Path) -> None:
     """All of them in their order, with the image that `make smoke` has brought onto the nodes."""
     view = ["kubectl", "config", "view", "--minify", "--flatten", "--context", CONTEXT]
     config = subprocess.check_output(view, env=SHELL)

@@ -48,7 +48,7 @@ def build_model(settings, source):
 
 
 @pytest.mark.slow
-def test_an_edit_is_trained_and_told_of(
+def test_an_edit_is_trained_and_reported(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_data: Callable[..., str]
 ) -> None:
     folder, storage = tmp_path / "mine", program.settings["STORAGE_PATH"]

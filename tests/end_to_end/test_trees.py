@@ -45,7 +45,9 @@ def model_of(run: Run) -> bytes:
 
 
 @pytest.mark.slow
-def test_trees_killed_at_a_round_are_those_of_an_uninterrupted_run(program: Program, settings: dict[str, Any]) -> None:
+def test_trees_killed_at_a_round_equal_those_of_an_uninterrupted_run(
+    program: Program, settings: dict[str, Any]
+) -> None:
     del program.settings["LEARNING_RATE"]  # trees have none of ours
     program.settings |= settings
     program.run(RUN_NAME="whole")

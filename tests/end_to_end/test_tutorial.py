@@ -64,7 +64,7 @@ def run_all(folder: Path) -> None:
             assert kinds(kept) == kinds(cell)
 
 
-def test_the_cells_before_the_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cells_before_the_training_execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     page = json.loads(TUTORIAL.read_text())
     first_training = next(
@@ -78,7 +78,7 @@ def test_the_cells_before_the_training_run(tmp_path: Path, monkeypatch: pytest.M
     assert "image/png" in outputs
 
 
-def test_its_plain_training_is_that_of_the_baseline(functions: dict[str, str]) -> None:
+def test_the_tutorials_plain_training_equals_the_baseline(functions: dict[str, str]) -> None:
     """But for docstrings and types, which the page says in words."""
     for node in ast.parse((REPOSITORY / "app/sunspot/baseline/train.py").read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name != "save":
@@ -89,7 +89,7 @@ def test_its_plain_training_is_that_of_the_baseline(functions: dict[str, str]) -
             assert ast.unparse(node) == functions[node.name]
 
 
-def test_it_keeps_nothing_of_the_machine_it_ran_on() -> None:
+def test_the_tutorial_contains_nothing_about_the_machine_that_ran_it() -> None:
     text = TUTORIAL.read_text()
     assert len(text) < MAX_BYTES
     outputs = [output for cell in json.loads(text)["cells"] for output in cell.get("outputs", ())]
@@ -99,7 +99,7 @@ def test_it_keeps_nothing_of_the_machine_it_ran_on() -> None:
     assert not re.search(rf"/tmp/|/home/|/root|\d\d:\d\d:\d\d|\b{re.escape(os.uname().nodename)}\b", str(outputs))
 
 
-def test_its_names_and_links_are_there() -> None:
+def test_names_and_links_in_the_tutorial_exist() -> None:
     import ray.train.torch
 
     text = "\n".join(sources("markdown"))

@@ -78,7 +78,7 @@ def test_the_same_model_learns_the_same_with_and_without_lightning(program: Prog
 
 
 @pytest.mark.slow
-def test_a_lightning_run_goes_on_after_kills_at_another_world_size(program: Program, make_data: MakeData) -> None:
+def test_a_lightning_run_continues_after_kills_at_another_world_size(program: Program, make_data: MakeData) -> None:
     settings = {"TASK": "sunspot.tasks.lightning_mnist", "DATASET": make_data(16_000, row_group=1000, test_rows=50)}
     settings |= {"GLOBAL_BATCH_SIZE": 20, "EPOCHS": 1, "CHECKPOINT_EVERY_STEPS": 20, "LEARNING_RATE": 0.003}
     run = the_run(program)
@@ -135,7 +135,7 @@ def source() -> EmptySource:
 
 
 @pytest.mark.parametrize("step", [0, 1, 7, 19])
-def test_schedules_begin_where_they_were(step: int, source: EmptySource) -> None:
+def test_schedules_continue_after_a_resume(step: int, source: EmptySource) -> None:
     settings = load_settings({"TASK": "sunspot.tasks.lightning_mnist", "GLOBAL_BATCH_SIZE": "10"})
     groups = []
     for begins_at in (0, step):
@@ -151,7 +151,7 @@ def test_schedules_begin_where_they_were(step: int, source: EmptySource) -> None
     assert groups[0]["betas"][0] != 0.5, "OneCycleLR turns this, too"
 
 
-def test_the_rates_of_a_module_are_those_that_lightning_itself_gives_it() -> None:
+def test_the_rates_of_a_module_equal_those_of_lightning_itself() -> None:
     """This holds from any step, and for epochs of ten steps, which are not a multiple of a scheduler's frequency."""
     import lightning
 
@@ -175,7 +175,7 @@ def test_the_rates_of_a_module_are_those_that_lightning_itself_gives_it() -> Non
     assert found == pytest.approx(module.rates, rel=1e-12)
 
 
-def test_an_optimizer_that_counts_in_its_groups_goes_on_counting(source: EmptySource) -> None:
+def test_an_optimizer_that_counts_in_its_groups_keeps_its_counts(source: EmptySource) -> None:
     """Prodigy and optimizers without a schedule do that."""
     from sunspot.tasks.lightning_adapter import LightningTask
     from tests.tasks import spoiled_lightning
@@ -276,7 +276,7 @@ def test_lightnings_x_axis_is_ignored_with_a_warning(
     ]
 
 
-def test_two_names_that_lightning_tasks_record_as_one_are_warned_of(
+def test_two_lightning_names_that_become_one_cause_a_warning(
     log_value: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
@@ -288,7 +288,7 @@ def test_two_names_that_lightning_tasks_record_as_one_are_warned_of(
     ]
 
 
-def test_what_lightning_cannot_do_here_is_refused(source: EmptySource) -> None:
+def test_settings_that_lightning_does_not_support_are_refused(source: EmptySource) -> None:
     settings = load_settings({"TASK": "sunspot.tasks.lightning_mnist"})
     with pytest.raises(SettingsError, match=r"SUNSPOT_PARALLEL=fsdp: .*never sharded; set it to ddp"):
         load_task(settings.model_copy(update={"parallel": "fsdp"}))

@@ -43,7 +43,7 @@ print(json.dumps(told))
 """
 
 
-def test_a_session_is_for_its_user_alone_and_needs_no_home(tmp_path: Path) -> None:
+def test_a_session_is_private_and_needs_no_home_directory(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     home = tmp_path / "home"
     home.write_text("")  # this is a file, because root could write to a folder without permissions
@@ -97,7 +97,7 @@ print(json.dumps({"code": code, "status": told.status.value, "message": told.mes
 """
 
 
-def test_a_wrong_setting_stops_a_job_of_kuberay_which_is_not_tried_again() -> None:
+def test_a_wrong_setting_ends_a_kuberay_job_without_retries() -> None:
     told = start_session(dict(os.environ), FAILED_JOB)
     assert (told["code"], told["status"]) == (2, "STOPPED")
     assert told["message"].startswith("failed for good with exit code 2, so it is not tried again\nerror: ")

@@ -119,7 +119,7 @@ class Shown:
 # ---------------------------------------------------------------------------------------- before the server is there
 
 
-def test_without_a_service_nothing_happens(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_service_nothing_is_delivered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     process.refuse_unusable(Settings())
     with process.tracked(run, Settings()):
@@ -127,7 +127,7 @@ def test_without_a_service_nothing_happens(run: Run, monkeypatch: pytest.MonkeyP
     assert not run.storage.exists(run.key("tracking"))
 
 
-def test_what_keeps_a_service_from_being_used_is_told_at_the_start(
+def test_a_service_that_cannot_be_used_is_reported_at_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from sunspot.train.__main__ import main
@@ -153,7 +153,7 @@ def test_what_keeps_a_service_from_being_used_is_told_at_the_start(
     )
 
 
-def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
+def test_an_outage_is_reported_once_and_missing_records_at_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
@@ -177,7 +177,7 @@ def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
     assert events.count("tracking behind") == 1
 
 
-def test_a_server_that_never_answers_holds_nobody_up(
+def test_a_server_that_never_answers_does_not_delay_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
@@ -195,7 +195,7 @@ def test_a_server_that_never_answers_holds_nobody_up(
     assert f"not delivered within 0.5 s; run {later} to continue" in out
 
 
-def test_a_process_that_fails_is_told_at_once(
+def test_a_failing_tracking_process_is_reported_at_once(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process.sys, "executable", shutil.which("false"))
@@ -213,7 +213,9 @@ def test_a_process_that_fails_is_told_at_once(
 # ----------------------------------------------------------------------------------------------- what is there of a run
 
 
-def test_a_run_is_there_to_the_digit(run: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_delivered_to_the_digit(
+    run: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained(run)
     run.storage.write(run.key("report.html"), b"<html>the report")
     restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
@@ -239,7 +241,7 @@ def test_a_run_is_there_to_the_digit(run: Run, server: Server, tmp_path: Path, m
     assert deliver(run, "digits").place == ""
 
 
-def test_only_what_no_loss_takes_back_is_sent_and_each_step_once(run: Run, server: Server) -> None:
+def test_steps_are_sent_once_and_only_when_a_checkpoint_covers_them(run: Run, server: Server) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, first, *(record(step, BEGUN + step) for step in (5, 10, 15)))
     following = Delivery(run, "mlflow", "lineage")
@@ -268,9 +270,7 @@ def test_only_what_no_loss_takes_back_is_sent_and_each_step_once(run: Run, serve
     assert shown.data.tags["sunspot.attempts"] == "2"
 
 
-def test_whatever_dies_in_between_there_is_one_tracking_run(
-    run: Run, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_tracking_run_exists_after_crashes(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(run)
     deliver(run, "one")
     # It was created, and the process ended before it could note that.
@@ -288,7 +288,7 @@ def test_whatever_dies_in_between_there_is_one_tracking_run(
     assert len(shown.client.search_runs([shown.info.experiment_id])) == 1
 
 
-def test_a_run_in_the_place_of_a_deleted_one_is_another(run: Run, server: Server) -> None:
+def test_a_run_that_replaces_a_deleted_one_gets_a_new_tracking_run(run: Run, server: Server) -> None:
     trained(run)
     first = deliver(run, "again")
     for entry in run.storage.list(run.name):
@@ -300,7 +300,7 @@ def test_a_run_in_the_place_of_a_deleted_one_is_another(run: Run, server: Server
     assert len(Shown(run, "again").runs) == 2
 
 
-def test_refused_records_are_reported_as_lost(run: Run, server: Server, warned: list[str]) -> None:
+def test_refused_records_are_reported(run: Run, server: Server, warned: list[str]) -> None:
     attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     endless = {**record(10, BEGUN + 10), "m" * 300: 1.0}
     report(run, attempt, record(5, BEGUN + 5), endless, {**record(15, BEGUN + 15), "top@1": float("nan")})
@@ -313,7 +313,7 @@ def test_refused_records_are_reported_as_lost(run: Run, server: Server, warned: 
     assert shown.points["top_1"][0][2] != shown.points["top_1"][0][2], "NaN"
 
 
-def test_a_tracking_run_that_was_deleted_is_waited_for(run: Run, server: Server) -> None:
+def test_delivery_waits_until_a_deleted_tracking_run_is_restored(run: Run, server: Server) -> None:
     attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, attempt, record(5, BEGUN + 5))
     commit(run, attempt, 5)
@@ -333,7 +333,7 @@ def test_a_tracking_run_that_was_deleted_is_waited_for(run: Run, server: Server)
 # ------------------------------------------------------------------------------------------------------ TensorBoard
 
 
-def test_event_files_have_the_history(run: Run) -> None:
+def test_event_files_contain_the_history(run: Run) -> None:
     from tensorboardX.proto.event_pb2 import Event
 
     trained(run)
@@ -354,7 +354,7 @@ def test_event_files_have_the_history(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------- Weights & Biases
 
 
-def test_wandb_offline_has_the_history(run: Run, tmp_path: Path) -> None:
+def test_wandb_offline_files_contain_the_history(run: Run, tmp_path: Path) -> None:
     trained(run)
     run.storage.write(run.key("report.html"), b"<html>")
     restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
@@ -413,7 +413,7 @@ def each_entry(content: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_comes_back_has_all_of_the_run(
+def test_a_server_has_the_complete_run_after_a_kill_and_restart(
     program: Program, make_data: MakeData, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = open_run(program.settings["STORAGE_PATH"], "run")

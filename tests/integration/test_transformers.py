@@ -37,7 +37,9 @@ def last_of(trained: Path, name: str) -> Checkpoint:
 
 
 @pytest.mark.parametrize(("name", "killed"), [("one", "killed"), ("adapted", "adapted-killed")])
-def test_a_killed_run_goes_on_as_if_undisturbed_at_another_world_size(trained: Path, name: str, killed: str) -> None:
+def test_a_killed_trainer_run_continues_undisturbed_at_another_world_size(
+    trained: Path, name: str, killed: str
+) -> None:
     whole, rest = read(trained, name), read(trained, killed)
     assert len(whole) == STEPS
     assert whole[-1] < whole[0]
@@ -52,7 +54,7 @@ def test_a_killed_run_goes_on_as_if_undisturbed_at_another_world_size(trained: P
     assert taken == {step + 1: [10 * (step % 4) + row for row in range(10)] for step in range(STEPS)}
 
 
-def test_a_checkpoint_is_a_directory_of_theirs(trained: Path) -> None:
+def test_a_checkpoint_is_a_directory_of_transformers_or_peft(trained: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -82,7 +84,7 @@ def test_held_out_rows_are_evaluated_with_what_the_trainer_logs(trained: Path) -
     assert checked["grad_norm"] > 0
 
 
-def test_what_no_checkpoint_could_hold_is_refused(trained: Path) -> None:
+def test_features_whose_state_no_checkpoint_holds_are_refused(trained: Path) -> None:
     messages = {
         "auto_find_batch_size": "its arguments contain auto_find_batch_size=True; leave it out",
         "enable_jit_checkpoint": "its arguments contain enable_jit_checkpoint=True; leave it out",

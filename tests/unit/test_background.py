@@ -11,7 +11,7 @@ import sunspot.background
 from sunspot.background import Background
 
 
-def test_a_task_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_only_once_for_a_task_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.background, "CLOSE_TIMEOUT_S", 0.5)
     let_go, begun = threading.Event(), threading.Event()
 

@@ -76,7 +76,7 @@ def test_a_run_that_failed_raises(cluster: FakeCluster, s3_bucket: str) -> None:
         ),
     ],
 )
-def test_wrong_settings_are_one_error(settings: dict[str, Any], said: str) -> None:
+def test_wrong_settings_raise_one_error(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(said)):
         submit("run", settings=settings, storage="s3://bucket/runs")
 
@@ -87,7 +87,9 @@ def test_without_a_cluster_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch)
         submit("run", storage="s3://bucket/runs")
 
 
-def test_it_reads_what_the_command_reads(run: StoredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_return_the_json_of_the_command(
+    run: StoredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     storage = run.storage.locate("")
     attempt = start(begin(run), "run-1")
     records = [{"step": step, "steps": 1, "epoch": 1, "time": 7.0, "loss": 1.0 / step} for step in (1, 2)]
@@ -169,7 +171,7 @@ def test_a_stopped_run_may_train_again_and_a_deleted_one_is_gone(run: StoredRun)
         found.delete()
 
 
-def test_a_run_that_is_not_there_is_one_error(run: StoredRun) -> None:
+def test_a_missing_run_raises_not_found(run: StoredRun) -> None:
     begin(run)
     missing = Run("rum", run.storage.locate(""))
     calls = [call for name, call in vars(Run).items() if name not in ("predict", "delete") and not name.startswith("_")]
@@ -179,7 +181,7 @@ def test_a_run_that_is_not_there_is_one_error(run: StoredRun) -> None:
 
 
 @pytest.mark.parametrize("call", ["Run(*sys.argv[1:]).predict([])", "train(sys.argv[1], storage=sys.argv[2])"])
-def test_what_needs_the_extra_names_it(call: str, run: StoredRun) -> None:
+def test_a_missing_extra_is_named_by_methods_that_need_it(call: str, run: StoredRun) -> None:
     program = f"{WITHOUT}from sunspot.client import Run, train; {call}"
     begin(run)
     answer = process("run", run.storage.locate(""), program=program)
@@ -190,7 +192,7 @@ def test_what_needs_the_extra_names_it(call: str, run: StoredRun) -> None:
     )
 
 
-def test_the_examples_run(cluster: FakeCluster, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_page_run(cluster: FakeCluster, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_STORAGE_PATH", f"s3://{s3_bucket}/runs")
     stored = open_run(f"s3://{s3_bucket}/runs", "digits")
 
@@ -208,7 +210,7 @@ def test_the_examples_run(cluster: FakeCluster, s3_bucket: str, monkeypatch: pyt
     assert names["run"].status()["state"] == "succeeded"
 
 
-def test_the_page_names_every_method() -> None:
+def test_the_page_mentions_every_method() -> None:
     page = (REPOSITORY / "docs/python.md").read_text()
     assert set(re.findall(r"^\| `(\w+)\(", page, re.M)) == {"submit", "train", "list_runs"}
     assert set(re.findall(r"^\| `run\.(\w+)", page, re.M)) == {name for name in vars(Run) if not name.startswith("_")}

@@ -85,7 +85,7 @@ def keep(content: bytes, place: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------ packing
 
 
-def test_what_git_tracks_or_does_not_ignore_goes_along(folder: Path) -> None:
+def test_files_that_git_tracks_or_does_not_ignore_are_included(folder: Path) -> None:
     write(folder, {"inner/deep.py": "", "inner/.gitignore": "left\n", "inner/left": ""})
     git(folder / "inner", "init", "-q")
     commit_all(folder / "inner")
@@ -95,7 +95,7 @@ def test_what_git_tracks_or_does_not_ignore_goes_along(folder: Path) -> None:
     assert pack(folder / "layers").names == {"__init__.py"}
 
 
-def test_without_git_all_goes_along_but_what_is_no_code(tmp_path: Path) -> None:
+def test_without_git_all_code_is_included(tmp_path: Path) -> None:
     write(tmp_path, {"my_task.py": "", "lib/data/reader.py": "", "data/rows": "", "runs/a": "", ".venv/bin/python": ""})
     write(tmp_path, {"lib/__pycache__/x.pyc": "", "conf/model.yaml": ""})
     assert pack(tmp_path).names == {"my_task.py", "lib/data/reader.py", "conf/model.yaml"}
@@ -114,7 +114,7 @@ def test_files_that_editors_leave_do_not_change_the_archive(in_git: bool, folder
     assert pack(folder).sha256 == before.sha256
 
 
-def test_files_that_git_does_not_track_are_named_and_tracked_ones_all_go_along(folder: Path) -> None:
+def test_untracked_files_are_named_and_all_tracked_files_are_included(folder: Path) -> None:
     write(folder, {"kept.bak": "data"})
     git(folder, "add", "kept.bak")
     archive = pack(folder)
@@ -125,7 +125,7 @@ def test_files_that_git_does_not_track_are_named_and_tracked_ones_all_go_along(f
     assert pack(folder).untracked == ()
 
 
-def test_the_same_files_are_the_same_archive_wherever_and_whenever(folder: Path, tmp_path: Path) -> None:
+def test_the_same_files_always_give_the_same_archive(folder: Path, tmp_path: Path) -> None:
     first = pack(folder)
     copy = tmp_path / "copy"
     for name in sorted(first.names, reverse=True):
@@ -157,7 +157,7 @@ def test_the_same_files_are_the_same_archive_wherever_and_whenever(folder: Path,
         ("pipe", "pipe: cannot be read, or is no file"),
     ],
 )
-def test_what_cannot_go_along_is_named_with_what_to_do(name: str, said: str, tmp_path: Path) -> None:
+def test_files_that_cannot_be_included_are_reported_with_the_fix(name: str, said: str, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     write(folder, {"my_task.py": "", "layers/__init__.py": "", ".env.example": ""})
     write(tmp_path, {"other/x.py": "", "weights.pem": ""})
@@ -227,7 +227,7 @@ def test_a_credential_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
     assert pack(tmp_path).names == {"my_task.py", "test_task.py"}
 
 
-def test_the_search_for_credentials_reads_the_beginning_of_each_file_and_skips_binaries(
+def test_the_search_for_credentials_reads_the_beginning_of_text_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
@@ -243,7 +243,7 @@ def test_the_search_for_credentials_reads_the_beginning_of_each_file_and_skips_b
     assert len(searched) == 2, "what is too large to be code is not read"
 
 
-def test_a_folder_that_is_no_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="no such folder"):
         pack(tmp_path / "nowhere")
     with pytest.raises(SettingsError, match="nothing in it, or git ignores all"):
@@ -260,7 +260,7 @@ def test_a_folder_that_is_no_code_is_refused(tmp_path: Path, monkeypatch: pytest
 # -------------------------------------------------------------------------------------------------------- on the node
 
 
-def test_a_node_fetches_and_unpacks_once_and_has_the_code_first(
+def test_code_is_unpacked_once_per_node_and_comes_first_on_sys_path(
     folder: Path, tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fetch_slowly(reference: str) -> bytes:
@@ -288,7 +288,7 @@ def test_a_node_fetches_and_unpacks_once_and_has_the_code_first(
     assert find_code("") == ""
 
 
-def test_other_bytes_than_the_named_ones_are_not_run(
+def test_code_with_another_hash_is_not_run(
     folder: Path, tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     reference = keep(pack(folder).content, tmp_path / "storage")
@@ -322,7 +322,7 @@ def test_other_bytes_than_the_named_ones_are_not_run(
     ],
     ids=str,
 )
-def test_an_archive_that_could_do_harm_is_refused_whole(
+def test_a_harmful_archive_is_refused_completely(
     member: dict[str, Any], tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_archive, "MAX_BYTES", 1000)
@@ -340,14 +340,14 @@ def test_an_archive_that_could_do_harm_is_refused_whole(
     assert [path.suffix for path in (node / f"sunspot-{os.getuid()}" / "code").iterdir()] == [".lock"]
 
 
-def test_what_git_archive_makes_is_taken(folder: Path, tmp_path: Path, node: Path) -> None:
+def test_an_archive_of_git_archive_is_accepted(folder: Path, tmp_path: Path, node: Path) -> None:
     commit_all(folder)
     git(folder, "archive", "-o", str(tmp_path / "code.tar"), "HEAD")
     found = find_code(keep((tmp_path / "code.tar").read_bytes(), tmp_path / "storage"))
     assert (Path(found) / "layers/__init__.py").exists()
 
 
-def test_a_folder_to_which_others_may_write_is_made_private(node: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_others_may_write_to_becomes_private(node: Path, folder: Path, tmp_path: Path) -> None:
     home = node / f"sunspot-{os.getuid()}"
     home.mkdir()
     home.chmod(0o777)
@@ -370,7 +370,7 @@ def code_of(cluster: FakeCluster) -> str:
     return settings_of(cluster.jobs[only_job(cluster)])[CODE]
 
 
-def test_each_edit_is_another_job_that_takes_the_run_over(
+def test_each_edit_makes_a_new_job_that_takes_over_the_run(
     cluster: FakeCluster, sunspot: Command, folder: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -398,7 +398,7 @@ def test_each_edit_is_another_job_that_takes_the_run_over(
     assert len(sunspot.run.storage.list(sunspot.run.key("code"))) == 3
 
 
-def test_the_code_comes_from_the_profile_and_python_too(
+def test_code_may_come_from_the_profile_or_from_python(
     cluster: FakeCluster, s3_bucket: str, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text(f"extends: kind\ncode: {folder}\n")
@@ -413,7 +413,7 @@ def test_the_code_comes_from_the_profile_and_python_too(
     assert code_of(cluster) != named
 
 
-def test_render_takes_an_archive_and_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_accepts_an_archive_but_not_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = f"s3://bucket/code.tar@sha256:{'a' * 64}"
     for request in (JobRequest(code=named), JobRequest(code=named, cluster="mine")):
         rendered = render(request)
@@ -430,7 +430,7 @@ def test_render_takes_an_archive_and_no_folder(folder: Path, monkeypatch: pytest
         render(JobRequest())
 
 
-def test_a_task_that_is_not_in_the_code_is_told_of(cluster: FakeCluster, sunspot: Command, folder: Path) -> None:
+def test_a_task_that_is_not_in_the_code_is_reported(cluster: FakeCluster, sunspot: Command, folder: Path) -> None:
     assert sunspot.submit("--code", str(folder / "nowhere")) == 2
     assert sunspot.err.startswith(f"error: code {folder}/nowhere: no such folder")
     assert sunspot.submit("--code", str(folder), "--set", "TASK=other.task") == 0
@@ -443,7 +443,7 @@ def test_a_task_that_is_not_in_the_code_is_told_of(cluster: FakeCluster, sunspot
 
 
 @pytest.mark.parametrize("verb", ["render", "submit"])
-def test_a_task_without_code_is_told_of(verb: str, cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_task_without_code_is_reported(verb: str, cluster: FakeCluster, sunspot: Command) -> None:
     here = [*("--storage", "s3://bucket/runs"), "--dry-run"] if verb == "submit" else []
     warned = "only if the image does; `sunspot submit --code FOLDER` brings it, or `make submit CODE=FOLDER`"
     for task, top in [("mine", "mine"), ("mine.task", "mine"), ("choice(mine,sunspot.tasks.gan)", "mine")]:
@@ -458,7 +458,7 @@ def test_a_task_without_code_is_told_of(verb: str, cluster: FakeCluster, sunspot
 # ----------------------------------------------------------------------------------------------------------- the run
 
 
-def test_code_that_is_named_no_more_is_collected(tmp_path: Path) -> None:
+def test_code_that_is_no_longer_used_is_deleted(tmp_path: Path) -> None:
     run = Run(LocalStorage(str(tmp_path)), "run")
     for name in ("a", "b"):
         run.storage.write(run.key("code", f"{name * 64}.tar"), b"12345")
@@ -474,7 +474,7 @@ def test_code_that_is_named_no_more_is_collected(tmp_path: Path) -> None:
     assert [entry.key for entry in run.storage.list("run/code")] == [f"run/code/{'b' * 64}.tar"]
 
 
-def test_other_code_is_an_event(tmp_path: Path) -> None:
+def test_a_change_of_code_is_an_event(tmp_path: Path) -> None:
     run = Run(LocalStorage(str(tmp_path)), "run")
     named = {name: {CODE: f"s3://bucket/code.tar@sha256:{name * 64}"} for name in "ab"}
     for settings in ({}, named["a"], named["a"], named["b"], {}):

@@ -115,9 +115,9 @@ def test_an_argument_that_holds_a_credential_is_recognized_by_its_name(name: str
         *("keyboard", "monkey", "secretary", "api_key_variable", "passes", "tokens", "auth", "auth_mode", "sasrec"),
     ],
 )
-def test_an_ordinary_argument_is_no_credential(name: str) -> None:
+def test_an_ordinary_argument_is_not_a_credential(name: str) -> None:
     assert list(find_credential_arguments({name: "some_word_2"})) == []
 
 
-def test_only_arguments_with_text_hold_credentials() -> None:
+def test_only_text_arguments_can_hold_credentials() -> None:
     assert list(find_credential_arguments({"use_auth_token": True, "secret": "", "api_key": None, "token": 3})) == []

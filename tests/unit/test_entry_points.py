@@ -51,7 +51,7 @@ def test_help_describes_the_command_and_does_nothing(module: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("module", ENTRY_POINTS)
-def test_an_unknown_argument_ends_it(module: str, tmp_path: Path) -> None:
+def test_an_unknown_argument_ends_the_command(module: str, tmp_path: Path) -> None:
     done = run_module(module, "--hepl", tmp_path)
     assert done.returncode == 2
     assert done.stderr == "error: --hepl: no such argument; did you mean --help?\n"
@@ -67,7 +67,7 @@ def test_the_command_runs_as_a_module(module: str, tmp_path: Path) -> None:
     assert done.stdout.endswith("imported []\n")
 
 
-def test_the_library_is_imported_among_files_of_the_user(tmp_path: Path) -> None:
+def test_a_users_files_do_not_shadow_the_library(tmp_path: Path) -> None:
     done = run_module("sunspot.client", "", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "imported []\n", "")
 
@@ -81,7 +81,9 @@ def test_the_library_is_imported_among_files_of_the_user(tmp_path: Path) -> None
         ("xyz", "`python -m sunspot.some --help` lists what there is"),
     ],
 )
-def test_a_setting_given_as_an_argument_is_named(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_that_is_given_as_an_argument_is_explained(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         CommandParser("sunspot.some", "", ["epochs", "learning_rate"]).parse([word])
     assert ended.value.code == 2

@@ -59,7 +59,7 @@ def test_a_job_of_kuberay_in_its_own_cluster_is_recognised(
         (SunspotError, False),
     ],
 )
-def test_only_errors_that_no_cluster_can_cure_are_final(
+def test_only_errors_that_any_cluster_would_meet_are_final(
     kind: type[SunspotError], final: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
@@ -75,7 +75,7 @@ def test_only_errors_that_no_cluster_can_cure_are_final(
 
 
 @pytest.mark.parametrize("given", [config("run-1a2b-9fwqz"), '{"metadata": null}'])
-def test_a_job_ends_alike_if_ray_cannot_record_its_status(
+def test_a_job_ends_the_same_way_if_ray_cannot_record_its_status(
     given: str, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     monkeypatch.setenv("RAY_CLUSTER_NAME", "run-1a2b-x7k2p")

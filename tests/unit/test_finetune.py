@@ -74,7 +74,7 @@ def train(settings: Settings, steps: int = 30) -> tuple[Any, list[float]]:
     [{}, {"rank": 4}, {"rank": 4, "recompute": True}, {"head": "classes"}, {"head": "classes", "rank": 2}],
     ids=["all weights", "lora", "recomputed", "classes", "classes with lora"],
 )
-def test_a_model_learns(base: str, texts: str, arguments: dict[str, Any]) -> None:
+def test_a_pretrained_model_learns(base: str, texts: str, arguments: dict[str, Any]) -> None:
     before = open_base(base).sha256
     model, losses = train(settings_of(base, texts, **arguments))
     assert losses[-1] < losses[0] - 0.1
@@ -84,7 +84,7 @@ def test_a_model_learns(base: str, texts: str, arguments: dict[str, Any]) -> Non
     assert saved < weights if arguments.get("rank") else saved == weights
 
 
-def test_texts_of_a_row_do_not_see_each_other(base: str, texts: str) -> None:
+def test_texts_in_a_row_do_not_attend_to_each_other(base: str, texts: str) -> None:
     settings = settings_of(base, texts)
     model = finetune.build_model(settings, EmptySource((32,), 0)).eval()
     tokens = torch.randint(2, 300, (1, 6))
@@ -107,7 +107,7 @@ def test_a_missing_package_is_named_before_anything_starts(package: str, monkeyp
         load_task(Settings(task="sunspot.tasks.finetune"))
 
 
-def test_a_text_has_the_same_class_however_it_is_filled_up(base: str) -> None:
+def test_padding_does_not_change_the_class_of_a_text(base: str) -> None:
     settings = settings_of(base, head="classes")
     model: Any = finetune.build_model(settings, EmptySource((32,), 3)).eval()
     filled = {"tokens": torch.tensor([[5, 6, 7, 0, 0], [8, 9, 7, 6, 5]]), "tokens_length": torch.tensor([3, 5])}
@@ -162,7 +162,7 @@ def test_peft_loads_an_adapter(base: str, texts: str, tmp_path: Path, precision:
     assert json.loads((tmp_path / "base.json").read_text()) == {"location": base, "sha256": open_base(base).sha256}
 
 
-def test_transformers_load_a_whole_model(base: str, texts: str, tmp_path: Path) -> None:
+def test_transformers_loads_a_complete_model(base: str, texts: str, tmp_path: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -181,7 +181,7 @@ def test_transformers_load_a_whole_model(base: str, texts: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("head", ["text", "classes"])
-def test_an_adapter_goes_back_only_onto_its_base(base: str, texts: str, tmp_path: Path, head: str) -> None:
+def test_an_adapter_loads_only_onto_its_base(base: str, texts: str, tmp_path: Path, head: str) -> None:
     settings = settings_of(base, texts, rank=4, head=head)
     model, _ = train(settings, steps=3)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -224,7 +224,7 @@ def test_wrong_arguments_are_refused(base: str, texts: str, arguments: dict[str,
 
 
 @pytest.mark.parametrize("lacks", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_directory_that_is_no_model_is_refused(base: str, tmp_path: Path, lacks: str) -> None:
+def test_a_directory_without_a_model_is_refused(base: str, tmp_path: Path, lacks: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(base, folder)
     (folder / lacks).unlink()
@@ -254,7 +254,7 @@ def test_damaged_weights_and_tokenizers_are_named(base: str, texts: str, tmp_pat
         task.find_sources(settings)
 
 
-def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with refusal(SettingsError, "base='nobody/nothing'", "the hub did not provide it"):
         open_base("nobody/nothing")

@@ -88,7 +88,7 @@ def same(one: KerasModule, other: KerasModule) -> bool:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_resumed_model_is_that_of_an_uninterrupted_run(task: Any, dropout: float) -> None:
+def test_a_resumed_keras_model_equals_that_of_an_uninterrupted_run(task: Any, dropout: float) -> None:
     whole = build(dropout=dropout)
     steps(whole, range(3))
     state = through_a_file(whole.state_dict())
@@ -100,7 +100,7 @@ def test_a_resumed_model_is_that_of_an_uninterrupted_run(task: Any, dropout: flo
     assert same(resumed, whole)
 
 
-def test_a_step_learns_from_each_row_alike(task: Any) -> None:
+def test_all_rows_of_a_step_have_the_same_weight(task: Any) -> None:
     """Its losses are those of each row, as evaluated before the step, and they fall."""
     model, rows = build(), make_rows()
     expected = model.losses(rows, model(rows))
@@ -113,7 +113,7 @@ def test_a_step_learns_from_each_row_alike(task: Any) -> None:
     assert losses.mean() < expected.mean()
 
 
-def test_rows_of_no_weight_have_no_part_in_a_step(task: Any) -> None:
+def test_rows_without_weight_do_not_affect_a_step(task: Any) -> None:
     """A worker without rows takes the step with padding; what its layers add for themselves counts."""
     rows, models = make_rows(), [build(), build()]
     for number, model in enumerate(models):
@@ -152,7 +152,7 @@ def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_pat
     assert np.allclose(loaded(images), scores, atol=1e-6)
 
 
-def test_another_model_is_refused(task: Any) -> None:
+def test_the_state_of_another_model_is_refused(task: Any) -> None:
     with pytest.raises(ConflictError, match=r"a checkpoint: its weights do not fit.*variables of other shapes"):
         load_weights(build(outputs=4), build().state_dict(), "a checkpoint")
 
@@ -163,7 +163,7 @@ def test_a_setting_that_keras_does_not_read_is_refused(task: Any) -> None:
 
 
 @pytest.mark.parametrize(("given", "peak"), [(1e-3, 0.03), (0.5, 0.5)])
-def test_the_rate_of_the_models_optimizer_is_the_peak_unless_a_setting_is(
+def test_the_peak_rate_is_that_of_the_models_optimizer_unless_a_setting_is_given(
     keras: Any, task: Any, given: float, peak: float
 ) -> None:
     settings, make = Settings(task="small_keras", learning_rate=given), task.build_keras

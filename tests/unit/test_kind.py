@@ -50,7 +50,7 @@ def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
     return run
 
 
-def test_a_cluster_is_made_with_operator_bucket_and_image(
+def test_a_cluster_is_created_with_operator_bucket_and_image(
     kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = kind("up", "--image", "sunspot:1")
@@ -69,14 +69,14 @@ def test_a_cluster_is_made_with_operator_bucket_and_image(
     assert "make submit PROFILE=kind RUN=digits IMAGE=sunspot:1\n" in out
 
 
-def test_what_is_there_is_not_made_again(kind: Kind) -> None:
+def test_existing_parts_of_the_cluster_are_kept(kind: Kind) -> None:
     calls = kind("up", "--image", "sunspot:1", clusters="sunspot", fails="docker image inspect")
     assert "make image HEAD=1 PLATFORM= IMAGE=sunspot:1" in calls
     assert not [call for call in calls if call.startswith("kind create")]
     assert kind("down") == ["kind delete cluster --name sunspot"]
 
 
-def test_what_is_missing_or_fails_is_one_message(kind: Kind, tmp_path: Path) -> None:
+def test_missing_tools_and_failures_give_one_message(kind: Kind, tmp_path: Path) -> None:
     with pytest.raises(SunspotError, match=r"^kubectl ended with exit code 1; see its output above"):
         kind("up", "--image", "sunspot:1", fails="kubectl --context kind-sunspot apply")
     for tool in ("kind", "git"):
@@ -85,7 +85,7 @@ def test_what_is_missing_or_fails_is_one_message(kind: Kind, tmp_path: Path) -> 
         kind("up", "--image", "sunspot:1")
 
 
-def test_the_bucket_is_where_pods_and_this_machine_look_for_it() -> None:
+def test_the_bucket_has_addresses_for_pods_and_this_machine() -> None:
     folder = REPOSITORY / "scripts" / "kind"
     _, deployment, service = yaml.safe_load_all((folder / "bucket.yaml").read_text())
     [mapping] = yaml.safe_load((folder / "cluster.yaml").read_text())["nodes"][0]["extraPortMappings"]

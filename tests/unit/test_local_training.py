@@ -34,7 +34,7 @@ def train(folder: Path, *words: str, **environment: str) -> Answer:
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_the_file_is_below_the_environment_and_that_below_the_command_line(
+def test_the_command_line_overrides_the_environment_which_overrides_the_file(
     tmp_path: Path, form: tuple[str, ...]
 ) -> None:
     (tmp_path / "sunspot.toml").write_text("EPOCHS = 0\nSUNSPOT_SEED = -1\ntrials = 0\n")
@@ -45,7 +45,7 @@ def test_the_file_is_below_the_environment_and_that_below_the_command_line(
 
 
 @pytest.mark.parametrize("verb", ["train", "check", "tune"])
-def test_settings_may_stand_among_the_options(verb: str) -> None:
+def test_settings_and_options_may_be_mixed(verb: str) -> None:
     words = [verb, "EPOCHS=3", "--storage", "elsewhere", "my_task.py", "--json", "seed=-1", "--set", "TRIALS=2"]
     arguments = make_parser().parse_args(words)
     assert given_settings(arguments) == {"TRIALS": "2", "EPOCHS": "3", "TASK": "my_task.py", "seed": "-1"}
@@ -70,7 +70,7 @@ def test_a_word_that_is_neither_a_setting_nor_a_file_is_refused(word: str) -> No
     ],
 )
 @pytest.mark.parametrize("given_by", ["word", "file of settings", "environment"])
-def test_the_path_of_a_file_stands_for_its_module_and_puts_its_folder_on_the_path(
+def test_the_path_of_a_file_names_its_module_and_extends_the_path(
     path: str, module: str, folder: str, given_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = ["here.py", "tasks/there.py", "vision/__init__.py", "vision/tasks/__init__.py", "vision/tasks/cats.py"]
@@ -117,7 +117,7 @@ def test_a_file_that_an_import_would_not_find_is_refused(
         find_module(path)
 
 
-def test_a_start_that_never_began_is_no_run(
+def test_a_failed_start_leaves_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "xgboost", None)
@@ -131,7 +131,7 @@ def test_a_start_that_never_began_is_no_run(
     assert not [entry.key for entry in storage.list("mnist") if "/logs/" not in entry.key]
 
 
-def test_the_json_of_a_start_that_never_began(
+def test_a_failed_start_prints_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
@@ -143,7 +143,7 @@ def test_the_json_of_a_start_that_never_began(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_training_that_is_told_to_end_may_save_before_its_json(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_stopped_training_saves_before_it_prints_json(number: signal.Signals, tmp_path: Path) -> None:
     told = f"""import signal, time
 def save(*_):
     time.sleep(1)
@@ -164,7 +164,7 @@ time.sleep(60)"""
     assert (process.returncode, json.loads(out)["exit_code"]) == (0, 0), err
 
 
-def test_the_file_has_values_of_any_kind(tmp_path: Path) -> None:
+def test_the_file_may_have_values_of_any_type(tmp_path: Path) -> None:
     file = tmp_path / "sunspot.toml"
     file.write_text('TASK = "my_task"\nAUDIT = true\nLEARNING_RATE = 1e-3\nTASK_ARGS = {width = 64}\n')
     read = read_settings_file(file)
@@ -183,7 +183,7 @@ def test_the_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert read_settings_file(tmp_path / "sunspot.toml") == {"EPOCHS": "3"}
 
 
-def test_a_file_in_another_encoding_is_refused_with_the_right_one(tmp_path: Path) -> None:
+def test_a_file_in_another_encoding_is_refused_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "sunspot.toml").write_text("EPOCHS = 3", encoding="utf-16")  # as a redirection in PowerShell does
     with pytest.raises(
         SettingsError, match=r"^\S*sunspot\.toml: it is not in UTF-8, which TOML requires; save it as UTF-8"
@@ -192,14 +192,14 @@ def test_a_file_in_another_encoding_is_refused_with_the_right_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("content", [b"EPOCHS = [", b"EPOCHS = 2026-01-01", b"EPOCHS 3", b"\xff"])
-def test_a_file_that_cannot_be_used_is_one_message(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_file_gives_one_message(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "sunspot.toml").write_bytes(content)
     with pytest.raises(SettingsError, match=r"^\S*sunspot\.toml: "):
         read_settings_file(tmp_path / "sunspot.toml")
 
 
 @pytest.mark.parametrize("words", [["train"], ["tune"], ["demo"], ["predict", "run", __file__]])
-def test_the_command_alone_says_what_to_install(words: list[str], tmp_path: Path) -> None:
+def test_without_the_extra_the_command_says_what_to_install(words: list[str], tmp_path: Path) -> None:
     answer = process(*words, "--storage", str(tmp_path))
     what = "predicting" if "predict" in words else "training"
     said = f"error: {what} here needs ray and torch; `make .venv/train` installs it\n"

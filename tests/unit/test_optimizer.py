@@ -42,14 +42,14 @@ def test_a_rate_rises_to_its_peak_and_falls_from_there(schedule: str, warmup: in
 
 
 @given(st.floats(0, 1, exclude_min=True, exclude_max=True), st.integers(1, 1000))
-def test_a_share_of_the_steps_is_a_warm_up(share: float, total: int) -> None:
+def test_warmup_steps_may_be_a_fraction_of_all_steps(share: float, total: int) -> None:
     steps = Settings(warmup_steps=math.ceil(share * total))
     for step in range(total):
         found = learning_rate_factor(Settings(warmup_steps=share), step, total)
         assert found == learning_rate_factor(steps, step, total)
 
 
-def test_a_task_of_two_functions_gets_the_rest_by_the_settings() -> None:
+def test_a_task_with_two_functions_gets_defaults_from_the_settings() -> None:
     module = ModuleType("mine")
     module.build_model, module.loss = (lambda *_: nn.Linear(2, 2)), None
     settings = Settings(schedule="cosine", warmup_steps=1, weight_decay=0.1, learning_rate=0.5)
@@ -63,7 +63,7 @@ def test_a_task_of_two_functions_gets_the_rest_by_the_settings() -> None:
     assert fill_in(module, Settings(weight_decay=0.1)).schedule(0, 1) == 7.0
 
 
-def test_a_task_that_brings_a_scheduler_has_no_other_schedule() -> None:
+def test_a_task_with_a_scheduler_gets_no_default_schedule() -> None:
     module, settings = ModuleType("mine"), Settings(task="mine")
     module.build_scheduler = lambda optimizer, *_: None
     assert not hasattr(fill_in(module, settings), "schedule")
@@ -80,13 +80,13 @@ def _groups(task: Any, settings: Settings) -> Any:
 
 @pytest.mark.parametrize("task", ["sunspot.tasks.mnist", "sunspot.tasks.gpt", "sunspot.tasks.lightning_mnist"])
 @pytest.mark.parametrize(("name", "value"), [("schedule", "cosine"), ("warmup_steps", 3), ("weight_decay", 0.1)])
-def test_a_setting_that_would_change_nothing_is_refused(task: str, name: str, value: Any) -> None:
+def test_a_setting_that_the_task_does_not_read_is_refused(task: str, name: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=f"SUNSPOT_{name.upper()}={value}: {task} brings its own"):
         load_task(Settings(task=task, **{name: value}))
     load_task(Settings(task=task, clip_norm=1))
 
 
-def test_a_run_goes_on_with_the_rate_and_decay_of_today() -> None:
+def test_a_resumed_run_uses_the_current_rate_and_decay() -> None:
     model, before, today = nn.Linear(2, 2), Settings(weight_decay=0.1), Settings(weight_decay=0.3, learning_rate=0.5)
     saved = build_optimizer(model, before).state_dict()
     optimizer, _ = build.build_optimizer(today, fill_in(ModuleType("mine"), today), model)
@@ -96,7 +96,7 @@ def test_a_run_goes_on_with_the_rate_and_decay_of_today() -> None:
 
 
 @pytest.mark.parametrize("fused", [None, True])
-def test_a_state_is_laid_out_as_the_parameters_are(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_has_the_layout_of_the_parameters(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints have plain tensors, and a fused optimizer takes one layout only."""
     monkeypatch.setattr("sunspot.parallel.sharding.CHANNELS_LAST", ("cpu",))
     module, settings, state = ModuleType("mine"), Settings(), TrainingState()
@@ -125,7 +125,7 @@ def test_a_state_is_laid_out_as_the_parameters_are(fused: bool | None, monkeypat
     assert losses[0] == losses[1]
 
 
-def test_a_gradient_is_cut_to_its_longest() -> None:
+def test_a_gradient_is_clipped_to_the_largest_norm() -> None:
     model = nn.Linear(3, 1, bias=False)
     for longest, left in [(0.0, 5.0), (10.0, 5.0), (2.5, 2.5)]:
         model.weight.grad = torch.tensor([[3.0, 4.0, 0.0]])
@@ -133,7 +133,7 @@ def test_a_gradient_is_cut_to_its_longest() -> None:
         assert float(model.weight.grad.norm()) == pytest.approx(left)
 
 
-def test_clipping_is_of_the_whole_step_and_model(tmp_path: Path) -> None:
+def test_clipping_covers_the_whole_step_and_model(tmp_path: Path) -> None:
     """However many workers share it, in however many passes, and with the model whole or in parts."""
     free = train_ranks(tmp_path / "free", 1, **TINY)
     alone = train_ranks(tmp_path / "alone", 1, **TINY, clip_norm=0.05)
@@ -146,7 +146,7 @@ def test_clipping_is_of_the_whole_step_and_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_gradients_that_travel_in_bf16_are_rounded(parallel: str, tmp_path: Path) -> None:
+def test_gradients_sent_in_bf16_are_rounded(parallel: str, tmp_path: Path) -> None:
     """Far less than they are long; a worker alone sends none."""
     exact = train_ranks(tmp_path / "exact", 2, **TINY)
     rounded = train_ranks(tmp_path / "rounded", 2, **TINY, parallel=parallel, gradient_precision="bf16")

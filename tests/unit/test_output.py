@@ -20,7 +20,7 @@ HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\x00\x08\ud800 end"
 MARK = b"written by us"
 
 
-def test_nothing_commands_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     print_text(HOSTILE)
     warn(HOSTILE)
     print_table(["name", HOSTILE], [[HOSTILE, 1.5], ["b", None]])

@@ -35,14 +35,14 @@ def test_resources_that_leave_no_core_for_reading_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("use_gpu", "gpus", "used"), [("auto", 2, True), ("auto", 1, False), ("false", 8, False)])
-def test_gpus_are_used_when_there_is_one_for_each_worker(use_gpu: str, gpus: int, used: bool) -> None:
+def test_gpus_are_used_if_each_worker_gets_one(use_gpu: str, gpus: int, used: bool) -> None:
     resources = choose_resources(load_settings({"USE_GPU": use_gpu}), {"CPU": 8, "GPU": gpus}, nodes=1)
     assert resources.use_gpu is used
     assert ("GPU" in resources.per_worker) is used
     assert f"GPUs: {gpus}, workers: 2" in resources.reason or use_gpu == "false"
 
 
-def test_the_plan_says_what_ends_the_run() -> None:
+def test_the_plan_names_the_setting_that_ends_the_run() -> None:
     task = load_task(load_settings())
     plan = make_plan(load_settings(), task)
     assert (plan.steps.rows, plan.total_steps) == (12_000, 188)
@@ -70,7 +70,7 @@ def test_fewer_workers_make_passes_of_the_same_size(workers: str, micro: str, li
     assert all(largest_pass(128, fewer, plan.pass_limit) <= limit for fewer in range(1, 9))
 
 
-def test_workers_without_rows_are_told() -> None:
+def test_the_plan_warns_of_workers_without_rows() -> None:
     plan = make_plan(load_settings({"GLOBAL_BATCH_SIZE": "4", "NUM_WORKERS": "3"}), load_task(load_settings()))
     assert "only 2 of 3 workers get rows" in plan.reasons[2]
 

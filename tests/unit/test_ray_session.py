@@ -119,7 +119,7 @@ def refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(raised.value).removeprefix("Ray cannot be started on this machine: ")
 
 
-def test_a_machine_that_is_too_busy_is_named_with_rays_logs(
+def test_a_start_that_times_out_names_the_load_and_rays_logs(
     started: list[dict[str, Any]], temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = "The current node timed out during startup"
@@ -138,7 +138,7 @@ def test_a_machine_that_is_too_busy_is_named_with_rays_logs(
         (errno.EMFILE, "TMPDIR/a", "raise the limit of open files, for example with `ulimit -n 65536`"),
     ],
 )
-def test_an_error_of_the_system_is_told_with_its_fix(
+def test_an_error_of_the_system_is_reported_with_its_fix(
     number: int,
     name: str,
     fix: str,
@@ -191,7 +191,7 @@ def test_an_address_where_nothing_listens_is_named_with_the_fix(
     assert started == []
 
 
-def test_a_head_that_starts_later_is_waited_for(
+def test_a_session_waits_for_a_head_that_starts_later(
     port: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     connect, tries = socket.create_connection, []
@@ -221,9 +221,7 @@ def test_an_error_of_a_cluster_names_its_address(
     assert str(raised.value) == f"Ray cannot be reached at RAY_ADDRESS=127.0.0.1:{port}: The request timed out."
 
 
-def test_the_address_local_starts_a_session_of_our_own(
-    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_address_local_starts_a_new_session(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
     begin()
     [call] = started

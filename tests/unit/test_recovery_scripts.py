@@ -76,7 +76,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.cluster, "LOOK_EVERY_S", 0.01)
 
 
-def test_whose_nodes_are_taken() -> None:
+def test_the_nodes_of_the_target_are_removed() -> None:
     chance = random.Random(0)
     assert choose("head", PODS, "a", chance) == ["n0"]
     assert choose("rank0", PODS, "a", chance) == ["n1"]
@@ -88,7 +88,7 @@ def test_whose_nodes_are_taken() -> None:
     assert {choose("worker", PODS, "", chance)[0] for _ in range(20)} == {"n1", "n2"}
 
 
-def test_what_a_fault_cost() -> None:
+def test_the_table_shows_the_cost_of_each_fault() -> None:
     fault = Fault("reclaim", "worker", ["n1"], 100.0, 3, Group(2, 2, 110.0, 2, RECEIPT))
     better = replace(fault, after=Group(2, 2, 114.0, 0), complete_s=40.0)
     lines = table([fault, better]).splitlines()
@@ -134,7 +134,7 @@ def test_a_fault_ends_with_the_first_step_after_it(
     assert sorted(said[:taken]) + said[taken:] == lines
 
 
-def test_a_group_is_complete_when_all_workers_have_trained_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_complete_once_all_workers_have_trained_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.subjects, "START_S", 0)
     now = time.time()
     trained = Group(3, 2, now - 30, 0)
@@ -150,7 +150,7 @@ def test_a_group_is_complete_when_all_workers_have_trained_for_a_while(monkeypat
         wait_until_complete(Run(), 0)
 
 
-def test_groups_in_a_drivers_log() -> None:
+def test_groups_are_read_from_a_drivers_log() -> None:
     """As Ray writes it: prefixes, colours, other lines, and a start that no step followed."""
     records = [
         {"time": 1.0, "event": "start", "from_step": 0, "world": 2},
@@ -167,7 +167,7 @@ def test_groups_in_a_drivers_log() -> None:
     assert read_groups(lines) == [Group(1, 2, 2.0, 0), Group(2, 2, 11.0, 2)]
 
 
-def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_groups_and_rank_0_of_a_sunspot_run_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     states = [(RunState.RUNNING, "2 workers train")]
     cluster, storage = SimpleNamespace(trouble=""), SimpleNamespace(trouble="")
     snapshot = SimpleNamespace(state=lambda: states[-1], cluster=cluster, storage=storage)
@@ -190,7 +190,7 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
     assert ours.groups()
 
 
-def test_the_yardsticks_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_of_the_yardstick_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.subjects, "pods", lambda job, namespace: PODS)
     stock = Stock(JobRequest("kind", {"RUN_NAME": "mnist", "NUM_WORKERS": "2..3"}))
     assert (stock.job, stock.workers, stock.rank0()) == ("mnist-stock", 3, "")
@@ -199,7 +199,7 @@ def test_the_yardsticks_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stock.rank0() == "b"
 
 
-def test_the_yardsticks_workers_get_what_the_profile_has_for_ours(tmp_path: Path) -> None:
+def test_workers_of_the_yardstick_get_the_same_pods_as_ours(tmp_path: Path) -> None:
     """Such as a node each, as with two on one node a loss would be two; the head has none of it."""
     profile = tmp_path / "spread.yaml"
     profile.write_text("extends: kind\nworker: {pod: {spec: {securityContext: {runAsUser: 7}}}}\n")
@@ -209,7 +209,7 @@ def test_the_yardsticks_workers_get_what_the_profile_has_for_ours(tmp_path: Path
     assert workers["securityContext"] == {**head["securityContext"], "runAsUser": 7} != head["securityContext"]
 
 
-def test_the_yardstick_has_no_settings_of_its_own() -> None:
+def test_the_yardstick_does_not_tune_ray_or_kuberay() -> None:
     """Nothing in it tunes Ray or KubeRay: that would be no yardstick."""
     text = STOCK.read_text()
     spec = yaml.safe_load(text)["spec"]
@@ -233,7 +233,7 @@ def test_commands_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         finish(begin("echo no {node}; exit 3", "n1"))
 
 
-def test_a_question_without_an_answer_is_repeated() -> None:
+def test_unanswered_requests_are_repeated() -> None:
     answers = iter([ClusterError("gone"), None, "there"])
 
     def ask() -> object:

@@ -65,7 +65,7 @@ def test_a_test_that_fails_leaves_storage_as_it_was(storage: Path, monkeypatch: 
     assert (storage / "llama/checkpoints/1/model.pt").read_text() == "llama/checkpoints/1/model.pt"
 
 
-def test_existing_runs_are_never_taken_for_its_own(storage: Path) -> None:
+def test_existing_runs_are_never_touched_by_the_smoke_test(storage: Path) -> None:
     (storage / smoke.NAME).mkdir()
     (storage / smoke.NAME / "run.json").write_text("{}")
     before = files(storage)

@@ -38,7 +38,7 @@ def test_keys_that_are_not_read_are_named(read: Callable[[Any], object], said: s
     assert given.describe_unread() == said
 
 
-def test_what_is_read_before_the_arguments_are_sent_counts() -> None:
+def test_reads_before_the_arguments_are_sent_count() -> None:
     settings = Settings(task_args=GIVEN)
     assert settings.task_args["width"] == 64
     sent = pickle.loads(pickle.dumps(settings.model_copy(update={"epochs": 3})))
@@ -46,7 +46,7 @@ def test_what_is_read_before_the_arguments_are_sent_counts() -> None:
     assert sent.task_args.describe_unread() == "the task has not read hiden; did you mean hidden?"
 
 
-def test_settings_read_no_arguments_themselves() -> None:
+def test_settings_themselves_read_no_arguments() -> None:
     settings = Settings(task_args=GIVEN)
     assert json.loads(settings.environment()["SUNSPOT_TASK_ARGS"]) == GIVEN == settings.task_args
     assert settings.task_args.describe_unread() == "the task has not read hiden, width; it reads no arguments"
