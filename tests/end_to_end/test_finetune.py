@@ -1,4 +1,4 @@
-"""A whole run of LoRA: killed, refused with another base, resumed on more workers, and loaded by peft alone."""
+"""Test of a complete LoRA run: killed, refused with another base, resumed on more workers, and loaded by peft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose task is in an archive alone: trained by the driver and all of Ray's processes."""
+"""Tests of a run whose task only exists in an archive, with the driver and all of Ray's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of trees: killed at a round, resumed, also on another number of workers; and what their verbs say."""
+"""Tests of complete runs of trees: killed at a round, resumed on other numbers of workers, and read by verbs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUNDS = 8
 
 @pytest.fixture(params=KINDS)
 def settings(request: pytest.FixtureRequest, make_data: MakeData) -> dict[str, Any]:
-    """Of a run of either library."""
+    """Return the settings of a run with either library."""
     pytest.importorskip(request.param, reason="the extra `trees` is not installed")
     options = {"max_depth": 3} if request.param == "xgboost" else {"num_leaves": 4, "min_data_in_leaf": 3}
     return {

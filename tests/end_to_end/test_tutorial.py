@@ -1,4 +1,4 @@
-"""docs/tutorial.ipynb: it runs from top to bottom, and what it keeps of that is for any reader."""
+"""Tests of docs/tutorial.ipynb: it runs from top to bottom, and its stored outputs make sense to any reader."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.harness.notebook import execute, kinds
 TUTORIAL = REPOSITORY / "docs/tutorial.ipynb"
 
 WRITE = "WRITE_NOTEBOOK" in os.environ
-"""Whether to keep the outputs."""
+"""True to keep the outputs."""
 
 WORK = re.compile(r"[\w./-]*/tutorial-\w+")
-"""The folder it works in, whose name is another one every time."""
+"""Pattern of the folder in which it works, whose name varies."""
 
 MAX_BYTES = 400_000
 
@@ -34,7 +34,7 @@ def sources(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def functions() -> dict[str, str]:
-    """The code of every function in it."""
+    """Return the code of every function in the page."""
     code = ast.parse("\n".join(sources("code")))
     return {node.name: ast.unparse(node) for node in code.body if isinstance(node, ast.FunctionDef)}
 
@@ -47,7 +47,7 @@ def test_every_cell_runs() -> None:
 
 
 def run_all(folder: Path) -> None:
-    """Execute the page, and compare the outputs with those it keeps, or keep them."""
+    """Execute the page, and compare or keep its outputs."""
     copy = folder / "tutorial.ipynb"
     environment = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "RAY_"))}
     environment |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}  # other tests run beside it
@@ -79,7 +79,7 @@ def test_the_cells_before_the_training_execute(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_tutorials_plain_training_equals_the_baseline(functions: dict[str, str]) -> None:
-    """But for docstrings and types, which the page says in words."""
+    """Compare all code except docstrings and types, which the page explains in words."""
     for node in ast.parse((REPOSITORY / "app/sunspot/baseline/train.py").read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name != "save":
             del node.body[0]

@@ -1,4 +1,4 @@
-"""LoRA in worker groups, ddp and fsdp, on changing numbers of ranks: losses, checkpoints, killed and resumed."""
+"""Tests of LoRA in worker groups under ddp and fsdp, on changing numbers of ranks: losses, checkpoints, and resumes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_adapter_equals_that_of_an_uninterrupted_run(adapters: Path, name: s
 
 @pytest.mark.parametrize("name", ["two", "fsdp"])
 def test_a_checkpoint_holds_the_adapter_alone(adapters: Path, tmp_path: Path, name: str) -> None:
-    """It loads in peft; the base is what it was."""
+    """Check that peft loads the adapter, and that the base is unchanged."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

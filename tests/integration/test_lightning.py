@@ -1,4 +1,4 @@
-"""Tasks that are LightningModules: whole runs on real Ray workers, and what is refused."""
+"""Tests of tasks with a LightningModule: complete runs on real Ray workers, and refusals."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_schedules_continue_after_a_resume(step: int, source: EmptySource) -> No
 
 
 def test_the_rates_of_a_module_equal_those_of_lightning_itself() -> None:
-    """This holds from any step, and for epochs of ten steps, which are not a multiple of a scheduler's frequency."""
+    """Check all steps, with epochs of ten steps, which are not a multiple of a scheduler's frequency."""
     import lightning
 
     from sunspot.tasks.lightning_adapter import LightningTask
@@ -176,7 +176,7 @@ def test_the_rates_of_a_module_equal_those_of_lightning_itself() -> None:
 
 
 def test_an_optimizer_that_counts_in_its_groups_keeps_its_counts(source: EmptySource) -> None:
-    """Prodigy and optimizers without a schedule do that."""
+    """Check counters as in Prodigy and in optimizers without a schedule."""
     from sunspot.tasks.lightning_adapter import LightningTask
     from tests.tasks import spoiled_lightning
 
@@ -245,7 +245,7 @@ def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, sourc
 
 @pytest.fixture
 def log_value(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The `self.log` of a LightningModule."""
+    """Return the `self.log` of a LightningModule."""
     from sunspot.log import WARNED
     from sunspot.tasks.lightning_adapter import LogCapture
 
@@ -263,7 +263,7 @@ def test_lightnings_log_refuses_a_reserved_name(log_value: Callable[..., Any]) -
 def test_lightnings_x_axis_is_ignored_with_a_warning(
     log_value: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Modules log `step` or `epoch` to move the x axis of Lightning's own loggers."""
+    """Check `step` and `epoch`, which modules log to set the x axis of Lightning's own loggers."""
     for _ in range(2):
         log_value("step", 3.0)
         log_value("epoch", torch.tensor(7.0), on_epoch=True)

@@ -1,4 +1,4 @@
-"""A local Ray session: which processes can use it, and what it leaves behind."""
+"""Tests of a real local Ray session: the processes that can use it, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_session_is_private_and_needs_no_home_directory(tmp_path: Path) -> Non
 
 
 def start_session(environment: dict[str, str], session: str = SESSION) -> dict[str, Any]:
-    """Run a session, a second time if Ray's own processes were too slow."""
+    """Run a session, and run it again if Ray's own processes were too slow."""
     for last in (False, True):
         done = subprocess.run(
             [sys.executable, "-c", session], env=environment, cwd=REPOSITORY, capture_output=True, text=True

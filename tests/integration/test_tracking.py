@@ -1,4 +1,4 @@
-"""What a tracking service has of a run: a real MLflow server, killed and restarted, and W&B's files."""
+"""Tests of tracking: the contents of a real MLflow server, which is killed and restarted, and of W&B's files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Points = dict[str, list[tuple[int, int, float]]]
 
 @pytest.fixture(autouse=True)
 def clean_services(mlflow_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No service of the developer's is met; the server has begun to start."""
+    """Hide the developer's services, and start the MLflow server."""
     for name in list(os.environ):
         if name.startswith(("MLFLOW_", "WANDB_")):
             monkeypatch.delenv(name)
@@ -52,7 +52,7 @@ def clean_services(mlflow_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.fixture
 def server(mlflow_server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """The server, answering, and the one of this test."""
+    """Return the running server, to which the environment points."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.wait())
     return mlflow_server
 
@@ -64,21 +64,21 @@ def free_port() -> int:
 
 
 def deliver(run: Run, project: str) -> Delivery:
-    """One delivery to MLflow, as the command makes it."""
+    """Deliver a run to MLflow as the command does, and return the delivery."""
     delivery = Delivery(run, "mlflow", project)
     delivery.finish()
     return delivery
 
 
 def by_hand(run: Run, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What `python -m sunspot.tracking` says."""
+    """Run `python -m sunspot.tracking` for a run."""
     words = [sys.executable, "-m", "sunspot.tracking", run.name, "--storage", run.storage.locate(""), *more]
     given = {**os.environ, **environment}
     return subprocess.run(words, env=given, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
 
 
 def history(run: Run) -> Points:
-    """The numbers of the run's own history, as a service is to have them: by name, sorted."""
+    """Return the numbers in the run's own history in the form that a service must have: by name, sorted."""
     found: Points = {}
     for line in read_journal(run, "metrics", lineage(read_attempts(run))):
         point = to_point(line)
@@ -88,7 +88,7 @@ def history(run: Run) -> Points:
 
 
 class Shown:
-    """What an MLflow server has of a run."""
+    """Data of a run on an MLflow server."""
 
     def __init__(self, run: Run, project: str) -> None:
         from mlflow import MlflowClient
@@ -101,7 +101,7 @@ class Shown:
 
     @property
     def points(self) -> Points:
-        """All that is not made at the end."""
+        """All metrics except those that are sent at the end."""
         return {
             name: sorted((point.step, point.timestamp, point.value) for point in self._of(name))
             for name in self.data.metrics
@@ -379,7 +379,7 @@ def test_wandb_offline_files_contain_the_history(run: Run, tmp_path: Path) -> No
 
 
 def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of W&B's history file, and the names of files and artifacts in it."""
+    """Return the rows in W&B's history file, and the names of files and artifacts in it."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows: list[dict[str, Any]] = []
@@ -394,8 +394,10 @@ def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def each_entry(content: bytes) -> Iterator[bytes]:
-    """What LevelDB's log format holds, in which W&B writes: parts of an entry in blocks of 32 KiB, each with 7 bytes of
-    checksum, length and kind (1: whole, 2: first, 3: middle, 4: last), after a header of as many.
+    """Yield the entries of a file in LevelDB's log format, which W&B writes.
+
+    After a header of 7 bytes, the file has blocks of 32 KiB with parts of entries. Each part begins with 7 bytes of
+    checksum, length and kind (1: complete, 2: first, 3: middle, 4: last).
     """
     entry = b""
     for first in range(0, len(content), 32768):

@@ -1,4 +1,4 @@
-"""Tasks with a Trainer of transformers at changing numbers of ranks: losses, rows, checkpoints, what is refused."""
+"""Tests of tasks with a Trainer on changing numbers of ranks: losses, rows, checkpoints, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work beside the training: what hangs in it keeps nobody waiting."""
+"""Tests of background work: a task that hangs or fails does not affect anything else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_closing_waits_only_once_for_a_task_that_hangs(monkeypatch: pytest.Monke
 
 
 def test_a_task_with_a_defect_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    """One error that nobody has thought of may silence neither the status nor a notice for good."""
+    """Check that an unexpected error does not end the status or the notices for good."""
     calls: list[int] = []
     enough = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Quota and memory of the control group that a process runs in, as the kernel's files of both versions have them."""
+"""Tests of a process's CPU quota and memory limit, as read from the files of both versions of control groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY = {
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> tuple[Path, Path]:
-    """The folders that stand for /sys/fs/cgroup and /proc/self."""
+    """Return folders that replace /sys/fs/cgroup and /proc/self."""
     groups, process = tmp_path / "groups", tmp_path / "proc" / "self"
     groups.mkdir()
     process.mkdir(parents=True)

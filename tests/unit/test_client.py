@@ -1,4 +1,4 @@
-"""`sunspot.client`: what it returns is what the command prints, and its errors are the command's."""
+"""Tests of `sunspot.client`: it returns what the command prints, and raises the command's errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.harness.runs import begin, commit, consumed, record_audit, report, se
 
 
 def end(cluster: FakeCluster, stored: StoredRun, state: RunState) -> None:
-    """Have the driver of the only RayJob end."""
+    """Let the driver of the only RayJob end."""
     [name] = cluster.jobs
     write_status(stored, Status(state, settings_of(cluster)["SUNSPOT_JOB_ID"], reason="so it was"))
     ended = ("Complete", "SUCCEEDED") if state is RunState.SUCCEEDED else ("Failed", "FAILED")
@@ -139,7 +139,7 @@ def test_methods_return_the_json_of_the_command(
 
 
 def assert_plain(answer: Any) -> None:
-    """It is what JSON knows, such as text in the place of a member of an enum."""
+    """Check that a value only has types of JSON, such as texts instead of enum members."""
     if isinstance(answer, dict):
         answer = [*answer, *answer.values()]
     if isinstance(answer, list):
@@ -150,7 +150,7 @@ def assert_plain(answer: Any) -> None:
 
 
 def without_age(answer: Any) -> Any:
-    """What was asked, without what the clock or the name beside it makes of it."""
+    """Return a record without the values that depend on the clock."""
     if isinstance(answer, list):
         return [without_age(each) for each in answer]
     return {name: value for name, value in answer.items() if name not in ("age_s", "run")}

@@ -1,4 +1,4 @@
-"""Recognizing credentials in a text and by an argument's name, but not text that only looks like a credential."""
+"""Tests that recognize credentials by their form and by an argument's name, and accept text that only looks similar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from sunspot.credentials import find_credential, find_credential_arguments
 
 RANDOM = "kJ3xQ9mZ2pL7vB4nT8wR5yH6dF1sG0cAuE" * 4
-"""Random characters. The credentials below are assembled from them, so that this file contains no credential."""
+"""Random characters from which the tests assemble credentials, so that this file contains no credential."""
 
 HEX = "9f3a07c1e5b2846d" * 4
 

@@ -1,4 +1,4 @@
-"""README and docs/: links lead somewhere, generated pages are current, and what is named is there."""
+"""Tests of README and docs/: links are not broken, generated pages are current, and names exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TREES = ("app", "scripts", "k8s", "docker", "tests", "docs", "requirements")
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page, as GitHub makes anchors of them."""
+    """Return the anchors that GitHub makes from a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

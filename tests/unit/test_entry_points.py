@@ -1,4 +1,4 @@
-"""Every `python -m sunspot...`: its help answers at once and does nothing, and an unknown argument ends it with 2."""
+"""Tests of every `python -m sunspot...`: help answers at once and does nothing, and wrong arguments end it with 2."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ENTRY_POINTS = [
 ]
 
 OWN = ("app", "client", "data", "main", "run", "settings", "storage", "submitter", "train")
-"""What users call their own files, which are not to run in the place of ours."""
+"""Common names of users' own files, which must not shadow Sunspot's modules."""
 
 
 def run_module(module: str, word: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE WORD` among a user's own files; the last line says what it imported of torch and Ray."""
+    """Run `python -m MODULE WORD` among a user's own files. The last line lists which of torch and Ray it imported."""
     program = (
         f"import runpy, sys; sys.argv = ['', {word!r}]\n"
         f"try: runpy.run_module({module!r}, run_name='__main__')\n"

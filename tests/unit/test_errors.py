@@ -1,4 +1,4 @@
-"""Errors: what they show of credentials and of foreign text, and how they end a process."""
+"""Tests of errors: they hide credentials, make foreign text safe, and end a process with an exit code."""
 
 from __future__ import annotations
 

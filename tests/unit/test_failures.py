@@ -1,4 +1,4 @@
-"""The benchmark of failures: its schedule, what it counts, and what it leaves. Needs no cluster."""
+"""Tests of the benchmark of failures without a cluster: its schedule, its figures, and its files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_rows(folder: Path, name: str, time: float, *taken: tuple[int, int, lis
 
 
 def test_rows_that_led_to_the_newest_checkpoint_are_counted(tmp_path: Path) -> None:
-    """The first workers' step 4 is lost, as others go on from the checkpoint at 3; they begin its epoch again."""
+    """Check a loss of step 4: other workers continue from the checkpoint at step 3, and begin its epoch again."""
     write_rows(tmp_path, "1.0-after-none-at-0/2-0", 0.0, (1, 1, [0, 1]), (1, 2, [2, 3]))
     write_rows(tmp_path, "1.0-after-none-at-0/4-0", 0.0, (2, 3, [3, 0]), (2, 4, [1, 2]))
     write_rows(tmp_path, "2.0-after-1.0-at-3/5-0", 0.0, (2, 3, [3]), (3, 4, [2]))
@@ -73,7 +73,7 @@ def test_rows_are_counted_after_the_loss_of_one_and_of_all_replicas(tmp_path: Pa
 
 
 def test_replicas_repeat_steps_only_if_all_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that tells of a step after another told of the next has taken none again."""
+    """Check that a worker repeats no step if it prints one after another worker has printed the next."""
     torchft = Torchft(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
     for told, again in (([4, 5, 4, 6, 5, 6, 7], 0), ([4, 5, 6, 1, 1, 2, 1, 3], 6), ([9, 1, 2, 1, 2, 3, 1], 12)):
         lines = [f'(pid=1) {{"time": {float(number)}, "step": {step}}}' for number, step in enumerate(told)]
@@ -95,7 +95,7 @@ def test_the_lighthouse_of_torchft_gets_a_cpu_without_workers() -> None:
 
 
 def test_a_drivers_log_is_read_from_its_last_complete_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also past carriage returns, and from the beginning in another head."""
+    """Check carriage returns, too, and that the log of another head is read from its beginning."""
     logs, asked = {"a": "one\r\ntwo\rtwo\nthr", "b": "four\n"}, []
 
     def kubectl(verb: str, head: str, *words: str, namespace: str) -> str:
@@ -135,7 +135,7 @@ def test_the_figures_of_a_contender_are_computed(tmp_path: Path) -> None:
 
 
 class Subject:
-    """A job that takes a step at each look."""
+    """Job that takes a step at each look."""
 
     job, namespace, workers = "job", "sunspot", 2
 
@@ -168,7 +168,7 @@ class Subject:
 def test_a_contender_trains_through_the_losses(
     ends_after: int, ended: str, add: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It ends with its last step, when the job fails, when its time is up, or with a command that fails."""
+    """Check all ends: the last step, a failed job, the time limit, and a failing command."""
     monkeypatch.setattr(program, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(program, "END_S", 0)
     monkeypatch.setattr(scripts.subjects, "SETTLE_S", -2)

@@ -1,4 +1,4 @@
-"""Errors that another cluster would meet, too: they end a RayJob at once, and others leave it its tries."""
+"""Tests of final errors: they end a RayJob at once, and other errors are retried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fine-tuning of small pretrained models: what trains, what a checkpoint holds, who loads it, and what is refused."""
+"""Tests of fine-tuning small pretrained models: trained weights, checkpoints, programs that load them, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.harness.language_models import write_base, write_texts
 
 @pytest.fixture(scope="module", autouse=True)
 def peft() -> object:
-    """Imported here, not at the head: it takes seconds, and a collection imports every file of tests."""
+    """Return peft. Only tests that use it import it, because that takes seconds."""
     return pytest.importorskip("peft", reason="needs the extra hf")
 
 
@@ -51,7 +51,7 @@ def settings_of(base: str, texts: str = "sample", precision: str = "fp32", **arg
 
 
 def train(settings: Settings, steps: int = 30) -> tuple[Any, list[float]]:
-    """The model after some steps on the same rows, and the loss of each."""
+    """Return the model after some steps on the same rows, and the loss of each step."""
     task: Any = load_task(settings)
     source, _ = task.find_sources(settings)
     torch.manual_seed(0)
@@ -263,7 +263,7 @@ def test_a_model_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_in_a_bucket_is_fetched_once(base: str, texts: str, s3_bucket: str) -> None:
-    """Its adapters name the bucket, and not where it was fetched to."""
+    """Check that adapters name the bucket, and not the path of the local copy."""
     url = f"s3://{s3_bucket}/models/tiny"
     storage = open_storage(url)
     for file in Path(base).iterdir():

@@ -1,4 +1,4 @@
-"""Foreign text as a terminal and a page show it."""
+"""Tests of foreign text on terminals and pages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sunspot.formatting import visible
 from sunspot.report.html import text
 
 JOINERS = "\u200c\u200d"
-"""Joiners that Persian and emoji need."""
+"""Joiners that Persian text and emoji need."""
 
 SHOWN_SIGNS = "\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd"
-"""Format characters that can be seen."""
+"""Format characters that are visible."""
 
 
 def hidden() -> list[str]:
-    """Return the characters that Unicode calls controls, formats, surrogates, or separators of lines."""
+    """Return all characters that Unicode classifies as controls, formats, surrogates, or line separators."""
     every = map(chr, range(0x110000))
     kinds = [each for each in every if unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
     scripts = "".join(map(chr, [*range(0x13430, 0x13440), *range(0x1BCA0, 0x1BCA4), *range(0x1D173, 0x1D17B)]))

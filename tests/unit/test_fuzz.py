@@ -1,4 +1,4 @@
-"""Damaged profiles, pictures, tables and names: each ends in success or in one message; no trace, and no hang."""
+"""Tests with damaged profiles, pictures, tables and names: each succeeds or gives one message, without hanging."""
 
 from __future__ import annotations
 

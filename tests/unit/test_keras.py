@@ -1,4 +1,4 @@
-"""A Keras model as a task: what it resumes from, its gradient, its file, and what is refused; without Ray."""
+"""Tests of a Keras model as a task, without Ray: resumes, gradients, model files, and refusals."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ROWS = 30
 
 @pytest.fixture
 def keras() -> Any:
-    """Keras, which only those who use it import: it takes seconds, and a collection imports every file of tests."""
+    """Return Keras. Only tests that use it import it, because that takes seconds."""
     return pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
 
 
 @pytest.fixture
 def task(keras: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A task module of a small model."""
+    """Return a task's module with a small model."""
     module = types.ModuleType("small_keras")
 
     def build_keras(settings: Settings, source: Any) -> Any:
@@ -101,7 +101,7 @@ def test_a_resumed_keras_model_equals_that_of_an_uninterrupted_run(task: Any, dr
 
 
 def test_all_rows_of_a_step_have_the_same_weight(task: Any) -> None:
-    """Its losses are those of each row, as evaluated before the step, and they fall."""
+    """Check that the losses are those of each row before the step, and that they fall."""
     model, rows = build(), make_rows()
     expected = model.losses(rows, model(rows))
     losses, outputs = model.take_step(rows, 0.01, 1 / ROWS)
@@ -114,7 +114,7 @@ def test_all_rows_of_a_step_have_the_same_weight(task: Any) -> None:
 
 
 def test_rows_without_weight_do_not_affect_a_step(task: Any) -> None:
-    """A worker without rows takes the step with padding; what its layers add for themselves counts."""
+    """Check a worker without rows: it takes the step with padding, and its layers' own losses count."""
     rows, models = make_rows(), [build(), build()]
     for number, model in enumerate(models):
         padding = {name: column[2 * number : 2 * number + 2] for name, column in rows.items()}
@@ -124,7 +124,7 @@ def test_rows_without_weight_do_not_affect_a_step(task: Any) -> None:
 
 
 def test_the_keras_loop_waits_for_the_copy_before_it_changes_variables(task: Any) -> None:
-    """A copy of the state may be under way, and a commit may have failed for good."""
+    """Check a copy of the state in progress, and a commit that has failed for good."""
     rows, model = make_rows(), build()
     adapter = load_task(settings_for())
     optimizer = adapter.build_optimizer(model, settings_for())

@@ -1,4 +1,4 @@
-"""`make cluster` and `make cluster-down`: what they tell kind, kubectl and docker, and in which order. No cluster."""
+"""Tests of `make cluster` and `make cluster-down` without a cluster: their commands of kind, kubectl and docker."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ case "$(basename "$0") $*" in
   *"-f -") cat > "$STDIN";;
 esac
 """
-"""A tool that notes what it is told; it fails where the test says so."""
+"""Script of a tool that records its arguments, and fails if the test wants that."""
 
 Kind = Callable[..., list[str]]
 
 
 @pytest.fixture
 def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
-    """Runs `python -m scripts.kind` with tools that only note what they are told, and returns that."""
+    """Return a function that runs `python -m scripts.kind` with fake tools, and returns their arguments."""
     for tool in (*TOOLS, "make"):
         (tmp_path / tool).write_text(FAKE)
         (tmp_path / tool).chmod(0o755)

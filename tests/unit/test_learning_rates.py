@@ -1,4 +1,4 @@
-"""The learning rates of each step: those of a plain PyTorch loop, from whichever step a run goes on."""
+"""Tests that the learning rates of each step equal those of a plain PyTorch loop, from any step."""
 
 from __future__ import annotations
 

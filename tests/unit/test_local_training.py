@@ -1,4 +1,4 @@
-"""`sunspot train`: whose settings count, and that it ends as `python -m sunspot.train` does."""
+"""Tests of `sunspot train`: the precedence of settings, and the same ends as `python -m sunspot.train`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.harness.commands import Answer, process
 
 
 def train(folder: Path, *words: str, **environment: str) -> Answer:
-    """Run it in a folder of the test."""
+    """Return a function that runs `sunspot train` in the test's folder."""
     command = [sys.executable, "-m", "sunspot", "train", *words]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
     return Answer(done.returncode, done.stdout, done.stderr)

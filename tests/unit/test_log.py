@@ -1,4 +1,4 @@
-"""What is logged is printed where an entry point wants it, and a library's user decides for himself."""
+"""Tests of log records: entry points print them, and a program that imports Sunspot decides for itself."""
 
 import logging
 import subprocess
@@ -48,7 +48,7 @@ def test_importing_the_library_installs_no_handler() -> None:
 
 
 def test_a_module_that_runs_as_main_logs_below_sunspot() -> None:
-    """It is called `__main__` then, a logger whose records nobody prints."""
+    """Check modules whose name is `__main__`, which is not below the logger `sunspot`."""
     texts = [path.read_text() for path in (REPOSITORY / "app/sunspot").rglob("*.py")]
     run = [text for text in texts if 'if __name__ == "__main__"' in text]
     assert run

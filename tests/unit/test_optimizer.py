@@ -1,4 +1,4 @@
-"""What the settings say of the optimizer: schedule, decay and clipping; the same at any number of workers."""
+"""Tests of the optimizer's settings: schedule, decay and clipping, which are the same for any number of workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sunspot.train import build
 from tests.harness.loop import train_ranks
 
 TINY = {"task": "tests.tasks.tiny", "global_batch_size": 25, "learning_rate": 0.1, "max_steps": 4}
-"""Trained by SGD, whose steps are as long as its gradients."""
+"""Settings of a task that SGD trains, whose steps are proportional to the gradients."""
 
 
 @given(st.sampled_from(["linear", "cosine", "constant"]), st.integers(0, 30), st.integers(1, 40))
@@ -97,7 +97,7 @@ def test_a_resumed_run_uses_the_current_rate_and_decay() -> None:
 
 @pytest.mark.parametrize("fused", [None, True])
 def test_the_state_has_the_layout_of_the_parameters(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints have plain tensors, and a fused optimizer takes one layout only."""
+    """Check the layout, because checkpoints have plain tensors, and a fused optimizer requires one layout."""
     monkeypatch.setattr("sunspot.parallel.sharding.CHANNELS_LAST", ("cpu",))
     module, settings, state = ModuleType("mine"), Settings(), TrainingState()
     module.build_optimizer = lambda m, _: torch.optim.AdamW(m.parameters(), 0.1, fused=fused)
@@ -134,7 +134,7 @@ def test_a_gradient_is_clipped_to_the_largest_norm() -> None:
 
 
 def test_clipping_covers_the_whole_step_and_model(tmp_path: Path) -> None:
-    """However many workers share it, in however many passes, and with the model whole or in parts."""
+    """Check all numbers of workers and passes, with complete and sharded models."""
     free = train_ranks(tmp_path / "free", 1, **TINY)
     alone = train_ranks(tmp_path / "alone", 1, **TINY, clip_norm=0.05)
     several = train_ranks(tmp_path / "several", 3, **TINY, clip_norm=0.05, micro_batch_size=4)
@@ -147,7 +147,7 @@ def test_clipping_covers_the_whole_step_and_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_gradients_sent_in_bf16_are_rounded(parallel: str, tmp_path: Path) -> None:
-    """Far less than they are long; a worker alone sends none."""
+    """Check that the error is small, and that a single worker sends no gradients."""
     exact = train_ranks(tmp_path / "exact", 2, **TINY)
     rounded = train_ranks(tmp_path / "rounded", 2, **TINY, parallel=parallel, gradient_precision="bf16")
     apart = np.abs(rounded["4.weight"] - exact["4.weight"]).max()

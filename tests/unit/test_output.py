@@ -1,4 +1,4 @@
-"""What the command prints, and the files it writes: stored text commands no terminal, nothing foreign is replaced."""
+"""Tests of the command's output and files: text cannot control the terminal, and other files are not replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in several places and must agree: the version, the version of Ray, the digests of workflow actions."""
+"""Tests of values in several places that must agree: the versions of Sunspot and Ray, and digests of actions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME_THE_IMAGE = ["Makefile", "README.md", "docker/Dockerfile", "docs", "k8s", "
 
 
 def lines(names: list[str], pattern: str) -> Iterator[tuple[Path, str]]:
-    """Every match of the pattern in those files, and in the text files of those folders."""
+    """Return every match of the pattern in these files, and in the text files of these folders."""
     for name in names:
         path = REPOSITORY / name
         texts = [file for file in sorted(path.rglob("*")) if file.suffix in (".md", ".py", ".txt", ".yaml")]
@@ -42,7 +42,7 @@ def test_make_builds_the_image_of_this_version() -> None:
 
 
 def make(*words: str) -> str:
-    """What make would do, with the environment installed already."""
+    """Return the commands that make would run, with the environment already installed."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(["make", "-n", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True, env=plain)
     return " ".join(done.stdout.split())

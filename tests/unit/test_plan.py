@@ -1,4 +1,4 @@
-"""The plan: what is chosen for the user fits the machine, and says why."""
+"""Tests of the plan: its choices fit the machine, and it gives the reasons."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_plan_names_the_setting_that_ends_the_run() -> None:
     [("2..8", "0", 16, 16), ("2..64", "0", 3, 3), ("8", "0", 16, 16), ("1", "0", 128, 128), ("8", "5", 5, 4)],
 )
 def test_fewer_workers_make_passes_of_the_same_size(workers: str, micro: str, limit: int, rows: int) -> None:
-    """All passes have one size under COMPILE, so that a limit of five rows splits a share of 16 into passes of four."""
+    """Check that all passes have the same size with COMPILE: a limit of five rows splits a share of 16 into fours."""
     settings = load_settings({"NUM_WORKERS": workers, "MICRO_BATCH_SIZE": micro})
     plan = Plan(settings, EmptySource((1,), 2), None, Steps(1024, 128), 8)
     compiled = dataclasses.replace(plan, settings=settings.model_copy(update={"compile": "default"}))

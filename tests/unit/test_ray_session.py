@@ -1,4 +1,4 @@
-"""Local Ray sessions, without starting Ray: their token, their folder, and the errors of starting one."""
+"""Tests of local Ray sessions without starting Ray: the token, the folder, and errors at the start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOCKET = "session_2026-11-28_16-44-23_288883_25507/sockets/plasma_store"
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Make a folder for temporary files with a short path, as on most machines."""
+    """Return a folder for temporary files with a short path, as on most machines."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -33,7 +33,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> list[dict[str, Any]]:
-    """Record the arguments of each call of `ray.init`, and the token at that time."""
+    """Return a list of the arguments of each call of `ray.init`, with the token at that time."""
     calls: list[dict[str, Any]] = []
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"):
         monkeypatch.setenv(name, "")  # so that the test's end restores it
@@ -46,7 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> list[dict[str, 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Listen at a port of this machine, as Ray does."""
+    """Listen at a port as Ray does, and return it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 

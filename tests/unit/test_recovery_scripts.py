@@ -1,4 +1,4 @@
-"""The scripts that inject faults into a live run: which nodes they take, and what they report. Needs no cluster."""
+"""Tests, without a cluster, of the scripts that inject faults into a live run: the removed nodes, and the report."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ RECEIPT = Receipt(
 
 
 class Run:
-    """A run whose groups are those that it is told."""
+    """Run with the groups that a test gives it."""
 
     job, namespace, workers = "job", "sunspot", 2
 
@@ -109,7 +109,7 @@ def test_the_table_shows_the_cost_of_each_fault() -> None:
 def test_a_fault_ends_with_the_first_step_after_it(
     target: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And the nodes come back; before that step, when there can be none without them."""
+    """Check that the nodes come back, even before that step if it cannot happen without them."""
     monkeypatch.setattr(scripts.recovery, "pods", lambda job, namespace: PODS)
     log = tmp_path / "log"
     names = {"kill": "kill", "add": "add", "add_head": "add head"}
@@ -151,7 +151,7 @@ def test_a_group_is_complete_once_all_workers_have_trained_for_some_time(monkeyp
 
 
 def test_groups_are_read_from_a_drivers_log() -> None:
-    """As Ray writes it: prefixes, colours, other lines, and a start that no step followed."""
+    """Check logs as Ray writes them: with prefixes, colours, other lines, and a start without steps."""
     records = [
         {"time": 1.0, "event": "start", "from_step": 0, "world": 2},
         {"time": 2.0, "step": 1, "world": 2},
@@ -200,7 +200,7 @@ def test_rank_0_of_the_yardstick_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_workers_of_the_yardstick_get_the_same_pods_as_ours(tmp_path: Path) -> None:
-    """Such as a node each, as with two on one node a loss would be two; the head has none of it."""
+    """Check a profile that gives each worker its own node, so that a loss is one worker. The head is not affected."""
     profile = tmp_path / "spread.yaml"
     profile.write_text("extends: kind\nworker: {pod: {spec: {securityContext: {runAsUser: 7}}}}\n")
     _, job = Stock(JobRequest(str(profile), {"RUN_NAME": "mine", "NUM_WORKERS": "2"}))._objects
@@ -210,7 +210,7 @@ def test_workers_of_the_yardstick_get_the_same_pods_as_ours(tmp_path: Path) -> N
 
 
 def test_the_yardstick_does_not_tune_ray_or_kuberay() -> None:
-    """Nothing in it tunes Ray or KubeRay: that would be no yardstick."""
+    """Check that nothing in it tunes Ray or KubeRay, because a yardstick has their defaults."""
     text = STOCK.read_text()
     spec = yaml.safe_load(text)["spec"]
     assert set(spec) == {"submissionMode", "entrypoint", "rayClusterSpec"}

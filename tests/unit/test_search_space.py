@@ -1,4 +1,4 @@
-"""The search space: what an expression means, what is refused, and that a trial always draws the same."""
+"""Tests of the search space: the meaning of expressions, refusals, and that a trial always draws the same values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dimension(text: str, name: str = "LEARNING_RATE") -> Dimension:
 
 
 def problems(**settings: str) -> list[str]:
-    """What is refused, a line each."""
+    """Return the problems in the message of a refused space, a line for each."""
     with pytest.raises(SettingsError) as refused:
         load_search({f"SUNSPOT_{name}": text for name, text in settings.items()})
     return [line.strip() for line in str(refused.value).splitlines()[1:]]
@@ -201,7 +201,7 @@ def test_the_right_command_is_named_without_importing_torch(
 
 
 def test_the_job_of_a_search_matches_the_golden_file() -> None:
-    """With `WRITE_GOLDEN=1` the golden file is written anew, as those of the profiles (tests/unit/test_render.py)."""
+    """Compare with the golden file. `WRITE_GOLDEN=1` writes it again, like those of the profiles (test_render.py)."""
     rendered = render("kind", {**SPACE, "SUNSPOT_RUN_NAME": "s", "SUNSPOT_CONCURRENT_TRIALS": "3"})
     text = rendered.to_yaml()
     if os.environ.get("WRITE_GOLDEN"):

@@ -1,4 +1,4 @@
-"""LOADER=torch: rows once in the memory of a node, and the rows of each step."""
+"""Tests of LOADER=torch: a node has the rows in memory only once, and each step gets the right rows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sunspot.errors import DataError
 from tests.harness.threads import load_in_threads
 
 NODES = ("a", "b", "a", "a")
-"""The node of each worker."""
+"""Node of each worker."""
 
 
 @dataclass
 class CountingSource:
-    """Rows of an odd number of bytes, made of their ids; counts the reads of whole groups."""
+    """Source that counts the reads of complete groups. Its rows have an odd number of bytes, made from their ids."""
 
     row_groups: tuple[int, ...]
     reads: Counter[int] = field(default_factory=Counter)

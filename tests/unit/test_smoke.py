@@ -1,4 +1,4 @@
-"""The smoke test's manners: whatever becomes of it, the user's runs stay, and so do the user's secrets. No cluster."""
+"""Tests, without a cluster, that the smoke test never touches the user's runs and secrets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ case "$*" in *"-f -"*) cat > "$STDIN";; esac
 
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's storage with two runs in it, and a kubectl that notes what it is told."""
+    """Return a user's storage with two runs, and replace kubectl by a program that records its arguments."""
     (tmp_path / "kubectl").write_text(KUBECTL)
     (tmp_path / "kubectl").chmod(0o755)
     runs = tmp_path / "runs"

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a process as Ctrl-C does, at any time, and leave Ray's processes alone."""
+"""Tests that SIGTERM and SIGHUP end a process as Ctrl-C does, at any time, but not Ray's processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.control import LocalControl
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Put the handlers back."""
+    """Restore the handlers."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():

@@ -1,4 +1,4 @@
-"""The check of parameter lists and of modules' names, a part of `make lint`."""
+"""Tests of the check of parameter lists and modules' names, which is a part of `make lint`."""
 
 from pathlib import Path
 

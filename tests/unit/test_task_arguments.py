@@ -1,4 +1,4 @@
-"""Arguments of a task: they are a dictionary like any other, and note which keys the task has read."""
+"""Tests of a task's arguments: they are an ordinary dictionary that records which keys the task has read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees as a task: what they resume from, what they say, and what is refused; without Ray."""
+"""Tests of trees as a task, without Ray: resumes, metrics, model files, and refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def build(library: str, classes: int = CLASSES) -> Trees:
 
 
 def scaled(scores: torch.Tensor) -> torch.Tensor:
-    """Scores of classes mean their differences."""
+    """Return scores of classes without their mean, because only differences matter."""
     return scores.log_softmax(1) if scores.ndim > 1 else scores
 
 
