@@ -73,7 +73,7 @@ def trained(checkout: Path, ray_address: str) -> str:
 def run_command(command: str, checkout: Path, ray_address: str) -> str:
     """Run a documented command for only a few steps and return its output. It must end with 0."""
     short = {
-        "PYTHON": "false",  # the .venv is the repository's own: making it anew has to fail
+        "PYTHON": "false",  # building the .venv again must fail, because it is the repository's own
         "RAY_ADDRESS": ray_address,
         "SUNSPOT_MAX_STEPS": "2",
         "SUNSPOT_NUM_WORKERS": "1",

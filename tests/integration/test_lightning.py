@@ -160,7 +160,8 @@ def test_the_rates_of_a_module_equal_those_of_lightning_itself() -> None:
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=3, **quiet)
-    trainer.fit(module := EveryFourthStep(), torch.utils.data.DataLoader(torch.ones(10, 1)))
+    module = EveryFourthStep()
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(10, 1)))
     assert len(set(module.rates)) == 9
 
     tasks = ModuleType("my_task")

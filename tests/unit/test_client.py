@@ -120,7 +120,8 @@ def test_methods_return_the_json_of_the_command(
         found.doctor: ["doctor", "run"],
         lambda: list_runs(storage): ["list"],
     }.items():
-        assert_plain(answer := asked())
+        answer = asked()
+        assert_plain(answer)
         printed = json.loads(sunspot(*words, "--json"))
         assert answer
         assert without_age(answer) == without_age(printed)

@@ -40,7 +40,7 @@ def test_links_are_not_broken(page: Path) -> None:
 @pytest.mark.parametrize("page", pages().items(), ids=lambda page: page[0].name)
 def test_generated_pages_are_current(page: tuple[Path, str]) -> None:
     path, text = page
-    assert path.read_text() == text, "write it anew: .venv/bin/python -m scripts.docs"
+    assert path.read_text() == text, "generate it again: .venv/bin/python -m scripts.docs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -63,8 +63,8 @@ def test_rows_are_counted_after_the_loss_of_one_and_of_all_replicas(tmp_path: Pa
             ("5-0", (2, 1, [3]), (2, 1, [0])),
             ("7-0", (2, 2, [1]), (2, 2, [2, 0])),
             ("9-0", (3, 3, [0])),
-            ("8-0", (3, 2, [3])),  # by a clock that is late
-            ("3-0", (1, 1, [0, 1]), (1, 1, [2]), (1, 1, [2])),  # all begin anew: the above is forgotten
+            ("8-0", (3, 2, [3])),  # the clock is slow
+            ("3-0", (1, 1, [0, 1]), (1, 1, [2]), (1, 1, [2])),  # all start over, so the lines above do not count
             ("4-0", (2, 1, [3])),
         )
     ):
@@ -137,10 +137,15 @@ def test_the_figures_of_a_contender_are_computed(tmp_path: Path) -> None:
 class Subject:
     """Job that takes a step at each look."""
 
-    job, namespace, workers = "job", "sunspot", 2
+    job = "job"
+    namespace = "sunspot"
+    workers = 2
 
     def __init__(self, ends_after: int) -> None:
-        self.began, self.steps, self.ends_after, self.deleted = time.time(), 0, ends_after, False
+        self.began = time.time()
+        self.steps = 0
+        self.ends_after = ends_after
+        self.deleted = False
 
     def submit(self) -> None: ...
 

@@ -141,10 +141,12 @@ def test_the_keras_loop_waits_for_the_copy_before_it_changes_variables(task: Any
 
 
 def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_path: Path) -> None:
-    settings, model, rows = settings_for(), build(), make_rows()
+    settings = settings_for()
+    model = build()
+    rows = make_rows()
     steps(model, range(3))
     state, scores = model.state_dict(), model(rows)
-    steps(model, range(3, 5))  # the file is written behind the training
+    steps(model, range(3, 5))  # the file is written while the training continues
     files = load_task(settings).checkpoint_files(model, state)
     Path(tmp_path, "model.keras").write_bytes(files["model.keras"])
     loaded = keras.models.load_model(tmp_path / "model.keras")

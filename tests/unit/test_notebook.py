@@ -45,7 +45,9 @@ def train(job: str, variables: dict[str, str]) -> None:
     optimizer = task.build_optimizer(model, settings)
     checkpoints = CheckpointManager(run, attempt, plan, SavedObjects(model, optimizer))
     assert plan.test
-    log, rows, records = LogWriter(run, driver_stream()), read_rows(plan.source, 0, plan.steps.rows), []
+    log = LogWriter(run, driver_stream())
+    rows = read_rows(plan.source, 0, plan.steps.rows)
+    records = []
     order = torch.randperm(plan.steps.rows)
     for step in range(1, (plan.total_steps if WRITE else 2) + 1):
         chosen = order[(step - 1) * plan.steps.batch : step * plan.steps.batch].numpy()

@@ -87,7 +87,9 @@ def test_a_setting_that_the_task_does_not_read_is_refused(task: str, name: str, 
 
 
 def test_a_resumed_run_uses_the_current_rate_and_decay() -> None:
-    model, before, today = nn.Linear(2, 2), Settings(weight_decay=0.1), Settings(weight_decay=0.3, learning_rate=0.5)
+    model = nn.Linear(2, 2)
+    before = Settings(weight_decay=0.1)
+    today = Settings(weight_decay=0.3, learning_rate=0.5)
     saved = build_optimizer(model, before).state_dict()
     optimizer, _ = build.build_optimizer(today, fill_in(ModuleType("mine"), today), model)
     build.load_rest(TrainingState(optimizer=saved), model, optimizer)
@@ -99,7 +101,9 @@ def test_a_resumed_run_uses_the_current_rate_and_decay() -> None:
 def test_the_state_has_the_layout_of_the_parameters(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the layout, because checkpoints have plain tensors, and a fused optimizer requires one layout."""
     monkeypatch.setattr("sunspot.parallel.sharding.CHANNELS_LAST", ("cpu",))
-    module, settings, state = ModuleType("mine"), Settings(), TrainingState()
+    module = ModuleType("mine")
+    settings = Settings()
+    state = TrainingState()
     module.build_optimizer = lambda m, _: torch.optim.AdamW(m.parameters(), 0.1, fused=fused)
     images, losses = torch.rand(5, 3, 8, 8), []
     for resumes in (False, True):

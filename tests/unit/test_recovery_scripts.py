@@ -55,7 +55,9 @@ RECEIPT = Receipt(
 class Run:
     """Run with the groups that a test gives it."""
 
-    job, namespace, workers = "job", "sunspot", 2
+    job = "job"
+    namespace = "sunspot"
+    workers = 2
 
     def __init__(self, *groups: Group) -> None:
         self.all = list(groups)

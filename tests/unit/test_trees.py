@@ -73,7 +73,9 @@ def test_resumed_trees_equal_those_of_an_uninterrupted_run(library: str, classes
 
 
 def test_trees_learn(library: str) -> None:
-    task, rows, trees = load_task(settings_for(library)), make_rows(), build(library)
+    task = load_task(settings_for(library))
+    rows = make_rows()
+    trees = build(library)
     losses, metrics = task.loss(trees, rows)  # before the first round
     assert losses == pytest.approx(np.log(CLASSES))
     trees.begin(rows, 1)
