@@ -240,6 +240,6 @@ class Run:
         return model.predict(images)
 
     def _stored(self) -> StoredRun:
-        """Find its place in storage."""
+        """Return the run in storage."""
         run = reach_run(self._target).run
         return find_run(run.name, run.storage.locate(""))

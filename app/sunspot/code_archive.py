@@ -124,9 +124,9 @@ def unpack(content: bytes, folder: Path, reference: str) -> None:
                 name = PurePosixPath(member.name)
                 safe = not name.is_absolute() and ".." not in name.parts and member.name.isprintable()
                 if len(name.parts) > MAX_DEPTH:
-                    raise tarfile.TarError(f"{member.name[:40]}... lies more than {MAX_DEPTH} folders deep")
+                    raise tarfile.TarError(f"{member.name[:40]}... is more than {MAX_DEPTH} folders deep")
                 if not safe or not (member.isreg() or member.isdir()):
-                    raise tarfile.TarError(f"{member.name!r} is a link or a device, or leads out of the folder")
+                    raise tarfile.TarError(f"{member.name!r} is a link or a device, or lies outside the folder")
                 file = unfinished / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 stream = archive.extractfile(member)
@@ -136,7 +136,7 @@ def unpack(content: bytes, folder: Path, reference: str) -> None:
         unfinished.chmod(0o755)
         unfinished.rename(folder)
     except tarfile.TarError as error:
-        raise DamageError(f"{CODE}={reference}: not an uncompressed tar archive of code: {error}") from error
+        raise DamageError(f"{CODE}={reference}: it is not an uncompressed tar archive of code: {error}") from error
     except OSError as error:
         raise StorageError(f"{folder}: the code cannot be unpacked here: {error.strerror or error}") from error
     finally:

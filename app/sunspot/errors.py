@@ -256,6 +256,6 @@ def _refuse_output(failure: OSError) -> int:
 
 
 def _complain(text: str) -> None:
-    """Print on stderr, unless it cannot be written."""
+    """Print a text on stderr, if stderr can be written."""
     with contextlib.suppress(OSError):
         print(text, end="", file=sys.stderr, flush=True)

@@ -87,7 +87,9 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     test = None if unrated else test
     rows = rows_in(source)
     if rows < MIN_ROWS:
-        raise DataError(f"{settings.dataset}: {rows} training row; at least {MIN_ROWS} are needed")
+        raise DataError(
+            f"{settings.dataset}: it has {plural(rows, 'training row')}, but at least {MIN_ROWS} are needed"
+        )
     data = ModelData.of(source)
     if len(data.class_names) == 1 and hasattr(task, "predict"):
         raise DataError(

@@ -219,7 +219,9 @@ def parse(name: str, text: str, strict: bool = False) -> Dimension | None:
     inside = rest.removesuffix(")")
     closed = rest.endswith(")")
     if function not in FUNCTIONS:
-        raise ValueError(f"there is no {function}; use {', '.join(example for example, _ in FUNCTIONS.values())}")
+        raise ValueError(
+            f"{function} is not a search function; use {', '.join(example for example, _ in FUNCTIONS.values())}"
+        )
     words = [word.strip() for word in inside.split(",")]
     try:
         if not closed or not all(words):

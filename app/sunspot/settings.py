@@ -47,7 +47,7 @@ NOT_A_SETTING = (
     "settings are stored with the run, where everybody can read them; let the task read it from the environment, "
     "which pods get from a Secret (env_secrets in a profile)"
 )
-"""Reason why a setting may not hold a credential, and where to put it instead."""
+"""Reason why a setting may not hold a credential, and the fix."""
 
 READING_SHARE = 0.25
 """Fraction of a machine's cores that LOADER=ray reserves for reading, at least one core: without it, no row is read."""
@@ -329,7 +329,7 @@ class Settings(BaseModel):
     weights: Literal["pt", "safetensors"] = _setting("pt", "pt or safetensors")
     "Format of the last checkpoint's weights. safetensors is written besides model.pt, or under fsdp instead of it."
     audit: bool = _setting(False, "true or false")
-    "Record the id of every row that each step consumed."
+    "True to record the id of every row that each step consumed."
     accept: str = _setting(
         "", "the name in the message of a refusal, several separated by commas, or empty", pattern=r"^[\w,-]*$"
     )

@@ -125,8 +125,11 @@ def test_settings_without_an_expression_are_not_a_search() -> None:
         ("randint(0.5,2)", "randint takes two whole numbers"),
         ("choice(1,,2)", "choice takes values with commas between them"),
         ("choice()", "choice takes values with commas between them"),
-        ("lognormal(1,2)", "there is no lognormal; use uniform(0.01,0.1), loguniform(1e-4,1e-2), randint(2,5)"),
-        ("__import__('os')", "there is no __import__; use "),
+        (
+            "lognormal(1,2)",
+            "lognormal is not a search function; use uniform(0.01,0.1), loguniform(1e-4,1e-2), randint(2,5)",
+        ),
+        ("__import__('os')", "__import__ is not a search function; use "),
     ],
 )
 def test_a_wrong_expression_is_reported_with_the_fix(text: str, fix: str) -> None:

@@ -22,7 +22,7 @@ CALLED_WITH = {
 
 
 def refuse_other_arguments(task: str, module: ModuleType) -> None:
-    """Raise `SettingsError` if a function of a task's module cannot be called with these arguments."""
+    """Raise `SettingsError` if a function of a task's module cannot be called with the arguments in CALLED_WITH."""
     for name, arguments in CALLED_WITH.items():
         function = getattr(module, name, None)
         if not callable(function):

@@ -165,7 +165,7 @@ class Delivery:
         self._described = newest.number
 
     def _final_step(self, spans: list[Span]) -> int:
-        """Return the step of the newest checkpoint, up to which the history is final; -1: none."""
+        """Return the step of the newest checkpoint, up to which the history is final, or -1 without a checkpoint."""
         counted, _, _ = classify(list_directories(self.run), spans)
         return step_of(counted[-1]) if counted else -1
 
@@ -220,7 +220,7 @@ class Delivery:
                 service.attach(self._fetch(best), "model")
                 self._record(replace(self.delivered, model=best.name), service.acknowledges)
         except (NotFoundError, DamageError) as error:
-            log.warning(f"tracking: no model to deliver: {shorten(error)}")
+            log.warning(f"tracking: no model is delivered: {shorten(error)}")
             return ""
         return best.name
 
