@@ -14,7 +14,7 @@ import time
 from scripts.cluster import commands_of_the_environment, options, sunspot
 from scripts.recovery import add_options, inject, request_of
 from scripts.smoke import MIN_ACCURACY
-from scripts.subjects import Ours, running, wait_until_complete
+from scripts.subjects import SunspotRun, running, wait_until_complete
 from sunspot.errors import SunspotError, run_and_exit
 from sunspot.run.incidents import describe
 
@@ -43,7 +43,7 @@ def main() -> int:
     commands = commands_of_the_environment("reclaim", "kill")
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     print(f"== seed {seed}", flush=True)
-    run = Ours(request_of(arguments, SETTINGS))
+    run = SunspotRun(request_of(arguments, SETTINGS))
     with running(run):
         inject_all(run, commands, random.Random(seed), arguments.incidents, 60 * arguments.minutes)
         print("== wait for the end", flush=True)
@@ -52,7 +52,9 @@ def main() -> int:
     return 0
 
 
-def inject_all(run: Ours, commands: dict[str, str], chance: random.Random, incidents: int, seconds: float) -> None:
+def inject_all(
+    run: SunspotRun, commands: dict[str, str], chance: random.Random, incidents: int, seconds: float
+) -> None:
     """Inject at least `incidents` faults for at least `seconds`, each kind equally often.
 
     Half of the faults, chosen at random, do not wait until all workers train.
@@ -76,7 +78,7 @@ def inject_all(run: Ours, commands: dict[str, str], chance: random.Random, incid
             print(f"   first step after {fault.first_step_s} s, {fault.after.replayed} replayed", flush=True)
 
 
-def report(run: Ours) -> None:
+def report(run: SunspotRun) -> None:
     """Print the receipts and the goodput. Raises `SunspotError` if the run failed or its accuracy is too low."""
     receipts = [receipt for receipt in run.receipts() if receipt.cause.incident]
     for receipt in receipts:

@@ -54,7 +54,7 @@ class Group:
     receipt: Receipt | None = None
 
 
-class Ours:
+class SunspotRun:
     """A run of Sunspot, observed through its storage."""
 
     title = "Sunspot"
@@ -252,10 +252,10 @@ def starts_over(step: int, reached: int) -> bool:
     return step < reached - 1
 
 
-Subject: TypeAlias = Ours | Stock
+Subject: TypeAlias = SunspotRun | Stock
 """Job on the cluster that loses nodes."""
 
-SUBJECTS: dict[str, type[Subject]] = {"sunspot": Ours, "stock": Stock, "notice": Notice, "torchft": Torchft}
+SUBJECTS: dict[str, type[Subject]] = {"sunspot": SunspotRun, "stock": Stock, "notice": Notice, "torchft": Torchft}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import scripts.recovery
 import scripts.subjects
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, until
 from scripts.recovery import Fault, choose, inject, table
-from scripts.subjects import STOCK, Group, Ours, Stock, read_groups, wait_until_complete
+from scripts.subjects import STOCK, Group, Stock, SunspotRun, read_groups, wait_until_complete
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, SunspotError
 from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, claim
@@ -175,7 +175,7 @@ def test_groups_and_rank_0_of_a_sunspot_run_are_read(monkeypatch: pytest.MonkeyP
     snapshot = SimpleNamespace(state=lambda: states[-1], cluster=cluster, storage=storage)
     monkeypatch.setattr(RunAccess, "observe", lambda access: snapshot)
     monkeypatch.setattr(scripts.subjects, "connect", lambda context, namespace: None)
-    ours = Ours(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}))
+    ours = SunspotRun(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}))
     assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)
     ours.run = open_run(str(tmp_path), "mine")
     assert ours.groups() == []
