@@ -66,7 +66,7 @@ def test_the_adapter_equals_that_of_an_uninterrupted_run(adapters: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["two", "fsdp"])
-def test_a_checkpoint_holds_the_adapter_alone(adapters: Path, tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_holds_only_the_adapter(adapters: Path, tmp_path: Path, name: str) -> None:
     """Check that peft loads the adapter, and that the base is unchanged."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -306,7 +306,7 @@ def test_the_trainer_clips_gradients(clip_norm: float, given: float | None) -> N
     assert make_trainer(Settings(clip_norm=clip_norm), Steps(100, 10), accelerator="cpu").gradient_clip_val == given
 
 
-def test_a_value_logged_now_and_then_is_averaged_over_its_own_rows() -> None:
+def test_a_value_that_is_logged_in_some_steps_is_averaged_over_their_rows() -> None:
     sums = Sums()
     sums.add({"loss": torch.ones(4)})
     sums.add({"loss": torch.ones(2), "norm": torch.full((2,), 5.0)})

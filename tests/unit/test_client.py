@@ -58,7 +58,7 @@ def test_a_run_is_submitted_and_followed_to_its_end(cluster: FakeCluster, s3_buc
     assert Run("run", storage).wait() == "succeeded"
 
 
-def test_a_run_that_failed_raises(cluster: FakeCluster, s3_bucket: str) -> None:
+def test_wait_raises_an_error_if_the_run_failed(cluster: FakeCluster, s3_bucket: str) -> None:
     run = submit("run", storage=f"s3://{s3_bucket}/runs")
     end(cluster, open_run(f"s3://{s3_bucket}/runs", "run"), RunState.FAILED)
     with pytest.raises(SunspotError, match="run failed: so it was"):

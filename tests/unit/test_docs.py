@@ -78,7 +78,9 @@ def test_no_page_names_a_repository_that_does_not_exist() -> None:
 
 
 @pytest.mark.parametrize("cloud", ["gke", "eks", "aks"])
-def test_the_steps_of_a_cloud_end_with_a_run(cloud: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_steps_for_each_cloud_end_with_a_run(
+    cloud: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     profile = tmp_path / f"{cloud}.yaml"
     profile.write_text(find_example("yaml", f"# {cloud}.yaml"))
     assert profile.read_text().count("\n") <= 5

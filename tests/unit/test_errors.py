@@ -39,7 +39,7 @@ def test_secrets_are_hidden_in_errors(text: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("quoted", ["a/b+c\\=secret", "a%2Fb%2Bc%5C%3Dsecret", "a/b+c\\\\=secret"])
-def test_a_secret_is_found_however_it_is_quoted(quoted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_hidden_in_any_quoting(quoted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a/b+c\\=secret")
     assert str(SunspotError(f"refused: {quoted}")) == "refused: ***"
 

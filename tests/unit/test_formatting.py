@@ -24,7 +24,7 @@ def hidden() -> list[str]:
     return [each for each in kinds if each not in JOINERS + SHOWN_SIGNS + scripts + "\t\n\r"]
 
 
-def test_characters_that_hide_text_or_change_its_direction_reach_no_terminal_and_no_page() -> None:
+def test_characters_that_hide_text_or_change_its_direction_never_reach_a_terminal_or_a_page() -> None:
     for each in hidden():
         escaped = each.encode("unicode_escape").decode()
         assert visible(f"a{each}b") == f"a{escaped}b"
@@ -34,5 +34,5 @@ def test_characters_that_hide_text_or_change_its_direction_reach_no_terminal_and
 @pytest.mark.parametrize(
     "shown", ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "\U0001f468\u200d\U0001f680", "a\tb\nc", "\u2192"]
 )
-def test_visible_text_stays_as_it_is(shown: str) -> None:
+def test_visible_text_is_not_changed(shown: str) -> None:
     assert visible(shown) == text(shown) == shown

@@ -112,7 +112,7 @@ def test_workflows_name_actions_by_digest() -> None:
     assert [use for _, use in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[0-9.]+", use)] == []
 
 
-def test_a_released_image_is_scanned_as_it_was_pushed_then_signed_then_tagged() -> None:
+def test_a_released_image_is_scanned_then_signed_then_tagged() -> None:
     steps = yaml.safe_load((REPOSITORY / ".github/workflows/release.yaml").read_text())["jobs"]["image"]["steps"]
     used = [step.get("uses", "").partition("@")[0] for step in steps]
     push, scan, sign = (

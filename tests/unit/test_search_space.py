@@ -51,7 +51,7 @@ def test_expressions_are_parsed(text: str, function: str, arguments: tuple[objec
     assert (found.function, found.arguments) == (function, arguments)
 
 
-def test_values_of_the_task_are_parsed_as_json() -> None:
+def test_values_of_task_arguments_are_parsed_as_json() -> None:
     assert dimension("choice(8,0.5,true,relu)", "TASK_ARGS.x").arguments == (8, 0.5, True, "relu")
 
 
@@ -267,7 +267,7 @@ def test_parsing_time_grows_linearly_with_an_expression() -> None:
     assert time.monotonic() - began < 2
 
 
-def test_a_name_with_a_lone_surrogate_is_drawn_from() -> None:
+def test_a_dimension_with_a_lone_surrogate_in_its_name_can_be_drawn() -> None:
     assert load_search({"SUNSPOT_TASK_ARGS": '{"a\\ud800": "choice(1,2)"}'}).trials
 
 
