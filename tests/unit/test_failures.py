@@ -187,7 +187,7 @@ def test_a_contender_trains_through_the_losses(
     arguments.minutes = 0.005 if ended == "time is up" else 1
     subject, results = Subject(ends_after), [Result("it", "job", 20)]
     if add == "false":
-        with pytest.raises(SunspotError, match="ended with 1"):
+        with pytest.raises(SunspotError, match="ended with exit code 1"):
             program.train(subject, results, commands, arguments)
     else:
         program.train(subject, results, commands, arguments)

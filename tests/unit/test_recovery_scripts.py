@@ -229,9 +229,9 @@ def test_commands_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("KILL", "false {node}")
     monkeypatch.delenv("RECLAIM", raising=False)
     assert commands_of_the_environment("kill")["kill"] == "false {node}"
-    with pytest.raises(SettingsError, match="RECLAIM=: set it to the command"):
+    with pytest.raises(SettingsError, match="RECLAIM=: set it to a command"):
         commands_of_the_environment("kill", "reclaim")
-    with pytest.raises(SunspotError, match="ended with 3: no n1"):
+    with pytest.raises(SunspotError, match="ended with exit code 3: no n1"):
         finish(begin("echo no {node}; exit 3", "n1"))
 
 
