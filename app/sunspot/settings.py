@@ -259,9 +259,9 @@ class Settings(BaseModel):
     learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
     "Peak learning rate, which the schedule scales."
     schedule: Literal["linear", "cosine", "constant"] = _setting("linear", "linear, cosine or constant")
-    "Shape of the learning rate's fall from its peak to 0, for tasks without a schedule."
+    "Curve of the learning rate from its peak to the end, for tasks without a schedule."
     warmup_steps: StepsOrShare = _setting(0, "a whole number from 0, or a fraction of all steps below 1, e.g. 0.05")
-    "Steps in which the learning rate rises to its peak at the beginning, for tasks without a schedule."
+    "First steps, in which the learning rate rises to its peak, for tasks without a schedule."
     weight_decay: float = _setting(0, "a number from 0, e.g. 0.1", ge=0, allow_inf_nan=False)
     "Weight decay of AdamW on matrices, for tasks without an optimizer."
     clip_norm: float = _setting(0, "a number from 0 (0: off), e.g. 1", ge=0, allow_inf_nan=False)
@@ -289,7 +289,7 @@ class Settings(BaseModel):
     checkpoint_metric: str = _setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
     "Metric that ranks checkpoints, on held-out rows if there are any, or else on the last 10,000 training rows."
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
-    "Better direction of SUNSPOT_CHECKPOINT_METRIC: lower (min) or higher (max)."
+    "Direction in which SUNSPOT_CHECKPOINT_METRIC is better: lower (min) or higher (max)."
     early_stop_evaluations: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
     "Evaluations in a row without an improvement of SUNSPOT_CHECKPOINT_METRIC after which the run ends."
 
@@ -327,7 +327,7 @@ class Settings(BaseModel):
     "Name of the experiment in MLflow, or of the project in Weights & Biases."
 
     weights: Literal["pt", "safetensors"] = _setting("pt", "pt or safetensors")
-    "Format of the last checkpoint's weights. safetensors is written besides model.pt, or under fsdp instead of it."
+    "Format of the last checkpoint's weights. safetensors is added to model.pt, or replaces it under fsdp."
     audit: bool = _setting(False, "true or false")
     "True to record the id of every row that each step consumed."
     accept: str = _setting(
