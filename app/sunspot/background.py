@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
     """Run `work` in a daemon thread called `name`, with the caller's context variables, and return its future.
 
-    A ThreadPoolExecutor does not suit: Python waits for its threads at exit, even if they hang forever.
+    A ThreadPoolExecutor is not used, because Python waits for its threads at exit, even if they hang forever.
     """
     future: Future[Result] = Future()
     context = contextvars.copy_context()

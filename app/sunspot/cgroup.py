@@ -2,7 +2,7 @@
 
 A container is a control group (version 1 or 2), which is a folder of small files. Inside a container, this folder is
 /sys/fs/cgroup. Elsewhere, /proc/self/cgroup names a folder below it, and the limits of the parent groups apply, too.
-On systems without control groups, such as macOS, the functions return that nothing is known.
+On systems without control groups, such as macOS, the functions return zeros or None.
 """
 
 from __future__ import annotations

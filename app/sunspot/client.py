@@ -81,8 +81,8 @@ def submit(
 
     The names of `settings` may have the prefix or not. Their values may be numbers, booleans and dictionaries as well
     as texts. `code` is the folder of your own code, which is uploaded. If the run is already live with the same
-    settings, the returned `Run` follows it. A finished run is not started again. `take_over` takes over a run that is
-    live elsewhere, for example in another cluster.
+    settings, the returned `Run` follows it. A finished run is not started again. With `take_over`, a run that is live
+    elsewhere, for example in another cluster, is taken over.
 
     Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` if the run is live with other settings or
     elsewhere. An error leaves everything unchanged.
@@ -112,7 +112,8 @@ class Run:
     """A run, identified by its name and its storage, which is SUNSPOT_STORAGE_PATH by default.
 
     If neither is given, the run is read from the bucket that its RayJob names, but `stop`, `resume` and `delete`
-    refuse. Every method reads the run again. All raise `NotFoundError` if the run does not exist, and `StorageError`.
+    refuse. Every method reads the run again. All methods raise `NotFoundError` if the run does not exist, and
+    `StorageError` if storage cannot be reached.
     """
 
     def __init__(
@@ -145,8 +146,8 @@ class Run:
     def wait(self, timeout: float | None = None) -> str:
         """Print the run's progress until it ends, and return its final state, "succeeded" or "stopped".
 
-        Raises `SunspotError` if the run failed or is lost, and `ClusterError`. Raises `GaveUpError` after `timeout`
-        seconds; the run itself continues.
+        Raises `SunspotError` if the run failed or is lost, and `ClusterError` if the cluster cannot be reached. Raises
+        `GaveUpError` after `timeout` seconds, but the run itself continues.
         """
         access = reach_run(self._target)
         return wait_for_end(access, timeout, ProgressLines(access.run)).value

@@ -39,7 +39,7 @@ class Adapter(NamedTuple):
     location: str
     "Module and name of the class, which is called with the task's module and the settings."
     rates: str
-    "Source of the learning rates, as the reason why `RATE_FUNCTIONS` are never called."
+    "Reason why `RATE_FUNCTIONS` are never called: the source of the learning rates."
     loop: str = ""
     "Reason why `LOOP_FUNCTIONS` are never called; empty if they are called."
 

@@ -16,7 +16,7 @@ from sunspot.errors import SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
 
 READ_BY_DEFAULTS = {"build_optimizer": ("weight_decay",), "schedule": ("schedule", "warmup_steps")}
-"""Settings that only the default function of each name reads."""
+"""Settings that only the default functions of these names read."""
 
 
 def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
@@ -104,8 +104,8 @@ def fused_on_gpu(model: torch.nn.Module) -> bool | None:
 def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> float:
     """Return the factor on the peak learning rate at a step.
 
-    It rises over WARMUP_STEPS to 1. Then it follows SCHEDULE, and falls to 0 just after the last step unless that is
-    constant.
+    The factor rises to 1 over WARMUP_STEPS. Then it stays at 1 if SCHEDULE is constant, or else falls to 0 just after
+    the last step.
     """
     warmup = settings.warmup_steps
     if warmup < 1:

@@ -176,7 +176,7 @@ def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[s
 
 @torch.inference_mode()
 def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
-    """Return each prompt's class, or its continuation by at most `tokens` tokens, always the most probable ones."""
+    """Return each prompt's class, or its continuation by at most `tokens` tokens. Each token is the most probable."""
     tokenizer = load_tokenizer((model.base.folder / "tokenizer.json").read_bytes())
     device = next(model.parameters()).device
     answers = []

@@ -204,5 +204,5 @@ class PretrainedModel(nn.Module):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of peft's that JSON cannot hold in another form: a set as a list, and an enumeration as a text."""
+    """Return a replacement for a value that JSON cannot hold: a list for a set, and a text for an enumeration."""
     return sorted(value) if isinstance(value, set) else str(value)

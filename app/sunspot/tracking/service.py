@@ -88,7 +88,10 @@ class Service(ABC):
 
 @contextlib.contextmanager
 def tracking_errors(service: str) -> Iterator[None]:
-    """Turn the errors of a service's library into `TrackingError`. Its message names the class of most errors."""
+    """Turn the errors of a service's library into `TrackingError`, whose message names the original class.
+
+    Only MLflow's own errors are not named.
+    """
     try:
         yield
     except TrackingError:
