@@ -1,4 +1,4 @@
-"""The cluster of a script: its pods, and the user's commands that take and add nodes."""
+"""Reads a script's cluster with kubectl, and runs the user's commands that remove and add nodes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sunspot.errors import ClusterError, GaveUpError, SettingsError, StorageErro
 LOOK_EVERY_S = 2
 
 KUBECTL_S = 400
-"""For an answer of kubectl: more than any timeout that it is given, for a connection that died unnoticed."""
+"""Seconds for kubectl to answer, in case its connection died unnoticed. Its own timeouts are shorter."""
 
 COMMAND_S = 900
-"""For a command of the user's."""
+"""Seconds for a user's command to end."""
 
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod of a run that runs."""
+    """Running pod of a RayJob."""
 
     name: str
     node: str
@@ -34,7 +34,7 @@ class Pod:
 
 
 def pods(job: str, namespace: str) -> list[Pod]:
-    """Return the pods of a RayJob that run."""
+    """Return the running pods of a RayJob."""
     cluster = kubectl_json("get", "rayjob", job, namespace=namespace).get("status", {}).get("rayClusterName")
     if not cluster:
         return []
@@ -47,7 +47,7 @@ def pods(job: str, namespace: str) -> list[Pod]:
             pod["metadata"]["labels"]["ray.io/node-type"] == "head",
         )
         for pod in items
-        if pod["status"].get("phase") == "Running" and pod["status"].get("podIP")  # none of a node that is gone
+        if pod["status"].get("phase") == "Running" and pod["status"].get("podIP")  # leaves out pods of lost nodes
         if not pod["metadata"].get("deletionTimestamp")
     ]
 
@@ -62,7 +62,7 @@ def ready_nodes(namespace: str) -> set[str]:
 
 
 def kubectl(*words: str, namespace: str, text: str | None = None) -> str:
-    """Return what kubectl prints, as it is, `text` being its input; raises `ClusterError`."""
+    """Run kubectl with `text` as its input, and return its output. Raises `ClusterError`."""
     try:
         command = ["kubectl", *options(namespace), *words]
         done = subprocess.run(command, input=text and text.encode(), capture_output=True, timeout=KUBECTL_S)
@@ -74,63 +74,67 @@ def kubectl(*words: str, namespace: str, text: str | None = None) -> str:
 
 
 def kubectl_json(*words: str, namespace: str) -> dict[str, Any]:
-    """Return what kubectl knows of an object, or of a list of them."""
+    """Return an object of Kubernetes, or a list of objects."""
     return dict(json.loads(kubectl(*words, "-o", "json", namespace=namespace)))
 
 
 def options(namespace: str) -> list[str]:
-    """Return the options with which kubectl and the verbs find the cluster."""
+    """Return the options by which kubectl and the verbs of `sunspot` find the cluster."""
     context = os.environ.get("KUBE_CONTEXT")
     return [*(["--context", context] if context else []), "--namespace", namespace]
 
 
 def sunspot(*words: str, quiet: bool = False) -> str:
-    """Run a verb as a user does; its output is shown, or returned with `quiet`."""
+    """Run a verb as a user does. With `quiet`, return its output instead of showing it."""
     if not quiet:
         print("$", shlex.join(["sunspot", *words]), flush=True)
     command = [sys.executable, "-m", "sunspot.cli", *words]
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE if quiet else None)
     if done.returncode:
-        raise SunspotError(f"sunspot {' '.join(words)} ended with {done.returncode}")
+        raise SunspotError(f"sunspot {' '.join(words)} ended with exit code {done.returncode}")
     return done.stdout or ""
 
 
 def commands_of_the_environment(*needed: str) -> dict[str, str]:
-    """Return the user's commands: reclaim, kill, add, add_head; raises `SettingsError` when a needed one is missing."""
+    """Return the user's commands: reclaim, kill, add and add_head.
+
+    Raises `SettingsError` if one of the `needed` commands is missing.
+    """
     commands = {name: os.environ.get(name.upper(), "") for name in ("reclaim", "kill", "add", "add_head")}
     for name in needed:
         if "{node}" not in commands[name]:
-            raise SettingsError(f"{name.upper()}={commands[name]}: set it to the command that does so, {{node}} in it")
+            raise SettingsError(f"{name.upper()}={commands[name]}: set it to a command that contains {{node}}")
     return commands
 
 
 def begin(command: str, node: str) -> subprocess.Popen[str]:
-    """Start a command of the user's for a node."""
+    """Start a user's command for a node."""
     words = command.replace("{node}", node)
     return subprocess.Popen(words, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def finish(command: subprocess.Popen[str]) -> None:
-    """Wait for it; raises `SunspotError` with what it said when it fails."""
+    """Wait for a command to end. Raises `SunspotError` with its output if it fails."""
     try:
-        said, _ = command.communicate(timeout=COMMAND_S)
+        output, _ = command.communicate(timeout=COMMAND_S)
     except subprocess.TimeoutExpired as error:
         command.kill()
         raise SunspotError(f"{command.args!s} has not ended within {COMMAND_S} s") from error
     if command.returncode:
-        raise SunspotError(f"{command.args!s} ended with {command.returncode}: {said.strip()}")
+        raise SunspotError(f"{command.args!s} ended with exit code {command.returncode}: {output.strip()}")
 
 
 def until(what: str, seconds: float, condition: Callable[[], Any]) -> Any:
-    """Wait for a true value of `condition`, and return it; raises `GaveUpError` when there is none for so many seconds.
+    """Wait until `condition` returns a true value, and return that. Raises `GaveUpError` after `seconds`.
 
-    While storage or the cluster do not answer, they are asked again.
+    `condition` is called again if storage or the cluster does not answer.
     """
     deadline = time.monotonic() + seconds
     while True:
         trouble = ""
         try:
-            if found := condition():
+            found = condition()
+            if found:
                 return found
         except (ClusterError, StorageError) as error:
             trouble = f": {error}"

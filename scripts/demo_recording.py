@@ -1,7 +1,7 @@
-"""`python -m scripts.demo_recording`: run `sunspot demo` and draw what it prints as docs/images/demo.svg.
+"""`python -m scripts.demo_recording`: run `sunspot demo` and draw its output as docs/images/demo.svg.
 
-The picture begins with all lines, as it stays where nothing moves. After WHOLE_S, each line appears at its time, SPEED
-times as fast.
+The drawing first shows all lines, which remain in viewers without animation. After WHOLE_S, the lines appear one by one
+at SPEED times the original speed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,27 @@ FILE = Path(__file__).parents[1] / "docs" / "images" / "demo.svg"
 
 WHOLE_S, SPEED = 3, 8
 
-COLUMN, ROW, MARGIN = 7.8, 20, 24
-"""Pixels of a character of 13 px, of a line, and around the text."""
+COLUMN = 7.8
+"""Width of a character of 13 px, in pixels."""
+
+ROW = 20
+"""Height of a line, in pixels."""
+
+MARGIN = 24
+"""Margin around the text, in pixels."""
 
 COLOURS = {"kill -9": "#ff7b72", "again": "#e3b341", "audit": "#7ee787", "rows missing": "#e6edf3"}
-"""Of lines with such a text; the others are FADED where they say when, and plain in what they say."""
+"""Colours of lines that contain these texts. In other lines, the time is FADED and the rest is PLAIN."""
 
-PLAIN, FADED, BEHIND = "#c9d1d9", "#8b949e", "#0d1117"
+PLAIN = "#c9d1d9"
+FADED = "#8b949e"
+BACKGROUND = "#0d1117"
 
 
 def main() -> None:
-    """Record a demonstration, and write the drawing."""
+    """Record a demonstration and write the drawing."""
     parser = argparse.ArgumentParser("python -m scripts.demo_recording", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--text", metavar="FILE", help="draw what an earlier demonstration has printed")
+    parser.add_argument("--text", metavar="FILE", help="draw the output of an earlier demonstration")
     given = parser.parse_args()
     text = Path(given.text).read_text() if given.text else record()
     FILE.write_text(draw(text.splitlines()))
@@ -38,7 +46,7 @@ def main() -> None:
 
 
 def record() -> str:
-    """What a demonstration prints."""
+    """Run a demonstration and return its output."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run([sys.executable, "-m", "sunspot", "demo"], cwd=folder, stdout=subprocess.PIPE, text=True)
         done.check_returncode()
@@ -46,7 +54,7 @@ def record() -> str:
 
 
 def draw(printed: list[str]) -> str:
-    """The lines as a terminal shows them, after the command that printed them."""
+    """Return an SVG of the output in a terminal, after the command that printed it."""
     lines = ["$ make demo", *printed]
     width = 2 * MARGIN + COLUMN * max(map(len, lines))
     height = 2 * MARGIN + ROW * len(lines)
@@ -62,14 +70,14 @@ def draw(printed: list[str]) -> str:
         )
     return f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img">
-<title>What make demo prints</title>
+<title>Output of make demo</title>
 <style>
 text {{ font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre; }}
 text {{ animation-name: hide; animation-delay: {WHOLE_S}s; }}
 @keyframes hide {{ from, to {{ opacity: 0; }} }}
 @media (prefers-reduced-motion: reduce) {{ text {{ animation: none; }} }}
 </style>
-<rect width="100%" height="100%" rx="8" fill="{BEHIND}"/>
+<rect width="100%" height="100%" rx="8" fill="{BACKGROUND}"/>
 {chr(10).join(rows)}
 </svg>
 """

@@ -1,8 +1,8 @@
-"""Make app/sunspot/data/sample.parquet, the digits bundled with Sunspot, from the published MNIST files. See SAMPLE.md.
+"""Makes app/sunspot/data/sample.parquet, the digits bundled with Sunspot, from the published MNIST files (SAMPLE.md).
 
     python -m scripts.make_sample --data-root ../shared/data
 
-The output is reproducible byte for byte with the same version of pyarrow.
+With the same version of pyarrow, the output is identical to the byte.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sunspot.errors import run_and_exit
 TRAIN_PER_DIGIT, TEST_PER_DIGIT = 1200, 200
 
 GROUP_ROWS = 1000
-"""Enough row groups for several workers to stream from."""
+"""Number of rows in a row group, so that there are enough groups for several workers to stream."""
 
 
 def choose(source: MnistSource, per_digit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images (uint8 [n, 28, 28]) and labels (int64 [n]): as many of each digit, evenly spaced, in the files' order.
+    """Return images, uint8 [n, 28, 28], and labels, int64 [n]: `per_digit` evenly spaced rows of each digit.
 
-    As many of each, so that accuracy weighs all digits alike. Evenly spaced, since the files are not uniform: the
-    first half of the held-out digits is easier than the second.
+    Their order is that of the files. Equal numbers give all digits the same weight in the accuracy. Even spacing is
+    needed because the first half of the held-out digits is easier than the second.
     """
     columns = read_rows(source, 0, rows_in(source))
     images, labels = columns["image"][:, 0], columns["label"]
@@ -39,7 +39,7 @@ def choose(source: MnistSource, per_digit: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def make_sample(data_root: str, path: Path) -> None:
-    """Write the sample: row groups of training digits first, and their number in the metadata."""
+    """Write the sample. Row groups of training digits come first, and their number is in the metadata."""
     train, test = open_mnist(data_root)
     parts = [choose(train, TRAIN_PER_DIGIT), choose(test, TEST_PER_DIGIT)]
     metadata = {TRAIN_GROUPS: str(len(parts[0][1]) // GROUP_ROWS).encode()}

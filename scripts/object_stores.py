@@ -1,4 +1,4 @@
-"""An S3 server on this machine, for tests and benchmarks. It listens on 127.0.0.1 only."""
+"""Runs an S3 server on this machine for tests and benchmarks. The server only listens on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ S3_KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret"
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[int]:
-    """The port of VersityGW where it is installed, else of moto; the keys are S3_KEYS."""
+    """Run VersityGW if it is installed, or else moto, and yield the port. The keys are S3_KEYS."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        if versitygw := shutil.which("versitygw"):
+        versitygw = shutil.which("versitygw")
+        if versitygw:
             names = {"ROOT_ACCESS_KEY": "AWS_ACCESS_KEY_ID", "ROOT_SECRET_KEY": "AWS_SECRET_ACCESS_KEY"}
             keys = {theirs: S3_KEYS[ours] for theirs, ours in names.items()}
-            # No --keep-alive: with it, some of what Arrow sends is refused as no HTTP (VersityGW 1.8.0, pyarrow 26).
+            # With --keep-alive, some of Arrow's requests are refused as invalid HTTP (VersityGW 1.8.0, pyarrow 26).
             command = [versitygw, "--quiet", "--port", f"127.0.0.1:{port}", "posix"]
-            command += ["--data-integrity-etag", folder]  # no MD5, which takes more of the cores than all the rest
+            command += ["--data-integrity-etag", folder]  # MD5 would take more CPU time than all other work
         else:
             keys, command = {}, [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         with serve(command, port, keys):
@@ -37,9 +38,9 @@ def s3_server() -> Iterator[int]:
 
 @contextlib.contextmanager
 def s3_bucket(name: str) -> Iterator[None]:
-    """A bucket on the server that the AWS environment names, or else on one of this machine while the context lasts.
+    """Create a bucket on the server in the AWS environment, or else on a local server while the context lasts.
 
-    Workers of a Ray that is started meanwhile find it.
+    Workers of a Ray session that is started in the context find the bucket.
     """
     import boto3
 
@@ -56,7 +57,7 @@ def s3_bucket(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def serve(command: list[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Run a server while the context lasts, which begins once it listens at the port."""
+    """Run a server while the context lasts. The context begins when the server listens at the port."""
     everything = {**os.environ, **(environment or {})}
     server = subprocess.Popen(command, env=everything, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -77,7 +78,7 @@ def _listens(port: int) -> bool:
 
 
 def free_port() -> int:
-    """One that nobody listens at."""
+    """Return a port at which nothing listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,15 +1,15 @@
-"""`make recovery`: what the loss of a node costs a live run on a real cluster, in seconds and in steps taken again.
+"""`make recovery`: measure the cost of losing a node of a live run on a real cluster, in seconds and repeated steps.
 
-A run is submitted to the cluster of KUBE_CONTEXT. Once all its workers train, a command of yours takes nodes from it:
-RECLAIM with notice, KILL without. The clock starts right before the command and stops at the first step after it, by
-the run's own record. ADD (for the head's node ADD_HEAD) brings the nodes back, or others like them, and the next fault
+The script submits a run to the cluster of KUBE_CONTEXT. When all workers train, one of your commands removes nodes:
+RECLAIM with notice, or KILL without. The clock starts right before the command and stops at the next step, according to
+the run's own record. ADD (or ADD_HEAD for the head's node) brings back these nodes or similar ones. The next fault
 waits until all workers train again. In the commands, {node} stands for the node's name.
 
-With --subject, the same faults against another way to train (scripts/subjects.py): the loop of Ray's guides under the
-defaults of Ray and KubeRay (scripts/stock.yaml), saving on notice or not, and TorchFT, which its image has to have.
+--subject chooses another way to train (scripts/subjects.py): the loop from Ray's guides with the defaults of Ray and
+KubeRay (scripts/stock.yaml), saving on notice or not, or TorchFT, which must be in the image.
 
-The namespace has k8s/base and the Secret sunspot-storage; SUNSPOT_STORAGE_PATH and the AWS_ variables reach the same
-storage from here.
+The namespace must contain k8s/base and the Secret sunspot-storage. SUNSPOT_STORAGE_PATH and the AWS_ variables must
+lead to the same storage from this machine.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from sunspot.submitter.manifest.render import JobRequest
 
 KINDS, TARGETS = ("reclaim", "kill"), ("worker", "rank0", "all", "head")
 NEEDED = ("all", "head")
-"""No run goes on without these: their nodes come back at once, the others' after the first step."""
+"""Targets without which no run continues. Their nodes come back at once, and other nodes after the first step."""
 
 PHASES = ("noticed", "save_began", "committed", "launched", "up", "formed", "restarted", "loaded")
 
 RECOVER_S = 1200
-"""For the first step after a fault: Ray's defaults have taken seven minutes to notice one."""
+"""Seconds for the first step after a fault. With Ray's defaults, noticing a fault has taken seven minutes."""
 
 SETTINGS = {
-    # Enough for any number of faults: the script ends the run.
+    # The run must outlast any number of faults. The script ends it.
     "EPOCHS": "1000",
     "MAX_FAILURES": "100",
     "AUDIT": "true",
@@ -49,26 +49,26 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, and what it cost."""
+    """One fault and its cost."""
 
     kind: str
     target: str
     nodes: list[str]
     signal: float
-    "Right before the command, in seconds since the epoch."
+    "Time right before the command, in seconds since the epoch."
     world_before: int
     after: Group
-    "The first worker group after it."
+    "First worker group after the fault."
     complete_s: float | None = None
     "Seconds from the signal to the first step with all workers."
 
     @property
     def first_step_s(self) -> float:
-        """Seconds from the signal to the first step after it."""
+        """Number of seconds from the signal to the next step."""
         return round(self.after.first_step - self.signal, 1)
 
     def cells(self) -> list[str]:
-        """The fault as a line of the table; a time that nobody took is left out."""
+        """Return the cells of the fault's line in the table. The cell of an unknown time is empty."""
         receipt = self.after.receipt
         times = [getattr(receipt, name, None) for name in PHASES]
         phases = ["" if at is None else f"{at - self.signal:.1f}" for at in times]
@@ -79,7 +79,7 @@ class Fault:
 
 
 def inject(subject: Subject, kind: str, target: str, commands: dict[str, str], chance: random.Random) -> Fault:
-    """Take the nodes, wait for the first step after that, and bring them back."""
+    """Remove the nodes, wait for the next step, and bring the nodes back."""
 
     def find_nodes() -> list[str]:
         return choose(target, pods(subject.job, subject.namespace), subject.rank0(), chance)
@@ -102,7 +102,7 @@ def inject(subject: Subject, kind: str, target: str, commands: dict[str, str], c
 
 
 def bring_back(nodes: list[str], target: str, under_way: list[subprocess.Popen[str]], commands: dict[str, str]) -> None:
-    """Once the nodes are gone, bring them back, if there is a command for that."""
+    """Wait until the nodes are gone, and bring them back if a command for that is set."""
     for command in under_way:
         finish(command)
     back = commands["add_head" if target == "head" else "add"]
@@ -111,14 +111,14 @@ def bring_back(nodes: list[str], target: str, under_way: list[subprocess.Popen[s
 
 
 def choose(target: str, alive: Sequence[Pod], rank0: str, chance: random.Random) -> list[str]:
-    """The nodes to take; none while no such pod runs, it runs only on the head's node, or is not known."""
+    """Return the nodes to remove. The list is empty while the target is unknown or only runs on the head's node."""
     heads = {pod.node for pod in alive if pod.head}
     workers = {pod.name: pod.node for pod in alive if not pod.head}
     if target == "head":
         return sorted(heads)
     if target == "rank0":
         return [workers[rank0]] if rank0 in workers else []
-    free = sorted(set(workers.values()) - heads)  # the head would go with its own
+    free = sorted(set(workers.values()) - heads)  # losing the head's node would lose the head, too
     if target == "all":
         return free
     others = [node for node in free if node != workers.get(rank0)] or free
@@ -126,7 +126,7 @@ def choose(target: str, alive: Sequence[Pod], rank0: str, chance: random.Random)
 
 
 def table(faults: Sequence[Fault]) -> str:
-    """A line for each fault, and the medians."""
+    """Return a table with a line for each fault, and with the medians."""
     phases = [name.replace("_", " ") for name in PHASES]
     names = ["fault", "target", "workers", *phases, "first step", "replayed", "all workers"]
     middle = [f"{median(f.first_step_s for f in faults):.1f}", f"{median(f.after.replayed for f in faults):g}", ""]
@@ -145,19 +145,19 @@ def add_options(parser: argparse.ArgumentParser, run: str) -> None:
 
 
 def request_of(arguments: argparse.Namespace, defaults: dict[str, str]) -> JobRequest:
-    """The run that the options ask for; its settings go by their names without the prefix."""
+    """Return the run that the options describe, with its settings by their names without the prefix."""
     given = dict(word.removeprefix(PREFIX).partition("=")[::2] for word in arguments.settings)
     settings = {"NUM_WORKERS": "2", **defaults, "RUN_NAME": arguments.run, **given}
     return JobRequest(arguments.profile, settings, arguments.image, arguments.namespace)
 
 
 def main() -> int:
-    """Inject the faults, and print what they cost."""
-    parser = argparse.ArgumentParser("recovery", description="Takes nodes from a live run, and prints what that cost.")
+    """Inject the faults, and print their cost."""
+    parser = argparse.ArgumentParser("recovery", description="Removes nodes from a live run, and prints the cost.")
     parser.add_argument("--fault", choices=KINDS, default="reclaim")
-    parser.add_argument("--target", choices=TARGETS, default="worker", help="whose node")
+    parser.add_argument("--target", choices=TARGETS, default="worker", help="pod whose node is removed")
     parser.add_argument("--repeat", type=int, default=1, metavar="N")
-    parser.add_argument("--subject", choices=SUBJECTS, default="sunspot", help="what loses them; default: sunspot")
+    parser.add_argument("--subject", choices=SUBJECTS, default="sunspot", help="way to train; default: sunspot")
     add_options(parser, "recovery")
     arguments = parser.parse_args()
     commands = commands_of_the_environment(arguments.fault)

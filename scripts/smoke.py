@@ -1,8 +1,8 @@
-"""`make smoke`: the whole way on a real cluster, on CPUs: image, base, submit, wait, and a model that is good.
+"""`make smoke`: test a real cluster on CPUs from end to end: image, base, submit, wait, and the model's accuracy.
 
-Uses the cluster of KUBE_CONTEXT, or makes one with kind; and the S3 server of AWS_ENDPOINT_URL, below
-SUNSPOT_STORAGE_PATH, or starts one on this machine. Everything it makes has a name of its own, and is gone at the end;
-nothing else is touched.
+The test uses the cluster of KUBE_CONTEXT, or creates one with kind. It uses the S3 server at AWS_ENDPOINT_URL, below
+SUNSPOT_STORAGE_PATH, or starts one on this machine. All objects that it creates have unique names and are deleted at
+the end. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ from scripts.kind import REPOSITORY, call, create_cluster, create_secret, load_i
 from sunspot.errors import SunspotError, run_and_exit
 
 CLUSTER = "sunspot-smoke"
-"""The cluster that it makes with kind, where KUBE_CONTEXT names none."""
+"""Name of the cluster to create with kind if KUBE_CONTEXT is not set."""
 
 NAME = f"smoke-{uuid.uuid4().hex[:12]}"
-"""Of this test's folder in storage, and of its namespace."""
+"""Name of this test's folder in storage, and part of its namespace's name."""
 
 NAMESPACE = f"sunspot-{NAME}"
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 POD_VARIABLES = ("AWS_ENDPOINT_URL", *KEYS, "AWS_REGION", "AWS_DEFAULT_REGION")
-"""What reaches the S3 server from a pod, too; the others name files and profiles of this machine."""
+"""Variables that are valid in pods. Other AWS_ variables name files and profiles on this machine."""
 
 S3_PORT = 9000
-"""One that k8s/base lets pods reach."""
+"""Port to which k8s/base lets pods connect."""
 
 MIN_ACCURACY = 0.96
 WAIT_S = 1800
-"""For one run, from submit to its end: two cores need about five minutes."""
+"""Seconds for one run from submission to end. Two cores need about five minutes."""
 
 GONE_S = 240
-"""For the cluster of a finished run to go: the profile's TTL, and the pods' grace."""
+"""Seconds for the cluster of a finished run to disappear: the profile's TTL and the pods' grace period."""
 
 
 def main() -> int:
-    """Run all of it, and say how long each part took."""
+    """Run the whole test, and print how long each part took."""
     image = os.environ["IMAGE"]
     began = time.monotonic()
     with _cluster(), _s3_server() as secret, _namespace():
         with _step(f"load {image} onto the nodes"):
-            if load := os.environ.get("LOAD_IMAGE"):
+            load = os.environ.get("LOAD_IMAGE")
+            if load:
                 call(*shlex.split(load), image)
             else:
                 load_image(CLUSTER, image)
@@ -64,7 +65,7 @@ def main() -> int:
 
 
 def _train(image: str, loader: str) -> None:
-    """Follow one run from submit to the end of its cluster, and check what it left in storage."""
+    """Follow one run from its submission to the end of its cluster, and check its files in storage."""
     run = f"smoke-{loader}"
     cluster = options(NAMESPACE)
     with _step(f"{run}: submit"):
@@ -103,7 +104,7 @@ def _score(checkpoint: str) -> float:
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    """Provide the cluster of KUBE_CONTEXT, or one that is made here, and deleted."""
+    """Use the cluster of KUBE_CONTEXT, or else create one and delete it at the end."""
     if os.environ.get("KUBE_CONTEXT"):
         yield
         return
@@ -119,7 +120,7 @@ def _cluster() -> Iterator[None]:
 
 @contextmanager
 def _s3_server() -> Iterator[dict[str, str]]:
-    """Yield what the Secret has to hold; this process's environment reaches the same server, and its runs' place."""
+    """Yield the content of the Secret, and set this process's environment to the same server and storage path."""
     if os.environ.get("AWS_ENDPOINT_URL"):
         with _folder(os.environ.get("SUNSPOT_STORAGE_PATH", "s3://sunspot")) as path:
             os.environ["SUNSPOT_STORAGE_PATH"] = path
@@ -129,7 +130,7 @@ def _s3_server() -> Iterator[dict[str, str]]:
     import boto3
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # or every request makes a line
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # otherwise, each request is logged
     address = _address_for_nodes()
     server = ThreadedMotoServer(address, S3_PORT, verbose=False)
     server.start()
@@ -149,12 +150,12 @@ def _s3_server() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _folder(storage_path: str) -> Iterator[str]:
-    """Yield a storage path of the test's own, below another; at the end it goes, with what the test has left there."""
+    """Yield a storage path below another one for this test alone, and delete it with its content at the end."""
     from sunspot.storage import open_storage
 
     storage = open_storage(storage_path)
     if storage.list(NAME):
-        raise SunspotError(f"smoke test refused: {storage.locate(NAME)} is not its own")
+        raise SunspotError(f"smoke test refused: {storage.locate(NAME)} exists already")
     try:
         yield storage.locate(NAME)
     finally:
@@ -165,7 +166,7 @@ def _folder(storage_path: str) -> Iterator[str]:
 
 
 def _address_for_nodes() -> str:
-    """Return the address of this machine on the way to the cluster's nodes: they reach it there."""
+    """Return the address of this machine in the network of the cluster's nodes, at which they reach it."""
     path = "{.items[0].status.addresses[?(@.type=='InternalIP')].address}"
     node = kubectl("get", "nodes", "-o", f"jsonpath={path}", namespace="default")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -175,8 +176,8 @@ def _address_for_nodes() -> str:
 
 @contextmanager
 def _namespace() -> Iterator[None]:
-    """Apply k8s/base in a namespace of the test's own."""
-    with tempfile.TemporaryDirectory(dir=REPOSITORY) as folder:  # kustomize wants a relative path to the base
+    """Apply k8s/base in a namespace for this test alone."""
+    with tempfile.TemporaryDirectory(dir=REPOSITORY) as folder:  # kustomize requires a relative path to the base
         base = os.path.relpath(REPOSITORY / "k8s" / "base", folder)
         Path(folder, "kustomization.yaml").write_text(f"namespace: {NAMESPACE}\nresources: [{base}]\n")
         with _step("apply k8s/base"):

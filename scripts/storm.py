@@ -1,9 +1,9 @@
-"""`python -m scripts.storm`: workers of a run on this machine are killed at random, and the others have to train on.
+"""`python -m scripts.storm`: kill workers of a local run at random, and check that the others keep training.
 
-Three workers train in double precision, with SURVIVORS=auto. No step may be taken again, the rows must be complete, and
-the weights those of a run that nobody disturbed. One worker is spared in the first half: the files and threads that it
-holds are counted. `--task teacher` moves frozen weights in each forward pass, and `--task gan` has two optimizers. They
-may not take a step twice either. With --gpu all are on one GPU, and their gradients are summed by NCCL.
+Three workers train in double precision with SURVIVORS=auto. No step may be repeated, no row may be missing, and the
+weights must equal those of an undisturbed run. One worker is spared in the first half, and its open files and threads
+are counted. `--task teacher` moves frozen weights in each forward pass, and `--task gan` has two optimizers. They must
+not repeat a step, either. With --gpu, all workers share one GPU, and NCCL sums their gradients.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from sunspot.submitter.proof import prove
 WORKERS = 3
 BATCH = 30
 ROWS = 10 * BATCH
-"""An epoch of three seconds: its end and its evaluation are to be hit."""
+"""Number of training rows. An epoch takes three seconds, so that losses also hit its end and its evaluation."""
 
 PAUSE_S = 0.1
-"""Of each of a step's three parts."""
+"""Average pause in each of a step's three parts, in seconds."""
 
 WAIT_S = 180.0
-"""For a first step, a replacement, or the end."""
+"""Seconds for a first step, a replacement, or the end of the run."""
 
 TASKS = {"plain": "scripts.storm_task", "teacher": "scripts.storm_teacher", "gan": "scripts.storm_gan"}
 
@@ -59,7 +59,7 @@ SETTINGS = {
     "GLOBAL_BATCH_SIZE": str(BATCH),
     "EPOCHS": "10000",
     "LEARNING_RATE": "0.0001",
-    "SCHEDULE": "constant",  # the calm run has another end
+    "SCHEDULE": "constant",  # the undisturbed run has another number of steps
     "CHECKPOINT_EVERY_STEPS": "3",
     "CHECKPOINT_EVERY_S": "0",
     "REPORT_EVERY_S": "1",
@@ -72,13 +72,13 @@ OWN_HOST = """
 import os
 os.environ["NCCL_HOSTID"] = str(os.getpid())
 """
-"""What each process begins with: of one host, NCCL wants every rank on a GPU of its own."""
+"""Code that each process runs first. NCCL wants a GPU for each rank of a host, so each rank pretends to be a host."""
 
 ON_GPU = {"USE_GPU": "true", "RESOURCES_PER_WORKER": json.dumps({"CPU": 0.5, "GPU": 0.9 / WORKERS})}
 
 
 class Loss:
-    """Workers that are killed at once."""
+    """Workers that are killed at the same time."""
 
     def __init__(self, run: Run, victims: list[psutil.Process]) -> None:
         notes = [moment_of(victim.pid) for victim in victims]
@@ -92,20 +92,20 @@ class Loss:
             note.unlink(missing_ok=True)
 
     def pause_s(self, receipts: list[Receipt]) -> float | None:
-        """Seconds to the survivors' next step; None: there was none yet."""
-        return min((one.first_step - self.at for one in receipts if one.first_step > self.at), default=None)
+        """Return the seconds until the survivors' next step, or None before that step."""
+        return min((each.first_step - self.at for each in receipts if each.first_step > self.at), default=None)
 
 
 def main() -> int:
-    """Kill until the number is reached, and compare."""
-    parser = argparse.ArgumentParser("storm", description="Kills workers at random, and checks what the others make.")
-    parser.add_argument("--kills", type=int, default=200, help="SIGKILLs; default: 200")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is random; default: 0")
-    parser.add_argument("--task", choices=TASKS, default="plain", help="what is trained; default: plain")
+    """Kill workers until the number is reached, and compare the result with an undisturbed run."""
+    parser = argparse.ArgumentParser("storm", description="Kills workers at random, and checks the others' result.")
+    parser.add_argument("--kills", type=int, default=200, help="number of SIGKILLs; default: 200")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers; default: 0")
+    parser.add_argument("--task", choices=TASKS, default="plain", help="task to train; default: plain")
     parser.add_argument("--gpu", action="store_true", help="train on this machine's GPU")
     arguments = parser.parse_args()
     SETTINGS["TASK"] = TASKS[arguments.task]
-    if arguments.task == "teacher":  # each pass moves it, so a step must have one pass on any number of workers
+    if arguments.task == "teacher":  # each pass moves the teacher, so every worker must make one pass per step
         SETTINGS["MICRO_BATCH_SIZE"] = str(BATCH)
     if arguments.gpu:
         SETTINGS.update(ON_GPU)
@@ -129,7 +129,7 @@ def main() -> int:
 
 
 def write_data(folder: Path) -> None:
-    """Small images of noise, in three classes."""
+    """Write small images of noise in three classes."""
     chance = np.random.default_rng(0)
     for split, rows in [("train", ROWS), ("test", 2 * BATCH)]:
         pixels = pa.FixedShapeTensorArray.from_numpy_ndarray(chance.integers(0, 256, (rows, 4, 4), dtype=np.uint8))
@@ -140,7 +140,7 @@ def write_data(folder: Path) -> None:
 
 @contextlib.contextmanager
 def training(folder: Path, run: Run, pause_s: float, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
-    """Train while the context lasts at most; what it prints is in the folder, and shown if it fails."""
+    """Train at most until the context ends. The output goes to a file, and is printed if the training fails."""
     own = {
         "STORAGE_PATH": folder / "runs",
         "RUN_NAME": run.name,
@@ -161,7 +161,7 @@ def training(folder: Path, run: Run, pause_s: float, **settings: object) -> Iter
         try:
             yield process
             if process.returncode:
-                raise SunspotError(f"the training ended with {process.returncode}")
+                raise SunspotError(f"the training ended with exit code {process.returncode}")
         except BaseException:
             print(log.read_text()[-5000:], flush=True)
             raise
@@ -173,14 +173,17 @@ def training(folder: Path, run: Run, pause_s: float, **settings: object) -> Iter
 
 
 def strike(run: Run, process: subprocess.Popen[bytes], kills: int, chance: random.Random) -> list[Loss]:
-    """Kill one worker, or two at once, again and again: every other time before the last ones are replaced."""
+    """Kill one or two workers at a time until the number is reached, and return the losses.
+
+    Half of the times, do not wait until the previous victims have been replaced.
+    """
     losses: list[Loss] = []
     spared: psutil.Process | None = None
     while (killed := sum(len(loss.moments) for loss in losses)) < kills:
         wanted = 2 if losses and chance.random() < 0.5 else WORKERS
         until(f"group of {wanted} workers", WAIT_S, partial(has_size, run, process, wanted))
         time.sleep(chance.uniform(0, 6 * PAUSE_S))
-        workers = ray_processes("RayTrain", psutil.Process(process.pid))  # also those that prepare themselves
+        workers = ray_processes("RayTrain", psutil.Process(process.pid))  # includes workers that are still starting
         members = [worker for worker in workers if moment_of(worker.pid).exists()]
         if not losses:
             spared = members[0]
@@ -202,55 +205,56 @@ def strike(run: Run, process: subprocess.Popen[bytes], kills: int, chance: rando
 
 
 def receipts_of(run: Run, process: subprocess.Popen[bytes]) -> list[Receipt]:
-    """What its losses cost; raises `SunspotError` when the training has ended."""
+    """Return the receipts of the run's losses. Raises `SunspotError` if the training has ended."""
     if process.poll() is not None:
         raise SunspotError("the training has ended")
     return read_receipts(read_journal(run, "events"))
 
 
 def has_size(run: Run, process: subprocess.Popen[bytes], wanted: int) -> bool:
-    """Whether at least so many workers took the newest group's first step."""
+    """Return True if at least `wanted` workers took the newest group's first step."""
     receipts = receipts_of(run, process)
     return bool(receipts) and receipts[-1].world_after >= wanted
 
 
 def next_step(run: Run, process: subprocess.Popen[bytes], loss: Loss) -> float | None:
-    """Seconds from a loss to the next step; None: there was none yet."""
+    """Return the seconds from a loss to the next step, or None before that step."""
     return loss.pause_s(receipts_of(run, process))
 
 
 def newest(run: Run) -> Checkpoint:
-    """Where the run has stopped."""
+    """Return the newest checkpoint of a stopped run."""
     checkpoint, _ = find_newest_good(run, read_attempts(run))
     assert checkpoint
     return checkpoint
 
 
 def difference(run: Run, other: Run) -> float:
-    """The largest difference of two runs' parameters."""
-    paths = [one.storage.locate(one.key("checkpoints", newest(one).name, "model.pt")) for one in (run, other)]
+    """Return the largest difference between the parameters of two runs."""
+    paths = [each.storage.locate(each.key("checkpoints", newest(each).name, "model.pt")) for each in (run, other)]
     ours, theirs = [torch.load(path, weights_only=True) for path in paths]
     assert ours.keys() == theirs.keys()
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
 def report(run: Run, losses: list[Loss]) -> None:
-    """Print what the losses cost; raises `SunspotError` if a step was taken again, or a row is missing."""
+    """Print the costs of the losses. Raises `SunspotError` if a step was repeated or a row is missing."""
     receipts = read_receipts(read_journal(run, "events"))
     pauses = sorted(pause for loss in losses if (pause := loss.pause_s(receipts)) is not None)
     moments = Counter(moment for loss in losses for moment in loss.moments)
     print(f"{moments.total()} killed in {len(losses)} losses: {dict(moments.most_common())}")
     most = f"90 % of them {pauses[int(0.9 * len(pauses))]:.2f} s, the longest {pauses[-1]:.2f} s"
     print(f"to the next step: median {median(pauses):.2f} s, {most}")
-    full = [one.first_step for one in receipts[1:] if one.world_after == WORKERS]
-    if joins := [at - max(loss.at for loss in losses if loss.at < at) for at in full]:
+    full = [receipt.first_step for receipt in receipts[1:] if receipt.world_after == WORKERS]
+    joins = [at - max(loss.at for loss in losses if loss.at < at) for at in full]
+    if joins:
         print(f"to the first step of {WORKERS} workers again: median {median(joins):.1f} s of {len(joins)}")
-    print(f"receipts: {dict(Counter((str(one.cause), one.tier) for one in receipts))}")
+    print(f"receipts: {dict(Counter((str(receipt.cause), receipt.tier) for receipt in receipts))}")
     again = sum(receipt.replayed for receipt in receipts)
     faults = prove(run).summary
     print(f"{again} steps again; audit: {faults or 'clean'}")
-    if again or faults or any(one.tier != IN_PLACE for one in receipts[1:]):
-        raise SunspotError("the others should have trained on, each time")
+    if again or faults or any(receipt.tier != IN_PLACE for receipt in receipts[1:]):
+        raise SunspotError("expected the other workers to keep training after each loss")
 
 
 if __name__ == "__main__":

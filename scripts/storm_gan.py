@@ -1,4 +1,4 @@
-"""The storm's task with two optimizers: a GAN, whose workers may be lost between the two optimizers' steps."""
+"""Task of the storm with two optimizers: a GAN whose workers may be lost between the optimizers' steps."""
 
 import math
 
@@ -16,7 +16,7 @@ NOISE = 8
 
 
 class Discriminator(Slow):
-    """Tells real images from generated ones, slowly."""
+    """Distinguishes real images from generated ones, slowly."""
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.score(pixels)[:, 0]
@@ -37,18 +37,18 @@ def train(run: TrainingRun) -> None:
     generator, discriminator = run.model["generator"], run.model["discriminator"]
     for batch in run.batches():
         real = normalize(batch["image"]).double().flatten(1)
-        made = generator(2 * run.draw(NOISE).double() - 1)
+        fake = generator(2 * run.draw(NOISE).double() - 1)
 
-        told = discriminator(torch.cat([real, made.detach()])).view(2, -1)
-        of_discriminator = functional.softplus(-told[0]) + functional.softplus(told[1])
-        (of_discriminator.sum() * run.weight).backward()
+        scores = discriminator(torch.cat([real, fake.detach()])).view(2, -1)
+        discriminator_loss = functional.softplus(-scores[0]) + functional.softplus(scores[1])
+        (discriminator_loss.sum() * run.weight).backward()
         run.optimizer["discriminator"].step()
         run.optimizer.zero_grad()
 
-        of_generator = functional.softplus(-discriminator(made))
-        (of_generator.sum() * run.weight).backward()
+        generator_loss = functional.softplus(-discriminator(fake))
+        (generator_loss.sum() * run.weight).backward()
         run.optimizer["generator"].step()
         run.optimizer.zero_grad()
 
-        run.log({"loss": of_generator, "discriminator_loss": of_discriminator})
+        run.log({"loss": generator_loss, "discriminator_loss": discriminator_loss})
         run.step()

@@ -1,4 +1,4 @@
-"""The task of `python -m scripts.storm`: in double precision, slow, and each process tells what it is at."""
+"""Task of `python -m scripts.storm`: slow, in double precision, and each process writes down its current phase."""
 
 import os
 import random
@@ -16,16 +16,16 @@ SHARED_MEMORY = Path("/dev/shm")  # memory, as sunspot.checkpoint uses it
 
 
 def moment_of(process: int) -> Path:
-    """Where a process tells what it is at."""
+    """Return the path of the file in which a process writes its current phase."""
     return SHARED_MEMORY / f"storm-{process}"
 
 
 HIDDEN = 50_000
-"""Makes a state of 24 MB, so that a copy, a commit and a sum take a while, too."""
+"""Number of hidden units. The state has 24 MB, so that copies, commits and sums take some time, too."""
 
 
 class Slow(nn.Module):
-    """Two layers that take their time, forward and backward."""
+    """Two layers with pauses in the forward and the backward pass."""
 
     def __init__(self, inputs: int, classes: int, pause_s: float) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Slow(nn.Module):
         return scores
 
     def pause(self, at: str) -> None:
-        """Stay at this for a while; no two workers for as long, so that one waits for the other's sum."""
+        """Pause in a phase. The time varies between workers, so that some wait for the gradients of others."""
         if self.pause_s:
             moment_of(os.getpid()).write_text(at)
             time.sleep(self.pause_s * random.uniform(0.5, 1.5))

@@ -1,10 +1,10 @@
-"""`python -m scripts.structure`, a part of `make lint`: parameter lists are short, and no two modules have one name.
+"""`python -m scripts.structure`, a part of `make lint`: check the length of parameter lists and the names of modules.
 
-A function takes at most MAX_ARGUMENTS besides `self`, a constructor MAX_FIELDS, and so many fields has a dataclass that
-changes: more means that an object is missing. A record that never changes may have as many as what it describes.
+A function takes at most MAX_ARGUMENTS besides `self`. A constructor takes at most MAX_FIELDS, and a mutable dataclass
+has at most MAX_FIELDS. A longer list means that an object is missing. A frozen dataclass may have any number of fields.
 
-A module's name may come again where its subject does: in `run` as a record, in `report` as a part of the page, in
-`submitter/commands` as a verb.
+Two modules may only have the same name if they have the same subject: as a record in `run`, as a part of the page in
+`report`, or as a verb in `submitter/commands`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 MAX_ARGUMENTS, MAX_FIELDS = 5, 8
 
 ALLOWED = {
-    "sunspot/client.py:submit": 9,  # what a notebook's user gives, by name
+    "sunspot/client.py:submit": 9,  # users of notebooks give these by name
     "scripts/failures/result.py:Result": 9,
 }
-"""Longer lists than the rest of the code may have: shorten them, and take them out of here."""
+"""Lists that are longer than allowed. Shorten them, and remove them here."""
 
 SAME_SUBJECT = ("run/", "report/", "submitter/commands/", "submitter/commands/checkpoints/")
 
@@ -33,7 +33,7 @@ REPEATED = {
 
 
 def main() -> int:
-    """Print what is too long or repeats; 1 if there is any."""
+    """Print the faults, and return 1 if there are any."""
     root = Path(__file__).parents[1]
     files = [*sorted((root / "app/sunspot").rglob("*.py")), *sorted((root / "scripts").rglob("*.py"))]
     found = [each for file in files for each in find_long(file, file.relative_to(root).as_posix().removeprefix("app/"))]
@@ -50,16 +50,18 @@ def main() -> int:
     for text in faults:
         print(text)
     if done:
-        print(f"shorter than {Path(__file__).name} allows, or alone by now: {', '.join(sorted(done))}")
+        print(f"no longer needed as exceptions in {Path(__file__).name}: {', '.join(sorted(done))}")
     return 1 if faults else 0
 
 
 def find_long(file: Path, where: str) -> Iterator[tuple[str, int, int]]:
-    """Functions and classes with too many parameters or fields: the name, how many, and how many there may be."""
+    """Yield the functions and classes with too many parameters or fields: the name, the number, and the limit."""
 
     def look(node: ast.AST, inside: str, is_class: bool) -> Iterator[tuple[str, int, int]]:
         for child in ast.iter_child_nodes(node):
-            name, number, most = inside, 0, MAX_FIELDS
+            name = inside
+            number = 0
+            most = MAX_FIELDS
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 name = f"{inside}.{child.name}" if inside else child.name
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -76,7 +78,7 @@ def find_long(file: Path, where: str) -> Iterator[tuple[str, int, int]]:
 
 
 def count_fields(node: ast.ClassDef) -> int:
-    """The fields that the constructor of a dataclass takes; 0 for other classes, and for one that never changes."""
+    """Return the number of fields that a mutable dataclass's constructor takes; 0 for other classes."""
     decorators = [ast.unparse(each) for each in node.decorator_list]
     if not any(each.startswith("dataclass") and "frozen=True" not in each for each in decorators):
         return 0
@@ -85,7 +87,7 @@ def count_fields(node: ast.ClassDef) -> int:
 
 
 def find_repeated(package: Path) -> dict[str, list[str]]:
-    """Names of several modules that do not have one subject, with where they are."""
+    """Return the names that several modules with different subjects have, each with the modules' folders."""
     places = defaultdict[str, list[str]](list)
     for file in sorted(package.rglob("[!_]*.py")):
         places[file.stem].append(file.parent.relative_to(package).as_posix() + "/")

@@ -1,4 +1,4 @@
-"""What faults are injected into: a run of ours, the usual loop under the defaults of Ray and KubeRay, or TorchFT."""
+"""Subjects of the fault scripts: a run of Sunspot, the loop from Ray's guides with Ray's defaults, or TorchFT."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -35,10 +35,10 @@ SCRIPTS = Path(__file__).parent
 STOCK, LOOPS = SCRIPTS / "stock.yaml", SCRIPTS / "bench" / "loops.py"
 
 START_S = 900
-"""For all workers to train: pods have to start, a lost one to be replaced, and the image may have to be pulled."""
+"""Seconds until all workers train. Pods must start or be replaced, and the image may have to be pulled."""
 
 SETTLE_S = 20
-"""Training before the next fault: time for a snapshot, and to get over the last fault."""
+"""Seconds of training before the next fault, which allow a snapshot and a recovery from the last fault."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Group:
     number: int
     world_size: int
     first_step: float
-    "When its first step was done, in seconds since the epoch."
+    "Time at which its first step was complete, in seconds since the epoch."
     replayed: int
-    "Steps that the previous group had taken already."
+    "Number of steps that it repeated after the previous group."
     receipt: Receipt | None = None
 
 
-class Ours:
-    """A run of ours, watched through its storage."""
+class SunspotRun:
+    """A run of Sunspot, observed through its storage."""
 
     title = "Sunspot"
 
@@ -63,19 +63,23 @@ class Ours:
         self._rendered = render(request)
         self._cluster = connect(os.environ.get("KUBE_CONTEXT"), self._rendered.namespace)
         chosen = self._rendered.settings
-        self.job, self.namespace, self.workers = self._rendered.name, self._rendered.namespace, chosen.num_workers.most
+        self.job = self._rendered.name
+        self.namespace = self._rendered.namespace
+        self.workers = chosen.num_workers.most
         self.run: Run = open_run(chosen.storage_path, chosen.run_name)
         self._access = RunAccess(self.run, self._cluster)
 
     def submit(self) -> None:
-        """Through the submitter, as a user does; a run of this name that is there goes on."""
+        """Submit the run as a user does. An existing run of this name continues."""
         print_submission(submit(self._cluster, self._rendered), as_json=False)
 
     def groups(self) -> list[Group]:
-        """Its worker groups that have taken a step, oldest first, by the receipts; raises `SunspotError` once it is
-        over.
+        """Return the worker groups that have taken a step, oldest first, from the receipts.
+
+        Raises `SunspotError` if the run is over.
         """
-        if over := self.over():
+        over = self.over()
+        if over:
             raise SunspotError(f"nothing is left to interrupt: {self.run.name} {over}")
         return [
             Group(receipt.attempt, receipt.world_after, receipt.first_step, receipt.replayed, receipt)
@@ -83,37 +87,37 @@ class Ours:
         ]
 
     def replayed(self) -> int:
-        """Steps that have been taken again, by the receipts, too."""
+        """Return the number of repeated steps, from the receipts."""
         return sum(receipt.replayed for receipt in self.receipts())
 
     def receipts(self) -> list[Receipt]:
-        """Those of all its starts of workers so far, oldest first."""
+        """Return the receipts of all starts of its workers so far, oldest first."""
         return read_receipts(read_journal(self.run, "events"))
 
     def timeline(self) -> list[tuple[float, int]]:
-        """When which steps had been taken, by the metric history, attempts that were superseded included."""
+        """Return times and the steps reached by then, from the metric history, including superseded attempts."""
         return sorted((record["time"], record["step"]) for record in read_journal(self.run, "metrics"))
 
     def over(self) -> str:
-        """How it has ended, by cluster and storage; empty while it may go on."""
+        """Return how the run ended, from the cluster and storage, or an empty text if it may continue."""
         snapshot = self._access.observe()
         state, reason = snapshot.state()
         known = state.terminal and not snapshot.cluster.trouble and not snapshot.storage.trouble
         return f"{state}, {reason}" if known else ""
 
     def rank0(self) -> str:
-        """The pod of rank 0, as the newest attempt recorded it; empty if unknown."""
+        """Return the pod of rank 0 as recorded by the newest attempt, or an empty text if unknown."""
         return read_attempts(self.run)[-1].metadata.nodes.get("0", "")
 
     def end(self) -> None:
-        """Stop it, so that it commits, and wait for its pods to go, also when it has finished; its storage stays."""
+        """Stop the run so that it commits, and wait until its pods are gone. Its files in storage are kept."""
         stop_run(self._access, timeout=300)
         if not delete_jobs(self._cluster, self._access.observe().cluster.jobs, GONE_WITHIN_S):
             raise GaveUpError(f"the pods of {self.job} are still there after {GONE_WITHIN_S:.0f} s")
 
 
 class Stock:
-    """The usual loop, watched through its driver's log."""
+    """The loop from Ray's guides, observed through its driver's log."""
 
     name, title = "stock", "the loop of Ray's guides"
 
@@ -125,7 +129,7 @@ class Stock:
         self.workers = int(settings["NUM_WORKERS"].rpartition("..")[2])
         self._lines: dict[str, None] = {}
         self._read: dict[tuple[str, str], int] = {}
-        manifest = json.loads(json.dumps(yaml.safe_load(STOCK.read_text())))  # each pod its own, where YAML shares
+        manifest = json.loads(json.dumps(yaml.safe_load(STOCK.read_text())))  # copies objects that YAML aliases share
         manifest["metadata"] = {"name": self.job, "namespace": self.namespace}
         manifest["spec"]["entrypoint"] += f" {self.name}"
         cluster = manifest["spec"]["rayClusterSpec"]
@@ -136,42 +140,46 @@ class Stock:
         (workers,) = cluster["workerGroupSpecs"]
         workers |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), self.workers)
         profile = load_profile(request.profile, {})
-        if spot := profile.spot:
+        spot = profile.spot
+        if spot:
             toleration = {"key": spot.label, "operator": "Exists"}
             workers["template"]["spec"] |= {"nodeSelector": {spot.label: spot.value}, "tolerations": [toleration]}
         pod = profile.worker.pod if profile.worker else None
-        if problems := merge_pod(workers["template"], pod or {}, "worker.pod"):
+        problems = merge_pod(workers["template"], pod or {}, "worker.pod")
+        if problems:
             raise SettingsError("; ".join(problems))
         code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "stock", "namespace": self.namespace}}
         self._objects = [{**code, "data": {LOOPS.name: LOOPS.read_text()}}, manifest]
 
     def submit(self) -> None:
-        """Apply its code and its RayJob."""
+        """Apply the loop's code and its RayJob."""
         kubectl("apply", "-f", "-", namespace=self.namespace, text=yaml.safe_dump_all(self._objects))
 
     def groups(self) -> list[Group]:
-        """Its worker groups, by the driver's output; what it printed between the last read and the loss of its head is
-        unknown.
+        """Return the worker groups, from the driver's output.
+
+        If the head is lost, its output since the last read is unknown. Raises `SunspotError` if the job has ended.
         """
-        if over := self.over():
+        over = self.over()
+        if over:
             raise SunspotError(f"{self.job} has ended: {over}")
         return self.read_groups()
 
     def read_groups(self) -> list[Group]:
-        """As its starts tell."""
+        """Return the worker groups in the output read so far."""
         return read_groups(self._lines)
 
     def timeline(self) -> list[tuple[float, int]]:
-        """As read by `over`; a step that several workers tell of counts once."""
-        told = [(record["time"], record["step"]) for record in read_records(self._lines) if "step" in record]
-        return [now for before, now in pairwise([(0.0, 0), *told]) if now[1] != before[1]]
+        """Return times and the steps reached by then, each step once, from the output that `over` has read."""
+        steps = [(record["time"], record["step"]) for record in read_records(self._lines) if "step" in record]
+        return [now for before, now in pairwise([(0.0, 0), *steps]) if now[1] != before[1]]
 
     def replayed(self) -> int:
-        """As the groups begin anew."""
+        """Return the number of steps that worker groups repeated."""
         return sum(group.replayed for group in self.read_groups())
 
     def over(self) -> str:
-        """Also reads what the driver has printed."""
+        """Return how the job ended, or an empty text if it has not ended. Also reads the driver's new output."""
         job = kubectl_json("get", "rayjob", self.job, namespace=self.namespace).get("status", {})
         heads = [pod.name for pod in pods(self.job, self.namespace) if pod.head]
         if heads and job.get("jobId"):
@@ -180,7 +188,7 @@ class Stock:
         return f"{ended} {job.get('message', '')[-2000:]}" if ended in ("Complete", "Failed") else ""
 
     def _read_log(self, head: str, log: str) -> None:
-        """Take in the lines that it has had since; the last one may be half written, and is read again."""
+        """Add new lines of a log. The last line may be incomplete, so it is read again later."""
         known = self._read.get((head, log), 0)
         text = kubectl("exec", head, "--", "tail", "-n", f"+{known + 1}", log, namespace=self.namespace)
         *lines, _ = text.split("\n")
@@ -188,24 +196,24 @@ class Stock:
         self._read[head, log] = known + len(lines)
 
     def rank0(self) -> str:
-        """By the address that Ray puts before the newest start's line."""
+        """Return the pod of rank 0, by the address that Ray puts before the line of the newest start."""
         starts = [ip for line in self._lines if '"start"' in line for ip in re.findall(r"ip=([\d.]+)", line)]
         return next((pod.name for pod in pods(self.job, self.namespace) if pod.ip in starts[-1:]), "")
 
     def end(self) -> None:
-        """Delete it, and wait for its pods to go; what it kept in storage stays."""
+        """Delete the job and wait until its pods are gone. Its files in storage are kept."""
         wait = ("--cascade=foreground", "--ignore-not-found", "--timeout=300s")
         kubectl("delete", *wait, "-f", "-", namespace=self.namespace, text=yaml.safe_dump_all(self._objects))
 
 
 class Notice(Stock):
-    """The usual loop with what Ray's guide to preemption adds: it saves once a node is to go."""
+    """The loop from Ray's guides with the addition of its guide to preemption: it saves when it gets a notice."""
 
     name, title = "notice", "the same, saving on notice"
 
 
 class Torchft(Stock):
-    """The same task under TorchFT, through Ray's `TorchftConfig`; `torchft` is in the image."""
+    """The same task under TorchFT, through Ray's `TorchftConfig`. The image must contain `torchft`."""
 
     name, title = "torchft", "TorchFT under Ray"
 
@@ -214,42 +222,45 @@ class Torchft(Stock):
         super().__init__(replace(request, settings={**request.settings, "RESOURCES_PER_WORKER": json.dumps(own)}))
         cluster = self._objects[1]["spec"]["rayClusterSpec"]
         head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-        # Ray's lighthouse wants a processor of the head, which is kept from the workers by what only their nodes have.
+        # Ray's lighthouse needs a CPU of the head. A resource that only the workers' nodes have keeps workers off it.
         head["rayStartParams"] = {"num-cpus": "1"}
         workers["rayStartParams"]["resources"] = json.dumps(json.dumps({"worker": 1}))
-        # All workers tell of each step, in lines that Ray would take for one, and show every 5 s.
+        # All workers print each step. Ray would merge these lines, and print them every 5 s.
         head["template"]["spec"]["containers"][0]["env"].append({"name": "RAY_DEDUP_LOGS", "value": "0"})
 
     def read_groups(self) -> list[Group]:
-        """As the number of replicas changes that take part in a step."""
+        """Return a group for each change of the number of replicas that take part in a step."""
         steps = [record for record in read_records(self._lines) if "step" in record]
         firsts = [next(alike) for _, alike in groupby(steps, lambda step: step["world"])]
         return [Group(number, step["world"], step["time"], 0) for number, step in enumerate(firsts, 1)]
 
     def replayed(self) -> int:
-        """As the steps fall back, which they do when no replica is left."""
+        """Return the number of repeated steps. Steps are repeated after all replicas were lost."""
         again = reached = 0
         for _, step in self.timeline():
-            if begins_anew(step, reached):
+            if starts_over(step, reached):
                 again, reached = again + reached - step + 1, step
             reached = max(reached, step)
         return again
 
 
-def begins_anew(step: int, reached: int) -> bool:
-    """Whether replicas that had reached a step have begun anew: one may tell of a step after another of the next."""
+def starts_over(step: int, reached: int) -> bool:
+    """Return True if replicas that had reached a step have started over.
+
+    A replica may print a step after another one has printed the next step, which is not a new start.
+    """
     return step < reached - 1
 
 
-Subject: TypeAlias = Ours | Stock
-"""A job on the cluster that loses nodes."""
+Subject: TypeAlias = SunspotRun | Stock
+"""Job on the cluster that loses nodes."""
 
-SUBJECTS: dict[str, type[Subject]] = {"sunspot": Ours, "stock": Stock, "notice": Notice, "torchft": Torchft}
+SUBJECTS: dict[str, type[Subject]] = {"sunspot": SunspotRun, "stock": Stock, "notice": Notice, "torchft": Torchft}
 
 
 @contextmanager
 def running(subject: Subject) -> Iterator[None]:
-    """Submit the subject, wait until all its workers train, and take it off the cluster at the end in any case."""
+    """Submit the subject, wait until all its workers train, and always remove it from the cluster at the end."""
     began = time.time()
     subject.submit()
     try:
@@ -260,7 +271,7 @@ def running(subject: Subject) -> Iterator[None]:
 
 
 def wait_until_complete(subject: Subject, since: float) -> Group:
-    """The newest group, once it has begun after `since`, has all workers, and has trained for SETTLE_S."""
+    """Wait for a group with all workers that began after `since` and has trained for SETTLE_S, and return it."""
 
     def newest() -> Group | None:
         group = next(reversed(subject.groups()), None)
@@ -273,7 +284,7 @@ def wait_until_complete(subject: Subject, since: float) -> Group:
 
 
 def read_groups(lines: Iterable[str]) -> list[Group]:
-    """The worker groups in a driver's log: a start, then steps. A start without a step counts with the next one."""
+    """Return the worker groups in a driver's log. A start without steps belongs to the next start."""
     groups: list[Group] = []
     start: dict[str, Any] | None = None
     reached = 0
@@ -289,12 +300,11 @@ def read_groups(lines: Iterable[str]) -> list[Group]:
 
 
 def read_records(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The loop's JSON objects in a log, by time, whatever Ray has written around them."""
+    """Return the loop's JSON objects in a log, by time, without the text that Ray has added to the lines."""
     found = []
     for line in lines:
-        if match := re.search(r'\{.*"time".*\}', line):
-            try:
+        match = re.search(r'\{.*"time".*\}', line)
+        if match:
+            with suppress(ValueError):  # the braces belong to another text
                 found.append(json.loads(match[0]))
-            except ValueError:  # somebody else's braces
-                continue
     return sorted(found, key=lambda record: record["time"])

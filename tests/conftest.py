@@ -1,4 +1,4 @@
-"""What every test gets: a clean environment, a Hypothesis profile, and a place among the processes of pytest-xdist."""
+"""Sets up every test: a clean environment, a Hypothesis profile, and a group of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import settings
 
 from tests.harness.logs import printed_and_kept
 
-# No deadlines: how long an example takes depends on the machine. `make test-all` chooses "thorough".
+# There are no deadlines, because the time of an example depends on the machine. `make test-all` chooses "thorough".
 settings.register_profile("quick", deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile("quick")
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and with them whatever they start.
+# A shell that starts the tests in the background lets them, and all processes that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = {
@@ -32,16 +32,16 @@ SHARED = {
     "keras": "keras",  # tests/unit/test_keras.py
     "environment": "wheel",  # tests/end_to_end/test_wheel.py
 }
-"""Fixtures that take seconds, and the group of tests that use each: one process runs all tests of a group."""
+"""Groups of tests by the slow fixture that they share. One process runs all tests of a group."""
 
 SLOW_TO_IMPORT = {"keras", "lightning", "peft", "torch._dynamo", "torch.distributed.tensor", "transformers"}
-"""Each takes seconds, and each process of pytest-xdist collects all tests: a test or fixture imports what it needs."""
+"""Packages that only a test or a fixture may import, because each process of pytest-xdist imports all test modules."""
 
 USER_VARIABLES = ("SUNSPOT_", "AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "MLFLOW_", "WANDB_", "RAY_ADDRESS")
-"""First letters of the environment variables that name what is the developer's."""
+"""Prefixes of environment variables that hold the developer's settings and credentials."""
 
 LAST_START = pytest.StashKey[float]()
-"""When the last slow test may begin, by the monotonic clock."""
+"""Latest start of a slow test, on the monotonic clock."""
 
 pytest_plugins = [
     "tests.harness.process_group",
@@ -58,7 +58,7 @@ pytest_plugins = [
 
 @pytest.fixture(autouse=True)
 def warned() -> Iterator[list[str]]:
-    """What this process has been warned of since the test began."""
+    """Return the warnings of this process since the test began."""
     with printed_and_kept() as texts:
         yield texts
 
@@ -79,7 +79,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without the garbage collector: it would look through all that the tests import again and again."""
+    """Collect without the garbage collector, which would search all imported modules again and again."""
     gc.disable()
     try:
         return (yield)
@@ -101,17 +101,18 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Refuse a file of tests that takes seconds to import."""
+    """Raise an error if a test module imports a package that is slow to import."""
     before = SLOW_TO_IMPORT & sys.modules.keys()
     report = yield
-    if slow := SLOW_TO_IMPORT & sys.modules.keys() - before:
+    slow = SLOW_TO_IMPORT & sys.modules.keys() - before
+    if slow:
         report.outcome = "failed"
         report.longrepr = f"imports {', '.join(sorted(slow))}, which takes seconds: import it in the tests that use it"
     return report
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Group tests by the shared fixtures that they use; the others go to whichever process is free."""
+    """Group tests by the shared fixtures that they use. Other tests go to any free process."""
     groups = [group for name, group in SHARED.items() if name in getattr(item, "fixturenames", ())]
     if groups:
         item.add_marker(pytest.mark.xdist_group(groups[0]))
@@ -119,7 +120,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_shared_environment() -> Iterator[None]:
-    """Keep what the developer's shell names from fixtures that many tests share; `SHELL` still has it."""
+    """Remove the developer's variables from the environment of shared fixtures. `SHELL` still has them."""
     with pytest.MonkeyPatch.context() as patch:
         remove_user_variables(patch)
         yield
@@ -127,7 +128,7 @@ def clean_shared_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep from each test what the developer's shell names, and what earlier tests have left."""
+    """Remove the developer's variables, and those of earlier tests, from the environment of each test."""
     remove_user_variables(monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""The command `sunspot`, as `python -m sunspot`."""
+"""Runs the command `sunspot` as `python -m sunspot`."""
 
 from sunspot.cli import main
 

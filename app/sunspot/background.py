@@ -1,4 +1,4 @@
-"""Runs work in threads: once, for each of many items, or again and again. All threads are daemons."""
+"""Runs functions in daemon threads: once, for each of several items, or repeatedly."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from typing import Self, TypeVar
 from sunspot.errors import SunspotError
 
 CLOSE_TIMEOUT_S = 30
-"""How long a task may take once the context ends; one that hangs, maybe since before, is then abandoned."""
+"""Seconds that a task may take when the context ends. A task that hangs is abandoned then."""
 
 AT_ONCE = 16
-"""Items that are worked on at once: most wait for an answer of storage, and not for bytes."""
+"""Number of items to process at once. Most of them wait for storage to answer, and not for data to arrive."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
-    """Begin `work` in a daemon thread called `name`, with the caller's context variables.
+    """Run `work` in a daemon thread called `name`, with the caller's context variables, and return its future.
 
-    A ThreadPoolExecutor's threads are waited for when Python exits, also one that hangs for ever.
+    A ThreadPoolExecutor is not used, because Python waits for its threads at exit, even if they hang forever.
     """
     future: Future[Result] = Future()
     context = contextvars.copy_context()
@@ -46,8 +46,9 @@ def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
 
 
 def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = AT_ONCE) -> list[Result]:
-    """Return what `act` returns for each item, in their order. After the first error, no further item is started."""
-    todo, results = deque(enumerate(items)), {}
+    """Return the results of `act` in the order of the items. After the first error, no further item is started."""
+    todo = deque(enumerate(items))
+    results = {}
 
     def work() -> None:
         while todo:
@@ -71,18 +72,18 @@ def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: 
 class Background:
     """Runs tasks every `every_s` seconds while the context lasts, and once more at its end.
 
-    A task that raises is tried again the next time. What is no `SunspotError` (most often, storage is away) is a
-    defect, and logged, once for each kind of error in a row.
+    A task that raises is tried again the next time. A `SunspotError` is expected, usually because storage cannot be
+    reached. Any other error is a defect, and is logged once until the task succeeds or fails in another way.
     """
 
     def __init__(self, every_s: float, *tasks: Callable[[], None]) -> None:
         self._every_s, self._tasks = every_s, tasks
         self._closing = False
         self._began = math.inf
-        "When the task began that runs now."
+        "Start of the current task on the monotonic clock; infinite between tasks."
         self._due = threading.Event()
         self._defects: dict[Callable[[], None], type[Exception]] = {}
-        "The kind of the newest one of each task, until it succeeds again."
+        "Class of each task's newest defect, until the task succeeds again."
         self._thread = threading.Thread(target=self._work, name="background", daemon=True)
 
     def __enter__(self) -> Self:
@@ -121,20 +122,20 @@ class Background:
             if self._defects.get(task) is not type(error):
                 self._defects[task] = type(error)
                 name = getattr(task, "__qualname__", repr(task))
-                logging.getLogger(__name__).exception("%s failed, and is tried again every %g s", name, self._every_s)
+                logging.getLogger(__name__).exception("%s failed; it is tried again every %g s", name, self._every_s)
         else:
             self._defects.pop(task, None)
 
 
 class Timer:
-    """True once per interval."""
+    """Timer that is due once per interval."""
 
     def __init__(self, since: float | None = None) -> None:
-        """`since` is the beginning of the first interval, in seconds of the monotonic clock; by default that is now."""
+        """Begin the first interval at `since`, in seconds of the monotonic clock, or now by default."""
         self._last = time.monotonic() if since is None else since
 
     def due(self, every_s: float) -> bool:
-        """Whether `every_s` seconds (0: never) have passed; True begins the next interval."""
+        """Return True, and begin the next interval, if `every_s` seconds have passed. An interval of 0 is never due."""
         if not every_s or time.monotonic() - self._last < every_s:
             return False
         self._last = time.monotonic()
@@ -142,14 +143,17 @@ class Timer:
 
 
 class TokenBucket:
-    """Token bucket: `burst` at once, and on average one every `every_s` seconds."""
+    """Rate limit that allows `burst` uses at once, and on average one use every `every_s` seconds."""
 
     def __init__(self, burst: int, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._burst, self._every_s, self._clock = burst, every_s, clock
-        self._tokens, self._filled = float(burst), clock()
+        self._burst = burst
+        self._every_s = every_s
+        self._clock = clock
+        self._tokens = float(burst)
+        self._filled = clock()
 
     def take(self) -> bool:
-        """Whether it is allowed now; True counts."""
+        """Take a token and return True, or return False if the bucket is empty."""
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + (now - self._filled) / self._every_s)
         self._filled = now

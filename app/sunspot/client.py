@@ -1,4 +1,4 @@
-"""A run: train it here or submit it, follow it, read what it has written, predict with its model, delete it."""
+"""Python API for runs: train or submit a run, follow it, read its files, predict with its model, and delete it."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 def train(name: str, settings: Mapping[str, Any] | None = None, *, storage: str | None = None) -> Run:
-    """Train the run on this machine from where it stands, as `python -m sunspot.train` does, and return when it ends.
+    """Train the run on this machine from its newest state, as `python -m sunspot.train` does, and return when it ends.
 
-    Settings as for `submit`, above those of the environment. A session of Ray that is open is used. Raises what ended
-    the run, and `SettingsError` where the extra `train` is not installed.
+    `settings` are as for `submit`, and take precedence over the environment. An open Ray session is used. Raises the
+    error that ended the run, or `SettingsError` if the extra `train` is not installed.
     """
     wanted = load_settings(with_place(_to_texts(settings), name, storage))
-    with _of_the_extra_train("train"):
-        import torch  # noqa: F401  # which `train_run` would miss in the middle
+    with _extra_required("train"):
+        import torch  # noqa: F401  # `train_run` itself would only fail later
 
         from sunspot.tracking.process import refuse_unusable
         from sunspot.train.driver import train_run
@@ -60,7 +60,7 @@ def train(name: str, settings: Mapping[str, Any] | None = None, *, storage: str 
 def list_runs(
     storage: str | None = None, context: str | None = None, namespace: str | None = None
 ) -> list[dict[str, Any]]:
-    """List every run of a storage, the one modified last first: what `sunspot list --json` prints."""
+    """Return all runs in a storage, the most recently modified first, as `sunspot list --json` prints them."""
     cluster, _ = try_connect(context, namespace)
     return describe_runs(find_storage(storage), cluster=cluster)[0]
 
@@ -77,13 +77,15 @@ def submit(
     namespace: str | None = None,
     take_over: bool = False,
 ) -> Run:
-    """Have the cluster train the run, after the checks of `sunspot submit`, and return at once.
+    """Start the run on the cluster, after the checks of `sunspot submit`, and return without waiting for it.
 
-    Settings have their names with or without the prefix; numbers, booleans and dictionaries need no quotes. `code` is
-    the folder of your own code, which is uploaded. If the run is live with the same settings, this attaches to it; a
-    finished run stays finished. `take_over` takes over a run that is alive elsewhere, such as in another cluster.
-    Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` for a run that is live with other
-    settings or elsewhere. An error leaves everything as it was.
+    The names of `settings` may have the prefix or not. Their values may be numbers, booleans and dictionaries as well
+    as texts. `code` is the folder of your own code, which is uploaded. If the run is already live with the same
+    settings, the returned `Run` follows it. A finished run is not started again. With `take_over`, a run that is live
+    elsewhere, for example in another cluster, is taken over.
+
+    Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` if the run is live with other settings or
+    elsewhere. An error leaves everything unchanged.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_for_cluster(request, context)
@@ -98,8 +100,8 @@ def _to_texts(settings: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 @contextmanager
-def _of_the_extra_train(what: str) -> Iterator[None]:
-    """Say what to install when an import of the context fails."""
+def _extra_required(what: str) -> Iterator[None]:
+    """Raise `SettingsError` with the fix if an import in the context fails because the extra `train` is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -107,10 +109,11 @@ def _of_the_extra_train(what: str) -> Iterator[None]:
 
 
 class Run:
-    """A run by its name, in `storage`, or else where SUNSPOT_STORAGE_PATH says.
+    """A run, identified by its name and its storage, which is SUNSPOT_STORAGE_PATH by default.
 
-    Without either, the run is read from the bucket that its RayJob names, but `stop`, `resume` and `delete` refuse.
-    Every method reads the run again. All raise `NotFoundError` when there is no such run, and `StorageError`.
+    If neither is given, the run is read from the bucket that its RayJob names, but `stop`, `resume` and `delete`
+    refuse. Every method reads the run again. All methods raise `NotFoundError` if the run does not exist, and
+    `StorageError` if storage cannot be reached.
     """
 
     def __init__(
@@ -121,9 +124,9 @@ class Run:
         namespace: str | None = None,
         task: str = "",
     ) -> None:
-        """`task` is the module of your own that the run trains, if any; `predict` imports it.
+        """Identify the run. `task` is your own module that it trains, if any, which `predict` imports.
 
-        `train` and `submit` return runs that know their task. Without `task`, SUNSPOT_TASK or sunspot.toml names it.
+        `train` and `submit` return runs that know their task. By default, SUNSPOT_TASK or sunspot.toml names the task.
         """
         self._task = task
         self._target = Target(name, storage, context, namespace)
@@ -132,71 +135,75 @@ class Run:
         return f"Run({self._target.run!r}, storage={self._target.storage!r})"
 
     def status(self) -> dict[str, Any]:
-        """Say where it stands, by cluster and storage or the one that answers: what `sunspot status --json` prints."""
+        """Return the run's status as `sunspot status --json` prints it, from the cluster and storage.
+
+        If only one of them answers, the status comes from that one alone.
+        """
         access = reach_run(self._target)
         record = summarize(access, *gather(access))
         return {**record, "state": record["state"].value}
 
     def wait(self, timeout: float | None = None) -> str:
-        """Print its progress until it ends, and return how: "succeeded" or "stopped".
+        """Print the run's progress until it ends, and return its final state, "succeeded" or "stopped".
 
-        Raises `SunspotError` when it failed or is lost, `ClusterError`, and `GaveUpError` after `timeout` seconds; the
-        run goes on.
+        Raises `SunspotError` if the run failed or is lost, and `ClusterError` if the cluster cannot be reached. Raises
+        `GaveUpError` after `timeout` seconds, but the run itself continues.
         """
         access = reach_run(self._target)
         return wait_for_end(access, timeout, ProgressLines(access.run)).value
 
     def stop(self, timeout: float = 600) -> None:
-        """Have it save and end, and remove its cluster; `submit` lets it go on.
+        """Let the run save and end, and remove its cluster. `submit` continues the run.
 
-        Raises `GaveUpError` when it has not ended after `timeout` seconds.
+        Raises `GaveUpError` if the run has not ended after `timeout` seconds.
         """
         access = reach_run(self._target, changed_by="stop")
         print_state(access.run, *stop_run(access, timeout), as_json=False)
 
     def resume(self) -> None:
-        """Let a stopped run go on: one that was submitted starts again, one that trained here may `train` again."""
+        """Continue a stopped run. A submitted run starts again, and a run on this machine may `train` again."""
         access = reach_run(self._target, changed_by="resume")
-        if submission := resume_run(access, access.observe_existing()):
+        submission = resume_run(access, access.observe_existing())
+        if submission:
             print_submission(submission, as_json=False)
 
     def delete(self) -> None:
-        """Remove it from the cluster and from storage, for ever and without asking.
+        """Delete the run from the cluster and from storage, permanently and without asking for confirmation.
 
-        Raises `ConflictError` while it is live, and `GaveUpError` when its pods do not go.
+        Raises `ConflictError` if the run is live, and `GaveUpError` if its pods do not end.
         """
         access = reach_run(self._target, changed_by="delete")
         delete_run(access.run, find_contents(access).snapshot.cluster.jobs, access.cluster)
 
     def cost(self) -> dict[str, Any]:
-        """Say what its nodes cost so far: `cost` of `status`."""
+        """Return the cost of the run's nodes so far, which is `cost` in `status`."""
         view = read_view(self._stored())
         return view.spending.record(view.step)
 
     def doctor(self) -> dict[str, Any]:
-        """Find out why it is pending, slow, stuck or failed: what `sunspot doctor --json` prints."""
+        """Return why the run is pending, slow, stuck or failed, as `sunspot doctor --json` prints it."""
         return examine(reach_run(self._target)).record()
 
     def metrics(self) -> pyarrow.Table:
-        """Read the metric history, oldest first, with the numbers of each rank (`ranks`) as lists of structs.
+        """Return the metric history, oldest first, with the numbers of each rank (`ranks`) as lists of structs.
 
-        `.to_pandas()` makes it a DataFrame where pandas is installed, which the extra `train` brings; `.to_pylist()` a
-        list of dictionaries anywhere.
+        `.to_pylist()` turns it into a list of dictionaries. `.to_pandas()` turns it into a DataFrame if pandas is
+        installed, for example with the extra `train`.
         """
         return to_table(with_ranks(self._stored()))
 
     def events(self) -> list[dict[str, Any]]:
-        """Read what happened to it besides training, and each start of its workers, by time."""
+        """Return the run's events, such as incidents and starts of its workers, oldest first."""
         return read_events(self._stored())
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """List its checkpoints by step, each verified: what `sunspot checkpoints ls --json` prints."""
+        """Verify the run's checkpoints and return them by step, as `sunspot checkpoints ls --json` prints them."""
         return list_checkpoints(self._stored()).records()
 
     def audit(self) -> list[dict[str, int]]:
-        """Count the rows that each epoch consumed, missed and repeated.
+        """Return how many rows each epoch consumed, missed and repeated.
 
-        Raises `DamageError` for a fault, and `NotFoundError` when SUNSPOT_AUDIT was not set.
+        Raises `DamageError` if the audit finds a fault, and `NotFoundError` if SUNSPOT_AUDIT was not set.
         """
         run = self._stored()
         proof = prove(run)
@@ -206,24 +213,27 @@ class Run:
         return [epoch.record() for epoch in proof.epochs]
 
     def report(self, path: str | None = None) -> Path:
-        """Write its report, one HTML file, to `path` or RUN-report.html; returns where that is."""
+        """Write the run's report as an HTML file to `path`, by default RUN-report.html, and return the path."""
         run = self._stored()
         return write_file(path or f"{run.name}-report.html", render_stored(run), mark=POLICY.encode())
 
     def logs(self, rank: int | None = None, previous: bool = False) -> str:
-        """Read what the driver, or a worker by its rank, has printed; with `previous`, the start before the newest."""
+        """Return the output of the driver, or of the worker at `rank`.
+
+        With `previous`, return the output of the start before the newest one.
+        """
         run = self._stored()
         return read_stream(run, find_stream(run, rank, previous)).decode(errors="replace")
 
     def predict(self, images: Images, checkpoint: str = "newest") -> tuple[np.ndarray, np.ndarray]:
-        """Predict here the class of each image, int64 [B], and the probabilities of all, float32 [B, classes].
+        """Predict images on this machine. Return their classes, int64 [B], and probabilities, float32 [B, classes].
 
-        Images are uint8 [C, H, W] or [B, C, H, W], or names of files; a checkpoint is newest, best or a name. Raises
-        `SettingsError` for images that the model does not take and for a task that is neither Sunspot's nor your own,
-        and `DamageError`. Needs sunspot-train[train].
+        `images` are uint8 [C, H, W] or [B, C, H, W], or names of files. `checkpoint` is "newest", "best" or a name.
+        Requires sunspot-train[train]. Raises `SettingsError` if the model does not take the images, or if the task is
+        neither one of Sunspot's nor your own. Raises `DamageError` if the checkpoint is damaged.
         """
         run = self._stored()
-        with _of_the_extra_train("predict"):
+        with _extra_required("predict"):
             from sunspot.predict.classifier import Classifier
         model = Classifier(run.name, checkpoint, run.storage.locate(""), task=self._task)
         for text in model.warnings:
@@ -231,6 +241,6 @@ class Run:
         return model.predict(images)
 
     def _stored(self) -> StoredRun:
-        """Find its place in storage."""
+        """Return the run in storage."""
         run = reach_run(self._target).run
         return find_run(run.name, run.storage.locate(""))

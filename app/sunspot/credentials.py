@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 URL_PASSWORD = re.compile(r"//[^\s/@]*:[^\s/@]+@")
-"""A password in a URL."""
+"""Pattern of a password in a URL."""
 
 CREDENTIAL = re.compile(
     r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING)$"
     r"|[A-Z0-9]_(PASS|PW|PWD|PAT|AUTH|SAS|DSN|CREDS|WEBHOOK|WEBHOOK_URL)$"
 )
-"""Names of environment variables that hold a secret. PWD and OLDPWD are the shell's, and hold none."""
+"""Names of environment variables that hold a secret. The shell's PWD and OLDPWD do not match."""
 
 NO_SECRETS = {"0", "1", "true", "false", "yes", "no", "on", "off"}
 """Values of switches, such as DISABLE_AUTH."""
@@ -27,15 +27,15 @@ ARGUMENT = r"""(^|_)(
       | (ADMIN|DATABASE|DB|LDAP|MYSQL|PROXY|REDIS|SMTP|USER)_PASS
       | (ADO|AZURE|GIT|GITHUB|GITLAB)_PAT
     )$ | ^TOKEN$"""
-"""Names of arguments that hold a credential, as a verbose regular expression. It must not match similar names, such as
-`pad_token` or `image_key`. Like the patterns of FORMS, it is compiled when it is needed, because every command imports
-this module."""
+"""Names of arguments that hold a credential, as a verbose regular expression. Similar names must not match, such as
+`pad_token` or `image_key`. Like the patterns in FORMS, it is compiled on first use, because every command imports this
+module."""
 
 ALLOWED_LINE = re.compile(r"pragma: allowlist secret|gitleaks:allow")
 """Comments that make detect-secrets and gitleaks accept a line."""
 
 MAX_LINE = 1000
-"""Characters from the beginning of a credential in which ALLOWED_LINE is searched for."""
+"""Number of characters from the beginning of a credential that are searched for ALLOWED_LINE."""
 
 PLACEHOLDER = re.compile(
     r"EXAMPLE|FAKE|DUMMY|PLACEHOLDER|REDACTED|CHANGE_?ME|YOUR|12345678|ABCDEFGH|(.)\1{5}", re.IGNORECASE
@@ -43,17 +43,17 @@ PLACEHOLDER = re.compile(
 """Text in made-up credentials, such as those in tests and documentation."""
 
 MIN_ENTROPY_BITS = 3.0
-"""Least entropy of a credential, in bits per character; gitleaks requires the same for most tokens."""
+"""Smallest entropy of a credential, in bits per character. gitleaks uses the same limit for most tokens."""
 
 
 class Form(NamedTuple):
-    """A kind of credential that has a recognizable form."""
+    """Kind of credential with a recognizable form."""
 
     name: str
     marker: str
-    "Text that every such credential contains; searching for it is fast."
+    "Text that every such credential contains. Searching for it is fast."
     pattern: str
-    "A regular expression."
+    "Regular expression of the credential."
 
 
 FORMS = (
@@ -105,11 +105,11 @@ FORMS = (
 
 
 class FoundCredential(NamedTuple):
-    """A credential that was found in a text."""
+    """Credential that was found in a text."""
 
     form: str
     line: int
-    "Counted from 1."
+    "Number of the line, from 1."
 
 
 def is_credential(name: str, value: str) -> bool:
@@ -119,7 +119,7 @@ def is_credential(name: str, value: str) -> bool:
 
 
 def find_credential(text: str) -> FoundCredential | None:
-    """Find the first credential of a known form in a text; made-up ones and lines that are marked do not count."""
+    """Return the first credential of a known form in a text. Made-up credentials and marked lines do not count."""
     found = [match for form in FORMS if form.marker in text for match in _matches(form, text)]
     if not found:
         return None
@@ -155,6 +155,6 @@ def find_credential_arguments(value: Any, name: str = "") -> Iterator[str]:
 
 
 def is_credential_argument(name: str) -> bool:
-    """Return True if an argument of this name holds a credential. The name may be in any case."""
+    """Return True if an argument of this name holds a credential. Its case does not matter."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-\s]", "_", name)
     return bool(re.search(ARGUMENT, words.upper(), re.VERBOSE))

@@ -1,4 +1,4 @@
-"""Every error that a user may see, its exit code, and how it ends a process."""
+"""Errors that a user may see, their exit codes, and the function that turns an error into the end of a process."""
 
 import contextlib
 import os
@@ -17,33 +17,33 @@ from sunspot.standard_streams import flush_output, prepare_streams
 MAX_FOREIGN_TEXT = 400
 
 MAX_MESSAGE = 10_000
-"""Characters of an error's message: a value that it names may be of any length."""
+"""Largest number of characters in an error's message. The values that it quotes may have any length."""
 
 FAILED_FOR_GOOD = "failed for good"
-"""Beginning of a Ray job's message if the job's error is final (`SunspotError.final`)."""
+"""Beginning of a Ray job's message if its error is final (`SunspotError.final`)."""
 
 HIDDEN = "***"
 
 MIN_SECRET = 8
-"""Characters of the shortest secret that is looked for: less would be found in ordinary words."""
+"""Number of characters in the shortest secret to hide. Shorter texts occur in ordinary words."""
 
 SIGNED = re.compile(
     r"""(//)[^\s/]+(?=@)                                                  # user:password@ in a URL
-      | (\b(?:sig|signature|credential|security-token)\s*[=:]\s*)[^\s&,'"]+   # of a request or a URL that was signed
+      | (\b(?:sig|signature|credential|security-token)\s*[=:]\s*)[^\s&,'"]+   # a signed request or URL
       | (\bauthorization['"]?\s*[=:]\s*b?['"]?)[^\n'"]+
       | (\bbearer\s+)[^\s'"]+""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""What is secret whatever its value; the group before it stays."""
+"""Pattern of texts that are secret whatever their value. The matching group before the secret is kept."""
 
 
 class SunspotError(Exception):
-    """A failure with a message for the user: what happened, the value seen, and the fix; without secrets."""
+    """Failure whose message tells the user what happened, the value seen, and the fix. Secrets in it are hidden."""
 
     exit_code = 1
 
     final = False
-    "True if the same job would meet the error again on any cluster, so that no retry helps."
+    "True if a retry cannot help, because the same job would fail on any cluster."
 
     def __init__(self, message: str = "") -> None:
         text = visible(without_secrets(message))
@@ -51,103 +51,106 @@ class SunspotError(Exception):
 
 
 class DataError(SunspotError):
-    """A dataset cannot be used; the message names the file and, where there is one, the row."""
+    """A dataset cannot be used. The message names the file and, if possible, the row."""
 
     final = True
 
 
 class SettingsError(SunspotError):
-    """Settings or arguments are wrong; the message lists every problem found."""
+    """Settings or arguments are wrong. The message lists all problems."""
 
     exit_code = 2
     final = True
 
 
 class NotFoundError(SunspotError):
-    """The run, the checkpoint or the record asked for does not exist."""
+    """The requested run, checkpoint or record does not exist."""
 
     exit_code = 3
     final = True
 
 
 class StorageError(SunspotError):
-    """Storage cannot be reached or refuses; the message names the object."""
+    """Storage cannot be reached, or refuses a request. The message names the object."""
 
     exit_code = 4
 
 
 class RefusedStorageError(StorageError):
-    """Storage refuses: because of credentials, permissions or the bucket's name, or because it lacks a feature."""
+    """Storage refuses a request because of credentials, permissions or the bucket's name, or lacks a feature."""
 
     final = True
 
 
 class OutsideStorageError(StorageError):
-    """A link in a directory leads out of the storage path, and is not followed."""
+    """A link in a directory points outside the storage path, so it is not followed."""
 
 
 class ClusterError(SunspotError):
-    """The Kubernetes API cannot be reached or refuses; the message names the server."""
+    """The Kubernetes API cannot be reached, or refuses a request. The message names the server."""
 
     exit_code = 4
 
 
 class TrackingError(SunspotError):
-    """The tracking service cannot be reached or refuses; it never ends a run."""
+    """The tracking service cannot be reached, or refuses a request. This error never ends a run."""
 
     exit_code = 4
 
 
 class GaveUpError(SunspotError):
-    """The time to wait is over; what was waited for goes on."""
+    """The time to wait is over. The operation itself continues."""
 
     exit_code = 5
 
 
 class ConflictError(SunspotError):
-    """The run in storage was begun with other settings."""
+    """The run in storage was started with other settings."""
 
     exit_code = 6
     final = True
 
 
 class SupersededError(ConflictError):
-    """Another process took the run over: this one may neither commit nor delete."""
+    """Another process took over the run, so this one may neither commit nor delete."""
 
 
 class DivergedError(SunspotError):
-    """The loss or the weights have not been finite for too long, so further training would be of no use."""
+    """The loss or the weights have not been finite for too long, so further training is useless."""
 
     final = True
 
 
 class DamageError(SunspotError):
-    """Stored data does not match what was recorded of it."""
+    """Stored data does not match its record."""
 
     exit_code = 7
 
 
 class TooLargeError(SunspotError):
-    """A reader would have to read more bytes than its budget allows; nothing is known to be damaged."""
+    """Reading would take more bytes than the reader's budget allows. Nothing is known to be damaged."""
 
     exit_code = 7
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM or SIGHUP ended the program, as Ctrl-C does: a run goes on from what it saved."""
+    """SIGTERM or SIGHUP ended the program as Ctrl-C does. The run can continue from its newest state."""
 
     def __init__(self, message: str = "", number: int = signal.SIGTERM) -> None:
-        """`number` is that of the signal, on which the exit code depends."""
+        """Keep the `number` of the signal, on which the exit code depends."""
         super().__init__(message)
         self.number = number
 
 
 class EndAtOnceError(KeyboardInterrupt):
-    """A second Ctrl-C: the process waits for nothing any more, not even for its own threads or for Ray."""
+    """A second Ctrl-C ended the program. The process no longer waits, even for its own threads or for Ray."""
 
 
 def find_in(error: BaseException) -> SunspotError | None:
-    """Return the `SunspotError` that `error` is, or names in its text, all that Ray keeps of a task's."""
+    """Return the `SunspotError` that `error` is, or that its text quotes; None if there is no such error.
+
+    Ray only keeps the text of an error that a task raises.
+    """
     carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
     if carried:
         name, message = carried[-1]
@@ -156,39 +159,39 @@ def find_in(error: BaseException) -> SunspotError | None:
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, then the error that led to it, and so on."""
+    """Yield an error, the error that caused it, and so on."""
     while error:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def by_name(name: str) -> type[SunspotError]:
-    """Return the error class with that name, for an error of another process; `SunspotError` if there is none."""
+    """Return the error class of this name, which another process sent. An unknown name gives `SunspotError`."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, SunspotError) else SunspotError
 
 
 def shorten(error: BaseException) -> str:
-    """Return the text of a foreign error on one line, capped, without secrets."""
+    """Return the text of another library's error on one line, shortened and without secrets."""
     text = " ".join(visible(without_secrets(str(error))).split()) or type(error).__name__
     return text if len(text) <= MAX_FOREIGN_TEXT else text[: MAX_FOREIGN_TEXT - 3] + "..."
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with HIDDEN in place of this process's credentials, and of any in URLs and signatures."""
+    """Return the text with HIDDEN in place of this process's credentials, passwords in URLs, and signatures."""
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
     return SIGNED.sub(lambda found: next(filter(None, found.groups())) + HIDDEN, text)
 
 
 def _secrets() -> list[str]:
-    """Return every credential in the environment, in each form in which an error may quote it; the longest first."""
+    """Return every credential in the environment, in each form in which an error may quote it, longest first."""
     found = set()
     for name, value in os.environ.items():
         if CREDENTIAL.search(name.upper()):
             secret = value.strip()
         else:
-            within = re.search(r"//(.+)@(?!sha256:)", value)  # a password in a URL may itself have a '/'
+            within = re.search(r"//(.+)@(?!sha256:)", value)  # a password in a URL may itself contain a '/'
             secret = within[1] if within else ""
         if len(secret) >= MIN_SECRET:
             found |= {secret, repr(secret)[1:-1], urllib.parse.quote(secret, safe="")}
@@ -201,9 +204,9 @@ def format_trace(error: BaseException) -> str:
 
 
 def run_and_exit(program: Callable[[], int], when_interrupted: str = "interrupted") -> NoReturn:
-    """Run `program` and exit with its code: the one place where an error becomes an exit code.
+    """Run `program` and exit with its code. Only this function turns an error into an exit code.
 
-    A `SunspotError` prints its message alone; any other error is a defect and prints its traceback.
+    For a `SunspotError`, print only the message. Any other error is a defect, so print its traceback.
     """
     prepare_streams()
     code = _run(program, when_interrupted)
@@ -228,7 +231,7 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
         if isinstance(error, FileNotFoundError) and _was_folder_deleted():
             _complain("error: the working directory has been deleted; change to another one\n")
             return SettingsError.exit_code
-        # Python drops output that a full disk did not take. Only another write shows whether that was the error.
+        # Python drops output that it could not write to a full disk. Only another write shows if that was the error.
         failure = flush_output("\n") if isinstance(error, OSError) else None
         if isinstance(failure, BrokenPipeError):  # with `| head`, the program did not finish, so the code is not 0
             return 128 + signal.SIGPIPE
@@ -253,6 +256,6 @@ def _refuse_output(failure: OSError) -> int:
 
 
 def _complain(text: str) -> None:
-    """Print on stderr, unless it cannot be written."""
+    """Print a text on stderr, if stderr can be written."""
     with contextlib.suppress(OSError):
         print(text, end="", file=sys.stderr, flush=True)

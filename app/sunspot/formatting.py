@@ -1,4 +1,4 @@
-"""Numbers, durations, dates and sizes as people read them, and foreign text as a terminal may show it."""
+"""Formats numbers, durations, dates and sizes for people, and makes text from elsewhere safe for a terminal."""
 
 import re
 import time
@@ -11,33 +11,33 @@ UNPRINTABLE = re.compile(
     r"\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
 """Characters that control a terminal, change the direction of the text around them, are invisible, or cannot be
-encoded. Tabs and line ends do not match, and neither do the joiners that Persian and emoji need."""
+encoded. Tabs, line ends, and the joiners that Persian and emoji need do not match."""
 
 
 def visible(text: str) -> str:
-    """Return foreign text for a terminal, without colours and with UNPRINTABLE as escapes such as `\\x1b`."""
+    """Return text that a terminal can safely show, without colours and with UNPRINTABLE as escapes such as `\\x1b`."""
     plain = COLOUR.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), plain)
 
 
 def plural(number: int, what: str) -> str:
-    """Return `1 step` or `2 steps`."""
+    """Return a number with its noun, such as `1 step` or `2 steps`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def brief(text: str, most: int = 60) -> str:
-    """Return the beginning of a long text, for messages."""
+    """Return a text for a message, shortened to its first `most` characters."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def some_of(names: Sequence[str], most: int = 10) -> str:
-    """Return names for a message: all if they are few, else the first and the number of the others."""
+    """Return names for a message: the first `most`, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(brief(name) for name in names[:most]) + more
 
 
 def in_words(seconds: float) -> str:
-    """Return a duration for people."""
+    """Return a duration for people, such as `90 s` or `3 h`."""
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"
@@ -47,12 +47,12 @@ def in_words(seconds: float) -> str:
 
 
 def as_time(moment: float) -> str:
-    """Return seconds since the epoch as a date for people."""
+    """Return a time, in seconds since the epoch, as a date for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(moment)) + " UTC"
 
 
 def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
-    """Return an amount of data for people: bytes, or the largest of the decimal `units` that fits."""
+    """Return an amount of data for people, in bytes or in the largest of the decimal `units` that fits."""
     if size < 1000:
         return f"{size:.0f} bytes"
     number, power = size / 1000, 0
@@ -62,12 +62,12 @@ def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
 
 
 def money(sum_: float) -> str:
-    """Return a sum of money for people: to the hundredth, or with three digits when it is small."""
+    """Return a sum of money for people, with two decimals, or with three significant digits if it is below 1."""
     return f"{sum_:,.2f}" if abs(sum_) >= 1 else f"{sum_:.3g}"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield rows of cells as lines, in aligned columns."""
+    """Yield rows of cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,8 +1,8 @@
-"""The base of the two HTTP servers: the live page over all runs, and the proxy of a run's Ray dashboard.
+"""Base of the two HTTP servers: the live page that shows all runs, and the proxy of a run's Ray dashboard.
 
-Anybody who reaches such a server can open connections and send nothing. So the head of a request must arrive in time,
-and connections that have sent none make room for new ones. Any page that a user visits can make the browser send
-requests here under a name of that page's site (DNS rebinding). So the servers check the Host header.
+A client can open connections and send nothing. So the head of a request must arrive in time, and idle connections make
+room for new ones. Also, any page that a user visits can make the browser send requests here under a name of that page's
+site (DNS rebinding). So the servers check the Host header.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 HEAD_WITHIN_S = 60.0
-"""Seconds in which a connection must send a whole head, or it is closed. Browsers open connections in advance."""
+"""Seconds in which a connection must send a complete head before it is closed. Browsers open connections early."""
 
 MAX_HEAD = 64 << 10
 """Largest head of a request, in bytes."""
 
 MAX_WAITING = 128
-"""Largest number of connections that have not sent a whole head. For another one, the oldest of them is closed."""
+"""Largest number of connections without a complete head. A further connection closes the oldest one."""
 
 MAX_CONNECTIONS = 512
-"""Largest number of connections, each of which has a thread. Further connections are closed at once."""
+"""Largest number of connections, each with its own thread. Further connections are closed at once."""
 
 CHUNK = 64 << 10
-"""Bytes that are read from a socket at a time."""
+"""Number of bytes to read from a socket at a time."""
 
 
 class LocalServer(ThreadingTCPServer):
-    """A server with a thread for each connection. The handler of a connection calls `read_head` first."""
+    """Server with a thread for each connection. The handler of a connection calls `read_head` first."""
 
     daemon_threads = True
     block_on_close = False
@@ -42,7 +42,7 @@ class LocalServer(ThreadingTCPServer):
 
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
         self._waiting: dict[socket.socket, None] = {}
-        "Connections that have not sent a whole head, oldest first."
+        "Connections that have not sent a complete head, oldest first."
         self._lock = threading.Lock()
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(address, handler)
@@ -102,13 +102,13 @@ def host_name(host: str) -> str:
 
 
 def is_loopback(name: str) -> bool:
-    """Return True if a name or address stands for the local machine."""
+    """Return True if a name or address refers to the local machine."""
     address = as_address(name)
     return name == "localhost" or bool(address and address.is_loopback)
 
 
 def as_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Parse an IP address; returns None if `name` is not an address."""
+    """Return `name` as an IP address, or None if it is not an address."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Where log records of Sunspot go: each module logs below the logger `sunspot`, and an entry point says who reads it.
+"""Handles Sunspot's log records. All modules log to children of the logger `sunspot`.
 
-A process that an entry point begins prints them; a worker also sends its warnings to the driver. In a process of a
-library user nothing is installed, and `logging` does there what its owner told it to.
+A process that an entry point starts prints its records, and a worker also sends its warnings to the driver. Importing
+Sunspot as a library installs no handler, so the importing program decides what happens to the records.
 """
 
 import logging
@@ -15,11 +15,11 @@ from sunspot.formatting import visible
 ROOT = logging.getLogger("sunspot")
 
 WARNED = set[tuple[str, str]]()
-"""What this process has warned of once: the logger, and the text."""
+"""Warnings that this process has logged through `warn_once`, each as the logger's name and the text."""
 
 
 def print_logs(stream: Literal["stdout", "stderr"] = "stdout") -> None:
-    """Have this process print what is logged, one record a line: a warning with that word, INFO as it is."""
+    """Print this process's log records from now on, one per line. Warnings get the prefix `warning: `."""
     for handler in [each for each in ROOT.handlers if isinstance(each, _Printer)]:
         ROOT.removeHandler(handler)
     ROOT.addHandler(_Printer(stream))
@@ -29,7 +29,7 @@ def print_logs(stream: Literal["stdout", "stderr"] = "stdout") -> None:
 
 @contextmanager
 def sent_warnings(send: Callable[[str], object]) -> Iterator[None]:
-    """Have `send` get each warning while the context lasts; it must neither wait nor log."""
+    """Pass each warning to `send` while the context lasts. `send` must neither wait nor log."""
     handler = _Sender(send)
     ROOT.addHandler(handler)
     try:
@@ -39,26 +39,26 @@ def sent_warnings(send: Callable[[str], object]) -> Iterator[None]:
 
 
 def warn_once(log: logging.Logger, text: str) -> None:
-    """Log a warning, the first time only: what is watched is read every few seconds."""
+    """Log a warning the first time only, because callers may meet the same problem every few seconds."""
     if (log.name, text) not in WARNED:
         WARNED.add((log.name, text))
         log.warning("%s", text)
 
 
 class _Printer(logging.Handler):
-    """Prints on a standard stream, whatever that is at the moment: output is copied to storage while a run lasts."""
+    """Prints records on a standard stream, which is replaced while a run copies its output to storage."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(logging.INFO)
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ValueError):  # nobody reads the stream any more
+        with suppress(OSError, ValueError):  # the stream's reader is gone
             print(_line(record, self.format(record)), file=getattr(sys, self._stream), flush=True)
 
 
 class _Sender(logging.Handler):
-    """Hands warnings to a function, whose failure is no reason to end what has logged."""
+    """Passes warnings to a function, whose errors never reach the code that logged the warning."""
 
     def __init__(self, send: Callable[[str], object]) -> None:
         super().__init__(logging.WARNING)

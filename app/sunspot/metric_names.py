@@ -1,6 +1,6 @@
-"""The names of metrics: those that Sunspot uses itself, and the rules for those of a task.
+"""Names of metrics that Sunspot uses itself, and rules for the names of a task's metrics.
 
-A record of the metric history is one flat object that has the task's metrics beside Sunspot's own numbers.
+A record of the metric history is one flat object with the task's metrics and Sunspot's own numbers.
 """
 
 import functools
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from sunspot.errors import SettingsError
 
 HELD_OUT = "test_"
-"""Prefix of the metrics of held-out rows."""
+"""Prefix of metrics of held-out rows."""
 
 RECORD_NAMES = frozenset(
     {
@@ -19,17 +19,17 @@ RECORD_NAMES = frozenset(
         "ranks",
     }
 )
-"""Names in a record or a checkpoint that do not measure the model; `sunspot metrics --json` adds `ranks`."""
+"""Names in a record or a checkpoint that are not metrics of the model. `sunspot metrics --json` adds `ranks`."""
 
 LOSS = "loss"
-"""Name of the loss, which is a metric, too."""
+"""Name of the loss, which is also a metric."""
 
 MAX_LENGTH = 200
-"""Largest number of characters in a name. MLflow allows 250, including the prefix of held-out rows."""
+"""Largest number of characters in a name. MLflow allows 250, including the prefix HELD_OUT."""
 
 
 def refuse_names(names: Iterable[object], who: str) -> None:
-    """Raise `SettingsError` if one of these names is not allowed for a task's metric; `who` begins the message."""
+    """Raise `SettingsError` if one of the names is not allowed for a task's metric. `who` begins the message."""
     for name in names:
         fault = find_fault(name)
         if fault:
@@ -41,7 +41,7 @@ def refuse_names(names: Iterable[object], who: str) -> None:
 
 @functools.lru_cache(1000)
 def find_fault(name: object) -> str:
-    """Return why a task's metric may not have this name; empty if it may."""
+    """Return why a task's metric may not have this name, or an empty text if it may."""
     if not isinstance(name, str):
         return f"it is of type {type(name).__name__}, but a name must be text"
     if not name.strip():
@@ -60,6 +60,6 @@ def find_fault(name: object) -> str:
 
 
 def shown(name: object) -> str:
-    """Return a name for messages, shortened and on one line."""
+    """Return a name for a message, shortened and on one line."""
     text = repr(name)
     return text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}..."

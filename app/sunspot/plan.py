@@ -1,4 +1,4 @@
-"""Works out what is trained, in how many steps and with which resources, with a reason for each value it chooses."""
+"""Plans a run before it starts: its data, steps and resources, with a reason for each value that it chooses."""
 
 import json
 import math
@@ -15,12 +15,12 @@ from sunspot.settings import READING_SHARE, Settings
 from sunspot.storage.local import local_path
 
 MAX_NAMED_CLASSES = 20
-"""With more classes, the plan does not name them."""
+"""Largest number of classes whose names the plan lists."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, worked out before anything starts."""
+    """Plan of a run."""
 
     settings: Settings
     source: Source
@@ -29,76 +29,81 @@ class Plan:
     total_steps: int
     reasons: list[str] = field(default_factory=list)
     order: str = ""
-    "Checksum of the order of the rows, as the driver has it; empty: not known."
+    "Checksum of the order of the rows on the driver; empty if unknown."
     one_machine: bool = False
-    "Whether the driver starts Ray itself, so that no other machine can join."
+    "True if the driver starts Ray itself, so that no other machine can join."
 
     @property
     def data(self) -> DataPlan:
-        """What the loaders read."""
+        """Data that the loaders read."""
         return DataPlan(self.source, self.test, self.steps, self.settings.seed)
 
     @property
     def pass_limit(self) -> int:
-        """Largest number of rows in one forward pass: MICRO_BATCH_SIZE, or a worker's share when all workers train.
+        """Largest number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share when all workers train.
 
-        When workers are lost, the others get larger shares, and accumulate gradients. So they need no more memory.
+        After the loss of a worker, the others get larger shares but need no more memory: they accumulate gradients.
         """
         settings, limit = self.settings, self.settings.micro_batch_size
         if limit and settings.compile == "off":
             return limit
         largest = max(largest_pass(rows, settings.num_workers.most, limit) for rows in self.steps.sizes)
-        least = MIN_ROWS + 1  # or else 3 rows would be cut into 2 and 1
+        least = MIN_ROWS + 1  # otherwise, 3 rows would be cut into 2 and 1
         return max(largest, min(least, limit or least))
 
     def passes(self, world_size: int) -> int:
-        """Return how many forward passes a worker makes in one step, at most."""
+        """Return the largest number of forward passes that a worker makes in a step."""
         return max(forward_passes(rows, world_size, self.pass_limit) for rows in self.steps.sizes)
 
     @property
     def pass_rows(self) -> int:
-        """Number of rows in every forward pass under COMPILE, on any number of workers; 0 if the passes differ."""
+        """Number of rows in every forward pass with COMPILE, for any number of workers; 0 if passes vary in size."""
         return 0 if self.settings.compile == "off" else self.pass_limit
 
     def find_order(self) -> str:
-        """Return the checksum of the order of the rows in this process, whose NumPy may be of another version."""
+        """Return the checksum of the order of the rows in this process. It depends on the version of NumPy."""
         return run_order(self.settings.loader, self.source.row_groups, self.settings.seed).checksum()
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one worker gets."""
+    """Resources of one worker."""
 
     use_gpu: bool
     per_worker: dict[str, float]
     threads: int
     reading_cpus: float
-    "CPUs of each reading task of Ray Data."
+    "Number of CPUs for each of Ray Data's reading tasks."
     reason: str
 
 
 def make_plan(settings: Settings, task: Any) -> Plan:
-    """Read the size of the data and work out the steps; raises `DataError` for data that cannot be trained on."""
+    """Return the plan of a run with this task, from its settings and the size of its data.
+
+    Raises `DataError` if the data are not enough to train on, and `SettingsError` if a setting does not fit them.
+    """
     source, test = open_rows_of_task(settings, task)
     unrated = hasattr(task, "train") and not hasattr(task, "loss")
     test = None if unrated else test
     rows = rows_in(source)
     if rows < MIN_ROWS:
-        raise DataError(f"{settings.dataset}: {rows} training row; at least {MIN_ROWS} are needed")
+        raise DataError(
+            f"{settings.dataset}: it has {plural(rows, 'training row')}, but at least {MIN_ROWS} are needed"
+        )
     data = ModelData.of(source)
     if len(data.class_names) == 1 and hasattr(task, "predict"):
         raise DataError(
-            f"{settings.dataset}: all training rows are of one class, {data.class_names[0]}, so there is nothing to "
-            "classify; put the rows of each class into a folder of its own, or give them labels (a task without "
-            "classes declares its columns without `label`, docs/data.md)"
+            f"{settings.dataset}: all training rows are in one class, {data.class_names[0]}, so there is nothing to "
+            "classify; put the rows of each class into a separate folder, or give them labels (a task without classes "
+            "declares its columns without `label`, docs/data.md)"
         )
     if settings.early_stop_evaluations and not test:
         raise SettingsError(
-            f"SUNSPOT_EARLY_STOP_EVALUATIONS={settings.early_stop_evaluations}: the run has no evaluations: its data "
-            "have no held-out rows, or its task no loss; leave it at 0"
+            f"SUNSPOT_EARLY_STOP_EVALUATIONS={settings.early_stop_evaluations}: the run has no evaluations, because "
+            "its data have no held-out rows, or its task has no loss; leave it at 0"
         )
     full_batch = hasattr(task, "full_batch")
-    if full_batch:  # a checkpoint comes after each step: there is nothing to copy between
+    if full_batch:  # each step ends with a checkpoint, so there is nothing to copy in between
         settings = settings.model_copy(update={"snapshot_cost": 0.0})
     steps = Steps(rows, rows if full_batch else settings.global_batch_size)
     by_epochs = settings.epochs * steps.per_epoch
@@ -123,29 +128,29 @@ def make_plan(settings: Settings, task: Any) -> Plan:
             for name in ("checkpoint_every_s", "checkpoint_every_steps")
             if (value := getattr(settings, name))
         ]
-        kept = "what loses a part, and its copy on the next node," if settings.snapshot_cost else "a loss"
+        loss = "the loss of a part and of its copy on the next node" if settings.snapshot_cost else "a loss"
         reasons.append(
-            f"fsdp: a worker holds a part of the state; {kept} goes back to the newest checkpoint in storage "
-            f"({', '.join(every) or 'one at the end of each epoch'})"
+            f"fsdp: a worker holds a part of the state; {loss} takes the run back to the newest checkpoint in storage "
+            f"({', '.join(every) or 'at the end of each epoch'})"
         )
     if settings.num_workers.most * MIN_ROWS > settings.global_batch_size:
         reasons.append(
-            f"of {settings.num_workers.most} workers only {settings.global_batch_size // MIN_ROWS} get rows: "
-            f"SUNSPOT_GLOBAL_BATCH_SIZE={settings.global_batch_size} has too few for {MIN_ROWS} each"
+            f"only {settings.global_batch_size // MIN_ROWS} of {settings.num_workers.most} workers get rows: "
+            f"SUNSPOT_GLOBAL_BATCH_SIZE={settings.global_batch_size} is too small for {MIN_ROWS} rows each"
         )
     plan = Plan(settings, source, test, steps, total, reasons)
     return replace(plan, order=plan.find_order())
 
 
 def describe_batch(steps: Steps) -> str:
-    """Describe the rows of a step, which are fewer than GLOBAL_BATCH_SIZE if the dataset is smaller."""
+    """Return a description of a step's rows. A small dataset has fewer rows than GLOBAL_BATCH_SIZE."""
     if steps.rows >= steps.batch:
         return f"{steps.batch} rows"
     return f"{steps.rows} rows, all that the dataset has (SUNSPOT_GLOBAL_BATCH_SIZE={steps.batch})"
 
 
 def describe_ways_to_evaluate(task: Any) -> str:
-    """Say how a run of this task gets held-out rows."""
+    """Return a description of the ways in which a run of this task can get held-out rows."""
     own = "return train and test from build_dataset"
     share = "hold out a tenth of the rows with SUNSPOT_TEST_SHARE=0.1"
     if hasattr(task, "build_trainer"):
@@ -156,15 +161,15 @@ def describe_ways_to_evaluate(task: Any) -> str:
 
 
 def describe_share(settings: Settings, test: Source) -> str:
-    """Return a remark on TEST_SHARE for the line about held-out rows; empty without one."""
+    """Return a remark about TEST_SHARE for the line about held-out rows, or an empty text."""
     share = f"SUNSPOT_TEST_SHARE={settings.test_share:g}"
     if isinstance(test, RowSubset):
         return f" ({share} of the data)"
-    return f" (those of the data; {share} has no effect)" if settings.test_share else ""
+    return f" (from the data; {share} has no effect)" if settings.test_share else ""
 
 
 def describe_classes(source: Source) -> str:
-    """Describe the number and the names of the classes, and how many have rows if some have none."""
+    """Return a description of the classes: their number, names, and how many have rows if some have none."""
     classes, names = source.classes, ModelData.of(source).class_names
     if not classes:
         return "no classes"
@@ -175,7 +180,10 @@ def describe_classes(source: Source) -> str:
 
 
 def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) -> Resources:
-    """Choose what one worker gets of the resources of a cluster of `nodes` nodes, as Ray counts them."""
+    """Choose the resources of one worker in a cluster with these Ray resources and this number of nodes.
+
+    Raises `SettingsError` if RESOURCES_PER_WORKER leaves no core for LOADER=ray.
+    """
     workers = settings.num_workers.most
     gpus, cores = cluster.get("GPU", 0), cluster.get("CPU", 0)
     given = settings.resources_per_worker
@@ -186,9 +194,11 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
         use_gpu, why = settings.use_gpu == "true", "USE_GPU"
 
     if given:
-        per_worker, because = {name: float(amount) for name, amount in given.items()}, "RESOURCES_PER_WORKER"
+        per_worker = {name: float(amount) for name, amount in given.items()}
+        because = "RESOURCES_PER_WORKER"
     elif nodes > 1:
-        per_worker, because = {"CPU": 1.0}, "one core on a cluster; SUNSPOT_RESOURCES_PER_WORKER says otherwise"
+        per_worker = {"CPU": 1.0}
+        because = "one core on a cluster, unless SUNSPOT_RESOURCES_PER_WORKER is set"
     else:
         reading = max(1, math.floor(cores * READING_SHARE)) if settings.loader == "ray" else 0
         cpus = max(cores - reading, cores * READING_SHARE) / workers
@@ -199,8 +209,8 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
     left = cores - workers * per_worker.get("CPU", 1)
     if settings.loader == "ray" and nodes == 1 and left <= 0:
         raise SettingsError(
-            f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(given)}: {workers} workers take all {cores:g} cores and "
-            "leave none to SUNSPOT_LOADER=ray, which would wait for ever; give each fewer, or leave the setting empty"
+            f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(given)}: {workers} workers take all {cores:g} cores and leave "
+            "none for SUNSPOT_LOADER=ray, which would wait forever; give each worker fewer, or leave the setting empty"
         )
     threads = max(1, math.floor(per_worker.get("CPU", 1)))
     shown = ", ".join(f"{amount:g} {name}" for name, amount in sorted(per_worker.items()))
@@ -210,7 +220,7 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
 
 
 def with_absolute_paths(settings: Settings) -> Settings:
-    """Return the settings with absolute local paths, as workers run in another directory."""
+    """Return the settings with absolute local paths, because workers run in another directory."""
     paths = {name: getattr(settings, name) for name in ("storage_path", "test_dataset", "data_root", "init_from")}
     if settings.dataset not in ("sample", "mnist"):
         paths["dataset"] = settings.dataset

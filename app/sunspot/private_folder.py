@@ -1,4 +1,4 @@
-"""A private folder for each user of a machine, in a folder to which all users may write."""
+"""Creates a private folder for each user of a machine, inside a folder to which all users may write."""
 
 import contextlib
 import os
@@ -12,19 +12,19 @@ from sunspot.errors import SettingsError
 def private_folder(parent: Path | None = None) -> Path:
     """Return this user's private folder below `parent`, by default the folder for temporary files.
 
-    The folder is made if it does not exist. Raises `SettingsError` if that fails or if it belongs to another user.
+    The folder is created if necessary. Raises `SettingsError` if that fails or if it belongs to another user.
     """
     try:
         return make_private_folder(parent or Path(tempfile.gettempdir()))
     except OSError as error:
-        raise SettingsError(f"{error}; TMPDIR may name another folder") from error
+        raise SettingsError(f"{error}; or set TMPDIR to another folder") from error
 
 
 def make_private_folder(parent: Path) -> Path:
-    """Make this user's folder below `parent`, unless it exists, and let nobody else enter it.
+    """Create this user's folder below `parent` unless it exists, and close it to all other users.
 
-    Raises `PermissionError` if another user made a folder or a link of that name first, and `OSError` if `parent`
-    cannot be written.
+    Raises `PermissionError` if another user has created a folder or a link of that name, and `OSError` if `parent` is
+    not writable.
     """
     folder = private_path(parent)
     with contextlib.suppress(FileExistsError):
@@ -36,7 +36,7 @@ def make_private_folder(parent: Path) -> Path:
 
 
 def private_path(parent: Path) -> Path:
-    """Return the path of this user's private folder below `parent`; the folder may not exist."""
+    """Return the path of this user's private folder below `parent`. The folder may not exist yet."""
     return parent / f"sunspot-{os.getuid()}"
 
 

@@ -1,4 +1,4 @@
-"""Ray sessions, started on this machine or joined, with the environment that the workers rely on."""
+"""Starts or joins a Ray session with the environment that the workers rely on."""
 
 import logging
 import os
@@ -18,38 +18,38 @@ from sunspot.ray_internals.processes import ray_apart_from_signals
 from sunspot.ray_start_errors import explain_start, refuse_unreachable
 
 RAY_ENVIRONMENT = {
-    # The controller's poll: it bounds how soon a lost worker is noticed, and how often workers may report.
+    # Interval of the controller's polls. It limits how soon a lost worker is noticed, and how often workers report.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # The time that Ray waits after a loss for a group of the old size, before it settles for fewer workers.
+    # Seconds that Ray waits after a loss for a group of the old size, before it settles for fewer workers.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
-    # sunspot/elastic/nodes.py checks more often, and scales up too.
+    # sunspot/elastic/nodes.py checks more often, and also scales up.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # sunspot/run/logs.py ships what workers print; Ray would add each line again.
+    # sunspot/run/logs.py already ships what workers print. Ray would print each line twice.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Ray's future default, without its warning: workers without a GPU keep CUDA_VISIBLE_DEVICES.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Workers stay in the directory of the driver: there relative paths of a task are found.
+    # Workers stay in the driver's directory so that relative paths of a task are found.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    # Ray would report to its makers what the cluster has and does.
+    # Ray would send statistics about the cluster to its developers.
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 FOLDER = "ray"
-"""Name of the folder for Ray's sessions in the user's folder."""
+"""Name of the folder for Ray's sessions in the user's private folder."""
 
 LONGEST_SOCKET = "session_2026-11-28_23-59-59_000000_4194304/sockets/plasma_store.999"
-"""Longest name of a socket below that folder; a process id has at most seven digits (Linux, PID_MAX_LIMIT)."""
+"""Longest name of a socket below that folder. A process id has at most seven digits (PID_MAX_LIMIT of Linux)."""
 
 MAX_SOCKET_PATH_BYTES = 103
-"""Longest path of a Unix socket: `sun_path` has 104 bytes on macOS and 108 on Linux, one of them for the end."""
+"""Length of the longest path of a Unix socket: `sun_path` has 104 bytes on macOS, one of them for the final zero."""
 
 
 @contextmanager
 def ray_session() -> Iterator[None]:
     """Use Ray while the context lasts: the caller's session, the cluster at RAY_ADDRESS, or a new local session.
 
-    Raises `SunspotError` if there is none. Ray 2.60 waits 30 s for its own processes, which is too short on a busy
-    machine.
+    Raises `SunspotError` if Ray cannot be started or reached. Ray 2.60 waits 30 s for its own processes, which is too
+    short on a busy machine.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -61,8 +61,8 @@ def ray_session() -> Iterator[None]:
         return
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
-    # The control channel brings what the user needs. Ray's actors log a line for every report, and one each second if
-    # there is no dashboard; these lines stay in the session's logs.
+    # The control channel prints what the user needs. Ray's actors log a line for every report, and a line each second
+    # if there is no dashboard. These lines stay in the session's logs.
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     code = {"runtime_env": {"worker_process_setup_hook": SETUP_HOOK}} if os.environ.get(CODE) else {}
     address = _cluster_address()
@@ -75,7 +75,7 @@ def ray_session() -> Iterator[None]:
                 start_local_ray(num_cpus=cores_here(), **quiet, **code)
     except SunspotError:
         raise
-    except Exception as error:  # Ray has no class of its own for it
+    except Exception as error:  # Ray has no error class for a failed start
         if address:
             raise SunspotError(f"Ray cannot be reached at RAY_ADDRESS={address}: {shorten(error)}") from error
         folder = Path(os.environ["RAY_TMPDIR"], "ray") if "RAY_TMPDIR" in os.environ else _session_folder()
@@ -85,7 +85,7 @@ def ray_session() -> Iterator[None]:
         with brief_ray():
             yield
     except EndAtOnceError:
-        in_use = True  # the trainer's thread would crash without Ray, whose processes end with this one
+        in_use = True  # the trainer's thread would crash without Ray. Ray's processes end with this process
         raise
     finally:
         if not in_use:
@@ -93,37 +93,37 @@ def ray_session() -> Iterator[None]:
 
 
 def starts_own_session() -> bool:
-    """Return True if `ray_session` starts a session on this machine, instead of joining another one."""
+    """Return True if `ray_session` starts a session on this machine, and False if it joins an existing session."""
     import ray
 
     return not (ray.is_initialized() or _cluster_address())
 
 
 def _cluster_address() -> str:
-    """Return the address of the cluster to join; empty for a new session."""
+    """Return the address of the cluster to join, or an empty text for a new session."""
     address = os.environ.get("RAY_ADDRESS", "")
     return "" if address == "local" else address  # "local" is Ray's name for a new session
 
 
 def start_local_ray(**options: Any) -> Any:
-    """Start a Ray session on this machine that only this user can reach; returns what `ray.init` returns.
+    """Start a Ray session on this machine that only this user can reach, and return the context of `ray.init`.
 
-    `options` are further arguments of `ray.init`. The session asks for a token, which only this process and its
-    children know, and keeps its files in this user's private folder. RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH and RAY_TMPDIR
-    are kept if the user has set them. Raises `SettingsError` if the private folder cannot be made.
+    `options` are further arguments of `ray.init`. The session requires a token, which only this process and its
+    children know, and keeps its files in this user's private folder. The user's RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH and
+    RAY_TMPDIR take precedence. Raises `SettingsError` if the private folder cannot be created.
     """
     import ray
 
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        # Without it, Ray 2.60 writes a token to ~/.ray/auth_token, which every user may read. The token stays in the
-        # environment after the session, because Ray keeps the first one that a process has used.
+        # Without this variable, Ray 2.60 writes a token to ~/.ray/auth_token, which every user may read. The variable
+        # stays set after the session, because Ray keeps using a process's first token.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     folder = {} if "RAY_TMPDIR" in os.environ else {"_temp_dir": str(_session_folder())}
     return ray.init(address="local", include_dashboard=False, **folder, **options)
 
 
 def _session_folder() -> Path:
-    """Return this user's private folder for Ray's sessions; it is in /tmp if TMPDIR is too long for Ray's sockets."""
+    """Return this user's private folder for Ray's sessions. It is in /tmp if TMPDIR is too long for Ray's sockets."""
     parent = Path(tempfile.gettempdir())
     if len(os.fsencode(private_path(parent) / FOLDER / LONGEST_SOCKET)) > MAX_SOCKET_PATH_BYTES:
         parent = Path("/tmp")
@@ -131,7 +131,7 @@ def _session_folder() -> Path:
 
 
 def enter_folder(folder: str) -> None:
-    """Change to the driver's working directory if this node has it, so that a task's relative paths mean the same."""
+    """Change to the driver's working directory if it exists on this node, so that a task's relative paths are found."""
     if os.path.isdir(folder):
         os.chdir(folder)
 

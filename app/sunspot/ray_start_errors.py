@@ -14,8 +14,8 @@ from sunspot.errors import SunspotError, error_chain, shorten
 log = logging.getLogger(__name__)
 
 REACH_WITHIN_S = 60.0
-"""How long nothing may listen at RAY_ADDRESS. Ray 2.60 itself tries 20 times, which takes 14 minutes, and says why only
-in its logs."""
+"""Seconds to wait until something listens at RAY_ADDRESS. Ray 2.60 itself tries 20 times, which takes 14 minutes, and
+gives the reason only in its logs."""
 
 CONNECT_WITHIN_S = 5.0
 
@@ -25,7 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 """Folder of Ray's object store on Linux."""
 
 TIMED_OUT = re.compile(r"timed out|deadline.exceeded", re.IGNORECASE)
-"""Words in Ray's errors if its own processes started too slowly, or not at all."""
+"""Pattern in Ray's errors if its own processes start too slowly or not at all."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -35,9 +35,9 @@ NO_FILES_LEFT = (errno.EMFILE, errno.ENFILE)
 
 
 def explain_start(error: Exception, folder: Path) -> str:
-    """Return one line on why no session could be started on this machine in `folder`, and the fix.
+    """Return a line with the reason why no session could be started in `folder`, and the fix.
 
-    Ray's errors do not say why its own processes did not start in time. In that case, what they need is tried here.
+    Ray's errors do not say why its own processes did not start in time. If they did not, check what the processes need.
     """
     failed = f"Ray cannot be started on this machine: {shorten(error).rstrip('.')}"
     if "AF_UNIX" in str(error):
@@ -50,19 +50,20 @@ def explain_start(error: Exception, folder: Path) -> str:
             trouble = _try_to_write(needed) if needed.is_dir() else ""
             if trouble:
                 return f"Ray cannot be started on this machine: {needed} {trouble}"
-        return f"{failed}; try again when the machine has less to do; Ray's logs are in {folder}/session_latest/logs"
+        return f"{failed}; try again when the machine is less busy; Ray's logs are in {folder}/session_latest/logs"
     return failed
 
 
 def refuse_unreachable(address: str) -> None:
-    """Wait until something listens at an address in the form of RAY_ADDRESS.
+    """Wait until something listens at `address`, which has the format of RAY_ADDRESS.
 
-    Raises `SunspotError` if nothing does within REACH_WITHIN_S. An address without a port is left to Ray.
+    Raises `SunspotError` if nothing listens within REACH_WITHIN_S. An address without a port is left to Ray.
     """
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdecimal():
         return
-    deadline, waiting = time.monotonic() + REACH_WITHIN_S, False
+    deadline = time.monotonic() + REACH_WITHIN_S
+    waiting = False
     while True:
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_WITHIN_S).close()
@@ -79,7 +80,7 @@ def refuse_unreachable(address: str) -> None:
 
 
 def _find_fix(error: OSError) -> str:
-    """Return the fix for an error of the operating system; empty if none is known."""
+    """Return the fix for an error of the operating system, or an empty text if none is known."""
     if error.errno in NO_FILES_LEFT:
         return "raise the limit of open files, for example with `ulimit -n 65536`"
     folders = {"TMPDIR": tempfile.gettempdir(), "HOME": os.path.expanduser("~")}
@@ -92,7 +93,7 @@ def _find_fix(error: OSError) -> str:
 
 
 def _try_to_write(folder: Path) -> str:
-    """Return why a file of one page cannot be written to a folder, and the fix; empty if it can."""
+    """Return why a file of one page cannot be written to a folder, and the fix. Return an empty text if it can."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(4096))

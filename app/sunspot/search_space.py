@@ -1,13 +1,13 @@
-"""A search space: settings that hold an expression instead of a value, and what each trial draws from them.
+"""Parses a search space, in which settings hold an expression instead of a value, and draws the values of each trial.
 
-    LEARNING_RATE=loguniform(1e-4,1e-2)     any number between, every order of magnitude equally likely
-    LEARNING_RATE=uniform(0.01,0.1)         any number between
-    EPOCHS=randint(2,5)                     2, 3 or 4: the end is excluded, as in Ray Tune and Python
-    PRECISION=choice(fp32,bf16)             one of these
-    TASK_ARGS={"width": "choice(8,16)"}     the same in the task's own hyperparameters
+    LEARNING_RATE=loguniform(1e-4,1e-2)     a number in between; every order of magnitude is equally likely
+    LEARNING_RATE=uniform(0.01,0.1)         a number in between
+    EPOCHS=randint(2,5)                     2, 3 or 4: the end is excluded, as in Ray Tune and Python's `range`
+    PRECISION=choice(fp32,bf16)             one of these values
+    TASK_ARGS={"width": "choice(8,16)"}     the same for the task's own hyperparameters
 
-What trial n draws is a function of SEED, n and the expression alone: more trials or another varied setting change
-nothing about the others, and a restarted search has the same trials.
+The values of trial n depend only on SEED, n and the expression. So further trials or varied settings do not change the
+values of other trials, and a restarted search has the same trials.
 """
 
 import json
@@ -43,11 +43,11 @@ VARIED = (
     "seed",
     "precision",
 )
-"""Settings that a search may vary, besides those in TASK_ARGS. The others are about where a run trains and how it is
-operated: comparing trials by their metric says nothing about them."""
+"""Settings that a search may vary, besides the arguments in TASK_ARGS. Other settings control the place and the
+operation of a run, so a metric cannot compare their values."""
 
 TEXTS = ("task", "init_from")
-"""Varied settings whose values may contain brackets: there an unknown function is not taken for a misspelling."""
+"""Varied settings whose values may contain brackets, so that an unknown function is not a misspelling."""
 
 FUNCTIONS = {
     "uniform": ("uniform(0.01,0.1)", "two numbers, the first one below the second"),
@@ -55,20 +55,21 @@ FUNCTIONS = {
     "randint": ("randint(2,5)", "two whole numbers, the first one below the second"),
     "choice": ("choice(8,16,32)", "values with commas between them"),
 }
-"""Each with an example and the arguments that it takes. Not parsed as Python, as the words of `choice` may be URLs."""
+"""Functions of expressions, each with an example and its arguments. They are not parsed as Python, because the values
+of `choice` may be URLs."""
 
 WHERE = "in the search space"
 
 SEARCH_LABEL = "search"
-"""A label of a search and of its trials: the name of the search."""
+"""Name of a label that a search and its trials have. Its value is the name of the search."""
 
 CALL = re.compile(r"([A-Za-z_]\w*)\s*\((.*)", re.DOTALL)
 
 MAX_INTEGER = 2**53
-"""Larger bounds of `randint` have neighbours that a draw cannot tell apart."""
+"""Largest bound of `randint`. Floats cannot represent all integers above it."""
 
 DIGITS = 4
-"""Significant digits of a drawn number: more mean nothing and make tables unreadable."""
+"""Number of significant digits of a drawn number. More digits mean nothing and make tables unreadable."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +77,22 @@ class Dimension:
     """One expression of a search space."""
 
     name: str
-    "The setting without its prefix, within TASK_ARGS with its path, as in `TASK_ARGS.width`."
+    "Name of the setting without its prefix, or the path of a task's argument, such as `TASK_ARGS.width`."
     text: str
-    "The expression as given."
+    "Expression as the user wrote it."
     function: str
     arguments: tuple[Any, ...]
-    "The values of `choice`, both bounds of the others."
+    "Values of `choice`, or both bounds of another function."
 
     @property
     def extremes(self) -> tuple[Any, ...]:
-        """If these values are valid, all are."""
+        """Values that must be checked. If they are valid, all values are."""
         if self.function == "randint":
             return self.arguments[0], self.arguments[1] - 1
         return self.arguments
 
     def draw(self, seed: int, trial: int) -> Any:
-        """Draw the value for a trial, from 1."""
+        """Return the value for a trial. Trials are numbered from 1."""
         text = f"{seed} {trial} {self.name} {self.text}".encode(errors="surrogatepass")
         share = random.Random(text).random()  # bytes are hashed with SHA-512
         if self.function == "choice":
@@ -105,16 +106,16 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Search:
-    """A search with all its trials, planned before anything is started."""
+    """Search with all its trials, planned before any trial starts."""
 
     settings: Settings
-    "The search's own: varied ones have their defaults."
+    "Settings of the search itself, in which varied settings have their defaults."
     dimensions: tuple[Dimension, ...]
-    "Empty if there is nothing to search."
+    "Expressions of the search; empty if there is nothing to search."
     given: dict[str, str]
-    "The variables with an expression, in canonical form."
+    "Variables with an expression, in canonical form."
     samples: tuple[dict[str, Any], ...]
-    "The values that each trial draws, by dimension."
+    "Values of each trial, by the name of the dimension."
     trials: tuple[Settings, ...]
 
     @property
@@ -125,10 +126,10 @@ class Search:
 
 
 def load_search(variables: Mapping[str, str]) -> Search:
-    """Read a search from the variables of the environment or of a job.
+    """Return the search that the variables of the environment or of a job describe.
 
-    Settings without an expression give a search without trials. Raises `SettingsError` with every problem of the
-    expressions, of their extreme values, and of the trials.
+    A search without an expression has no trials. Raises `SettingsError` with all problems of the expressions, of their
+    extreme values, or of the trials.
     """
     given = _ours(variables)
     settings, dimensions, expressions = load_common(given)
@@ -139,13 +140,13 @@ def load_search(variables: Mapping[str, str]) -> Search:
     problems = []
     if settings.num_workers.elastic:
         elastic = f"{PREFIX}NUM_WORKERS={settings.num_workers}"
-        problems.append(f"{elastic}: trials would take each other's workers; set it to one number")
+        problems.append(f"{elastic}: trials would take workers from each other; set it to one number")
     longest = trial_name(settings.run_name, settings.trials)
     if len(longest) > RUN_NAME_LENGTH:
         most = RUN_NAME_LENGTH - len(longest) + len(settings.run_name)
         problems.append(
-            f"{PREFIX}RUN_NAME={settings.run_name}: its trials would be called like {longest}, of at most "
-            f"{RUN_NAME_LENGTH} characters; set it to a name of at most {most}"
+            f"{PREFIX}RUN_NAME={settings.run_name}: names of its trials, such as {longest}, would have more than "
+            f"{RUN_NAME_LENGTH} characters; set it to a name of at most {most} characters"
         )
         refuse(problems, WHERE)
     samples = [{d.name: d.draw(settings.seed, n) for d in dimensions} for n in range(1, settings.trials + 1)]
@@ -153,34 +154,37 @@ def load_search(variables: Mapping[str, str]) -> Search:
     trials = []
     for number, sample in enumerate([*extremes, *samples], start=1 - len(extremes)):
         if number > 0:
-            refuse(problems, WHERE)  # of all extremes, or else of the trials
+            refuse(problems, WHERE)  # first those of all extremes, then those of each trial
         name = trial_name(settings.run_name, max(1, number))
         try:
             own = {**_shared(settings), **_substitute(expressions, sample), PREFIX + "RUN_NAME": name}
             trials.append(load_settings({**given, **own}))
         except SettingsError as error:
-            problems += map(str.strip, str(error).splitlines()[1:])  # without the line that counts them
+            problems += map(str.strip, str(error).splitlines()[1:])  # the first line counts the problems
     refuse(problems, WHERE)
     return Search(settings, dimensions, expressions, tuple(samples), tuple(trials[len(extremes) :]))
 
 
 def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension, ...], dict[str, str]]:
-    """Load the settings that all trials share, with defaults for the varied ones; the dimensions; and the variables
-    with an expression, in canonical form.
+    """Return the trials' common settings, the dimensions, and the variables with an expression in canonical form.
 
-    Without an expression, the settings of a run. Raises `SettingsError`.
+    Varied settings have their defaults. Raises `SettingsError`.
     """
     given = _ours(variables)
     dimensions = find_dimensions(given)
     expressions = {name: given[name] for name in {PREFIX + d.name.partition(".")[0]: None for d in dimensions}}
-    if (arguments := PREFIX + "TASK_ARGS") in expressions:
+    arguments = PREFIX + "TASK_ARGS"
+    if arguments in expressions:
         expressions[arguments] = json.dumps(json.loads(expressions[arguments]), sort_keys=True)
     defaults = Settings.model_construct().environment()
     return load_settings({**given, **{name: defaults[name] for name in expressions}}), dimensions, expressions
 
 
 def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
-    """Find the expressions in the variables, in the order of the settings; raises `SettingsError` with all mistakes."""
+    """Return the expressions in the variables, in the order of the settings.
+
+    Raises `SettingsError` with all mistakes.
+    """
     dimensions, problems = [], []
     for field in Settings.model_fields:
         name = field.upper()
@@ -194,7 +198,7 @@ def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
             if dimension and field not in (*VARIED, "task_args"):
                 varied = ", ".join(varied.upper() for varied in (*VARIED, "task_args"))
                 problems.append(
-                    f"{PREFIX}{cut(path)}={cut(value)}: a search may not vary it, only {varied}; set it to "
+                    f"{PREFIX}{cut(path)}={cut(value)}: a search may not vary it, but only {varied}; set it to "
                     f"{takes(field)}"
                 )
             elif dimension:
@@ -204,16 +208,20 @@ def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
 
 
 def parse(name: str, text: str, strict: bool = False) -> Dimension | None:
-    """Parse an expression; None if `text` is none. With `strict`, an unknown function is an error.
+    """Return the expression in a text, or None if the text is a plain value.
 
-    Raises `ValueError` with the fix for a wrong expression.
+    With `strict`, an unknown function is an error. Raises `ValueError` with the fix if the expression is wrong.
     """
     match = CALL.fullmatch(text.strip())
     if not match or (match[1] not in FUNCTIONS and not strict):
         return None
-    function, inside, closed = match[1], match[2].removesuffix(")"), match[2].endswith(")")
+    function, rest = match.groups()
+    inside = rest.removesuffix(")")
+    closed = rest.endswith(")")
     if function not in FUNCTIONS:
-        raise ValueError(f"there is no {function}; use {', '.join(example for example, _ in FUNCTIONS.values())}")
+        raise ValueError(
+            f"{function} is not a search function; use {', '.join(example for example, _ in FUNCTIONS.values())}"
+        )
     words = [word.strip() for word in inside.split(",")]
     try:
         if not closed or not all(words):
@@ -232,12 +240,12 @@ def parse(name: str, text: str, strict: bool = False) -> Dimension | None:
 
 
 def trial_name(run_name: str, trial: int) -> str:
-    """Name the run of trial `trial`, from 1."""
+    """Return the name of a trial's run. Trials are numbered from 1."""
     return f"{run_name}-{trial:02d}"
 
 
 def in_words(sample: Mapping[str, Any]) -> str:
-    """Describe a trial's values, for people."""
+    """Return a description of a trial's values for people."""
     return ", ".join(f"{name}={value}" for name, value in sample.items())
 
 
@@ -246,14 +254,14 @@ def _ours(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _shared(settings: Settings) -> dict[str, str]:
-    """Return the labels and prices of trials: those of their search, whose head they share, and which pays for it."""
+    """Return the labels and prices that trials take from their search. The search pays for the head, not the trials."""
     prices = {name: price for name, price in settings.prices.items() if name != HEAD}
     shared = settings.model_copy(update={"prices": prices}).environment()
     return {name: shared[name] for name in (PREFIX + "LABELS", PREFIX + "PRICES")}
 
 
 def _substitute(expressions: Mapping[str, str], sample: Mapping[str, Any]) -> dict[str, str]:
-    """Fill the drawn values into the variables with an expression."""
+    """Return the variables with a trial's values in place of the expressions."""
     arguments = PREFIX + "TASK_ARGS"
     filled = {name: str(sample[name.removeprefix(PREFIX)]) for name in expressions if name != arguments}
     if arguments in expressions:
@@ -268,7 +276,10 @@ def _replace(value: Any, path: str, sample: Mapping[str, Any]) -> Any:
 
 
 def _walk_task_args(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the strings in TASK_ARGS with their paths; none if it is no JSON object, which `load_settings` refuses."""
+    """Yield the strings in TASK_ARGS with their paths.
+
+    Yield nothing if it is not a JSON object, because `load_settings` refuses that.
+    """
 
     def walk(path: str, value: Any) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
@@ -286,7 +297,7 @@ def _walk_task_args(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _parse_value(word: str) -> Any:
-    """Parse a value in TASK_ARGS: JSON if it parses as such, else a string."""
+    """Return a value of TASK_ARGS, parsed as JSON if possible, or else the word itself."""
     try:
         return parse_json(word)
     except ValueError:

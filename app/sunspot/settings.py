@@ -1,7 +1,9 @@
-"""Every setting of a run, once: read by the training program and by the submitter.
+"""Definitions of all settings of a run. The training program and the submitter both read them.
 
-A setting is an environment variable with the prefix SUNSPOT_. The sentence below each field is its description, in
-`--help` and in the documentation; `takes` is the fix named when a value is wrong. Secrets are never settings.
+A setting is an environment variable with the prefix SUNSPOT_. The sentence below each field is its description in
+`--help` and in the documentation. `takes` is the fix in the message about a wrong value. Secrets are never settings.
+
+Some kinds of tasks ignore a setting: each adapter in tasks/ lists these as `UNREAD_SETTINGS`, and refuses them.
 """
 
 import json
@@ -34,25 +36,25 @@ from sunspot.task_arguments import TaskArguments, plain
 PREFIX = "SUNSPOT_"
 
 RUN_NAME_LENGTH = 38
-"""A run's name becomes part of names in Kubernetes, of at most 47 characters."""
+"""Largest number of characters in a run's name. It becomes part of names in Kubernetes, which have at most 47."""
 
 RUN_NAME = r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?"
 
 MAX_VALUE_LENGTH = 200
-"""Characters shown of a wrong value."""
+"""Largest number of characters that a message shows of a wrong value."""
 
 NOT_A_SETTING = (
-    "settings are stored with the run, for all to read; have the task read it from the environment, "
+    "settings are stored with the run, where everybody can read them; let the task read it from the environment, "
     "which pods get from a Secret (env_secrets in a profile)"
 )
-"""Reason why a setting may not hold a credential, and where to put it instead."""
+"""Reason why a setting may not hold a credential, and the fix."""
 
 READING_SHARE = 0.25
-"""Share of a machine's cores, at least one, that LOADER=ray reserves for reading: without any it never reads a row."""
+"""Fraction of a machine's cores that LOADER=ray reserves for reading, at least one core: without it, no row is read."""
 
 
 class WorkerRange(NamedTuple):
-    """The number of training workers: a range when elastic, else `least == most`."""
+    """Range of the number of training workers. `least == most` unless the run is elastic."""
 
     least: int
     most: int
@@ -66,23 +68,24 @@ class WorkerRange(NamedTuple):
 
 
 class NodeGroup(BaseModel):
-    """Nodes of one kind, known by a resource of Ray's that is called as the group."""
+    """Group of nodes of one kind, which have a Ray resource with the group's name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     most: int = Field(ge=1)
-    "Training workers on them at most."
+    "Largest number of training workers on the group's nodes."
     after_s: float = Field(ge=0)
-    "How long the groups before must lack nodes until this one stands in, and have enough until it steps back."
+    """Seconds for which the earlier groups must lack nodes until this group is used, and have enough nodes until it is
+    no longer used."""
 
 
 HEAD = "head"
-"""The name that the node of the head has among prices."""
+"""Name of the head's node in the prices."""
 
 
 class NodePrice(BaseModel):
-    """The price of an hour of a node."""
+    """Price of a node per hour."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -113,11 +116,11 @@ def _check_origin(value: str) -> str:
 
 
 MAX_DEPTH = 50
-"""Levels of a JSON object in a setting; with a thousand, Python's own functions fail."""
+"""Largest number of levels in a setting's JSON. With a thousand, Python's own functions fail."""
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON of at most MAX_DEPTH levels; raises `ValueError`."""
+    """Parse JSON of at most MAX_DEPTH levels. Raises `ValueError` if it is invalid or nested deeper."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -175,7 +178,7 @@ WorkerCount = Annotated[WorkerRange, BeforeValidator(_parse_workers), PlainSeria
 def _parse_steps_or_share(value: Any) -> float:
     number = float(value)
     if not 0 <= number < math.inf or (number > 1 and number % 1):
-        raise ValueError("neither a whole number nor a share")
+        raise ValueError("neither a whole number nor a fraction")
     return number if 0 < number < 1 else int(number)
 
 
@@ -183,12 +186,12 @@ StepsOrShare = Annotated[float, PlainValidator(_parse_steps_or_share)]
 
 
 def _setting(default: Any, takes: str, **limits: Any) -> Any:
-    """Declare a field with its default, what it takes, and pydantic's limits."""
+    """Declare a field with its default, a description of its allowed values, and pydantic's limits."""
     return Field(default, json_schema_extra={"takes": takes}, validate_default=True, **limits)
 
 
 class Settings(BaseModel):
-    """The settings of one run, validated together; immutable."""
+    """Settings of one run, validated together. They are immutable."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -197,176 +200,182 @@ class Settings(BaseModel):
         "an importable module, e.g. sunspot.tasks.mnist",
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
     )
-    "The module with the model and the loss."
+    "Module with the model and the loss."
     run_name: str = _setting(
         "mnist",
         "1 to 38 lower-case letters, digits and '-', beginning with a letter, not ending with '-'",
         pattern=f"^{RUN_NAME}$",
     )
-    "The same name and storage are the same run, which is resumed."
+    "Name of the run. A run with the same name in the same storage is resumed."
     task_args: Arguments = _setting({}, """a JSON object, e.g. {"width": 64}""")
-    "The task's own hyperparameters, passed to it as they are."
-    init_from: Origin = _setting("", "run:NAME, or the path or URL of a state_dict: of torch.save, or safetensors")
-    "The weights to begin from while the run has no checkpoint of its own."
+    "The task's own hyperparameters, passed to it unchanged."
+    init_from: Origin = _setting(
+        "", "run:NAME, or the path or URL of a state_dict saved by torch.save or as safetensors"
+    )
+    "Weights from which a run starts that has no checkpoint of its own."
 
     storage_path: str = _setting(
         "runs",
         "a local or NFS path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
         pattern=r"^((s3|gs|az|abfs)://[^/:]+(/.*)?|[^:]+)$",
     )
-    "Where runs are kept."
+    "Directory or bucket in which runs are kept."
 
     dataset: str = _setting(
         "sample",
         "sample, mnist, or a path or URL of Parquet, CSV, JSON lines, class folders of pictures, or save_to_disk's",
         min_length=1,
     )
-    "What to train on."
+    "Training data."
     test_dataset: str = _setting("", "a path or URL as SUNSPOT_DATASET, or empty")
-    "Held-out rows when SUNSPOT_DATASET is a path; empty: its folder test/ beside train/, if there is one."
-    test_share: float = _setting(0, "a share from 0 (0: none) to below 1, e.g. 0.1", ge=0, lt=1)
-    "Share of the rows that is held out when there are no other held-out rows; SUNSPOT_SEED chooses them."
-    image_size: int = _setting(0, "a whole number from 0 (0: their own, or 64 where that differs)", ge=0, le=4096)
-    "Height and width that pictures are scaled to, from their middle."
+    "Held-out rows if SUNSPOT_DATASET is a path. By default, these are in its folder test/ beside train/, if any."
+    test_share: float = _setting(0, "a fraction from 0 (0: none) to below 1, e.g. 0.1", ge=0, lt=1)
+    "Fraction of the rows to hold out if there are no other held-out rows. SUNSPOT_SEED chooses the rows."
+    image_size: int = _setting(
+        0, "a whole number from 0 (0: their own size, or 64 if they differ in size)", ge=0, le=4096
+    )
+    "Height and width to which the middle of each picture is scaled."
     data_root: str = _setting("data", "a directory", min_length=1)
-    "Where torchvision keeps MNIST."
+    "Directory in which torchvision keeps MNIST."
 
     loader: Literal["torch", "ray"] = _setting("torch", "torch or ray")
-    "Rows in memory behind a DataLoader, or streamed by Ray Data."
+    "Loader of the rows: torch keeps them in memory behind a DataLoader, and ray streams them with Ray Data."
     num_workers: WorkerCount = _setting("2", "a number from 1, such as 4, or a range, such as 2..8")
-    "Training workers (the world size); a range is elastic."
+    "Number of training workers (the world size). With a range, the run is elastic."
     use_gpu: Literal["auto", "true", "false"] = _setting("auto", "auto, true or false")
-    "auto: a GPU per worker if the cluster has that many."
+    "Use of GPUs. With auto, each worker gets a GPU if the cluster has enough of them."
     resources_per_worker: JsonObject = _setting({}, """a JSON object, e.g. {"CPU": 4, "GPU": 1}""")
-    "Ray resources of one worker; empty: chosen, and the plan says why."
+    "Ray resources of one worker. By default, they are chosen, and the plan gives the reason."
 
     epochs: int = _setting(2, "a whole number from 1", ge=1)
     "Passes over the training rows."
     max_steps: int = _setting(0, "a whole number from 0 (0: no limit)", ge=0)
-    "Optimizer steps after which the run ends, if its epochs take more."
+    "Optimizer steps after which the run ends, even if its epochs take more."
     global_batch_size: int = _setting(128, "a whole number from 2 (batch norm needs two rows)", ge=2)
-    "Rows per optimizer step over all workers."
+    "Rows per optimizer step, over all workers."
     micro_batch_size: int = _setting(0, "a whole number from 0", ge=0)
-    "Most rows in one forward pass of a worker; more are accumulated. 0: a worker's share when all workers train."
+    "Most rows per forward pass; with more, gradients accumulate. 0: a worker's share of a step when all workers train."
 
     learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
-    "The peak rate, which the schedule scales."
+    "Peak learning rate, which the schedule scales."
     schedule: Literal["linear", "cosine", "constant"] = _setting("linear", "linear, cosine or constant")
-    "How the rate falls from its peak to 0, for tasks without a schedule."
-    warmup_steps: StepsOrShare = _setting(0, "a whole number from 0, or a share of all steps below 1, e.g. 0.05")
-    "Steps over which the rate first rises to its peak, likewise."
+    "Curve of the learning rate from its peak to the end, for tasks without a schedule."
+    warmup_steps: StepsOrShare = _setting(0, "a whole number from 0, or a fraction of all steps below 1, e.g. 0.05")
+    "First steps, in which the learning rate rises to its peak, for tasks without a schedule."
     weight_decay: float = _setting(0, "a number from 0, e.g. 0.1", ge=0, allow_inf_nan=False)
-    "Decay of AdamW, on matrices only, for tasks without an optimizer."
+    "Weight decay of AdamW on matrices, for tasks without an optimizer."
     clip_norm: float = _setting(0, "a number from 0 (0: off), e.g. 1", ge=0, allow_inf_nan=False)
-    "Largest norm of a step's gradient, to which larger ones are scaled down."
-    ema: float = _setting(0, "a share from 0 (0: off) to below 1, e.g. 0.999", ge=0, lt=1)
+    "Largest norm of a step's gradient. A larger gradient is scaled down to it."
+    ema: float = _setting(0, "a fraction from 0 (0: off) to below 1, e.g. 0.999", ge=0, lt=1)
     "Decay of an exponential moving average of the weights, which `model.pt` then holds."
 
     seed: int = _setting(0, "a whole number from 0 to 2^32 - 1", ge=0, lt=2**32)
-    "Of the order of rows and all random numbers."
+    "Seed of the order of rows and of all random numbers."
     precision: Literal["fp32", "tf32", "bf16"] = _setting("fp32", "fp32, tf32 or bf16")
-    "tf32: products of matrices in TF32. bf16: autocast in the forward pass."
+    "Precision of the computation. tf32 multiplies matrices in TF32, and bf16 runs the forward pass under autocast."
     gradient_precision: Literal["fp32", "bf16"] = _setting("fp32", "fp32 or bf16")
-    "How gradients travel between workers."
+    "Precision of gradients as workers exchange them."
     compile: Literal["off", "default", "max-autotune"] = _setting("off", "off, default or max-autotune")
-    "Mode of torch.compile; it needs a C or C++ compiler."
+    "Mode of torch.compile, which needs a C or C++ compiler."
     parallel: Literal["ddp", "fsdp"] = _setting("ddp", "ddp or fsdp")
-    "The whole model on each worker, or a part of it."
+    "Distribution of the model: ddp keeps all of it on each worker, and fsdp a part of it."
 
     checkpoint_every_steps: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
-    "Optimizer steps between checkpoints, besides the one at the end of each epoch."
+    "Optimizer steps between checkpoints. The end of each epoch adds a checkpoint."
     checkpoint_every_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
-    "Seconds between checkpoints, likewise."
+    "Seconds between checkpoints. The end of each epoch adds a checkpoint."
     checkpoints_to_keep: int = _setting(3, "a whole number from 1", ge=1)
-    "How many of the best checkpoints stay; the newest always does too."
+    "Number of the best checkpoints to keep. The newest checkpoint is always kept, too."
     checkpoint_metric: str = _setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
-    "What ranks checkpoints: this metric of held-out rows, if any are evaluated, else of the last 10,000 trained on."
+    "Metric that ranks checkpoints, on held-out rows if there are any, or else on the last 10,000 training rows."
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
-    "Whether less or more is better."
+    "Direction in which SUNSPOT_CHECKPOINT_METRIC is better: lower (min) or higher (max)."
     early_stop_evaluations: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
-    "Evaluations in a row that do not improve SUNSPOT_CHECKPOINT_METRIC, after which the run ends."
+    "Evaluations in a row without an improvement of SUNSPOT_CHECKPOINT_METRIC after which the run ends."
 
     trials: int = _setting(8, "a whole number from 1 to 10000", ge=1, le=10_000)
-    "Runs of a search."
+    "Number of runs in a search."
     concurrent_trials: int = _setting(0, "a whole number from 0 (0: as many as fit)", ge=0)
-    "Trials of a search that train at the same time."
+    "Number of a search's trials that train at the same time."
 
     max_failures: int = _setting(3, "a whole number from 0", ge=0)
-    "Losses in a row, without notice or a new checkpoint (a new step, if others train on), that a run survives."
+    "Losses without notice in a row that a run survives. A new checkpoint, or a step of survivors, resets the count."
     max_nan_windows: int = _setting(3, "a whole number from 0 (0: never)", ge=0)
     "Windows of metrics in a row that end with a NaN or infinite loss, after which the run fails."
     max_driver_starts: int = _setting(10, "a whole number from 1", ge=1)
-    "Starts of a job's driver without a new checkpoint in between before the run fails."
+    "Number of times that a job's driver may start without a new checkpoint before the run fails."
     storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
-    "Seconds that storage may refuse or not answer before the run ends."
+    "Seconds for which storage may refuse or not answer before the run ends."
 
-    snapshot_cost: float = _setting(0.01, "a share from 0 (0: off) to below 1, e.g. 0.01", ge=0, lt=1)
-    "Largest share of the training time spent on copies of the state in memory."
+    snapshot_cost: float = _setting(0.01, "a fraction from 0 (0: off) to below 1, e.g. 0.01", ge=0, lt=1)
+    "Largest fraction of the training time to spend on copies of the state in memory."
     hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
-    "Seconds without a step of a rank after which its process ends, and counts as lost."
+    "Seconds without a step of a rank after which its process ends and counts as lost."
     survivors: Literal["auto", "off"] = _setting("auto", "auto or off")
-    "auto: after a loss the other workers train on in their processes, where that is possible."
+    "Handling of a loss. With auto, the other workers keep training in their processes if that is possible."
 
     report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
-    "Seconds between two records of the metric history; each checkpoint adds one."
+    "Seconds between two records of the metric history. Each checkpoint adds a record."
     predict_rows: int = _setting(10_000, "a whole number from 0 (0: none)", ge=0)
-    "Held-out rows that the newest checkpoint predicts for the report."
+    "Number of held-out rows that the newest checkpoint predicts for the report."
 
     tracking: Literal["", "mlflow", "wandb", "tensorboard"] = _setting(
         "", "mlflow, wandb, tensorboard, or empty (none)"
     )
-    "Service that the run is delivered to."
+    "Tracking service to which the run is delivered."
     tracking_project: str = _setting("sunspot", "the name of an experiment or project", min_length=1)
-    "MLflow's experiment, or the project of Weights & Biases."
+    "Name of the experiment in MLflow, or of the project in Weights & Biases."
 
     weights: Literal["pt", "safetensors"] = _setting("pt", "pt or safetensors")
-    "safetensors: the last checkpoint has its weights in that form, too; under fsdp instead of model.pt."
+    "Format of the last checkpoint's weights. safetensors is added to model.pt, or replaces it under fsdp."
     audit: bool = _setting(False, "true or false")
-    "Record the id of every row that each step consumed."
-    accept: str = _setting("", "what a refusal names, several with commas between, or empty", pattern=r"^[\w,-]*$")
-    "What to accept: another order of the rows, the loss of checkpoints or of a start, very many workers here."
+    "True to record the id of every row that each step consumed."
+    accept: str = _setting(
+        "", "the name in the message of a refusal, several separated by commas, or empty", pattern=r"^[\w,-]*$"
+    )
+    "Refusals to override: another order of the rows, lost checkpoints or a lost start, or very many workers here."
 
     notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
     "Set by the manifest: seconds from the notice of a preemption to the end of the node."
     labels: Labels = _setting({}, """a JSON object of texts, e.g. {"team": "vision"}""")
-    "What `sunspot cost` sums by, beside the profile's labels."
+    "Labels by which `sunspot cost` sums, besides the profile's."
     prices: NodePrices = _setting({}, """a JSON object, e.g. {"workers": {"price": 1.2, "on_demand_price": 3.9}}""")
-    "Set by the manifest: the price per hour of the head, and of a node of each group."
+    "Set by the manifest: price per hour of the head, and of a node in each group."
     node_groups: NodeGroups = _setting((), """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]""")
-    "Set by the manifest: several groups of nodes, first choice first."
+    "Set by the manifest: groups of nodes, if there are several, in order of preference."
     nodes_timeout_s: float = _setting(1800, "seconds above 0", gt=0, allow_inf_nan=False)
     "Set by the manifest: seconds to wait for the first of several groups of nodes."
     code: str = _setting("", "nothing: `sunspot submit --code FOLDER` sets it", pattern=r"^(.+@sha256:[0-9a-f]{64})?$")
-    "Set by the manifest: the URL of an archive of your own code, with its SHA-256."
+    "Set by the manifest: URL of an archive of your own code, with its SHA-256."
     job_id: str = _setting("", "the identity of the cluster job, or empty")
-    "Set by the manifest: the same for every retry of one job."
+    "Set by the manifest: identity of the job, which is the same for every retry."
 
     def environment(self) -> dict[str, str]:
-        """Every setting as its environment variable, in the order of the fields."""
+        """Return all settings as environment variables, in the order of the fields."""
         return {PREFIX + name.upper(): _as_text(value) for name, value in self.model_dump().items()}
 
 
 IDENTITY = ("task", "task_args", "dataset", "test_share", "seed", "global_batch_size", "loader")
-"""Settings that give the position and the weights of a run their meaning: a run keeps them to its last step."""
+"""Settings that give a run's position and weights their meaning. They may not change until the run's last step."""
 
 
 def accepts(environment: Mapping[str, str], name: str) -> bool:
-    """Tell whether ACCEPT, among settings by variable (`Settings.environment`), names what was refused."""
+    """Return True if ACCEPT in `environment` (as `Settings.environment` returns it) overrides the refusal `name`."""
     return name in environment.get(PREFIX + "ACCEPT", "").split(",")
 
 
 class SettingInfo(NamedTuple):
-    """What a user may know about a setting."""
+    """Description of a setting for users."""
 
     variable: str
     default: str
-    "The value as the variable would hold it; may be empty."
+    "Value that the variable has by default. It may be empty."
     takes: str
     meaning: str
 
 
 def describe_settings(names: Iterable[str] = Settings.model_fields) -> list[SettingInfo]:
-    """Describe the settings with these field names, in order; all of them by default."""
+    """Return descriptions of the settings with these field names, in this order. By default, describe all settings."""
     defaults = Settings.model_construct().environment()
     variables = {name: PREFIX + name.upper() for name in names}
     return [
@@ -376,20 +385,20 @@ def describe_settings(names: Iterable[str] = Settings.model_fields) -> list[Sett
 
 
 def takes(name: str) -> str:
-    """Say what the setting with this field name may be set to."""
+    """Return a description of the values that the setting with this field name takes."""
     extra: Any = Settings.model_fields[name].json_schema_extra
     return extra["takes"]
 
 
 def variable_of(name: str) -> str:
-    """Return the variable of a setting that is named with or without the prefix, in whichever case."""
+    """Return the variable of a setting. Its `name` may have the prefix or not, in either case."""
     return PREFIX + name.upper().removeprefix(PREFIX)
 
 
 def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings from the environment; `overrides` wins (by variable name, with or without the prefix).
+    """Return the settings in the environment. `overrides` take precedence; their names may lack the prefix.
 
-    Raises `SettingsError` with every problem at once: variable, value, fix.
+    Raises `SettingsError` with the variable, the value and the fix for each problem.
     """
     given = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
     for name, value in (overrides or {}).items():
@@ -399,7 +408,7 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
     problems = [_misspelt(name) for name in given if name.removeprefix(PREFIX).lower() not in Settings.model_fields]
     if values.get("test_dataset") and values.get("dataset", "sample") in ("sample", "mnist"):
         seen = f"{PREFIX}TEST_DATASET={cut(values['test_dataset'])}"
-        problems.append(f"{seen}: set {PREFIX}DATASET to a path too, or leave this empty")
+        problems.append(f"{seen}: set {PREFIX}DATASET to a path, too, or leave this setting empty")
     known = {name: value for name, value in values.items() if name in Settings.model_fields}
     for name in list(known):
         held = _find_credential(known[name])
@@ -415,42 +424,50 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
 
 
 def refuse(problems: list[str], where: str) -> None:
-    """Raise `SettingsError` with every problem, each on its line, if there is any."""
+    """Raise `SettingsError` if there are problems. Its message has a line for each."""
     if problems:
         lines = sorted(set(problems))
         raise SettingsError("\n  ".join([f"{plural(len(lines), 'problem')} {where}:", *lines])) from None
 
 
 def with_place(settings: Mapping[str, str], run: str | None, storage: str | None) -> dict[str, str]:
-    """Add a run's name and its storage, if given, to settings; raises `SettingsError` when one is empty."""
+    """Return the settings with a run's name and storage added if they are given.
+
+    Raises `SettingsError` if the name or the storage is an empty text.
+    """
     place = {"RUN_NAME": run, "STORAGE_PATH": storage}
     if "" in place.values():  # as a setting, it would mean the default
-        raise SettingsError("the name of a run and --storage may not be empty")
+        raise SettingsError("the name of a run or --storage is empty; give a text, or leave it out")
     return {**settings, **{name: value for name, value in place.items() if value is not None}}
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Return a value as a variable holds it: text as it is, all else as JSON. Raises `SettingsError`."""
+    """Return the text that a variable holds for a value: text unchanged, and other values as JSON.
+
+    Raises `SettingsError` if JSON cannot hold the value.
+    """
     try:
         return value if isinstance(value, str) else json.dumps(value)
     except TypeError as error:
-        raise SettingsError(f"{name}={value!r}: give text, a number, a boolean, or what JSON can hold") from error
+        raise SettingsError(
+            f"{name}={value!r}: give a text, a number, a boolean, or another value that JSON can hold"
+        ) from error
 
 
 def recorded_settings(environment: Mapping[str, str]) -> Settings:
-    """Load the settings that a run recorded (`Settings.environment`), without those unknown to this version."""
+    """Return the settings that a run recorded (`Settings.environment`), without those that this version lacks."""
     values = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if value != ""}
     return Settings(**{name: value for name, value in values.items() if name in Settings.model_fields})  # type: ignore[arg-type]
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """List the variables that differ, a line each, as `NAME: old -> new`."""
+    """Return a line `NAME: old -> new` for each variable that differs."""
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return [f"{name}: {before.get(name, '(unset)')} -> {after.get(name, '(unset)')}" for name in names]
 
 
 def _find_credential(value: str) -> str:
-    """Describe the credential in a setting's text; returns an empty text if there is none."""
+    """Return a description of the credential in a setting's text. It is empty if the text holds no credential."""
     if URL_PASSWORD.search(value):
         return "holds a password in a URL"
     found = find_credential(value)
@@ -460,7 +477,7 @@ def _find_credential(value: str) -> str:
         names = list(find_credential_arguments(parse_json(value))) if value.startswith("{") else []
     except ValueError:  # which the field's own check explains
         names = []
-    return f"holds a credential, by its name: {', '.join(names)}" if names else ""
+    return f"holds a credential, judging by the name of {', '.join(names)}" if names else ""
 
 
 def _misspelt(variable: str) -> str:
@@ -469,25 +486,26 @@ def _misspelt(variable: str) -> str:
     if name in SUBMIT_OPTIONS:
         hint = f"it is an option of `sunspot submit`: --{name.lower()}"
     else:
-        hint = f"did you mean {PREFIX}{meant}?" if meant else "`python -m sunspot.train --help` lists all"
+        hint = f"did you mean {PREFIX}{meant}?" if meant else "`python -m sunspot.train --help` lists all settings"
     return f"{cut(variable)}: no such setting; {hint}"
 
 
 def _explain(problem: Any) -> str:
     field = str(problem["loc"][0])
     if problem["type"] == "string_unicode":
-        # Python decodes bytes that are invalid in the locale's encoding as surrogates.
+        # Python decodes bytes as surrogates if they are invalid in the locale's encoding.
         fix = "use other characters, or set LC_ALL=C.UTF-8 if the name is in UTF-8"
         seen = f"{PREFIX}{field.upper()}={cut(problem['input'])}"
-        return f"{seen}: it has bytes that are not valid {sys.getfilesystemencoding()}, this process's encoding; {fix}"
+        encoding = sys.getfilesystemencoding()
+        return f"{seen}: it contains bytes that are not valid in this process's encoding, {encoding}; {fix}"
     if field == "task" and str(problem["input"]).endswith(".py"):
         module = PurePath(problem["input"]).stem
-        return f"{PREFIX}TASK={cut(problem['input'])}: it takes a module, without .py: {PREFIX}TASK={cut(module)}"
+        return f"{PREFIX}TASK={cut(problem['input'])}: give a module, without .py: {PREFIX}TASK={cut(module)}"
     return f"{PREFIX}{field.upper()}={cut(problem['input'])}: set it to {takes(field)}"
 
 
 def cut(value: Any) -> str:
-    """Shorten a wrong value for messages."""
+    """Return a wrong value, shortened for a message."""
     text = str(value)
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}... ({len(text)} characters)"
 

@@ -1,4 +1,4 @@
-"""Reads `sunspot.toml`, the settings for a folder, under the same keys as `settings` in a profile."""
+"""Reads `sunspot.toml`, which holds the settings for a folder under the same keys as `settings` in a profile."""
 
 import os
 import tomllib
@@ -13,7 +13,10 @@ FILE = Path("sunspot.toml")
 
 
 def read_settings_file(file: Path) -> dict[str, str]:
-    """Read the settings in a file, under its own names for them; returns none if there is no file."""
+    """Return the settings in a file, by the names that the file uses. The result is empty if the file does not exist.
+
+    Raises `SettingsError` if the file cannot be read.
+    """
     try:
         text = file.read_text(encoding="utf-8-sig")  # Windows editors begin a file with a byte order mark
     except FileNotFoundError:
@@ -21,7 +24,7 @@ def read_settings_file(file: Path) -> dict[str, str]:
     except OSError as error:
         raise SettingsError(f"{file}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise SettingsError(f"{file}: it is not UTF-8, which TOML requires; save it as UTF-8 ({error})") from error
+        raise SettingsError(f"{file}: it is not in UTF-8, which TOML requires; save it as UTF-8 ({error})") from error
     try:
         return {name: setting_text(name, value) for name, value in tomllib.loads(text).items()}
     except (tomllib.TOMLDecodeError, SettingsError) as error:
@@ -29,15 +32,15 @@ def read_settings_file(file: Path) -> dict[str, str]:
 
 
 def as_variables(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return settings by the names of their variables."""
+    """Return the settings by the names of their variables."""
     return {variable_of(name): value for name, value in settings.items()}
 
 
 def find_task(given: str = "") -> str:
-    """Return the module of the task that is given, or that SUNSPOT_TASK, or else FILE in this folder, names.
+    """Return the module of the task `given`, or else of the task in SUNSPOT_TASK, or in this folder's FILE.
 
-    If the task is named by its file, the file's folder is put on the path of this process and of its children. Returns
-    an empty text if no task is named. Raises `SettingsError`.
+    If the task is the path of a file, the file's folder is put on the path of this process and of its children. Returns
+    an empty text if no task is named. Raises `SettingsError` if the file cannot be imported.
     """
     task = given or os.environ.get(f"{PREFIX}TASK") or as_variables(read_settings_file(FILE)).get(f"{PREFIX}TASK", "")
     if task.endswith(SUFFIX):

@@ -1,4 +1,4 @@
-"""Memory that one process of a machine fills and the others map, instead of a copy in each."""
+"""Shares memory between processes: one process of a machine fills it, and the others map it instead of copying it."""
 
 import mmap
 import os
@@ -10,14 +10,14 @@ import torch
 
 
 class Pages:
-    """A file that lies in memory alone; where the system has none such, a temporary one.
+    """A file that exists only in memory, or a temporary file on systems without such files.
 
-    Unlike one in /dev/shm it has no limit but the memory itself, and a process that is killed leaves nothing behind.
-    Its memory is free once this is closed, or forgotten, and no process maps it any more.
+    Unlike a file in /dev/shm, it is limited only by the memory, and a killed process leaves nothing behind. The memory
+    is freed when this object is closed or garbage-collected and no process maps the file any longer.
     """
 
     def __init__(self, size: int = 0) -> None:
-        """`size` in bytes, which take memory once they are used; `write` adds to it."""
+        """Create a file of `size` bytes, which take memory when they are first used. `write` appends to it."""
         self.close: Callable[[], object]
         try:
             self._descriptor = os.memfd_create("sunspot")
@@ -29,14 +29,14 @@ class Pages:
         os.truncate(self._descriptor, size)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Append."""
+        """Append data to the file."""
         view = memoryview(data)
         while view:
             view = view[os.write(self._descriptor, view) :]
 
 
 def map_pages(path: str, size: int, shared: bool = False) -> torch.Tensor:
-    """The first `size` bytes of a file, uint8 [size]; unless `shared`, who changes them changes a copy of its own."""
+    """Return the first `size` bytes of a file, uint8 [size]. Changes are private unless `shared` is set."""
     with open(path, "r+b") as file:
         access = mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY
         return torch.frombuffer(mmap.mmap(file.fileno(), size, access=access), dtype=torch.uint8)

@@ -1,13 +1,13 @@
-"""Finds the name that is meant by one that is not known: by likeness, or because other programs call it so."""
+"""Suggests the right name for an unknown one: a similar name, or Sunspot's word for another program's name."""
 
 import difflib
 from collections.abc import Iterable, Mapping
 
 LIKENESS = 0.6
-"""Least likeness of a name that is suggested, by the measure and the default of `difflib`: `ps` is not like `stop`."""
+"""Smallest likeness of a suggested name, by the measure of `difflib` and its default. `ps` is not like `stop`."""
 
 MIN_BEGINNING = 3
-"""Characters of the shortest beginning of a name that stands for the whole name."""
+"""Number of characters in the shortest beginning for which the full name is suggested."""
 
 NO_OTHER_NAMES: Mapping[str, str] = {}
 
@@ -28,7 +28,7 @@ OTHER_VERBS = {
     "help": "--help",
     "version": "--version",
 }
-"""The verb of `sunspot`, or its option, by the name that it has in other programs."""
+"""Verb or option of `sunspot` for each name from other programs."""
 
 OTHER_CHECKPOINT_VERBS = {
     **dict.fromkeys(("list", "show"), "ls"),
@@ -36,7 +36,7 @@ OTHER_CHECKPOINT_VERBS = {
     **dict.fromkeys(("delete", "rm", "prune", "clean"), "gc"),
     "check": "verify",
 }
-"""The same for the verbs of `sunspot checkpoints`."""
+"""Verb of `sunspot checkpoints` for each name from other programs."""
 
 OTHER_SETTINGS = {
     "LR": "LEARNING_RATE",
@@ -61,16 +61,16 @@ OTHER_SETTINGS = {
     "PRETRAINED": "INIT_FROM",
     **dict.fromkeys(("LOGGER", "MLFLOW", "REPORT_TO", "TENSORBOARD", "WANDB"), "TRACKING"),
 }
-"""The setting by the name that it has in other programs."""
+"""Setting for each name from other programs."""
 
 SUBMIT_OPTIONS = ("CLUSTER", "CONTEXT", "GENERATION", "IMAGE", "NAMESPACE", "PROFILE", "QUEUE")
-"""Options of `sunspot submit` that are taken for settings."""
+"""Options of `sunspot submit` that users may confuse with settings."""
 
 
 def find_meant(word: str, known: Iterable[str], other_names: Mapping[str, str] = NO_OTHER_NAMES) -> str:
-    """Return the name that is meant by a `word` which is none of the `known`; empty if none is likely.
+    """Return the name that the user probably meant by an unknown `word`, or an empty text if no name is likely.
 
-    `other_names` are looked at first.
+    `known` are the valid names. `other_names` are searched first.
     """
     if word in other_names:
         return other_names[word]

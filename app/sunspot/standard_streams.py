@@ -1,4 +1,4 @@
-"""The standard streams of a process, which may be closed or full, or lack characters in their encoding."""
+"""Makes a process's standard streams safe to use: they may be closed or full, or lack characters in their encoding."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 def prepare_streams() -> None:
-    """Replace closed standard streams, and have the others print characters that they cannot encode as escapes."""
+    """Replace closed standard streams, and let the others print escapes for characters that they cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -17,14 +17,17 @@ def prepare_streams() -> None:
 
 
 def print_escapes(stream: TextIO) -> None:
-    """Have a stream print characters that it cannot encode as escapes such as `\\xfc`; a notebook's can encode all."""
+    """Let a stream print escapes such as `\\xfc` for characters that it cannot encode.
+
+    The streams of notebooks can encode all characters.
+    """
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure:
         reconfigure(errors="backslashreplace")
 
 
 def flush_output(more: str = "") -> OSError | None:
-    """Print `more` and flush stdout. If stdout cannot be written, mute it and return the error."""
+    """Print `more` and flush stdout. If that fails, mute stdout and return the error."""
     try:
         print(more, end="", flush=True)
     except OSError as error:
@@ -34,6 +37,6 @@ def flush_output(more: str = "") -> OSError | None:
 
 
 def mute(stream: TextIO) -> None:
-    """Discard a stream's output, because it cannot be written and Python would report that when the process exits."""
+    """Discard a stream's output, so that Python does not report at exit that it cannot be written."""
     with suppress(OSError, ValueError):  # the streams of notebooks and tests have no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: SIGTERM of service managers and batch systems, SIGHUP of a closed terminal."""
+"""Handles signals that ask a process to end: SIGTERM from a service manager, or SIGHUP from a closed terminal."""
 
 import signal
 from types import FrameType
@@ -7,14 +7,14 @@ from sunspot.errors import TerminatedError
 
 
 def end_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to end, without SIGHUP where it is ignored, as under `nohup`."""
+    """Return the signals that ask this process to end. Signals that it ignores, as under `nohup`, are left out."""
     return [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def raise_end_signals() -> None:
-    """Have SIGTERM and SIGHUP raise `TerminatedError` in the main thread, as SIGINT raises `KeyboardInterrupt`.
+    """Let SIGTERM and SIGHUP raise `TerminatedError` in the main thread, as SIGINT raises `KeyboardInterrupt`.
 
-    Only the first of them does. Senders often repeat a signal, and the process then records how it ended.
+    Only the first signal raises. Senders often repeat a signal while the process still records how it ended.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The arguments of a task, which record the keys that it reads: a key that is never read may be misspelt."""
+"""Arguments of a task, which record the keys that the task reads. A key that is never read may be misspelt."""
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
@@ -7,9 +7,9 @@ from sunspot.spelling import find_meant
 
 
 class TaskArguments(dict[str, Any]):
-    """A dictionary that records which of its keys are read. Iterating over it or copying it reads them all.
+    """Dictionary that records which of its keys are read. Iterating over it or copying it reads all keys.
 
-    Pickling keeps this record.
+    Pickling preserves this record.
     """
 
     def __init__(self, arguments: Mapping[str, Any], read: Iterable[str] = ()) -> None:
@@ -17,13 +17,13 @@ class TaskArguments(dict[str, Any]):
         self._read = set(read)
 
     def describe_unread(self) -> str:
-        """Describe the keys that have not been read, and a likely spelling; empty if all have been."""
+        """Return a message about the keys that have not been read, with a likely spelling; empty if all were read."""
         unread = [key for key in plain(self) if key not in self._read]
         if not unread:
             return ""
         asked = sorted(self._read)
         nearest = find_meant(unread[0], asked)
-        known = f"it reads {', '.join(asked)}" if asked else "it reads none"
+        known = f"it reads {', '.join(asked)}" if asked else "it reads no arguments"
         meant = f"did you mean {nearest}?" if nearest else known
         return f"the task has not read {', '.join(unread)}; {meant}"
 

@@ -1,4 +1,4 @@
-"""A task that is named by the path of its file, such as tasks/my_task.py, where a setting has the name of a module."""
+"""Turns the path of a task's file, such as tasks/my_task.py, into the name of a module."""
 
 import os
 import sys
@@ -8,16 +8,16 @@ from pathlib import Path
 from sunspot.errors import SettingsError
 
 SUFFIX = ".py"
-"""The end of a path, which no name of a module has."""
+"""Ending of a path. The name of a module never has it."""
 
 PATH = "PYTHONPATH"
 
 
 def find_module(path: str) -> tuple[str, str]:
-    """Return the name of the module in a file, and the folder to import it from; empty for the working directory.
+    """Return the name of the module in a file, and the folder to import it from, empty for the working directory.
 
-    The module of a file in a package has the package's name, too. Raises `SettingsError` if there is no such file, or
-    if an import would not find it.
+    The name includes the package of the file, if any. Raises `SettingsError` if the file does not exist, or if an
+    import would not find it.
     """
     file = Path(os.path.abspath(os.path.expanduser(path)))
     if not file.is_file():
@@ -29,24 +29,28 @@ def find_module(path: str) -> tuple[str, str]:
         folder = folder.parent
     wrong = [name for name in names if not name.isidentifier()]
     if wrong:
-        raise SettingsError(f"{path}: {wrong[0]!r} cannot be imported; rename it to letters, digits and '_'")
+        raise SettingsError(f"{path}: {wrong[0]!r} cannot be imported; use a name of letters, digits and '_'")
     if folder.samefile("."):
         return ".".join(names), ""
     first = Path(names[0])
     if first.with_suffix(SUFFIX).exists() or (first / "__init__.py").exists():
         raise SettingsError(
-            f"{path}: {first} in this folder would be imported instead; rename one, or run the command in {folder}"
+            f"{path}: {first} in this folder would be imported instead; rename one of them, or run the command in "
+            f"{folder}"
         )
     return ".".join(names), str(folder)
 
 
 def extend_path(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the PYTHONPATH of an environment with a folder before the others; no variable if the folder is empty."""
+    """Return PYTHONPATH with `folder` before the others in `environment`, as a dictionary to update it with.
+
+    The dictionary is empty if `folder` is empty.
+    """
     before = environment.get(PATH)
     return {PATH: f"{folder}{os.pathsep}{before}" if before else folder} if folder else {}
 
 
 def import_as_module_run(environment: Mapping[str, str]) -> None:
-    """Import as `python -m` would in an environment: from the working directory, and from the folders in PYTHONPATH."""
+    """Extend `sys.path` as `python -m` would: by the working directory, and by the environment's PYTHONPATH."""
     places = ["", *filter(None, environment.get(PATH, "").split(os.pathsep))]
     sys.path[:0] = [place for place in places if place not in sys.path]

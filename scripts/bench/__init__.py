@@ -1,4 +1,4 @@
-"""The benchmarks: each measures the product and its yardsticks in turns, and reports medians."""
+"""Benchmarks of Sunspot. Each measures Sunspot and its yardsticks in turns, and reports medians."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 Figures: TypeAlias = dict[str, list[float]]
-"""What each way to do the same took, or reached, in each of its turns."""
+"""Measurements of each way, one for each turn."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Several ways to do the same: Sunspot's comes first, its yardstick second."""
+    """Comparison of several ways to do the same. Sunspot is the first, and its yardstick the second."""
 
     title: str
     unit: str
     goal: float
-    "How many times better than its yardstick Sunspot has to be."
+    "Factor by which Sunspot must be better than its yardstick."
     measure: Callable[[int], Figures]
-    "Measures that many ways, or all there are."
+    "Function that measures this number of ways, or all if there are fewer."
 
     @property
     def higher_is_better(self) -> bool:
@@ -27,17 +27,17 @@ class Benchmark:
 
 
 class Figure(NamedTuple):
-    """A figure that grows with something, as a row of a table."""
+    """Figure that grows with a size, as a row of a table."""
 
     what: str
     size: str
-    "What it was measured at, such as '64 workers'."
+    "Size at which it was measured, such as '64 workers'."
     value: float
     unit: str
 
 
 def in_turns(ways: Mapping[str, Callable[[], float]], turns: int) -> Figures:
-    """Measure each of the ways so often, one after the other."""
+    """Measure all ways one after the other, and repeat this for each turn."""
     figures: Figures = {name: [] for name in ways}
     for _ in range(turns):
         for name, way in ways.items():

@@ -1,13 +1,13 @@
-"""`make bench`: every benchmark beside its yardstick, in one table.
+"""`make bench`: print a table with all benchmarks and their yardsticks.
 
-MNIST comes from SUNSPOT_DATA_ROOT (downloaded once by torchvision). S3 is the server at AWS_ENDPOINT_URL, by default
-one on this machine. To run one benchmark: python -m scripts.bench ingest
+MNIST is read from SUNSPOT_DATA_ROOT, to which torchvision downloads it once. S3 is the server at AWS_ENDPOINT_URL, by
+default a server on this machine. `python -m scripts.bench ingest` runs a single benchmark.
 
-python -m scripts.bench ways prints a table of all ways for each benchmark that knows more than two; or, as in
-python -m scripts.bench ways step, for some of them.
+`python -m scripts.bench ways` prints a table of all ways for each benchmark that has more than two, and
+`python -m scripts.bench ways step` for some benchmarks.
 
-python -m scripts.bench scale prints another table: what grows with workers, rows, time and bytes; or, as in
-python -m scripts.bench scale data history, some subjects of it.
+`python -m scripts.bench scale` prints a table of figures that grow with workers, rows, time and bytes, and
+`python -m scripts.bench scale data history` some subjects of it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SCALE: dict[str, Callable[[], Iterator[Figure]]] = {
 
 
 def main(names: list[str]) -> None:
-    """Measure the named benchmarks, or all, and print the table."""
+    """Measure the named benchmarks, or all of them, and print the table."""
     if names[:1] == ["scale"]:
         print("| what | at | Sunspot |\n|---|---|---|")
         for name in names[1:] or SCALE:
@@ -82,7 +82,7 @@ def print_pair(benchmark: Benchmark) -> None:
 
 
 def print_ways(benchmark: Benchmark) -> None:
-    """Measure all ways, and print a table with a line for each: the median, with the range in brackets."""
+    """Measure all ways, and print a table with the median and the range of each."""
     print(f"\n| {benchmark.title} | {benchmark.unit} | turns |\n|---|---|---|")
     for name, values in benchmark.measure(sys.maxsize).items():
         middle, least, most = (

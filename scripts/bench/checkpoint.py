@@ -1,6 +1,7 @@
-"""What the training thread loses to a checkpoint, beside PyTorch's and Ray's ways not to wait for it.
+"""Measures how long a checkpoint stalls the training thread, compared with PyTorch's and Ray's asynchronous saves.
 
-Ours and Ray's go to S3, PyTorch's to the local disk, as it has no client of S3: none waits for the end of that.
+Sunspot and Ray write to S3. PyTorch has no S3 client, so it writes to the local disk. No way waits for the end of the
+upload.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from sunspot.settings import Settings
 ROUNDS = 7
 BUCKET = "bench"
 WIDTH = 4096
-"""One layer of 4096 x 4096 in fp32 has 67 MB, and Adam keeps twice as much again: 201 MB."""
+"""Width of the only layer. 4096 x 4096 weights in fp32 take 67 MB, and Adam's state twice as much: 201 MB in total."""
 
 Waits = tuple[Callable[[], object], Callable[[], object]]
-"""Of a save that has begun: until the state may change, and until it is stored."""
+"""Functions that wait until the state may change, and until a save is stored."""
 
 
 def measure(most: int) -> Figures:
-    """Milliseconds that one checkpoint takes from the training thread of one worker."""
+    """Return the milliseconds for which a checkpoint stalls the training thread of one worker."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures")
         start_ray()
@@ -56,15 +57,15 @@ def measure(most: int) -> Figures:
 
 
 def on_worker(config: dict[str, Any]) -> None:
-    """All ways on the same model, in turns; a forward and a backward pass lie between, as in training."""
+    """Measure all ways with the same model in turns, with forward and backward passes between them as in training."""
     model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
     rows = torch.randn(64, WIDTH)
     makers: dict[str, Callable[[], Way]] = {
         "Sunspot": lambda: Ours(config["storage"], SavedObjects(model, optimizer)),
-        "`dcp.async_save`, staged by a thread, written by a process of its own": lambda: Dcp("PROCESS"),
+        "`dcp.async_save`, staged by a thread, written by a separate process": lambda: Dcp("PROCESS"),
         "the same, written by a thread": lambda: Dcp("THREAD"),
-        "`torch.save` and `report()`, Ray uploads behind": lambda: Report("ASYNC"),
+        "`torch.save` and `report()`, Ray uploads after it returns": lambda: Report("ASYNC"),
         "`torch.save` and `report()`, Ray uploads before it returns": lambda: Report("SYNC"),
     }
     ways = {name: make() for name, make in islice(makers.items(), config["most"])}
@@ -81,27 +82,28 @@ def on_worker(config: dict[str, Any]) -> None:
             copied()
             stall += time.perf_counter() - began
             stored()
-            if step > 1:  # the first one allocates
+            if step > 1:  # the first step allocates memory
                 stalls[name].append(1000 * stall)
     Path(config["out"]).write_text(json.dumps(stalls))
 
 
 def nothing() -> None:
-    """It is copied already."""
+    """Return at once, because the state is copied already."""
 
 
 class Way(Protocol):
-    """A way to save."""
+    """Way to save a checkpoint."""
 
     def save(self, step: int, state: dict[str, Any]) -> Waits:
-        """Begin to save."""
+        """Begin to save a checkpoint."""
 
 
 class Ours:
-    """The product's, without copies that outlive the process."""
+    """Sunspot's way, without copies that outlive the process."""
 
     def __init__(self, storage: str, saved: SavedObjects) -> None:
-        run, attempt = open_run(storage, "run"), Attempt(1, "bench", None, 0)
+        run = open_run(storage, "run")
+        attempt = Attempt(1, "bench", None, 0)
         claim(run, read_attempts(run), attempt)
         plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((1,), 1), None, Steps(6400, 64), 100)
         self._checkpoints = CheckpointManager(run, attempt, plan, saved)
@@ -113,7 +115,7 @@ class Ours:
 
 
 class Dcp:
-    """PyTorch's, with everything that it has against stalls on this device: staging in a thread works on a CPU, too."""
+    """PyTorch's way, with all its options against stalls on this device. Staging in a thread works on a CPU, too."""
 
     def __init__(self, writer: str) -> None:
         cuda = torch.cuda.is_available()
@@ -138,7 +140,7 @@ class Dcp:
 
 
 class Report:
-    """Ray's, as in its guide to checkpoints."""
+    """Ray's way, as in its guide to checkpoints."""
 
     def __init__(self, mode: str) -> None:
         self._mode = ray.train.CheckpointUploadMode[mode]

@@ -1,8 +1,8 @@
-"""Rows from S3 into torch batches: `LOADER=ray` beside what others read with, each in turn in a process of its own.
+"""Measures how fast rows from S3 become torch batches with `LOADER=ray` and other readers, each in its own process.
 
-All read the same pictures once from the same server, shuffled in their own way, into normalized batches; those with a
-format of their own read a copy in it. The clock starts after WARM_UP rows. `make readers` installs LitData and MosaicML
-Streaming; a way whose package is missing is left out.
+All readers read the same pictures once from the same server into normalized batches, shuffled in their own way. Readers
+with their own format read a copy in that format. The clock starts after WARM_UP rows. `make readers` installs LitData
+and MosaicML Streaming. A reader whose package is missing is left out.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from sunspot.tasks.images import normalize
 
 ROUNDS = 3
 COPIES = 20
-"""Of the bundled digits."""
+"""Number of copies of the bundled digits."""
 
 WARM_UP = 20_000
 FILES, ROW_GROUP = 8, 2048
 CHUNK_BYTES = 16 << 20
-"""Of LitData's and Streaming's files: as large as a file of Parquet."""
+"""Size of LitData's and Streaming's files, which is about that of the Parquet files."""
 
 BATCH = 128
 SHUFFLED = 2048
-"""Rows among which Ray Data shuffles."""
+"""Number of rows in Ray Data's shuffle buffer."""
 
 WORKERS = 2
-"""Of a DataLoader."""
+"""Number of workers in a DataLoader."""
 
 BUCKET = "bench"
 READERS = {
@@ -60,7 +60,7 @@ READERS = {
 
 
 def measure(most: int) -> Figures:
-    """Rows a second."""
+    """Return the rows per second of each reader."""
     readers = dict(islice(READERS.items(), most))
     call("write", "parquet")
     for name, reader in list(readers.items()):
@@ -70,7 +70,10 @@ def measure(most: int) -> Figures:
 
 
 def call(act: str, way: str) -> float:
-    """What this module prints in a process of its own; 0, and why on stderr, for a format that cannot be written."""
+    """Run this module in another process and return the number that it prints.
+
+    If a format cannot be written, print the reason on stderr and return 0.
+    """
     path = [f"{sys.prefix}/readers", *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-m", "scripts.bench.ingest", act, way]
@@ -85,7 +88,7 @@ def call(act: str, way: str) -> float:
 
 
 def main(act: str, way: str) -> None:
-    """Write the rows in a way's format into the bucket, or read them; prints the rows, or those read a second."""
+    """Write the rows to the bucket in a reader's format and print their number, or read them and print the speed."""
     images, labels = digits()
     if act == "write":
         with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +96,8 @@ def main(act: str, way: str) -> None:
             pyarrow.fs.copy_files(folder, f"{BUCKET}/ingest/{way}", destination_filesystem=s3())
         print(COPIES * len(labels))
         return
-    rows, first, began = 0, 0, 0.0
+    rows = first = 0
+    began = 0.0
     for batch in globals()[way]():
         rows += len(batch)
         if not first and rows >= WARM_UP:
@@ -107,7 +111,7 @@ def main(act: str, way: str) -> None:
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """The bundled digits' pixels, [n, 28, 28], and labels."""
+    """Return the pixels, [n, 28, 28], and the labels of the bundled digits."""
     source = open_images(str(SAMPLE))
     rows = read_rows(source, 0, rows_in(source))
     return rows["image"][:, 0], rows["label"]
@@ -146,7 +150,7 @@ WRITERS = {"parquet": write_parquet, "litdata": write_litdata, "streaming": writ
 
 
 def ours() -> Iterator[torch.Tensor]:
-    """The batches of a training run with one worker, normalized as by its task."""
+    """Yield the batches of a training run with one worker, normalized as its task does."""
     import ray.train
 
     from sunspot.data.ray_loader import RayLoader, StepStreams
@@ -162,7 +166,7 @@ def ours() -> Iterator[torch.Tensor]:
 
 
 def ray_data() -> Iterator[torch.Tensor]:
-    """As in Ray's guides: files in random order, batches through a function, and rows shuffled among some of them."""
+    """Yield batches as in Ray's guides: files in random order, a function for each batch, and a shuffle buffer."""
     import ray.data
 
     def prepare(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -177,7 +181,7 @@ def ray_data() -> Iterator[torch.Tensor]:
 
 
 class RowGroups(IterableDataset[dict[str, torch.Tensor]]):
-    """Batches of the rows of each group in turn, each worker with groups of its own."""
+    """Batches from one row group after the other. Each worker has its own groups."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         info = get_worker_info()
@@ -194,13 +198,13 @@ class RowGroups(IterableDataset[dict[str, torch.Tensor]]):
 
 
 def torch_data() -> Iterator[torch.Tensor]:
-    """A DataLoader with workers."""
+    """Yield the batches of a DataLoader with workers."""
     for batch in DataLoader(RowGroups(), batch_size=None, num_workers=WORKERS, multiprocessing_context="spawn"):
         yield normalize(batch["image"][:, None])
 
 
 def litdata() -> Iterator[torch.Tensor]:
-    """LitData's own dataset and loader."""
+    """Yield the batches of LitData's own dataset and loader."""
     from litdata import StreamingDataLoader, StreamingDataset  # type: ignore[import-not-found]
 
     options = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
@@ -211,7 +215,7 @@ def litdata() -> Iterator[torch.Tensor]:
 
 
 def streaming() -> Iterator[torch.Tensor]:
-    """MosaicML's own dataset, in a DataLoader."""
+    """Yield the batches of MosaicML's own dataset in a DataLoader."""
     from streaming import StreamingDataset
 
     os.environ["S3_ENDPOINT_URL"] = os.environ["AWS_ENDPOINT_URL"]
@@ -223,7 +227,7 @@ def streaming() -> Iterator[torch.Tensor]:
 
 
 def s3() -> pyarrow.fs.S3FileSystem:
-    """The server of the AWS environment."""
+    """Return the file system of the server in the AWS environment."""
     return pyarrow.fs.S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"])
 
 

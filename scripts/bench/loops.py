@@ -1,21 +1,22 @@
-r"""`python -m scripts.bench.loops stock` (`notice`, `torchft`): the yardsticks for recovery, as Ray's own guides train.
+r"""`python -m scripts.bench.loops stock` (`notice`, `torchft`): train as in Ray's guides, as yardsticks for recovery.
 
-Task, data, batch, workers, MAX_STEPS, CHECKPOINT_EVERY_STEPS and MAX_FAILURES come from the SUNSPOT_ settings. `stock`
-follows the guides to PyTorch, fault tolerance and elastic training, and changes no default of Ray's; as a checkpoint
-has no position in the data, a restart begins the epoch again. `notice` is the same with what the guide to preemption
-adds: it asks after each step whether a node is to go, and then saves once. `torchft` follows the example of
-`TorchftConfig` in Ray 2.60, with torchft 0.2: each worker is a replica of its own, the others go on without a lost one,
-and one that is replaced gets the state from them; nothing is reported to Ray or saved. The example's sampler leaves out
-the rows of a replica that is away, so the replicas here take the next batches of one order, by `batches_committed`; as
-many of them as there are workers count as a step, however few take part.
+Task, data, batch, workers, MAX_STEPS, CHECKPOINT_EVERY_STEPS and MAX_FAILURES come from the SUNSPOT_ settings.
 
-Rank 0, or each replica, prints a line of JSON for each step, `{"time", "step", "world"}`; `stock` also for each start
-of the workers, `{"time", "event": "start", "from_step", "checkpoint_step", "world"}`, after which steps from
-`from_step` are repeated. With AUDIT, the rows that each step consumed are written as scripts/failures/rows.py reads
-them.
+- `stock` follows the guides to PyTorch, fault tolerance and elastic training, and changes none of Ray's defaults. A
+  checkpoint has no position in the data, so a restart begins the epoch again.
+- `notice` adds the code of the guide to preemption: after each step, it checks for a notice, and then saves once.
+- `torchft` follows the example of `TorchftConfig` in Ray 2.60, with torchft 0.2. Each worker is a replica. The others
+  continue without a lost replica, and send the state to its replacement. Nothing is reported to Ray or saved. The
+  example's sampler leaves out the rows of a missing replica. So here, the replicas take the next batches of one common
+  order, by `batches_committed`. A step has as many batches as there are workers, even if fewer replicas take part.
 
-Only the driver needs this file: Ray sends the function to the workers. An image for `torchft` has torchft beside
-sunspot/, and the exporter of OpenTelemetry that it imports:
+Rank 0, or each replica, prints a JSON object per line for each step: `{"time", "step", "world"}`. `stock` also prints
+`{"time", "event": "start", "from_step", "checkpoint_step", "world"}` for each start of the workers, after which the
+steps from `from_step` are repeated. With AUDIT, the rows of each step are written in the format that
+scripts/failures/rows.py reads.
+
+Only the driver needs this file, because Ray sends the function to the workers. An image for `torchft` has torchft next
+to sunspot/, and the exporter of OpenTelemetry that it imports:
 
     pip install --no-deps --target torchft torchft==0.2.0 opentelemetry-exporter-otlp-proto-http==1.45.2 \
       opentelemetry-exporter-otlp-proto-common==1.45.2 opentelemetry-exporter-otlp-common==0.66b2 \
@@ -54,16 +55,18 @@ from sunspot.tasks import load_task
 FILE = "checkpoint.pt"
 
 Taken = list[tuple[int, int, list[int]]]
-"""The epoch, the number, and the ids of this worker's rows, of each step that it took."""
+"""Steps that a worker took: the epoch and the number of each, and the ids of the worker's rows."""
 
 
 def train_stock(config: dict[str, Any]) -> None:
-    """Train as each worker of Ray's guides does."""
+    """Train as a worker in Ray's guides does."""
     began = time.time()
     plan: Plan = config["plan"]
-    settings, storage = plan.settings, open_storage(plan.settings.storage_path)
+    settings = plan.settings
+    storage = open_storage(settings.storage_path)
     context = ray.train.get_context()
-    world, rank = context.get_world_size(), context.get_world_rank()
+    world = context.get_world_size()
+    rank = context.get_world_rank()
 
     task = load_task(settings)
     model = ray.train.torch.prepare_model(task.build_model(settings, plan.source))
@@ -77,14 +80,18 @@ def train_stock(config: dict[str, Any]) -> None:
 
     saved_on_notice = config["name"] == "stock"
     first_epoch = step = checkpoint_step = 0
-    start, parent = ray.train.collective.broadcast_from_rank_zero(f"{began:.3f}"), "none"
-    if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as folder:
+    start = ray.train.collective.broadcast_from_rank_zero(f"{began:.3f}")
+    parent = "none"
+    resumed = ray.train.get_checkpoint()
+    if resumed:
+        with resumed.as_directory() as folder:
             state = torch.load(os.path.join(folder, FILE))
         bare.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
-        first_epoch, step, checkpoint_step = state["epoch"], state["epoch_began"], state["step"]
+        first_epoch = state["epoch"]
+        step = state["epoch_began"]
+        checkpoint_step = state["step"]
         parent = state["start"]
     if rank == 0:
         print_event(time=began, event="start", from_step=step, checkpoint_step=checkpoint_step, world=world)
@@ -136,12 +143,13 @@ def train_stock(config: dict[str, Any]) -> None:
 
 
 def train_torchft(config: dict[str, Any]) -> None:
-    """Train as each worker of Ray's example of TorchFT does."""
+    """Train as a worker in Ray's example of TorchFT does."""
     import torchft  # type: ignore[import-not-found]
     from torchft.checkpointing.pg_transport import PGTransport  # type: ignore[import-not-found]
 
     plan: Plan = config["plan"]
-    settings, storage = plan.settings, open_storage(plan.settings.storage_path)
+    settings = plan.settings
+    storage = open_storage(settings.storage_path)
     context = ray.train.get_context()
     world = context.get_world_size()
     task = load_task(settings)
@@ -162,7 +170,7 @@ def train_torchft(config: dict[str, Any]) -> None:
         world_size=1,
         rank=0,
         replica_id=f"worker-{context.get_world_rank()}",
-        # By address: the name of a pod is known to nobody else.
+        # Other pods can only resolve addresses, not the names of pods.
         hostname=ray.util.get_node_ip_address(),
         lighthouse_addr=f"http://{config['driver']}:{urlsplit(os.environ['TORCHFT_LIGHTHOUSE']).port}",
         timeout=timedelta(seconds=30),
@@ -175,8 +183,8 @@ def train_torchft(config: dict[str, Any]) -> None:
     while (step := manager.batches_committed() // world) < plan.total_steps:
         for place, param_group in enumerate(inner.param_groups):
             param_group["lr"] = rates[place] * task.schedule(step, plan.total_steps)
-        optimizer.zero_grad()  # begins to look for who takes part
-        rank = manager.participating_rank()  # None: this one gets the state, and its step does not count
+        optimizer.zero_grad()  # begins to find the replicas that take part
+        rank = manager.participating_rank()  # None if this replica receives the state, and its step does not count
         first, before = manager.batches_committed(), manager.current_step()
         _, places = batch_of(len(dataset), size, first + (rank or 0))
         image, label, _ = dataset[places]
@@ -187,7 +195,7 @@ def train_torchft(config: dict[str, Any]) -> None:
             committed = manager.batches_committed()
             step = committed // world
             print_event(time=time.time(), step=step, world=manager.num_participants())
-            # All tell of the whole step, in one file: one that dies now has taken part in it nevertheless.
+            # Each replica writes the complete step into the same file, because one that dies now has taken part in it.
             batches = [batch_of(len(dataset), size, number) for number in range(first, committed)]
             taken = [(epoch, step, dataset[places][-1].tolist()) for epoch, places in batches]
             write_rows(plan, storage, f"-torchft/rows/0-after-none-at-0/{committed}-0.json", taken)
@@ -195,12 +203,12 @@ def train_torchft(config: dict[str, Any]) -> None:
 
 
 def resilient(distributed: type) -> type:
-    """TorchFT's DDP with another hook: that of 0.2 fails, and the replica with it, once an all-reduce has failed."""
+    """Return TorchFT's DDP with another hook. The hook of 0.2 ends the replica after a failed all-reduce."""
 
     class Resilient(distributed):  # type: ignore[misc]
         @staticmethod
         def _comm_hook(manager, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotation that is a string
-            manager.allreduce(bucket.buffer()).wait()  # what fails is noted, and the step will not be committed
+            manager.allreduce(bucket.buffer()).wait()  # the manager records a failure, and does not commit the step
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(bucket.buffer())
             return done
@@ -209,28 +217,28 @@ def resilient(distributed: type) -> type:
 
 
 def batch_of(rows: int, size: int, number: int) -> tuple[int, torch.Tensor]:
-    """The epoch, from 1, of a batch of `size` rows that all replicas number alike, and the places of its rows."""
+    """Return the epoch, from 1, and the rows' positions of batch `number`, which is the same for all replicas."""
     batches = ceil(rows / size)
     epoch, place = number // batches + 1, number % batches * size
     return epoch, torch.randperm(rows, generator=torch.Generator().manual_seed(epoch))[place : place + size]
 
 
 def dataset_of(plan: Plan) -> TensorDataset:
-    """Load all rows into memory."""
+    """Return all rows, loaded into memory."""
     columns = read_rows(plan.source, 0, rows_in(plan.source))
     return TensorDataset(*(torch.from_numpy(columns[name]) for name in ("image", "label", "row")))
 
 
 def print_event(**event: Any) -> None:
-    """Print one line, which Ray forwards to the driver's output."""
+    """Print an event as a line, which Ray forwards to the driver's output."""
     print(json.dumps(event), flush=True)
 
 
 def write_rows(plan: Plan, storage: Storage, name: str, taken: Taken) -> None:
-    """Write which rows were consumed, if the settings ask for that."""
+    """Write the ids of the consumed rows if AUDIT is set."""
     if plan.settings.audit:
-        told = json.dumps({"rows": plan.steps.rows, "time": time.time(), "taken": taken}).encode()
-        storage.write(plan.settings.run_name + name, told)
+        record = {"rows": plan.steps.rows, "time": time.time(), "taken": taken}
+        storage.write(plan.settings.run_name + name, json.dumps(record).encode())
 
 
 def main(name: str) -> int:
@@ -240,8 +248,8 @@ def main(name: str) -> int:
     if torchft:
         from ray.train.v2.torch.torchft_config import TorchftConfig  # noqa: TID251 (Ray 2.60 has it nowhere else)
 
-        # As in TorchFT's README. By default, the lighthouse waits 0.1 s for a replica that is late; then, of three on a
-        # busy machine, two always left the third behind, which got the state and left another behind.
+        # As in TorchFT's README. By default, the lighthouse waits 0.1 s for a late replica. On a busy machine, two of
+        # three replicas then continued without the third, which received the state and left out another one.
         lighthouse = {"min_replicas": 1, "quorum_tick_ms": 100, "join_timeout_ms": 10000}
         options["torch_config"] = TorchftConfig(lighthouse_kwargs=lighthouse, backend="gloo")
     settings = with_absolute_paths(load_settings())
@@ -251,7 +259,7 @@ def main(name: str) -> int:
         train_loop_config={
             "plan": make_plan(settings, load_task(settings)),
             "name": name,
-            "driver": ray.util.get_node_ip_address(),  # where the lighthouse is
+            "driver": ray.util.get_node_ip_address(),  # address of the lighthouse
         },
         scaling_config=ScalingConfig(
             num_workers=(workers.least, workers.most) if workers.elastic and not torchft else workers.most,
@@ -261,7 +269,7 @@ def main(name: str) -> int:
         run_config=RunConfig(
             name=f"{settings.run_name}-{name}",
             storage_path=settings.storage_path,
-            # By default 0: the first loss of a worker would end the run.
+            # With the default of 0, the first loss of a worker would end the run.
             failure_config=FailureConfig(max_failures=settings.max_failures),
         ),
         **options,

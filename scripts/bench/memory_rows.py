@@ -1,4 +1,4 @@
-"""Batches of rows in memory, against a DataLoader over torchvision's MNIST with its transforms."""
+"""Measures batches of rows in memory, compared with a DataLoader over torchvision's MNIST with its transforms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = 128
 
 
 def measure(most: int) -> Figures:
-    """Rows a second of one epoch."""
+    """Return the rows per second in one epoch."""
     from torchvision import datasets, transforms
 
     root = os.environ.get("SUNSPOT_DATA_ROOT", "data")
@@ -49,7 +49,7 @@ def measure(most: int) -> Figures:
 
 
 def rate(batches: Iterable[torch.Tensor]) -> float:
-    """Rows a second."""
+    """Return the rows per second."""
     began = time.perf_counter()
     rows = sum(len(images) for images in batches)
     return rows / (time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""The product itself, as the benchmarks measure it."""
+"""Runs Sunspot itself for the benchmarks."""
 
 import io
 import logging
@@ -23,23 +23,23 @@ from sunspot.train.driver import identify_rows
 from sunspot.train.trainer import fit
 
 WARM_UP_S = 3.0
-"""Seconds of a run that are not measured: cuDNN chooses kernels, allocators fill, torch.compile compiles."""
+"""Seconds at the beginning of a run that are not measured: cuDNN chooses kernels, and torch.compile compiles."""
 
 
 def load_rows(source: Source) -> Batch:
-    """Load all rows of a source: a tensor for each column, and `row` with the row ids."""
+    """Return all rows of a source as a tensor for each column. The column `row` has the ids of the rows."""
     return {name: torch.from_numpy(column) for name, column in read_rows(source, 0, rows_in(source)).items()}
 
 
 def start_ray() -> None:
-    """Start Ray on all of this machine's processors, in silence, unless it runs."""
+    """Start Ray quietly on all of this machine's CPUs, unless it is running already."""
     os.environ.update(RAY_ENVIRONMENT)
     if not ray.is_initialized():
         start_local_ray(log_to_driver=False, logging_level=logging.ERROR)
 
 
 def train_ms(settings: Settings) -> float:
-    """Train a run to its end; returns the milliseconds of a step, with whatever else the loop does."""
+    """Train a run to its end and return the milliseconds per step, including all other work of the loop."""
     start_ray()
     plan = make_plan(settings, load_task(settings))
     run = open_run(settings.storage_path, settings.run_name)
@@ -51,7 +51,7 @@ def train_ms(settings: Settings) -> float:
 
 
 def step_ms(marks: Sequence[tuple[int, float]]) -> float:
-    """Milliseconds of a step, from the first mark (a step, and when it was done) after the warm-up to the last."""
+    """Return the milliseconds per step after the warm-up. A mark is a step and the time at which it was complete."""
     warm = [mark for mark in marks if mark[1] > marks[0][1] + WARM_UP_S]
     (first, began), (last, ended) = (warm or marks)[0], marks[-1]
     return 1000 * (ended - began) / (last - first)

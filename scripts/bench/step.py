@@ -1,4 +1,7 @@
-"""The steady-state step of the training loop: against the loops of introductions, with and without copies in memory."""
+"""Measures a steady-state step of the training loop, compared with the loops of other libraries' introductions.
+
+Another benchmark compares steps with and without copies of the state in memory.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ WARM_UP = 20
 WORKERS = 2
 
 BESIDE_READING = {"CPU": 0.5}
-"""Of a worker whose rows Ray Data reads: with two whole cores taken, it read none in 14 minutes."""
+"""Resources of a worker whose rows Ray Data reads. If workers took both cores, Ray Data read no rows in 14 minutes."""
 
 
 def measure(most: int) -> Figures:
-    """Milliseconds of a step, by ours and by the loop of each introduction."""
+    """Return the milliseconds per step of Sunspot's loop and of the loop in each introduction."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}")
     loops: dict[str, Callable[[], float]] = {
         "Sunspot": ours,
@@ -47,12 +50,12 @@ def measure(most: int) -> Figures:
 
 
 def measure_copies(most: int) -> Figures:
-    """Milliseconds of a step, with copies in memory and without."""
+    """Return the milliseconds per step with and without copies in memory."""
     return in_turns({"with them": ours, "the same without": partial(ours, SNAPSHOT_COST="0")}, PAIRS)
 
 
 def settings(storage: str = "unused", **more: str) -> Settings:
-    """ResNet-18 on the sample, two workers of one core."""
+    """Return settings for ResNet-18 on the sample, with two workers on one core each."""
     return load_settings(
         {
             "STORAGE_PATH": storage,
@@ -67,19 +70,19 @@ def settings(storage: str = "unused", **more: str) -> Settings:
 
 
 def ours(**more: str) -> float:
-    """Milliseconds of a step of a run."""
+    """Return the milliseconds per step of a run."""
     with tempfile.TemporaryDirectory() as storage:
         return train_ms(settings(storage, **more))
 
 
 def in_a_process(*words: str) -> float:
-    """What a loop of this file prints at its end."""
+    """Run a loop of this module in another process and return the number that it prints at its end."""
     output = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True).stdout
     return float(output.splitlines()[-1])
 
 
 def ray_train() -> float:
-    """Ray Train's introduction, with its rows from Ray Data."""
+    """Return the milliseconds per step of the loop in Ray Train's introduction, with rows from Ray Data."""
     import pyarrow as pa
     import ray.data
     from ray.train import RunConfig, ScalingConfig
@@ -90,7 +93,7 @@ def ray_train() -> float:
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images.numpy())
     rows = ray.data.from_arrow(pa.table({"image": tensors, "label": labels.numpy()}))
     with tempfile.TemporaryDirectory() as storage:
-        out = Path(storage, "ms")  # a result has metrics only of reports with a checkpoint
+        out = Path(storage, "ms")  # Ray's result only has metrics from reports with a checkpoint
         TorchTrainer(
             on_ray,
             train_loop_config={"out": str(out)},
@@ -102,7 +105,7 @@ def ray_train() -> float:
 
 
 def on_ray(config: dict[str, Any]) -> None:
-    """The loop of one of Ray Train's workers; rank 0 writes the milliseconds of a step to `out`."""
+    """Train as a worker of Ray Train. Rank 0 writes the milliseconds per step to `out`."""
     import ray.train.torch
 
     torch.set_num_threads(1)
@@ -119,7 +122,7 @@ def on_ray(config: dict[str, Any]) -> None:
 
 
 def ddp_loop() -> None:
-    """DistributedDataParallel as in its tutorial; rank 0 prints the milliseconds of a step."""
+    """Train with DistributedDataParallel as in its tutorial. Rank 0 prints the milliseconds per step."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler
@@ -137,7 +140,7 @@ def ddp_loop() -> None:
 
 
 def plain_loop() -> None:
-    """One process as in PyTorch's introduction; prints the milliseconds of a step."""
+    """Train in one process as in PyTorch's introduction, and print the milliseconds per step."""
     from torch.utils.data import DataLoader
 
     torch.set_num_threads(WORKERS)
@@ -147,7 +150,7 @@ def plain_loop() -> None:
 
 
 def _rows() -> Any:
-    """The same images and labels for all."""
+    """Return the images and labels, which are the same for all loops."""
     from torch.utils.data import TensorDataset
 
     from scripts.bench.product import load_rows
@@ -161,7 +164,7 @@ def _milliseconds(
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     device: torch.device,
 ) -> float:
-    """Of a step, after the warm-up, of the same model; `batches` are gone through again until there are enough."""
+    """Return the milliseconds per step after the warm-up. `batches` are repeated until there are enough steps."""
     task = load_task(settings())
     model = prepare(task.build_model(settings(), make_plan(settings(), task).source))
     optimizer = task.build_optimizer(model, settings())

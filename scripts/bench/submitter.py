@@ -1,4 +1,4 @@
-"""What the command `sunspot` costs: its start, and its listings of many checkpoints and of many runs in S3."""
+"""Measures the command `sunspot`: its start, and its listings of many checkpoints and of many runs in S3."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from sunspot.submitter.commands.checkpoints.ls import list_all as list_checkpoin
 from sunspot.submitter.commands.list import list_all as list_runs
 
 STARTS, LISTINGS = 15, 5
-"""Pairs of each measurement."""
+"""Number of turns of each measurement."""
 
 CHECKPOINTS, RUNS = (10_000, 1_000) if os.environ.get("AWS_ENDPOINT_URL") else (1_000, 300)
-"""Fewer without a real server: the one in Python takes time for each page by the objects of the whole bucket."""
+"""Number of objects to list. It is smaller without a real server, because moto reads the whole bucket for each page."""
 
 ROWS = 50
-"""Rows that are shown, as by default."""
+"""Number of rows that a listing shows, which is the default."""
 
 
 def measure_help(most: int) -> Figures:
-    """Milliseconds of `sunspot --help`."""
+    """Return the milliseconds of `sunspot --help`."""
     return _start_in_turns("--help")
 
 
 def measure_render(most: int) -> Figures:
-    """Milliseconds of `sunspot render`."""
+    """Return the milliseconds of `sunspot render`."""
     return _start_in_turns("render", "--run", "bench", "--storage", "s3://bucket/runs")
 
 
 def measure_checkpoints(most: int) -> Figures:
-    """Milliseconds of `sunspot checkpoints ls` of one run with CHECKPOINTS."""
+    """Return the milliseconds of `sunspot checkpoints ls` for a run with CHECKPOINTS."""
     with _s3_folder() as storage:
         run = Run(storage, "run")
         claim(run, [], Attempt(1, "bench", None, 0))
@@ -67,7 +67,7 @@ def measure_checkpoints(most: int) -> Figures:
 
 
 def measure_runs(most: int) -> Figures:
-    """Milliseconds of `sunspot list` of RUNS runs."""
+    """Return the milliseconds of `sunspot list` with RUNS runs."""
     with _s3_folder() as storage:
 
         def make(number: int) -> None:
@@ -92,12 +92,12 @@ def _start_in_turns(*words: str) -> Figures:
         subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
 
     ways = {"Sunspot": ("-m", "sunspot.cli", *words), "`python -c pass`": ("-c", "pass")}
-    start(*ways["Sunspot"])  # compiles what is not compiled yet
+    start(*ways["Sunspot"])  # compiles the modules
     return in_turns({name: partial(_milliseconds, partial(start, *way)) for name, way in ways.items()}, STARTS)
 
 
 def _list_in_turns(storage: S3Storage, prefix: str, show: Callable[[], None]) -> Figures:
-    """Time `show` beside a bare listing of `prefix`."""
+    """Measure `show` and a bare listing of `prefix` in turns."""
 
     def bare() -> None:
         pages = storage._client.get_paginator("list_objects_v2")
@@ -106,13 +106,13 @@ def _list_in_turns(storage: S3Storage, prefix: str, show: Callable[[], None]) ->
 
     ways = {"Sunspot": partial(_milliseconds, show), "the pages of the listing alone": partial(_milliseconds, bare)}
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        in_turns(ways, 1)  # opens the connections
+        in_turns(ways, 1)  # opens the connections, and is not measured
         return in_turns(ways, LISTINGS)
 
 
 @contextmanager
 def _s3_folder() -> Iterator[S3Storage]:
-    """An empty place in the bucket; nothing of it is left afterwards."""
+    """Yield an empty folder in the bucket, which is deleted at the end."""
     storage = S3Storage(f"s3://{BUCKET}/{uuid.uuid4().hex}")
     try:
         yield storage

@@ -1,1 +1,1 @@
-"""`make bench-failures`: the same task through the same losses, under Sunspot, the usual loop, and TorchFT."""
+"""`make bench-failures`: compare Sunspot, the loop from Ray's guides, and TorchFT under the same losses of nodes."""

@@ -1,4 +1,4 @@
-"""The losses of the benchmark of failures: nodes that go, with notice and without, and come back."""
+"""Injects losses for the benchmark of failures: nodes are removed with or without notice, and come back."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from sunspot.background import start_thread
 
 
 class Loss(NamedTuple):
-    """A node that goes."""
+    """Loss of a node."""
 
     at_s: float
-    "Seconds since all workers trained."
+    "Time of the loss, in seconds since all workers trained."
     kind: str
-    "reclaim: with notice; kill: without."
+    "Kind of loss: `reclaim` with notice, or `kill` without."
     node: str
 
 
 def schedule(seed: int, every_s: float, nodes: Sequence[str]) -> Iterator[Loss]:
-    """Losses without end, `every_s` seconds apart give or take a half; of each two, one comes with notice."""
-    chance, at_s = random.Random(seed), 0.0
+    """Yield losses endlessly, on average `every_s` seconds apart. One of each two losses comes with notice."""
+    chance = random.Random(seed)
+    at_s = 0.0
     while True:
         for kind in chance.sample(["reclaim", "kill"], 2):
             at_s += every_s * chance.uniform(0.5, 1.5)
@@ -34,29 +35,29 @@ def schedule(seed: int, every_s: float, nodes: Sequence[str]) -> Iterator[Loss]:
 
 
 @contextmanager
-def dealt(
-    losses: Iterator[Loss], told: list[tuple[float, str, str]], commands: dict[str, str], away_s: float, began: float
+def injected(
+    losses: Iterator[Loss], record: list[tuple[float, str, str]], commands: dict[str, str], away_s: float, began: float
 ) -> Iterator[Future[None]]:
-    """Deal the losses in a thread while the context lasts; each node comes back after `away_s`, before the next goes.
+    """Inject the losses in a thread while the context lasts. Each node comes back after `away_s`, before the next loss.
 
-    `began` is when all workers trained; the seconds since, the kind and the node are added to `told`. The future is
-    done when a command of the user's has failed, which is raised at the end.
+    `began` is the time at which all workers trained. The seconds since then, the kind and the node of each loss are
+    added to `record`. The future is done early if a user's command fails, and the end of the context raises its error.
     """
     stop = Event()
 
-    def deal() -> None:
+    def inject() -> None:
         for loss in losses:
             if stop.wait(max(0.0, began + loss.at_s - time.time())):
                 return
             print(f"== {time.strftime('%H:%M:%S')} {loss.kind} {loss.node}", flush=True)
-            told.append((round(time.time() - began, 1), loss.kind, loss.node))
+            record.append((round(time.time() - began, 1), loss.kind, loss.node))
             finish(begin(commands[loss.kind], loss.node))
             stop.wait(away_s)
             finish(begin(commands["add"], loss.node))
 
-    dealing = start_thread(deal, "losses")
+    injecting = start_thread(inject, "losses")
     try:
-        yield dealing
+        yield injecting
     finally:
         stop.set()
-        dealing.result()
+        injecting.result()

@@ -1,4 +1,4 @@
-"""What a contender did in the benchmark of failures: its figures, and all of them as a table and a plot."""
+"""Results of the contenders in the benchmark of failures, and their table and plot."""
 
 from __future__ import annotations
 
@@ -17,78 +17,81 @@ from sunspot.report.charts import HEIGHT, LEFT, WIDTH, Drawing, Line, Point, leg
 RESULTS = "results.jsonl"
 
 LEGEND = 14
-"""Height of a line of the legend above the drawing, in its units."""
+"""Height of a line in the legend above the drawing, in the drawing's units."""
 
 
 @dataclass
 class Result:
-    """One contender, so far. Times are in seconds since all its workers trained."""
+    """Result of one contender so far. Times are in seconds since all its workers trained."""
 
     name: str
     job: str
-    "The RayJob, after which its folder in storage is named."
+    "Name of the RayJob, and of its folder in storage."
     steps: int
-    "Wanted."
+    "Number of steps to take."
     points: list[tuple[float, int]] = field(default_factory=list)
-    "When which steps had been taken."
+    "Times and the steps that had been taken by then."
     again: int = 0
-    "Steps taken again."
+    "Number of repeated steps."
     losses: list[tuple[float, str, str]] = field(default_factory=list)
-    "When which kind of loss was dealt to which node."
+    "Time, kind and node of each loss."
     missing: int | None = None
-    "Rows of finished epochs that the model has not learned from; None: not known."
+    "Number of rows in finished epochs that the model has not learned from; None if unknown."
     repeated: int | None = None
-    "Rows that it has learned from again within an epoch."
+    "Number of rows that the model has learned from again within an epoch; None if unknown."
     ended: str = ""
-    "Why it did not take all steps; empty: it has, or has not ended yet."
+    "Reason why it did not take all steps; empty if it did, or if it is still training."
 
     @property
     def reached(self) -> int:
-        """The highest step."""
+        """Highest step."""
         return max((step for _, step in self.points), default=0)
 
     @property
     def wall_s(self) -> float:
-        """Until it first took the highest step; without all steps, until its last one or its time was up."""
+        """Time of the highest step. If steps are missing, it is the time of the last step or of the time limit."""
         if self.ended and self.points:
             return self.points[-1][0]
         return next((at for at, step in self.points if step == self.reached), 0.0)
 
     @property
     def goodput(self) -> float | None:
-        """Steps at the contender's usual pace, over the time that it took; None before there is a pace."""
+        """Time of all steps at the contender's usual pace, divided by the time that it took; None if unknown."""
         paces = [(t1 - t0) / (s1 - s0) for (t0, s0), (t1, s1) in pairwise(self.points) if s1 > s0 and t1 > t0]
         taken = self.reached - self.points[0][1] if self.points else 0
         return min(1.0, taken * median(paces) / self.wall_s) if paces and self.wall_s else None
 
     @property
     def longest_s(self) -> float:
-        """The longest time without a step that had not been taken before."""
-        best, since, longest = 0, 0.0, 0.0
+        """Longest time without a new step."""
+        best = 0
+        since = longest = 0.0
         for at, step in self.points:
             if step > best:
-                longest, since, best = max(longest, at - since), at, step
+                longest = max(longest, at - since)
+                since = at
+                best = step
         return max(longest, self.wall_s - since)
 
 
 def read(folder: Path) -> list[Result]:
-    """The results that a benchmark has left in a folder; none if there was none."""
+    """Return the results that earlier benchmarks have written to a folder."""
     file = folder / RESULTS
     return [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def write(results: Sequence[Result], folder: Path) -> None:
-    """The results, a line of JSON each, with the table and the plot made from them."""
+    """Write the results, one JSON object per line, and their table and plot."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {RESULTS: "".join(json.dumps(asdict(result)) + "\n" for result in results)}
     for name, text in {**texts, "table.md": table(results), "plot.svg": plot(results)}.items():
-        part = folder / f"{name}.part"  # hours of work, if it is killed meanwhile
+        part = folder / f"{name}.part"  # if this process is killed, the old file with hours of work must be intact
         part.write_text(text)
         part.replace(folder / name)
 
 
 def table(results: Sequence[Result]) -> str:
-    """A line for each contender."""
+    """Return a table with a line for each contender."""
     names = ["", "steps", "wall time", "goodput", "losses with notice", "without", "steps again", "rows missing"]
     lines = [[*names, "rows repeated", "longest without a new step"], ["---"] * (len(names) + 2)]
     for result in results:
@@ -103,7 +106,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def plot(results: Sequence[Result]) -> str:
-    """Steps over wall time, each contender a line, with the losses: an SVG that stands alone."""
+    """Return an SVG file with a line of steps over wall time for each contender, and with the losses."""
     drawn = [result for result in results if result.points]
     lines = [
         Line(result.name, [Point(at / 60, float(step)) for at, step in result.points], style)

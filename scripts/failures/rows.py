@@ -1,9 +1,9 @@
-"""Which rows the final model of each contender has learned from, counted by the code of `sunspot audit`.
+"""Counts the rows that the final model of each contender has learned from, with the code of `sunspot audit`.
 
-The loops of scripts/bench write `rows/START-after-PARENT-at-STEP/STEP-RANK.json` beside their checkpoints: START is of
-the workers, which went on from the checkpoint at STEP that the workers of PARENT had saved. In it are the number of
-`rows` of the data, the `time`, and of each step `taken` its epoch, its number, and the ids of this worker's rows. A
-replica of TorchFT writes those of all replicas, after each step, into a file that is the same for all.
+The loops in scripts/bench write `rows/START-after-PARENT-at-STEP/STEP-RANK.json` next to their checkpoints. START is a
+start of the workers, which continued from the checkpoint at STEP that the workers of PARENT had saved. The file holds
+the number of `rows` in the data, the `time`, and for each step `taken` its epoch, its number, and the ids of this
+worker's rows. After each step, a replica of TorchFT writes the rows of all replicas into a file with a common name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
-from scripts.subjects import Stock, Subject, Torchft, begins_anew
+from scripts.subjects import Stock, Subject, Torchft, starts_over
 from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError
 from sunspot.storage import Storage, open_storage
@@ -31,8 +31,8 @@ class Taken(NamedTuple):
     rows: list[int]
 
 
-class Told(NamedTuple):
-    """What a worker wrote."""
+class WorkerRecord(NamedTuple):
+    """Content of a file that a worker wrote."""
 
     rows: int
     time: float
@@ -40,7 +40,7 @@ class Told(NamedTuple):
 
 
 def rows_of(subject: Subject) -> list[Epoch]:
-    """What the model of a contender has learned from, each epoch for itself; nothing before its first checkpoint."""
+    """Return the rows that a contender's model has learned from in each epoch; empty before its first checkpoint."""
     if isinstance(subject, Stock):
         of_loop = of_replicas if isinstance(subject, Torchft) else of_checkpoints
         return of_loop(open_storage(subject.storage_path), subject.job)
@@ -50,7 +50,7 @@ def rows_of(subject: Subject) -> list[Epoch]:
 
 
 def of_checkpoints(storage: Storage, folder: str) -> list[Epoch]:
-    """Of a loop that goes back to its newest checkpoint: the steps that led to the newest one."""
+    """Return the epochs of a loop that restarts from its newest checkpoint, counting the steps that led to it."""
     found = _find(storage, folder)
     starts = {name["start"]: (name["parent"], int(name["at"])) for _, name in found}
     upto: dict[str, float] = {}
@@ -59,42 +59,44 @@ def of_checkpoints(storage: Storage, folder: str) -> list[Epoch]:
         upto[start] = until
         start, until = starts[start]
     files = [(entry, upto[name["start"]]) for entry, name in found if name["start"] in upto]
-    told = _read(storage, [entry for entry, _ in files])
-    return count(
-        [step for one, (_, most) in zip(told, files, strict=True) for step in one.taken if step.step <= most], told
-    )
+    records = _read(storage, [entry for entry, _ in files])
+    steps = [
+        step for record, (_, most) in zip(records, files, strict=True) for step in record.taken if step.step <= most
+    ]
+    return count(steps, records)
 
 
 def of_replicas(storage: Storage, folder: str) -> list[Epoch]:
-    """Of replicas that go on without the lost one: all steps, unless all of them begin anew."""
-    told = _read(storage, [entry for entry, _ in _find(storage, folder)])
+    """Return the epochs of replicas that continue without the lost ones, counting all steps that were not repeated."""
+    records = sorted(_read(storage, [entry for entry, _ in _find(storage, folder)]), key=lambda record: record.time)
     kept: list[Taken] = []
     reached = 0
-    for step in (step for one in sorted(told, key=lambda one: one.time) for step in one.taken):
-        if begins_anew(step.step, reached):
-            kept, reached = [earlier for earlier in kept if earlier.step < step.step], step.step
+    for step in (step for record in records for step in record.taken):
+        if starts_over(step.step, reached):
+            kept = [earlier for earlier in kept if earlier.step < step.step]
+            reached = step.step
         kept.append(step)
         reached = max(reached, step.step)
-    return count(kept, told)
+    return count(kept, records)
 
 
-def count(steps: list[Taken], told: list[Told]) -> list[Epoch]:
-    """What each epoch consumed; the newest one counts as unfinished."""
+def count(steps: list[Taken], records: list[WorkerRecord]) -> list[Epoch]:
+    """Return the rows that each epoch consumed. The newest epoch counts as unfinished."""
     import pyarrow as pa
 
     if not steps:
         return []
     end = max(step.epoch for step in steps)
-    # Two steps an epoch: count_rows takes it for finished once the second one is reached.
+    # Pretend that an epoch has two steps. count_rows considers it finished when the second step is reached.
     numbers = [2 * step.epoch - 1 for step in steps for _ in step.rows]
     table = pa.table({"step": pa.array(numbers, pa.int32()), "row": [row for step in steps for row in step.rows]})
-    return list(count_rows([table], EpochLayout(told[0].rows, 2, told[0].rows), 2 * end - 1))
+    return list(count_rows([table], Data(records[0].rows, 2, records[0].rows), 2 * end - 1))
 
 
 def _find(storage: Storage, folder: str) -> list[tuple[Entry, re.Match[str]]]:
     return [(entry, name) for entry in storage.list(f"{folder}/rows") if (name := NAME.fullmatch(entry.key))]
 
 
-def _read(storage: Storage, entries: list[Entry]) -> list[Told]:
-    texts = [json.loads(text) for text in map_parallel(lambda entry: storage.read(entry.key), entries)]
-    return [Told(text["rows"], text["time"], [Taken(*step) for step in text["taken"]]) for text in texts]
+def _read(storage: Storage, entries: list[Entry]) -> list[WorkerRecord]:
+    contents = [json.loads(text) for text in map_parallel(lambda entry: storage.read(entry.key), entries)]
+    return [WorkerRecord(found["rows"], found["time"], [Taken(*step) for step in found["taken"]]) for found in contents]

@@ -1,4 +1,4 @@
-"""A cluster on this machine, made with kind: with the KubeRay operator, a bucket and the image in it."""
+"""Creates a cluster on this machine with kind, and installs the KubeRay operator, a bucket and the image in it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ TOOLS = {
     "kind": "https://kind.sigs.k8s.io/docs/user/quick-start",
     "kubectl": "https://kubernetes.io/docs/tasks/tools",
 }
-"""What has to be on PATH, and how to install it; kubectl fetches the operator with git."""
+"""Programs that must be on PATH, with instructions to install them. kubectl fetches the operator with git."""
 
 BUCKET = "s3://sunspot/runs"
 
 ENDPOINTS = {"pods": "http://bucket.bucket.svc.cluster.local:7070", "here": "http://127.0.0.1:7070"}
-"""Of the bucket (bucket.yaml): k8s/base lets pods reach port 7070, and cluster.yaml brings it to this machine."""
+"""Addresses of the bucket (bucket.yaml). Pods may reach port 7070 (k8s/base). cluster.yaml maps it to this machine."""
 
 KEYS = {"AWS_ACCESS_KEY_ID": "sunspot", "AWS_SECRET_ACCESS_KEY": "sunspot-local", "AWS_REGION": "us-east-1"}
-"""Known to all, and in bucket.yaml: the server listens on 127.0.0.1 only."""
+"""Credentials of the bucket, as in bucket.yaml. They are public, because the server only listens on 127.0.0.1."""
 
 
 def create_cluster(name: str, *options: str) -> None:
@@ -42,7 +42,7 @@ def create_cluster(name: str, *options: str) -> None:
 
 
 def install_operator(context: str) -> None:
-    """Install the KubeRay operator, and wait for it; does nothing where it runs."""
+    """Install the KubeRay operator unless it is installed already, and wait until it is ready."""
     # Server-side: the CRDs are too large for the annotation of a client-side apply.
     call("kubectl", "--context", context, "apply", "--server-side", "-k", OPERATOR)
     wait_for(context, "default", "kuberay-operator")
@@ -57,7 +57,7 @@ def wait_for(context: str, namespace: str, deployment: str) -> None:
 def create_secret(context: str, namespace: str, values: dict[str, str]) -> None:
     """Create or replace the Secret with the keys of a bucket.
 
-    By stdin: everybody on this machine sees the arguments of a command, and everybody who reads the log.
+    The values are passed by stdin, because everybody on this machine can see the arguments of a command.
     """
     name = {"name": "sunspot-storage", "namespace": namespace}
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": name, "stringData": values}
@@ -65,7 +65,7 @@ def create_secret(context: str, namespace: str, values: dict[str, str]) -> None:
 
 
 def load_image(name: str, image: str) -> None:
-    """Bring an image of docker's onto the nodes of a cluster."""
+    """Load an image from docker onto the nodes of a cluster."""
     call("kind", "load", "docker-image", "--name", name, image)
 
 
@@ -74,16 +74,14 @@ def refuse_missing_tools() -> None:
     missing = {tool: place for tool, place in TOOLS.items() if not shutil.which(tool)}
     if missing:
         places = "; ".join(f"{tool}: {place}" for tool, place in missing.items())
-        raise SettingsError(f"{' and '.join(missing)} not found on PATH; install what is missing ({places})")
+        raise SettingsError(f"{' and '.join(missing)} not found on PATH; install them ({places})")
 
 
 def call(*words: str, quiet: bool = False, text: str | None = None) -> str:
-    """Run a command in the repository, `text` being its input; its output is shown, or with `quiet` returned."""
+    """Run a command in the repository with `text` as input. With `quiet`, return its output instead of showing it."""
     if not quiet:
         print("$", shlex.join(words), flush=True)
     done = subprocess.run(words, cwd=REPOSITORY, input=text, text=True, stdout=subprocess.PIPE if quiet else None)
     if done.returncode:
-        raise SunspotError(
-            f"{Path(words[0]).name} ended with {done.returncode}; above are the command and what it said"
-        )
+        raise SunspotError(f"{Path(words[0]).name} ended with exit code {done.returncode}; see its output above")
     return (done.stdout or "").strip()

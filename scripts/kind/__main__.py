@@ -1,4 +1,4 @@
-"""`make cluster` makes a cluster on this machine, in which runs can be submitted; `make cluster-down` takes it away."""
+"""`make cluster` creates a cluster for runs on this machine, and `make cluster-down` deletes it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from sunspot.command_line import CommandParser
 from sunspot.errors import run_and_exit
 
 AFTER = """
-The cluster is there, and so is its bucket. In this shell:
+The cluster and its bucket are ready. In this shell:
 
   export {variables}
   make submit PROFILE=kind RUN=digits IMAGE={image}
   .venv/bin/sunspot wait digits
 
-`make cluster-down` takes it away, with all that the bucket has."""
+`make cluster-down` deletes the cluster and the content of the bucket."""
 
 
 def main() -> int:
-    """Make the cluster, or what it lacks; or take it away."""
-    parser = CommandParser("python -m scripts.kind", __doc__)
+    """Create or complete the cluster, or delete it."""
+    parser = CommandParser("scripts.kind", __doc__)
     parser.add_argument("what", choices=("up", "down"))
-    parser.add_argument("--image", metavar="REF", default="", help="to bring onto its nodes; built if docker lacks it")
-    arguments = parser.parse_args()
+    parser.add_argument("--image", metavar="REF", default="", help="image for its nodes; built if docker lacks it")
+    arguments = parser.parse()
     refuse_missing_tools()
     if arguments.what == "down":
         call("kind", "delete", "cluster", "--name", NAME)
@@ -47,10 +47,10 @@ def main() -> int:
 
 
 def make(image: str) -> None:
-    """Make what the cluster lacks: made twice, it is the same."""
-    call("docker", "version", "--format", "docker {{.Server.Version}}")  # it may be installed and not run
+    """Create the missing parts of the cluster. Existing parts are kept."""
+    call("docker", "version", "--format", "docker {{.Server.Version}}")  # fails if docker is not running
     if subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode:
-        # Without CUDA, as kind's nodes have no GPU, and of this machine's own architecture.
+        # Build without CUDA, because kind's nodes have no GPU, and for this machine's architecture.
         call("make", "image", "HEAD=1", "PLATFORM=", f"IMAGE={image}")
     if NAME in call("kind", "get", "clusters", quiet=True).split():
         install_operator(CONTEXT)
@@ -67,4 +67,4 @@ def make(image: str) -> None:
 
 
 if __name__ == "__main__":
-    run_and_exit(main, "interrupted: `make cluster` goes on from there, `make cluster-down` takes all away")
+    run_and_exit(main, "interrupted: `make cluster` continues from here, and `make cluster-down` deletes everything")

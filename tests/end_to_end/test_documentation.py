@@ -1,4 +1,4 @@
-"""Every command of the README and of docs/ is run, and its examples are those that are tried."""
+"""Tests that run every command in the README and in docs/, and check the examples."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TRAIN = "make train"
 TESTS = "make test"  # runs this file, too
 
 QUICK = re.compile(r"\.venv/bin/sunspot (?!delete|predict|train|tune)|make render ")
-"""Commands that look at the run that TRAIN leaves, or render."""
+"""Commands that only read the run that TRAIN leaves, or render."""
 
 CONTEXT = SHELL.get("KUBE_CONTEXT", "")
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources with the same .venv, the README's task, and a folder of pictures."""
+    """Return a copy of the sources with the same .venv, the README's task, and a folder of pictures."""
     folder = tmp_path_factory.mktemp("readme") / "sunspot"
     folder.mkdir()
     for name in ("app", "k8s", "requirements", "Makefile", "pyproject.toml"):
@@ -66,14 +66,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(checkout: Path, ray_address: str) -> str:
-    """The one run that all commands look at: what the README's first command prints."""
+    """Train the run that all commands read with the README's first command, and return its output."""
     return run_command(TRAIN, checkout, ray_address)
 
 
 def run_command(command: str, checkout: Path, ray_address: str) -> str:
-    """Run a command as it stands there, but for a few steps only, and return what it prints; it must end with 0."""
+    """Run a documented command for only a few steps and return its output. It must end with 0."""
     short = {
-        "PYTHON": "false",  # the .venv is the repository's own: making it anew has to fail
+        "PYTHON": "false",  # building the .venv again must fail, because it is the repository's own
         "RAY_ADDRESS": ray_address,
         "SUNSPOT_MAX_STEPS": "2",
         "SUNSPOT_NUM_WORKERS": "1",
@@ -120,7 +120,7 @@ def test_the_first_command_trains(trained: str) -> None:
         if line not in (DEMO, TRAIN, TESTS)
     ],
 )
-def test_the_command_works(command: str, checkout: Path, trained: str, ray_address: str) -> None:
+def test_each_documented_command_works(command: str, checkout: Path, trained: str, ray_address: str) -> None:
     output = run_command(command, checkout, ray_address)
     if "make train" in command or command.startswith("make tune"):
         assert ("weights: " if "make train" in command else "the best of search-0") in output
@@ -128,7 +128,7 @@ def test_the_command_works(command: str, checkout: Path, trained: str, ray_addre
 
 
 @pytest.mark.slow
-def test_the_commands_of_fine_tuning_work(checkout: Path, ray_address: str) -> None:
+def test_the_fine_tuning_commands_work(checkout: Path, ray_address: str) -> None:
     skip_without("peft", "hf")
     # In a process of their own: transformers aborts one that has imported what other tests need.
     models = "from pathlib import Path; from tests.harness.language_models import write_base, write_texts; "
@@ -188,8 +188,8 @@ def test_the_model_worker_answers(checkout: Path, trained: str, monkeypatch: pyt
 
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not CONTEXT, reason="KUBE_CONTEXT names no cluster to try the commands on")
-def test_the_commands_for_a_cluster_work(checkout: Path, tmp_path: Path) -> None:
-    """All of them in their order, with the image that `make smoke` has brought onto the nodes."""
+def test_the_cluster_commands_work(checkout: Path, tmp_path: Path) -> None:
+    """Run all of them in order, with the image that `make smoke` has loaded onto the nodes."""
     view = ["kubectl", "config", "view", "--minify", "--flatten", "--context", CONTEXT]
     config = subprocess.check_output(view, env=SHELL)
     (tmp_path / "kubeconfig").write_bytes(config)

@@ -1,4 +1,4 @@
-"""Whole runs of the tasks that the docs show: killed and resumed, and on other numbers of workers."""
+"""Tests of complete runs of the documented tasks, which are killed and resumed on other numbers of workers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "sunspot.tasks.gpt": {"PARALLEL": "fsdp", "MAX_STEPS": 60},
     "my_augmentation": {"EMA": 0.99},
 }
-"""What some are trained with besides."""
+"""Further settings of some tasks."""
 
 WITHOUT_IMAGES = ("sunspot.tasks.gpt", "tests.tasks.nano")
 
 COMPARED = {"sunspot.tasks.gan": 3}
-"""Of a GAN, the last bit grows: to 1e-4 after 60 steps, to 3e-3 after 300."""
+"""Number of steps to compare. A GAN amplifies rounding errors, to 1e-4 after 60 steps and 3e-3 after 300."""
 
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.slow
 def settings(
     request: pytest.FixtureRequest, make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
-    """What trains one of the examples."""
+    """Return the settings that train an example."""
     task: str = request.param
     if task == "sunspot.tasks.keras_mnist":
         skip_without("keras", "tensorflow")
@@ -67,7 +67,7 @@ def settings(
     return {"TASK": task, **data, **training, "CHECKPOINT_EVERY_STEPS": 20, "REPORT_EVERY_S": 600, "SNAPSHOT_COST": 0}
 
 
-def test_a_killed_example_goes_on_at_another_world_size(settings: dict[str, Any], program: Program) -> None:
+def test_a_killed_example_continues_at_another_world_size(settings: dict[str, Any], program: Program) -> None:
     run = the_run(program)
     process = program.start(**settings, NUM_WORKERS=2)
     wait_for_step(run, 40, process)

@@ -1,4 +1,4 @@
-"""A whole run of LoRA: killed, refused with another base, resumed on more workers, and loaded by peft alone."""
+"""Test of a complete LoRA run: killed, refused with another base, resumed on more workers, and loaded by peft."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ assert not torch.equal(adapted(tokens).logits, before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PEFT, reason="needs the extra hf")
-def test_a_killed_adapter_goes_on_at_another_world_size(program: Program, tmp_path: Path) -> None:
+def test_a_killed_adapter_continues_at_another_world_size(program: Program, tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     untouched = {file.name: file.read_bytes() for file in Path(base).iterdir()}
     program.settings |= {

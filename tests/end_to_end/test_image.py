@@ -1,4 +1,4 @@
-"""The container image, where docker has it: it trains as it is, needs no write access, and takes a user's own task."""
+"""Tests of the container image, if docker has it: it trains unchanged or with a user's task, without write access."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not image_exists(), reason=f"docker has no image
 
 @pytest.fixture
 def derived(tmp_path: Path) -> Iterator[str]:
-    """A user's own image, as the README says it is made."""
+    """Build a user's own image as the README describes."""
     (tmp_path / "my_task.py").write_text("from sunspot.tasks.mnist import *  # noqa: F403\nprint('my own task')\n")
     (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY my_task.py .\nENV SUNSPOT_TASK=my_task\n")
     name = f"sunspot-test:{uuid.uuid4().hex[:8]}"
@@ -44,7 +44,7 @@ def derived(tmp_path: Path) -> Iterator[str]:
     docker("rmi", name)
 
 
-def test_it_trains_without_writing_to_its_own_files(derived: str) -> None:
+def test_the_image_trains_without_writing_to_its_own_files(derived: str) -> None:
     limits = ["--read-only", "--tmpfs", "/tmp", "--tmpfs", "/runs:uid=1000", "--cap-drop", "ALL", "--network", "none"]
     settings = ["-e", "SUNSPOT_MAX_STEPS=3"]
     output = docker("run", "--rm", "--shm-size", "512m", *limits, *settings, derived)
@@ -53,7 +53,7 @@ def test_it_trains_without_writing_to_its_own_files(derived: str) -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_as_it_is() -> None:
+def test_the_image_trains_unchanged() -> None:
     output = docker("run", "--rm", "-e", "SUNSPOT_MAX_STEPS=2", IMAGE)
     assert "12000 training rows" in output
     assert "weights: /runs/mnist/" in output

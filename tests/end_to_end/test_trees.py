@@ -1,4 +1,4 @@
-"""Whole runs of trees: killed at a round, resumed, also on another number of workers; and what their verbs say."""
+"""Tests of complete runs of trees: killed at a round, resumed on other numbers of workers, and read by verbs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUNDS = 8
 
 @pytest.fixture(params=KINDS)
 def settings(request: pytest.FixtureRequest, make_data: MakeData) -> dict[str, Any]:
-    """Of a run of either library."""
+    """Return the settings of a run with either library."""
     pytest.importorskip(request.param, reason="the extra `trees` is not installed")
     options = {"max_depth": 3} if request.param == "xgboost" else {"num_leaves": 4, "min_data_in_leaf": 3}
     return {
@@ -45,7 +45,9 @@ def model_of(run: Run) -> bytes:
 
 
 @pytest.mark.slow
-def test_trees_killed_at_a_round_are_those_of_an_uninterrupted_run(program: Program, settings: dict[str, Any]) -> None:
+def test_trees_killed_at_a_round_equal_those_of_an_uninterrupted_run(
+    program: Program, settings: dict[str, Any]
+) -> None:
     del program.settings["LEARNING_RATE"]  # trees have none of ours
     program.settings |= settings
     program.run(RUN_NAME="whole")

@@ -1,4 +1,4 @@
-"""docs/tutorial.ipynb: it runs from top to bottom, and what it keeps of that is for any reader."""
+"""Tests of docs/tutorial.ipynb: it runs from top to bottom, and its stored outputs make sense to any reader."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.harness.notebook import execute, kinds
 TUTORIAL = REPOSITORY / "docs/tutorial.ipynb"
 
 WRITE = "WRITE_NOTEBOOK" in os.environ
-"""Whether to keep the outputs."""
+"""True to keep the outputs."""
 
 WORK = re.compile(r"[\w./-]*/tutorial-\w+")
-"""The folder it works in, whose name is another one every time."""
+"""Pattern of the folder in which it works, whose name varies."""
 
 MAX_BYTES = 400_000
 
@@ -34,7 +34,7 @@ def sources(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def functions() -> dict[str, str]:
-    """The code of every function in it."""
+    """Return the code of every function in the page."""
     code = ast.parse("\n".join(sources("code")))
     return {node.name: ast.unparse(node) for node in code.body if isinstance(node, ast.FunctionDef)}
 
@@ -47,7 +47,7 @@ def test_every_cell_runs() -> None:
 
 
 def run_all(folder: Path) -> None:
-    """Execute the page, and compare the outputs with those it keeps, or keep them."""
+    """Execute the page, and compare or keep its outputs."""
     copy = folder / "tutorial.ipynb"
     environment = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "RAY_"))}
     environment |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}  # other tests run beside it
@@ -64,7 +64,7 @@ def run_all(folder: Path) -> None:
             assert kinds(kept) == kinds(cell)
 
 
-def test_the_cells_before_the_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cells_before_the_training_execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     page = json.loads(TUTORIAL.read_text())
     first_training = next(
@@ -78,8 +78,8 @@ def test_the_cells_before_the_training_run(tmp_path: Path, monkeypatch: pytest.M
     assert "image/png" in outputs
 
 
-def test_its_plain_training_is_that_of_the_baseline(functions: dict[str, str]) -> None:
-    """But for docstrings and types, which the page says in words."""
+def test_the_tutorials_plain_training_equals_the_baseline(functions: dict[str, str]) -> None:
+    """Compare all code except docstrings and types, which the page explains in words."""
     for node in ast.parse((REPOSITORY / "app/sunspot/baseline/train.py").read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name != "save":
             del node.body[0]
@@ -89,7 +89,7 @@ def test_its_plain_training_is_that_of_the_baseline(functions: dict[str, str]) -
             assert ast.unparse(node) == functions[node.name]
 
 
-def test_it_keeps_nothing_of_the_machine_it_ran_on() -> None:
+def test_the_tutorial_contains_nothing_about_the_machine_that_ran_it() -> None:
     text = TUTORIAL.read_text()
     assert len(text) < MAX_BYTES
     outputs = [output for cell in json.loads(text)["cells"] for output in cell.get("outputs", ())]
@@ -99,7 +99,7 @@ def test_it_keeps_nothing_of_the_machine_it_ran_on() -> None:
     assert not re.search(rf"/tmp/|/home/|/root|\d\d:\d\d:\d\d|\b{re.escape(os.uname().nodename)}\b", str(outputs))
 
 
-def test_its_names_and_links_are_there() -> None:
+def test_names_and_links_in_the_tutorial_exist() -> None:
     import ray.train.torch
 
     text = "\n".join(sources("markdown"))

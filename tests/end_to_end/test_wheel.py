@@ -1,4 +1,4 @@
-"""The package as users install it: source distribution, wheel, an environment of its own, another directory."""
+"""Tests of the package as users install it: source distribution, wheel, a new environment, and another directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BUILD = """if True:
     os.chdir(folder / archive.removesuffix(".tar.gz"))
     build_meta.build_wheel(folder)
 """
-"""What `python -m build` does, but for its downloads: the wheel is made of what the source distribution holds."""
+"""Code that builds like `python -m build`, but without downloads. The wheel is built from the source distribution."""
 
 
 PROFILES = sorted(path.stem for path in (REPOSITORY / "k8s" / "profiles").glob("*.yaml"))
@@ -43,10 +43,10 @@ def run(*words: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel built from the source distribution; nothing is downloaded.
+    """Return a virtual environment with the wheel built from the source distribution, without downloads.
 
-    The dependencies are those of the environment that the tests run in, behind the new one on the path. Its editable
-    install of the repository does not come along: Python reads the .pth files of the first directory only.
+    The dependencies come from the environment of the tests, which is after the new one on the path. Its editable
+    install of the repository is not visible, because Python only reads the .pth files of the first directory.
     """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
@@ -74,7 +74,7 @@ def test_every_profile_renders_from_any_directory(environment: Path, profile: st
     assert printed == (GOLDEN / f"{profile}.yaml").read_text()
 
 
-def test_it_brings_all_it_reads(environment: Path, tmp_path: Path) -> None:
+def test_the_wheel_contains_all_files_that_it_reads(environment: Path, tmp_path: Path) -> None:
     program = """if True:
         import json, pathlib, sunspot, sunspot.submitter.manifest.profile as profile
         package = pathlib.Path(sunspot.__file__).parent
@@ -93,7 +93,7 @@ def test_it_brings_all_it_reads(environment: Path, tmp_path: Path) -> None:
     assert here == there
 
 
-def test_it_says_its_version_and_license(environment: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_version_and_license(environment: Path, tmp_path: Path) -> None:
     assert run(environment / "bin" / "sunspot", "--version", cwd=tmp_path) == f"sunspot {__version__}\n"
     (information,) = environment.glob("lib/python3*/site-packages/sunspot_train-*.dist-info")
     assert information.name == f"sunspot_train-{__version__}.dist-info"

@@ -1,4 +1,4 @@
-"""What tests share: programs, servers and clusters to test against, and runs to look at."""
+"""Shared parts of the tests: programs, servers and clusters to test against, and runs to read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 GOLDEN = REPOSITORY / "tests" / "unit" / "golden"
-"""Rendered manifests as they have to be."""
+"""Folder of the expected manifests."""
 
 SHELL = dict(os.environ)
-"""The environment that the tests were started in, for those of a real cluster."""
+"""Environment in which the tests were started, for tests on a real cluster."""
 
 
 def skip_without(package: str, extra: str) -> None:
-    """Skip a test of other processes without a package that they need. It is not imported in this one, which aborts
-    when it comes to have both TensorFlow and Triton.
+    """Skip a test if a package is missing that its other processes need.
+
+    The package is not imported here, because a process with both TensorFlow and Triton aborts.
     """
     if not find_spec(package):
         pytest.skip(f"the extra `{extra}` is not installed")

@@ -1,4 +1,4 @@
-"""Stands in for Ray where nodes are asked what is wrong there (app/sunspot/train/probe.py)."""
+"""Replaces Ray in tests of code that checks nodes (app/sunspot/train/probe.py)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ Answer = Callable[[str], str]
 
 
 class FakeRay:
-    """Asks `answer` for what each node says."""
+    """Ray whose nodes answer as the function `answer` says."""
 
     def __init__(self, answer: Answer) -> None:
         self.exceptions = ray.exceptions
         self.most_at_once, self.here = 0, "here"
-        self._answer, self._asked, self._lock = answer, 0, threading.Lock()
+        self._answer = answer
+        self._asked = 0
+        self._lock = threading.Lock()
         self.arguments: dict[str, tuple[object, ...]] = {}
 
     def get_runtime_context(self) -> Any:

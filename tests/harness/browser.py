@@ -1,4 +1,4 @@
-"""A page in headless Chromium, over the WebDriver protocol; skips where no browser is installed."""
+"""Shows pages in headless Chromium over the WebDriver protocol. Its tests are skipped if no browser is installed."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ for (const element of document.body.querySelectorAll('*')) {
 }
 return poor;
 """
-"""Every text whose contrast to what is behind it is below 4.5:1."""
+"""JavaScript that returns each text whose contrast to its background is below 4.5:1."""
 
 
 class Browser:
-    """One browser window."""
+    """Window of a browser."""
 
     def __init__(self, server: str, binary: str) -> None:
         options = {"binary": binary, "args": ARGUMENTS}
@@ -51,22 +51,22 @@ class Browser:
         self._url = f"{server}/session/{session}"
 
     def show(self, page: Path | str, width: int, scheme: str) -> None:
-        """Open a file or an address as it looks in a window so wide, in the colour scheme `light` or `dark`."""
+        """Open a file or an address in a window of this width, in the colour scheme `light` or `dark`."""
         metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
         self._devtools("Emulation.setDeviceMetricsOverride", **metrics)
         self._devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self._call("POST", "/url", {"url": page if isinstance(page, str) else page.as_uri()})
 
     def run(self, script: str) -> Any:
-        """What the body of a JavaScript function returns."""
+        """Return the result of a JavaScript function with this body."""
         return self._call("POST", "/execute/sync", {"script": script, "args": []})
 
     def messages(self) -> list[str]:
-        """What the console has said since the last call: errors, and what the page's policy refused."""
+        """Return the messages in the console since the last call: errors, and refusals by the page's policy."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
 
     def picture(self) -> bytes:
-        """The whole page as a PNG."""
+        """Return the full page as a PNG."""
         shot = self._devtools("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return base64.b64decode(shot["data"])
 
@@ -86,7 +86,7 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A browser for the tests of one module."""
+    """Yield a browser for the tests of a module."""
     binary = next(filter(None, map(shutil.which, BINARIES)), None)
     driver = shutil.which("chromedriver")
     if not binary or not driver:

@@ -1,4 +1,4 @@
-"""Object stores that are programs of their own: tests that want them skip where they are not installed."""
+"""Runs object stores as separate programs. Their tests are skipped if the programs are not installed."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from scripts import object_stores
 from tests.harness.s3 import make_bucket
 
 BUCKETS = {"s3": "s3_bucket", "gs": "google_bucket", "az": "azure_container"}
-"""The fixture of a fresh bucket, by the scheme of its URL."""
+"""Fixtures of a fresh bucket, by the scheme of its URL."""
 
 VERSITYGW = pytest.param("versitygw", marks=pytest.mark.xdist_group("versitygw"))
-"""Parameter of tests of S3 whose server is `versity_bucket`'s."""
+"""Parameter for tests of S3 that use the server of `versity_bucket`."""
 
 CLOUDS = [pytest.param(scheme, marks=pytest.mark.xdist_group(scheme)) for scheme in ("gs", "az")]
-"""Parameters of tests: one process has each emulator."""
+"""Parameters for tests of all clouds. One process runs all tests of an emulator."""
 
 
 EMULATORS = Path(sys.prefix, "emulators")
-"""Where `make emulators` installs Google's and Azure's."""
+"""Folder into which `make emulators` installs the emulators of Google and Azure."""
 
 AZURE_ACCOUNT = "devstoreaccount1"
 
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Known to all: Azurite's documentation."""
+"""Public key from Azurite's documentation."""
 
 
 @pytest.fixture(scope="session")
 def google_server() -> Iterator[int]:
-    """The port of a Google Cloud Storage."""
+    """Run an emulator of Google Cloud Storage and yield its port."""
     program = EMULATORS / "fake-gcs-server"
     _skip_without(program)
     port = object_stores.free_port()
@@ -46,7 +46,7 @@ def google_server() -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def azure_server() -> Iterator[int]:
-    """The port of an Azure Blob Storage."""
+    """Run an emulator of Azure Blob Storage and yield its port."""
     program = EMULATORS / "node_modules" / ".bin" / "azurite-blob"
     _skip_without(program)
     port = object_stores.free_port()
@@ -62,7 +62,7 @@ def _skip_without(program: Path) -> None:
 
 @pytest.fixture(scope="session")
 def versity_server() -> Iterator[int]:
-    """The port of an S3 server that verifies what it is sent."""
+    """Run an S3 server that verifies uploads and yield its port."""
     if not shutil.which("versitygw"):
         pytest.skip("versitygw is not on PATH")
     with object_stores.s3_server() as port:
@@ -71,13 +71,13 @@ def versity_server() -> Iterator[int]:
 
 @pytest.fixture
 def versity_bucket(versity_server: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A fresh bucket; the AWS environment points to its server."""
+    """Return a fresh bucket. The AWS environment points to its server."""
     return make_bucket(f"http://127.0.0.1:{versity_server}", monkeypatch)
 
 
 @pytest.fixture
 def google_bucket(google_server: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A fresh bucket; Google's environment points to its server."""
+    """Return a fresh bucket. Google's environment points to its server."""
     from google.cloud import storage
 
     use_google(google_server, monkeypatch)
@@ -94,7 +94,7 @@ def use_google(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def azure_container(azure_server: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A fresh container; Azure's environment points to its server."""
+    """Return a fresh container. Azure's environment points to its server."""
     from azure.storage.blob import BlobServiceClient
 
     use_azure(azure_server, monkeypatch)
@@ -104,7 +104,7 @@ def azure_container(azure_server: int, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def azure_connection(port: int) -> str:
-    """As Azure's clients read it from AZURE_STORAGE_CONNECTION_STRING."""
+    """Return the value of AZURE_STORAGE_CONNECTION_STRING for an emulator."""
     url = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
     return f"DefaultEndpointsProtocol=http;AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY};BlobEndpoint={url};"
 

@@ -1,4 +1,4 @@
-"""The command `sunspot`, on the one run of a test or on a whole storage."""
+"""Runs the command `sunspot` on a test's only run, or on a storage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sunspot.run import Run, open_run
 from tests.harness import REPOSITORY
 
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['torch', 'ray', 'numpy', 'pandas'])); "
-"""The beginning of a program in which none of these can be imported."""
+"""Beginning of a program in which these packages cannot be imported."""
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """Stdout as one JSON document, by the letter of JSON."""
+        """Return stdout parsed as strict JSON."""
         return json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 class StorageCommand:
-    """Runs `sunspot` on the storage of a test: in this process, or in one of its own."""
+    """Runs `sunspot` on the storage of a test, in this process or in another one."""
 
     def __init__(self, storage: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.storage, self._capsys = storage, capsys
@@ -44,7 +44,7 @@ class StorageCommand:
         return Answer(ended.value.code, *self._capsys.readouterr())
 
     def process(self, *words: str) -> Answer:
-        """In a process where neither torch, Ray, NumPy nor pandas can be imported."""
+        """Run a verb in a process in which torch, Ray, NumPy and pandas cannot be imported."""
         return process(*words, "--storage", self.storage)
 
 
@@ -54,7 +54,7 @@ def process(*words: str, program: str = f"{WITHOUT}from sunspot.cli import main;
 
 
 class Command:
-    """Runs `sunspot` on the run of a test."""
+    """Runs `sunspot` on a test's only run."""
 
     def __init__(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         self.run, self._capsys = run, capsys

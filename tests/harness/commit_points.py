@@ -1,7 +1,7 @@
-"""Kills a process that commits checkpoints at every operation of its storage, one after another.
+"""Kills a process that commits checkpoints, at each operation of its storage in turn.
 
-`python -m tests.harness.commit_points FOLDER` prints a JSON list: for each point, where it died and what stood
-afterwards. A process of its own, so that forking is safe: no thread of the test suite is in it.
+`python -m tests.harness.commit_points FOLDER` prints a JSON list with the point of each kill and the files that were
+left. It is a separate process because forking is only safe without the threads of the test suite.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAVES = 3
 
 
 class DyingStorage(LocalStorage):
-    """Storage whose process is killed before operation number `dies_at`, or in the middle of it."""
+    """Storage that kills its process before or during operation number `dies_at`."""
 
     def __init__(self, root: str, dies_at: int, diary: Path) -> None:
         super().__init__(root)
@@ -46,7 +46,7 @@ class DyingStorage(LocalStorage):
         self._lock = threading.Lock()
 
     def _point(self, name: str) -> None:
-        with self._lock:  # files are uploaded at once
+        with self._lock:  # several files are uploaded at the same time
             self._left -= 1
             if self._left == 0:
                 self._diary.write_text(name)
@@ -88,7 +88,7 @@ class DyingStorage(LocalStorage):
 
 
 def commit(root: str, dies_at: int, diary: Path) -> None:
-    """Save steps 1 .. SAVES of a run that keeps one; the killing begins with the last, which removes another."""
+    """Save steps 1 .. SAVES of a run that keeps one checkpoint. The last save, which deletes another, is killed."""
     run = Run(DyingStorage(root, 0, diary), "run")
     attempt = Attempt(1, "me", None, 0)
     claim(run, read_attempts(run), attempt)
@@ -103,13 +103,13 @@ def commit(root: str, dies_at: int, diary: Path) -> None:
         optimizer.step()
         journals.metrics.append({"step": step, "loss": float(step)})
         checkpoints.save(step, {"loss": float(step)})
-        checkpoints.drain()  # each is committed before the next, so that none is skipped
+        checkpoints.drain()  # commit each checkpoint before the next, so that none is skipped
         if step == SAVES - 1:
             run.storage._left = dies_at
 
 
 def judge(root: str) -> dict[str, Any]:
-    """What stands after the kill."""
+    """Return the state of the run after the kill."""
     run = Run(LocalStorage(root), "run")
     checkpoints = list_checkpoints(run)
     newest, skipped = find_newest_good(run, read_attempts(run))
@@ -123,17 +123,17 @@ def judge(root: str) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    # Both import seconds' worth on first use: not in each child.
+    # Both import slow modules on first use, which must not happen in each child.
     torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]).step()
     versions()
-    # One file after another: of those at once, each kill would meet another's operation, and some operations none.
+    # Upload one file after the other. Otherwise, the order of operations would vary, and some would never be hit.
     sunspot.checkpoint.files.map_parallel = functools.partial(map_parallel, at_once=1)
     points = []
     for dies_at in range(1, 1000):
         root, diary = str(folder / str(dies_at)), folder / f"{dies_at}.txt"
         child = os.fork()
         if child == 0:
-            torch.set_num_threads(1)  # before two threads do, as in `fork_ranks`
+            torch.set_num_threads(1)  # before two threads use torch, as in `fork_ranks`
             commit(root, dies_at, diary)
             os._exit(0)
         _, status = os.waitpid(child, 0)

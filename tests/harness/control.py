@@ -1,4 +1,4 @@
-"""A control channel in the process of the test."""
+"""Provides a control channel inside the process of the test."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from sunspot.elastic.messages import WorkerGroup
 
 
 class LocalControl(ControlClient):
-    """A channel without an actor, and what it was told: the name of each method, and what was given."""
+    """Control channel without an actor, which records the name and the arguments of each call."""
 
     def __init__(self) -> None:
         self.channel = ControlChannel()
@@ -22,10 +22,10 @@ class LocalControl(ControlClient):
         return method(self.channel, *given, **named)
 
     def heard(self, method: str) -> list[Any]:
-        """What was given first with each call of a method."""
+        """Return the first argument of each call of a method."""
         return [given[0] for name, given in self.told if name == method]
 
 
 def worker_group(attempt: int, *nodes: str) -> WorkerGroup:
-    """The group of an attempt, with one rank on each of the nodes."""
+    """Return the worker group of an attempt, with a rank on each node."""
     return WorkerGroup(attempt, len(nodes), dict(enumerate(nodes)))

@@ -1,4 +1,4 @@
-"""Small datasets in the forms that are read, what is read of them, and how they are refused."""
+"""Writes small datasets in the supported formats, reads them, and expects their errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def idx(values: np.ndarray) -> bytes:
 
 
 def put_mnist(data_root: Path, train: int = 5000, test: int = 10, pack: bool = False) -> dict[str, np.ndarray]:
-    """Small files in MNIST's form; returns their images."""
+    """Write small files in MNIST's format and return their images."""
     raw = data_root / "MNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     images = {}
@@ -41,5 +41,5 @@ def everything(source: Source) -> dict[str, np.ndarray]:
 
 
 def refusal(kind: type[Exception], *parts: str) -> object:
-    """Expects an error whose message has all the parts, in any order, on one short line."""
+    """Expect an error whose message is one short line and contains all the parts, in any order."""
     return pytest.raises(kind, match="".join(f"(?=.*{re.escape(part)})" for part in parts))

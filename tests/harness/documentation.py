@@ -1,4 +1,4 @@
-"""The commands and examples of the README and of docs/, as they stand there."""
+"""Finds the commands and examples in the README and in docs/."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import re
 from tests.harness import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-"""In the order in which their commands are run: docs/data.md trains what docs/monitoring.md deletes."""
+"""Pages in the order in which tests run their commands. docs/monitoring.md deletes a run of docs/data.md."""
 
 TEXT = "\n".join(page.read_text() for page in PAGES)
 
 
 def find_commands(fence: str) -> list[str]:
-    """The lines of all blocks that begin with this fence, each once."""
+    """Return the lines of all blocks that begin with this fence, each once."""
     blocks = re.findall(rf"^```{fence}\n(.*?)^```$", TEXT, re.S | re.M)
     return list(dict.fromkeys(line for block in blocks for line in block.splitlines()))
 
 
 def find_example(fence: str, first_line: str) -> str:
-    """The one block that begins so."""
+    """Return the only block that begins with this text."""
     [block] = re.findall(rf"^```{fence}\n{re.escape(first_line)}\n(.*?)^```$", TEXT, re.S | re.M)
     return str(block)
 
 
 def find_patched(name: str) -> str:
-    """The file that the diff which begins with its name makes of a script."""
+    """Apply the diff that begins with a file's name to a script, and return the result."""
     [block] = re.findall(rf"^```diff\n # {re.escape(name)}\n(.*?)^```$", TEXT, re.S | re.M)
     return "".join(f"{line[1:]}\n" for line in block.splitlines() if not line.startswith("-"))

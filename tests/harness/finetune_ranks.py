@@ -1,7 +1,7 @@
-"""LoRA's worker groups without Ray: `python -m tests.harness.finetune_ranks FOLDER`.
+"""Fine-tunes with LoRA in worker groups without Ray: `python -m tests.harness.finetune_ranks FOLDER`.
 
-Fine-tunes a tiny model for STEPS steps on changing numbers of ranks, as `RUNS` says, and leaves the losses of each
-run's last group in the file `RUN.json`.
+A tiny model trains for STEPS steps on changing numbers of ranks, as defined in `RUNS`. The losses of each run's last
+group are written to the file `RUN.json`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ RUNS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "fsdp": ([2, 1], {"parallel": "fsdp"}),
     "bf16": ([2], {"parallel": "fsdp", "precision": "bf16"}),
 }
-"""The numbers of ranks of each run's groups, of which all but the last are killed, and its settings."""
+"""Numbers of ranks in each run's groups, and its settings. All groups except the last are killed."""
 
 
 def main(root: str) -> None:
     for library in ("peft", "transformers"):
-        importlib.import_module(library)  # once, not in each child
+        importlib.import_module(library)  # here, so that each child need not import it
     torch.set_num_threads(1)
     base, texts = write_base(Path(root, "base")), write_texts(Path(root, "texts"))
     for name, (groups, more) in RUNS.items():

@@ -1,4 +1,4 @@
-"""One small finished run, stopped once on its way, for all tests that look at, damage or go on with one."""
+"""Provides a small finished run, which was stopped once, for tests that read, damage or continue a run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from sunspot.settings import load_settings
 from tests.harness.program import SETTINGS, Program, images
 from tests.harness.waiting import wait_until
 
-ROWS, TEST_ROWS, SIDE = 240, 101, 8
+ROWS, TEST_ROWS = 240, 101
+SIDE = 8
 STEPS = 20
-"""Of 24 rows each, in two epochs."""
+"""Number of steps, with 24 rows each, in two epochs."""
 
 SETTINGS_OF_RUN = {
     **SETTINGS,
@@ -42,22 +43,22 @@ SETTINGS_OF_RUN = {
     "PREDICT_ROWS": "10000",
 }
 GO_ON = {"NUM_WORKERS": 1, "PREDICT_ROWS": 0}
-"""For a run that goes on from a copy, at less cost."""
+"""Settings that make it cheaper to continue from a copy."""
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run of the tiny task in bf16, not trained to perfection; in a storage of its own."""
+    """Finished run of the tiny task in bf16, with some wrong predictions, in its own storage."""
 
     storage: str
     data: str
     output: str = ""
-    "What the start that finished it printed."
+    "Output of the start that finished the run."
     stopped: str = ""
-    "What the start printed that was stopped in the second epoch."
+    "Output of the start that was stopped in the second epoch."
     state_when_stopped: RunState | None = None
     refused: str = ""
-    "What the start between them printed, which was to train nothing."
+    "Output of the start in between, which must not train."
 
     @property
     def run(self) -> Run:
@@ -65,8 +66,8 @@ class FinishedRun:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Those that it was begun with."""
-        # It cannot be past a stop: after the first epoch it waits for the request, and then takes its time.
+        """Return the settings of its first start."""
+        # It cannot miss the stop: after the first epoch, it waits for the request, and then slows down.
         waits = {"10": str(self.file("requested"))} | {
             str(step): [str(self.file("go on")), 3] for step in range(11, 20)
         }
@@ -78,7 +79,7 @@ class FinishedRun:
         }
 
     def file(self, name: str) -> Path:
-        """A file that its steps wait for."""
+        """Return the path of a file for which its steps wait."""
         return Path(self.data).with_name(name)
 
     @property
@@ -97,11 +98,11 @@ class FinishedRun:
         return test
 
     def rows(self) -> dict[str, np.ndarray]:
-        """All held-out rows."""
+        """Return all held-out rows."""
         return read_rows(self.test, 0, rows_in(self.test))
 
     def replace(self, checkpoint: Checkpoint, file: str, content: bytes) -> None:
-        """Write a file of a checkpoint anew, and a manifest that matches it."""
+        """Replace a file of a checkpoint, and write a manifest that matches it."""
         key = self.run.key("checkpoints", checkpoint.name, file)
         self.run.storage.write(key, content)
         [entry] = self.run.storage.list(key)
@@ -111,7 +112,7 @@ class FinishedRun:
 
 @pytest.fixture(scope="session")
 def finished_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """The run, its test rows in many row groups; not to be changed."""
+    """Train the run, with its test rows in many row groups. Tests must not change it."""
     folder = tmp_path_factory.mktemp("finished")
     for split, rows in (("train", ROWS), ("test", TEST_ROWS)):
         (folder / "data" / split).mkdir(parents=True)
@@ -124,7 +125,7 @@ def finished_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> 
         program = Program(finished.settings, ray_address, patch)
         with contextlib.redirect_stdout(io.StringIO()) as stopped:
             training = program.begin()
-            wait_until(lambda: b"loss" in driver_output(run), training)  # output is there while it goes on
+            wait_until(lambda: b"loss" in driver_output(run), training)  # the output is stored while the run continues
             request_stop(run, "a test")
             finished.file("requested").touch()
             training.result(150)
@@ -147,13 +148,13 @@ def finished_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def driver_output(run: Run) -> bytes:
-    """What the run's first driver has printed, as its storage has it."""
+    """Return the output of the run's first driver from storage."""
     driver = next((stream for stream in list_streams(run) if stream.startswith("driver-")), None)
     return read_stream(run, driver) if driver else b""
 
 
 @pytest.fixture
 def copied_run(finished_run: FinishedRun, tmp_path: Path) -> FinishedRun:
-    """A copy of it, to be damaged or trained further."""
+    """Return a copy of the run, which a test may damage or continue."""
     shutil.copytree(finished_run.storage, tmp_path / "runs")
     return replace(finished_run, storage=str(tmp_path / "runs"))

@@ -1,6 +1,7 @@
-"""Workers of Ray that are forked from a process with all imports, as these take longer than what most tests do.
+"""Forks Ray's workers from a process with all imports, because importing takes longer than most tests.
 
-Ray runs this file in Python's place (`executable`). It stands for the worker: it ends with it, and the worker with it.
+Ray runs this file instead of Python (`executable`). Its process represents the worker: if either ends, so does the
+other.
 """
 
 import array
@@ -22,26 +23,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LOOK_EVERY_S = 1.0
-"""Between two looks whether Ray's process on the node lives."""
+"""Seconds between two checks that Ray's process on the node is alive."""
 
 READY_S = 120.0
-"""The longest that the imports may take."""
+"""Seconds that the imports may take."""
 
 STARTER = 0
-"""The descriptor that the process which began the server keeps open: stdin."""
+"""Descriptor that is open as long as the process that started the server is alive: stdin."""
 
 NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Lets the server import pyarrow, whose allocator would begin a thread."""
+"""Environment that keeps pyarrow's allocator from starting a thread when the server imports it."""
 
 
 def executable(name: str) -> str:
-    """Return the command line that Ray is to run in place of Python, for a server of that name."""
+    """Return the command line that Ray runs instead of Python, for the server of this name."""
     return shlex.join([sys.executable, "-I", "-S", __file__, name])
 
 
 @contextlib.contextmanager
 def server_running(name: str, modules: list[str], environment: dict[str, str]) -> Iterator[None]:
-    """Have a server that has imported these modules, in this environment."""
+    """Run a server that has imported these modules in this environment, while the context lasts."""
     command = [sys.executable, __file__, name, "serve", *modules]
     server = subprocess.Popen(command, env={**os.environ, **NO_THREADS, **environment}, stdin=subprocess.PIPE)
     deadline = time.monotonic() + READY_S
@@ -56,7 +57,7 @@ def server_running(name: str, modules: list[str], environment: dict[str, str]) -
 
 
 def become(name: str, command: list[str]) -> None:
-    """Have a worker forked that runs the command, and end as it does."""
+    """Ask the server for a forked worker that runs the command, and end with its exit code."""
     ray = os.getppid()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(f"\0{name}")
@@ -71,15 +72,15 @@ def become(name: str, command: list[str]) -> None:
 
 
 def serve(name: str, modules: list[str]) -> None:
-    """Fork a worker for each client until the process that began this one ends."""
+    """Fork a worker for each client until the process that started this one ends."""
     del sys.path[0]  # this file's folder
     plain_path = list(sys.path)
     draw_class_ids_apart()
     for module in modules:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # a collection would write to the pages of all that was imported, and so copy them
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets those that end
+    gc.freeze()  # a garbage collection would write to the pages of all imported modules, and so copy them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended children
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{name}")
     listener.listen()
@@ -95,7 +96,7 @@ def serve(name: str, modules: list[str]) -> None:
 
 
 def become_worker(connection: socket.socket) -> str:
-    """Take over what the client had from Ray; returns the script."""
+    """Take over the environment and the arguments that Ray gave the client, and return the script."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     head, files, *_ = socket.recv_fds(connection, 4, 3)
@@ -109,7 +110,7 @@ def become_worker(connection: socket.socket) -> str:
     os.environ.update(request["environment"])
     sys.argv = request["command"]
     sys.modules["numpy"].random.seed()  # as in a new process; Python's own generator does so itself
-    # From now on the kernel kills this process when the client's end closes, as it does when the client is killed.
+    # From now on, the kernel kills this process when the client closes its connection, also if the client is killed.
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
@@ -119,10 +120,10 @@ def become_worker(connection: socket.socket) -> str:
 
 
 def draw_class_ids_apart() -> None:
-    """Have Ray draw the IDs of this process's actor classes from the operating system.
+    """Let Ray draw the IDs of this process's actor classes from the operating system.
 
-    Ray 2.60 draws one for each class under `@ray.remote`, as its module is imported, from a generator that is seeded at
-    its first use in a process and not again after a fork: two workers would give their objects the same IDs.
+    Ray 2.60 draws an ID when `@ray.remote` decorates a class, from a generator that is seeded at its first use in a
+    process, and not again after a fork. So two workers would give their objects the same IDs.
     """
     import ray.actor
 

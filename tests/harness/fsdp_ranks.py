@@ -1,7 +1,7 @@
-"""Worker groups without Ray: `python -m tests.harness.fsdp_ranks FOLDER`.
+"""Trains worker groups without Ray: `python -m tests.harness.fsdp_ranks FOLDER`.
 
-Trains a tiny GPT for STEPS steps, some of them under ddp and some under fsdp, on changing numbers of ranks, as `RUNS`
-says. Each rank is a forked process.
+A tiny GPT trains for STEPS steps, under ddp or fsdp, on changing numbers of ranks, as defined in `RUNS`. Each rank is a
+forked process.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from tests.harness.process_group import fork_ranks
 
 STEPS, SAVED_EVERY = 6, 2
 BATCH = 25
-"""Rows of a step: shares, and the number of passes that they take, differ among the ranks."""
+"""Number of rows in a step. Shares, and the number of passes that they take, differ among the ranks."""
 
 ARGUMENTS = {"layers": 2, "width": 50, "heads": 2, "context": 16}
-"""50 is no multiple of three, and a block has more parameters than `MIN_BLOCK_PARAMETERS`."""
+"""Arguments of the GPT. The width is not a multiple of three, and a block has more than `MIN_BLOCK_PARAMETERS`."""
 
 
 SHARD_BYTES = 100_000
-"""Largest file of safetensors: the model takes several."""
+"""Size of the largest safetensors file, so that the model takes several files."""
 
 
 DDP, FSDP = {"parallel": "ddp"}, {"parallel": "fsdp"}
@@ -60,7 +60,7 @@ RUNS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "to-ddp": [(2, FSDP), (2, {**DDP, "weights": "safetensors"})],
     "to-fsdp": [(2, DDP), (2, {**FSDP, "weights": "safetensors"})],
 }
-"""The ranks of each run's groups, with their settings: all but the last are killed, a step after their checkpoint."""
+"""Ranks and settings of each run's groups. All groups except the last are killed a step after their checkpoint."""
 
 
 def settings_of(**more: Any) -> Settings:
@@ -79,7 +79,7 @@ def settings_of(**more: Any) -> Settings:
 
 
 def find_gradients(plan: Plan, prepared: torch.nn.Module, step: int, ranks: int, rank: int) -> None:
-    """Forward and backward of a rank's share of a step."""
+    """Run the forward and backward passes of a rank's share of a step."""
     rows = {column: torch.from_numpy(values) for column, values in read_rows(plan.source, 0, STEPS * BATCH).items()}
     learner: Any = SimpleNamespace(
         plan=plan, task=gpt, place=SimpleNamespace(world_size=ranks, device=torch.device("cpu"))
@@ -92,7 +92,7 @@ def find_gradients(plan: Plan, prepared: torch.nn.Module, step: int, ranks: int,
 
 
 def share_copy(root: str, rank: int) -> None:
-    """A copy in the memory of one node reaches three ranks on two nodes; what each changes is its own."""
+    """Check that a copy in one node's memory reaches three ranks on two nodes, and that changes stay private."""
     dist.init_process_group("gloo", init_method=f"file://{root}/share", rank=rank, world_size=3)
     world, places = dist.group.WORLD, ["a", "a", "b"]
     assert world
@@ -130,11 +130,11 @@ def main(root: str) -> None:
 
 
 LOSSES = {"replaced": "adc", "smaller": "ac", "damaged": "adc", "adjacent": "ade"}
-"""The nodes of the groups that come after the one on a, b and c, which kept copies of steps 2 and 4."""
+"""Nodes of later groups. The first group, on nodes a, b and c, kept copies of steps 2 and 4."""
 
 
 def lose_nodes(root: str) -> None:
-    """A group keeps copies of its parts, and is gone; others go on from what is left in the memory of their nodes."""
+    """Train a group that keeps copies and is lost, and then groups that continue from the memory of their nodes."""
     memory = Path(root, "memory")
     fork_ranks(3, functools.partial(train_in_memory, root, "uninterrupted", "abc"))
     shutil.rmtree(memory / "b")
@@ -150,8 +150,10 @@ def lose_nodes(root: str) -> None:
 
 
 def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
-    """What one rank does in a group on these nodes, without storage; its model is in the file `name`.pt in the end."""
-    ranks, memory, device = len(nodes), Path(root, "memory", nodes[rank]), torch.device("cpu")
+    """Train one rank of a group on these nodes without storage, and write its model to the file `name`.pt."""
+    ranks = len(nodes)
+    memory = Path(root, "memory", nodes[rank])
+    device = torch.device("cpu")
     dist.init_process_group("gloo", init_method=f"file://{root}/{name}", rank=rank, world_size=ranks)
     world = dist.group.WORLD
     assert world
@@ -163,8 +165,9 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
     machines = gather_objects(NodeInventory(nodes[rank], nodes[rank], None, [], find_parts("run")), world)
     chosen = choose_copy([first], machines)
     mine = node_parts.read(chosen.parts if chosen else ())
-    if faulty := [copy for copies in gather_objects(mine, world) for copy in copies]:
-        chosen = choose_copy([first], exclude_damaged_parts(machines, faulty))
+    faulty = [copy for copies in gather_objects(mine, world) for copy in copies]
+    if faulty:
+        chosen = choose_copy([first], without_copies(machines, faulty))
         assert not node_parts.read(chosen.parts if chosen else ())
     held = chosen and chosen.snapshot
     step = held.step if held else 0

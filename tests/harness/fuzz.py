@@ -1,4 +1,4 @@
-"""Damaged and hostile inputs, and how each has to end: in success, or in one message, and soon."""
+"""Makes damaged and hostile inputs, and checks that each ends soon, with success or with one message."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from sunspot.errors import SunspotError
 Result = TypeVar("Result")
 
 COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Characters that no terminal may get."""
+"""Characters that a terminal must never get."""
 
 LONGEST_MESSAGE = 20_000
 
 
 class HangError(BaseException):
-    """It took too long. No `except Exception` holds it up."""
+    """The time limit has passed. `except Exception` does not catch this error."""
 
 
 def effort(times: int) -> Callable[[Any], Any]:
-    """So many inputs for each example of the Hypothesis profile."""
+    """Return Hypothesis settings with this number of inputs for each example of the profile."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=settings.default.max_examples * times, suppress_health_check=checks)
 
 
 def ends_well(act: Callable[[], Result], limit_s: float = 20.0) -> Result | None:
-    """What `act` returns, or None for one `SunspotError` that says something, and commands no terminal."""
+    """Return the result of `act`, or None if it raises a `SunspotError` with a message that is safe for a terminal."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
         raise HangError(f"not done after {limit_s} s")
@@ -51,13 +51,13 @@ def ends_well(act: Callable[[], Result], limit_s: float = 20.0) -> Result | None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        if left:  # the limit of the whole test goes on
+        if left:  # restore the time limit of the test
             signal.setitimer(signal.ITIMER_REAL, max(0.01, left - (time.monotonic() - began)))
 
 
 @st.composite
 def damaged(draw: st.DrawFn, originals: list[bytes]) -> bytes:
-    """One of `originals` after a few changes: bits, bytes, lengths, and parts of it elsewhere."""
+    """Return one of the `originals` after a few changes: of bits, bytes and lengths, and with parts moved."""
     content = bytearray(draw(st.sampled_from(originals)))
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, max(0, len(content) - 1)))

@@ -1,7 +1,7 @@
-"""Processes of a run that take turns, one storage operation at a time, in whatever order a test decides.
+"""Interleaves the storage operations of a run's processes in an order that the test decides.
 
-Each process is a thread that stops before every operation. The test lets one go on, and says what becomes of the
-operation: carried out now, later or never; and its caller gets the answer, an error, or dies.
+Each process is a thread that stops before every operation. The test lets one process continue, and decides if the
+operation is carried out now, later or never, and if its caller gets the answer, gets an error, or dies.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sunspot.errors import NotFoundError, StorageError, SunspotError
 from sunspot.storage.base import Entry, Storage, UnfinishedWrite, Writer, complete_or_abort
 
 STUCK_S = 60
-"""A process that takes longer than this to its next operation waits for something that no test will do."""
+"""Seconds until the next operation after which a process is considered stuck."""
 
 
 class MemoryStorage(Storage):
-    """Storage in this process. With `grows`, an upload is seen while it grows, and what was there is gone."""
+    """Storage in this process. With `grows`, an upload replaces the object at once, and is visible while it grows."""
 
     def __init__(self, storage_path: str = "memory", grows: bool = False) -> None:
         self._path, self.grows = storage_path, grows
@@ -71,7 +71,7 @@ class MemoryStorage(Storage):
             del self._objects[key]
 
     def delete_folders(self, prefix: str) -> None:
-        """There are none."""
+        """Do nothing, because this storage has none."""
 
     def exists(self, key: str) -> bool:
         return key in self._objects
@@ -79,14 +79,16 @@ class MemoryStorage(Storage):
     def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
         return []
 
-    def discard(self, unfinished: UnfinishedWrite) -> None:
-        """There are none."""
+    def discard(self, unfinished: Unfinished) -> None:
+        """Do nothing, because this storage has none."""
 
 
 class _MemoryWriter(Writer):
     def __init__(self, storage: MemoryStorage, key: str) -> None:
         super().__init__()
-        self._storage, self._key, self._data = storage, key, b""
+        self._storage = storage
+        self._key = key
+        self._data = b""
         self._store(memoryview(b""))
 
     def _store(self, view: memoryview) -> None:
@@ -103,7 +105,7 @@ class _MemoryWriter(Writer):
 
 
 class Effect(enum.Enum):
-    """Whether an operation is carried out. LATER: when the test says so, or never; AGAIN: now, and then later."""
+    """Effect of an operation. LATER is carried out when the test decides, or never. AGAIN is carried out twice."""
 
     NOW = enum.auto()
     AGAIN = enum.auto()
@@ -112,7 +114,7 @@ class Effect(enum.Enum):
 
 
 class Answer(enum.Enum):
-    """What its caller gets."""
+    """Answer that an operation's caller gets."""
 
     RESULT = enum.auto()
     ERROR = enum.auto()
@@ -120,7 +122,7 @@ class Answer(enum.Enum):
 
 
 class Fate(NamedTuple):
-    """What becomes of an operation."""
+    """Fate of an operation."""
 
     effect: Effect = Effect.NOW
     answer: Answer = Answer.RESULT
@@ -129,14 +131,14 @@ class Fate(NamedTuple):
 CARRIED_OUT = Fate()
 
 FAULTS = [Fate(effect, answer) for effect in Effect for answer in (Answer.ERROR, Answer.DEATH)]
-FAULTS.append(Fate(Effect.AGAIN))  # a client that heard nothing sends a request once more
+FAULTS.append(Fate(Effect.AGAIN))  # a client that gets no answer repeats its request
 
 
 class Operation(NamedTuple):
-    """One operation on storage."""
+    """Operation on storage."""
 
     verb: str
-    "A method of `Storage`; an upload is `upload` and then `complete`."
+    "Name of a method of `Storage`. An upload is `upload`, followed by `complete`."
     key: str
 
     def __str__(self) -> str:
@@ -144,26 +146,26 @@ class Operation(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """Whether it changes what is stored."""
+        """True if the operation changes the stored objects."""
         return self.verb not in ("open", "list", "exists")
 
 
 class Killed(BaseException):
-    """Ends a process's thread; like the end of a process, it lets nothing be cleaned up."""
+    """Ends the thread of a process without any cleanup, as a real kill does."""
 
 
 class Process:
-    """A process: a thread that stops before each of its storage operations."""
+    """Thread that represents a process, and stops before each of its storage operations."""
 
     def __init__(self, world: World, name: str, body: Callable[[Process], None]) -> None:
         self.name, self._world = name, world
         self.storage: Storage = ProcessStorage(world.storage, self)
         self.next: Operation | None = None
-        "The operation that it stands before; None: it has ended."
+        "Next operation; None if the process has ended."
         self.superseded = False
-        "Whether it has noticed, and may write no truth any more; set by `body`."
+        "True if the process has noticed that it was superseded, so that it may no longer commit; set by `body`."
         self.at_end: list[Callable[[], Any]] = []
-        "What the system does when a process is gone, however it went."
+        "Functions that the system calls when the process has ended in any way."
         self.killed = False
         self._error: BaseException | None = None
         self._fates: SimpleQueue[Fate] = SimpleQueue()
@@ -172,18 +174,18 @@ class Process:
         self._wait()
 
     def go(self, fate: Fate = CARRIED_OUT) -> None:
-        """Let it take its next operation and go on to the one after; raises what it raised."""
+        """Let the process take its next operation and stop before the one after it. Raises the process's error."""
         self._world.trace.append(f"{self.name}: {self.next}" + ("" if fate == CARRIED_OUT else f"  {_spell(fate)}"))
         self._fates.put(fate)
         self._wait()
 
     def kill(self) -> None:
-        """End it before its next operation."""
+        """End the process before its next operation."""
         if self.next:
             self.go(Fate(Effect.NEVER, Answer.DEATH))
 
     def perform(self, operation: Operation, act: Callable[[], Any]) -> Any:
-        """In the process's thread: take an operation when it is let."""
+        """Wait until the test allows an operation, and take it. Called in the thread of the process."""
         if self.killed:
             raise Killed
         self._arrivals.put(operation)
@@ -225,11 +227,11 @@ class World:
         self.storage = storage
         self.processes: list[Process] = []
         self.late: list[tuple[Process, Operation, Callable[[], Any]]] = []
-        "Operations that have been sent and not carried out."
+        "Operations that have been sent but not carried out."
         self.trace: list[str] = []
-        "What has happened, a line per operation."
+        "Trace of the test, with a line for each operation."
         self.changed: Callable[[Process, Operation, bool], None] = lambda process, operation, late: None
-        "Called after each operation that changed something, with whether it came late."
+        "Function that is called after each operation that changed an object. Its last argument is True if it was late."
 
     @property
     def living(self) -> list[Process]:
@@ -242,22 +244,22 @@ class World:
         return process
 
     def may_be_late(self, operation: Operation) -> bool:
-        """Only what is one request; an upload is begun by its caller, or not at all."""
+        """Return True if an operation is a single request. An upload, by contrast, begins with its caller or never."""
         return operation.changes and operation.verb != "upload"
 
     def carry_out(self, process: Process, operation: Operation, act: Callable[[], Any], late: bool = False) -> Any:
         result = act()
-        if operation.changes and result is not False:  # or else another process has created the object before
+        if operation.changes and result is not False:  # False if another process created the object first
             self.changed(process, operation, late)
         return result
 
     def land(self, number: int, but: Container[str] = ()) -> None:
-        """Carry out a late operation, or drop a late write of one of some keys; nobody hears how it went."""
+        """Carry out a late operation, or drop a late write of one of some keys. Its result is discarded."""
         process, operation, act = self.late.pop(number)
         if operation.verb == "write" and operation.key in but:
             return
         self.trace.append(f"late: {process.name}: {operation}")
-        with contextlib.suppress(SunspotError, ValueError):  # ValueError: a file that was closed, as it was given up
+        with contextlib.suppress(SunspotError, ValueError):  # ValueError: the file was closed when its writer gave up
             self.carry_out(process, operation, act, late=True)
 
     def end(self) -> None:
@@ -266,12 +268,12 @@ class World:
 
 
 class ProcessStorage(Storage):
-    """The shared storage as one process sees it: it waits for its turn before each operation."""
+    """Shared storage as a process sees it. It waits for its turn before each operation."""
 
     def __init__(self, shared: Storage, process: Process) -> None:
         self.shared, self.process = shared, process
         self.writers: list[Any] = []
-        "The uploads that it has begun."
+        "Uploads that the process has begun."
 
     def locate(self, key: str) -> str:
         return self.shared.locate(key)
@@ -318,7 +320,7 @@ class ProcessStorage(Storage):
 
 
 class _ProcessWriter(Writer):
-    """An upload is two operations: its beginning, and its completion with all of its bytes."""
+    """Upload, which consists of two operations: its beginning, and its completion with all bytes."""
 
     def __init__(self, storage: ProcessStorage, key: str) -> None:
         super().__init__()
@@ -327,7 +329,7 @@ class _ProcessWriter(Writer):
 
     def _begin(self) -> Writer:
         context = self._storage.shared.writer(self._key)
-        # Kept to the end: the garbage collector would close the files of a dead process, and so complete them.
+        # Keep the uploads. Otherwise, the garbage collector would close the files of a dead process, and complete them.
         self._storage.writers.append(context)
         return context.__enter__()
 
@@ -343,7 +345,7 @@ class _ProcessWriter(Writer):
 
 
 def run_inline(work: Callable[[], Any], name: str) -> Future[Any]:
-    """In place of `sunspot.background.start_thread`: do the work at once, in the caller's thread."""
+    """Do the work at once in the caller's thread. Replaces `sunspot.background.start_thread`."""
     future: Future[Any] = Future()
     try:
         future.set_result(contextvars.copy_context().run(work))

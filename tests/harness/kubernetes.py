@@ -1,4 +1,4 @@
-"""A small Kubernetes API server over real HTTP: RayJobs, pods, events, access reviews, and faults."""
+"""Simulates a small Kubernetes API server over HTTP, with RayJobs, pods, events, access reviews and faults."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ DEPLOYMENT_STATUSES = (
     "Suspended",
     "Retrying",
 )
-"""What a RayJob's `jobDeploymentStatus` may be (KubeRay 1.7), in any combination with:"""
+"""Values of a RayJob's `jobDeploymentStatus` (KubeRay 1.7), in any combination with JOB_STATUSES."""
 
 JOB_STATUSES = ("", "PENDING", "RUNNING", "STOPPED", "SUCCEEDED", "FAILED")
-"""its `jobStatus`."""
+"""Values of a RayJob's `jobStatus`."""
 
 Fault = Callable[["_Handler"], None]
-"""Meets a request in the server's place."""
+"""Function that handles a request instead of the server."""
 
 
 def answer(status: int, message: str = "", **headers: str) -> Fault:
-    """Answer with this status, as the API server does when it refuses."""
+    """Answer with this status, as the API server does if it refuses a request."""
 
     def act(handler: _Handler) -> None:
         handler.reply(status, {"kind": "Status", "status": "Failure", "message": message, "code": status}, headers)
@@ -51,40 +51,40 @@ def answer(status: int, message: str = "", **headers: str) -> Fault:
 
 
 def hang_up(handler: _Handler) -> None:
-    """Close the connection without an answer, after the request had its effect."""
+    """Close the connection without an answer after carrying out the request."""
     handler.muted = True
     handler.answer()
     handler.close_connection = True
 
 
 def drop(handler: _Handler) -> None:
-    """Close the connection without having done anything."""
+    """Close the connection without carrying out the request."""
     handler.close_connection = True
 
 
 class FakeCluster:
-    """The state of the cluster, which a test changes as an operator would."""
+    """State of the cluster, which a test changes as an operator would."""
 
     def __init__(self, folder: Path) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
         self.pods: list[dict[str, Any]] = []
         self.deleted: list[tuple[str, int | None]] = []
-        "Names of deleted pods, with the grace period that was asked for."
+        "Names of deleted pods, with the requested grace periods."
         self.on_delete: Callable[[str], Any] = lambda name: None
-        "What happens when a pod was deleted."
+        "Function that is called after a pod was deleted."
         self.events: list[dict[str, Any]] = []
         self.objects = {f"{CORE}/secrets/sunspot-storage", f"{CORE}/serviceaccounts/sunspot-train", CORE}
-        "Paths of the other objects that are there."
+        "Paths of other objects that exist."
         self.documents: dict[str, dict[str, Any]] = {}
-        "The same with content; lists, too."
+        "Content of other objects and lists, by path."
         self.on_create: Callable[[dict[str, Any]], Any] = lambda pod: None
-        "What becomes of a pod that was created."
+        "Function that is called after a pod was created."
         self.forbidden: set[str] = set()
-        "`verb resource` that access reviews deny; a path that may not be read."
+        "Permissions that access reviews deny, as `verb resource`, and paths that may not be read."
         self.has_operator, self.has_kueue = True, False
         self.requests: list[tuple[str, str]] = []
         self.tokens: set[str] = set()
-        "What requests were signed with."
+        "Tokens with which requests were signed."
         self._faults: list[tuple[str, str, Fault, float]] = []
         self._version = 100
         self.lock = threading.RLock()
@@ -108,17 +108,17 @@ class FakeCluster:
         self.kubeconfig.write_text(json.dumps(config))
 
     def on(self, method: str, part: str, fault: Fault, times: float = float("inf")) -> None:
-        """Meet the next `times` requests of this method whose path has `part` with `fault`."""
+        """Answer the next `times` requests of this method whose path contains `part` with `fault`."""
         self._faults.append((method, part, fault, times))
 
     def down(self) -> None:
-        """Be gone: connections are refused, and those there are break."""
+        """Stop the server. Connections break, and new ones are refused."""
         assert self._server
         self._server.end()
         self._server = None
 
     def up(self) -> None:
-        """Be there, at the same address."""
+        """Start the server again at the same address."""
         self._server = _Server(("127.0.0.1", self._port), self)
         self._port = self._server.server_address[1]
 
@@ -139,7 +139,7 @@ class FakeCluster:
             return job
 
     def set_status(self, name: str, deployment: str, ray: str = "", **more: Any) -> None:
-        """Have a RayJob's status changed, as the operator does."""
+        """Change a RayJob's status, as the operator does."""
         job = json.loads(json.dumps(self.jobs[name]))
         job["status"] = {**job.get("status", {}), "jobDeploymentStatus": deployment, "jobStatus": ray, **more}
         self.put_job(job)
@@ -196,7 +196,7 @@ class _Server(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is what many tests are about."""
+        """Ignore the error, because clients disconnect in many tests."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -222,7 +222,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PATCH = do_DELETE = handle_any
 
     def answer(self) -> None:
-        cluster, path, query = self.server.cluster, self.target, self.query
+        cluster = self.server.cluster
+        path = self.target
+        query = self.query
         if path in cluster.forbidden:
             self.refuse(403, f'{path} is forbidden: User "me" cannot get it')
         elif path == "/apis/ray.io/v1":
@@ -322,7 +324,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(200, {})
 
     def reply_page(self, items: list[Any]) -> None:
-        """Reply with as many as were asked for, and how to ask for the rest."""
+        """Reply with the requested number of items, and a token for the rest."""
         begin = int(self.query.get("continue", 0))
         end = begin + int(self.query["limit"])
         more = {"continue": str(end)} if end < len(items) else {}
@@ -344,16 +346,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """`requests` is the log."""
+        """Log nothing, because `requests` is the log."""
 
 
 def timestamp(moment: float) -> str:
-    """As Kubernetes writes a time."""
+    """Return a time in the format of Kubernetes."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
 
 
 def rayjob(name: str, run: str = "run", created: float | None = None, **spec: Any) -> dict[str, Any]:
-    """A RayJob with two workers."""
+    """Return a RayJob with two workers."""
     pod = {
         "containers": [{"name": "ray", "image": "sunspot:1", "env": [{"name": "SUNSPOT_NUM_WORKERS", "value": "2"}]}]
     }
@@ -382,13 +384,13 @@ def submitted(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def kept(job: dict[str, Any], manager: str = "argocd-controller") -> dict[str, Any]:
-    """The RayJob as a tool applies it that keeps it from a repository."""
+    """Return the RayJob as a GitOps tool applies it from a repository."""
     managed = [{"manager": "kuberay-operator", "operation": "Update"}, {"manager": manager, "operation": "Apply"}]
     return {**job, "metadata": {**job["metadata"], "managedFields": managed}}
 
 
 def pod(name: str, cluster: str, head: bool = False, phase: str = "Running", **status: Any) -> dict[str, Any]:
-    """A pod of a RayCluster; ready when it is Running, unless `status` says otherwise."""
+    """Return a pod of a RayCluster. It is ready if it is Running, unless `status` says otherwise."""
     ready = {"type": "Ready", "status": "True" if phase == "Running" else "False"}
     labels = {"ray.io/cluster": cluster, "ray.io/node-type": "head" if head else "worker"}
     labels["ray.io/group"] = "headgroup" if head else "workers"
@@ -401,7 +403,7 @@ def pod(name: str, cluster: str, head: bool = False, phase: str = "Running", **s
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
-    """A cluster that KUBECONFIG points to; nothing waits long for it."""
+    """Provide a cluster to which KUBECONFIG points, with short timeouts."""
     fake = FakeCluster(tmp_path)
     monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

@@ -1,4 +1,4 @@
-"""Small pretrained models, made on the spot, and text to go on training them with."""
+"""Makes small pretrained models, and texts to fine-tune them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 
 def reference() -> list[str]:
-    """The articles of Python's language reference, which come with Python."""
+    """Return the articles of the language reference that is part of Python."""
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
 
 
 def write_base(folder: Path, seed: int = 0, vocabulary: int = 300, **sizes: Any) -> str:
-    """A Llama of some ten thousand random weights, with a tokenizer trained on the reference."""
+    """Write a Llama with about ten thousand random weights and a tokenizer trained on the reference."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,7 +43,7 @@ def write_base(folder: Path, seed: int = 0, vocabulary: int = 300, **sizes: Any)
 
 
 def write_texts(folder: Path, rows: int = 40, letters: int = 300, **columns: Any) -> str:
-    """The beginning of some articles, each in a row, `text`; and classes, `label`, of whether it is a long one."""
+    """Write a table with the beginnings of articles, `text`, and classes, `label`, that mark long articles."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [text[: letters * (1 + number % 2)] for number, text in enumerate(reference()[:rows])]
     labels = [number % 2 for number in range(len(texts))]

@@ -1,4 +1,4 @@
-"""What this process has been warned of, as text."""
+"""Keeps the warnings of this process as texts."""
 
 import logging
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class _Kept(logging.Handler):
 
 
 def keep_warnings() -> list[str]:
-    """A list that gets all warnings from now to the end of the test."""
+    """Return a list that receives all warnings until the end of the test."""
     kept = _Kept()
     ROOT.addHandler(kept)
     return kept.texts
@@ -25,8 +25,10 @@ def keep_warnings() -> list[str]:
 
 @contextmanager
 def printed_and_kept() -> Iterator[list[str]]:
-    """Print what is logged, as in a process that an entry point began, and keep the warnings of the context."""
-    before, propagates, level = list(ROOT.handlers), ROOT.propagate, ROOT.level
+    """Print log records, as in a process that an entry point started, and yield the warnings of the context."""
+    before = list(ROOT.handlers)
+    propagates = ROOT.propagate
+    level = ROOT.level
     WARNED.clear()
     print_logs()
     try:

@@ -1,4 +1,4 @@
-"""The training loop without Ray: forked ranks take the steps of a plan, and nothing is saved or reported."""
+"""Runs the training loop without Ray: forked ranks take the steps of a plan, and save and report nothing."""
 
 from __future__ import annotations
 
@@ -42,22 +42,24 @@ from tests.harness.process_group import in_processes
 
 
 class QuietWorker(Worker):
-    """Tells Ray nothing."""
+    """Worker that reports nothing to Ray."""
 
     losses: ClassVar[list[float]] = []
-    "Of the newest worker's records."
+    "Losses in the records of the newest worker."
 
     def report(self, record: dict[str, Any]) -> None:
         self.losses.append(record["loss"])
 
 
 class Shares:
-    """A rank's rows of each step of the first epoch, which are in the order of the source."""
+    """Loader of a rank's rows for the steps of the first epoch, in the order of the source."""
 
     def __init__(self, plan: Plan, world_size: int, rank: int) -> None:
         _, end = plan.steps.bounds(plan.total_steps - 1)
         self._rows = {name: torch.from_numpy(column) for name, column in read_rows(plan.source, 0, end).items()}
-        self._steps, self._world_size, self._rank = plan.steps, world_size, rank
+        self._steps = plan.steps
+        self._world_size = world_size
+        self._rank = rank
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
         for step in range(first, last):
@@ -66,7 +68,7 @@ class Shares:
 
 
 def make_worker(plan: Plan, group: dist.ProcessGroup) -> Worker:
-    """A rank at the beginning of a run that is kept nowhere, on the CPU."""
+    """Return a worker on the CPU at the beginning of a run that is not stored."""
     idle: Any = SimpleNamespace(
         **dict.fromkeys(("save", "took_step", "wait_for_copy", "drain", "close"), lambda *args, **options: None)
     )
@@ -74,7 +76,7 @@ def make_worker(plan: Plan, group: dist.ProcessGroup) -> Worker:
 
 
 def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Worker:
-    """A rank that goes on from the run's newest checkpoint in storage, and saves its own there."""
+    """Return a worker that continues from the run's newest checkpoint in storage, and saves its checkpoints there."""
     nodes = ["node"] * dist.get_world_size(group)
     node = NodeState(run, group, nodes)
     machines = [NodeInventory("host", "node", None, []) for _ in nodes]
@@ -95,7 +97,7 @@ def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Work
 
 
 def keep_run(plan: Plan) -> Run:
-    """The run of a plan, with its identity."""
+    """Return the stored run of a plan, with its identity."""
     run = open_run(plan.settings.storage_path, plan.settings.run_name)
     rows = Rows("", rows_in(plan.source), plan.steps.per_epoch, "", "")
     record_identity(run, plan.settings.environment(), IDENTITY, rows)
@@ -103,9 +105,9 @@ def keep_run(plan: Plan) -> Run:
 
 
 def train_group(plan: Plan, ranks: int, killed_at: int = 0) -> list[float]:
-    """Begin the run of `plan`, or go on with it, on some ranks, to its end or until all are killed in a step.
+    """Start or continue the run of `plan` on some ranks, to its end or until all are killed in a step.
 
-    Returns the mean losses that were reported.
+    Return the mean losses that were reported.
     """
     run = keep_run(plan)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -155,14 +157,14 @@ def plan_without_evaluation(settings: Settings) -> Plan:
 
 
 def train_ranks(folder: Path, count: int, **settings: Any) -> dict[str, np.ndarray]:
-    """The weights that `count` ranks end with."""
+    """Return the final weights of a run on `count` ranks."""
     folder.mkdir()
     plan = plan_without_evaluation(Settings(**settings))
     return in_processes(folder, count, functools.partial(train_rank, plan))[0]
 
 
 def losses_of_ranks(folder: Path, count: int, **settings: Any) -> list[float]:
-    """The mean loss of each step of `count` ranks."""
+    """Return the mean loss of each step on `count` ranks."""
     folder.mkdir()
     plan = plan_without_evaluation(Settings(**settings, checkpoint_every_steps=1))
 
@@ -175,7 +177,7 @@ def losses_of_ranks(folder: Path, count: int, **settings: Any) -> list[float]:
 
 
 def train_rank(plan: Plan, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
-    """What one of them does."""
+    """Train as one of the ranks."""
     worker = make_worker(plan, group)
     train(worker)
     whole = {name: gather(tensor) for name, tensor in worker.learner.model.state_dict().items()}
@@ -184,5 +186,5 @@ def train_rank(plan: Plan, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
 
 
 def gather(tensor: torch.Tensor) -> np.ndarray:
-    """All of a tensor that may be cut into parts."""
+    """Return the full tensor, which may be sharded."""
     return (tensor.full_tensor() if part_of(tensor) is not tensor else tensor).numpy()

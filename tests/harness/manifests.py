@@ -1,4 +1,4 @@
-"""Manifests of the shipped profiles, those for clouds with a bucket and an image; and what kustomize builds."""
+"""Renders the manifests of the shipped profiles, and builds kustomizations."""
 
 import re
 import subprocess
@@ -14,13 +14,13 @@ from sunspot.submitter.manifest.render import render as render_as_given
 STORAGE_PATH, IMAGE = "s3://bucket/runs", "registry.example/sunspot:1"
 
 OF_THE_IMAGE = {"kubernetes.io/arch": "amd64"}
-"""Labels of the nodes on which it runs: `make image` builds it for them."""
+"""Labels of the nodes on which the image runs, because `make image` builds it for their architecture."""
 
 ON_A_CLOUD = ("--storage", STORAGE_PATH, "--image", IMAGE)
 
 
 def render(profile: str, overrides: dict[str, str], **options: Any) -> Rendered:
-    """As `sunspot` renders, with bucket and image where they have to be named and are not."""
+    """Render a manifest as `sunspot` does, with a bucket and an image if the profile requires them."""
     chosen = load_profile(profile, {})
     if chosen.cloud and "STORAGE_PATH" not in (chosen.settings or {}):
         overrides = {"STORAGE_PATH": STORAGE_PATH, **overrides}
@@ -30,13 +30,13 @@ def render(profile: str, overrides: dict[str, str], **options: Any) -> Rendered:
 
 
 def in_pods(profile: str, pods: str) -> dict[str, str]:
-    """The setting for so many training pods: 2, or 1..2."""
+    """Return the setting for this number of training pods, such as 2 or 1..2."""
     [machine] = load_profile(profile, {}).groups
     return {"NUM_WORKERS": re.sub(r"\d+", lambda number: str(int(number[0]) * max(1, machine.gpus or 0)), pods)}
 
 
 def build(folder: Path) -> list[dict[str, Any]]:
-    """What `kubectl apply -k` applies."""
+    """Return the objects that `kubectl apply -k` applies."""
     built = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return list(yaml.safe_load_all(built.stdout))

@@ -1,4 +1,4 @@
-"""A real MLflow server on this machine, which can be killed and started again on the same data."""
+"""Runs a real MLflow server on this machine, which tests can kill and start again with the same data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 START_S = 120
-"""It takes some 15 s on an idle machine."""
+"""Seconds for the server to start. It takes about 15 s on an idle machine."""
 
 
 class Server:
-    """The server's database and artifacts lie in a folder, and outlive it."""
+    """MLflow server, whose database and artifacts are in a folder that outlives it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -31,8 +31,8 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Begin to start it."""
-        # Jobs of its own it need not run.
+        """Start the server's processes without waiting for them."""
+        # The server need not run jobs.
         quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         place = ["--backend-store-uri", f"sqlite:///{self._folder}/mlflow.db"]
         place += ["--artifacts-destination", str(self._folder / "artifacts")]
@@ -48,7 +48,7 @@ class Server:
             )
 
     def wait(self) -> str:
-        """Return its address when it answers."""
+        """Wait until the server answers, and return its address."""
         deadline = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
@@ -59,7 +59,7 @@ class Server:
             time.sleep(0.2)
 
     def kill(self) -> None:
-        """End it and its workers without a word."""
+        """Kill the server and its workers."""
         if self._process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -69,7 +69,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The suite's one server, begun to be started; a test that ends it starts it again."""
+    """Start the server for all tests, without waiting for it. A test that kills it starts it again."""
     server = Server(tmp_path_factory.mktemp("mlflow"))
     server.start()
     yield server

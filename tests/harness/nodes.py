@@ -1,4 +1,4 @@
-"""More nodes for a local Ray cluster: told to go, or lost, as real ones are."""
+"""Adds nodes to a local Ray cluster, which are reclaimed or lost like real nodes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ import ray
 RAY = Path(sys.executable).with_name("ray")
 JOIN_TIMEOUT_S = 120
 LEAVES_WITHIN_S = 5
-"""For a node on which nothing runs any more."""
+"""Seconds in which an idle node leaves."""
 
 OBJECT_STORE_BYTES = 100_000_000
 
 
 class Node(subprocess.Popen[bytes]):
-    """A node's `ray start --block`, which drains the node on SIGTERM: `reclaim` and `lose` are the two ways to go."""
+    """Node's `ray start --block`, which drains the node on SIGTERM. `reclaim` and `lose` end it."""
 
     node_id: str
-    "Ray's."
+    "Id of the node in Ray."
 
     def reclaim(self) -> None:
-        """Tell the node to go. It ends when nothing runs on it any more, or when its notice is over."""
+        """Give the node notice. It ends when it is idle, or when the notice is over."""
         self.send_signal(signal.SIGTERM)
 
     def lose(self) -> None:
-        """End the node and all that runs on it, without notice."""
+        """End the node and all its processes without notice."""
         try:
             tree = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
         except psutil.NoSuchProcess:
@@ -53,9 +53,9 @@ class Node(subprocess.Popen[bytes]):
 
 @contextmanager
 def start_node(ray_address: str, notice_s: float = 15, **resources: float) -> Iterator[Node]:
-    """A node that has joined the cluster, for as long as the context lasts at most.
+    """Run a node that has joined the cluster, at most until the context ends.
 
-    `resources` are Ray's: CPU (1 unless given) and any others. `notice_s` is how long it stays once told to go.
+    `resources` are Ray's: CPU (by default 1) and any others. `notice_s` is the time between a notice and the end.
     """
     output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the node
     node, name = begin_node(ray_address, notice_s, resources, output)
@@ -63,14 +63,14 @@ def start_node(ray_address: str, notice_s: float = 15, **resources: float) -> It
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while not (joined := [one for one in ray.nodes() if one["Alive"] and name in one["Resources"]]):
             if node.poll() is not None:
-                # Ray gives a node 30 s, which one request to a busy machine may take.
+                # Ray gives a node 30 s to start, but on a busy machine, a single request may take that long.
                 assert read_all(output).count("timed out during startup") == 1, read_all(output)
                 node, name = begin_node(ray_address, notice_s, resources, output)
             assert time.monotonic() < deadline, "the node has not joined"
             time.sleep(0.1)
         node.node_id = joined[0]["NodeID"]
         yield node
-        node.reclaim()  # so that Ray knows at once: what it takes to be alive for a while gets the next test's workers
+        node.reclaim()  # so that Ray knows at once. Otherwise, it would place the next test's workers on the dead node
         with suppress(subprocess.TimeoutExpired):
             node.wait(LEAVES_WITHIN_S)
     finally:
@@ -79,7 +79,7 @@ def start_node(ray_address: str, notice_s: float = 15, **resources: float) -> It
 
 
 def begin_node(ray_address: str, notice_s: float, resources: dict[str, float], output: IO[bytes]) -> tuple[Node, str]:
-    """Start a node's processes; also returns a resource that only this node has."""
+    """Start a node's processes, and return them with the name of a resource that only this node has."""
     name = f"test-{uuid.uuid4().hex}"
     # Ports that are given need not be waited for: Ray gives an agent 15 s to tell its own, and then gives up.
     ports = dict(
@@ -106,7 +106,7 @@ def read_all(file: IO[bytes]) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at the moment."""
+    """Return ports on which nothing listens at the moment."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

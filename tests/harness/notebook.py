@@ -1,6 +1,6 @@
-"""Executes a notebook's cells in this process, as far as a page of docs/ needs it: text, values, pictures, no kernel.
+"""Executes a notebook's cells in this process, without a kernel, as far as the pages of docs/ require.
 
-`python -m tests.harness.notebook PAGE COPY` executes a page in a process of its own, and writes it with its outputs.
+`python -m tests.harness.notebook PAGE COPY` executes a page in another process, and writes it with its outputs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 
 def execute(path: Path) -> dict[str, Any]:
-    """The notebook with the outputs of its code cells, run in their order in one namespace; raises their errors."""
+    """Run a notebook's code cells in order, and return the notebook with their outputs. Raises the errors of cells."""
     notebook: dict[str, Any] = json.loads(path.read_text())
-    names: dict[str, Any] = {"__name__": "__main__"}  # as in a kernel: so Ray sends functions by value
+    names: dict[str, Any] = {"__name__": "__main__"}  # as in a kernel, so that Ray sends functions by value
     count = 0
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
@@ -29,12 +29,12 @@ def execute(path: Path) -> dict[str, Any]:
 
 
 def kinds(cell: dict[str, Any]) -> list[str]:
-    """What a cell has shown: `stream`, `execute_result`."""
+    """Return the kinds of a cell's outputs, such as `stream` and `execute_result`."""
     return [output["output_type"] for output in cell.get("outputs", ())]
 
 
 def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """What a cell prints, and the value of its last line, if that is an expression."""
+    """Run a cell, and return its printed output and the value of its last line if that is an expression."""
     *body, last = ast.parse(source).body
     if not isinstance(last, ast.Expr):
         body.append(last)
@@ -44,7 +44,7 @@ def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]
         if isinstance(last, ast.Expr):
             value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
     outputs: list[dict[str, Any]] = []
-    # On a busy machine Ray adds its own warnings to what a cell prints.
+    # On a busy machine, Ray adds its own warnings to a cell's output.
     text = [line for line in _lines(printed.getvalue()) if "(raylet)" not in line]
     if text:
         outputs.append({"output_type": "stream", "name": "stdout", "text": text})

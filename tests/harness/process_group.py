@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 LIMIT_S = 300.0
-"""The longest that forked ranks may take, half of a test's limit: those that hang tell where, and end."""
+"""Seconds that forked ranks may take, which is half of a test's limit. Ranks that hang print their stacks and end."""
 
 ON_FIRST_USE = (
     "torch._dynamo",
@@ -25,7 +25,7 @@ ON_FIRST_USE = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
 )
-"""What torch imports when it is needed, which takes seconds: before a fork, once for all its children."""
+"""Modules that torch imports on first use, which takes seconds. They are imported once, before a fork."""
 
 
 @pytest.fixture
@@ -40,15 +40,15 @@ def group(tmp_path: Path) -> Iterator[object]:
 
 
 def in_processes(folder: Path, count: int, act: Callable[[Any], Any]) -> list[Any]:
-    """What `act(group)` returns in each of `count` forked processes, the ranks of a group.
+    """Return the results of `act(group)` in `count` forked processes, which are the ranks of a group.
 
-    Fails with the stacks of a rank that has returned nothing after LIMIT_S.
+    Fails with the stacks of a rank that has not returned after LIMIT_S.
     """
     import torch
     import torch.distributed as dist
 
     def work(rank: int, sender: Any) -> None:
-        gc.freeze()  # a group that an earlier test has left waits for its threads as it goes, and has none here
+        gc.freeze()  # destroying an earlier test's group would wait for its threads, which do not exist in this process
         faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=stacks[rank])
         torch.set_num_threads(1)
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
@@ -67,16 +67,17 @@ def in_processes(folder: Path, count: int, act: Callable[[Any], Any]) -> list[An
     for _, sender in pipes:
         sender.close()
     found = []
-    with contextlib.suppress(EOFError):  # that one has ended, and sent nothing
+    with contextlib.suppress(EOFError):  # the rank has ended without a result
         found.extend(receiver.recv() for receiver, _ in pipes)
     for rank in ranks[len(found) + 1 :]:
         rank.kill()
     for rank in ranks:
         rank.join()
-    if missing := stacks[len(found) :]:
+    missing = stacks[len(found) :]
+    if missing:
         missing[0].seek(0)
-        told = missing[0].read().decode() or "it raised what stderr tells"
-        pytest.fail(f"rank {len(found)} of {count} has returned nothing: {told}", pytrace=False)
+        reason = missing[0].read().decode() or "it raised an error, which is on stderr"
+        pytest.fail(f"rank {len(found)} of {count} has returned nothing: {reason}", pytrace=False)
     return found
 
 
@@ -86,16 +87,17 @@ def import_before_fork() -> None:
 
 
 def fork_ranks(count: int, act: Callable[[int], None], exit_code: int = 0) -> None:
-    """Let each rank act in a forked process of its own, which must end with `exit_code`."""
+    """Call `act` for each rank in a forked process, which must end with `exit_code`."""
     import torch
 
     import_before_fork()
     children = []
     for rank in range(count):
-        if child := os.fork():
+        child = os.fork()
+        if child:
             children.append(child)
             continue
-        # PyTorch replaces the forked pool of threads at its next use, and aborts if two threads are the next.
+        # PyTorch replaces the forked thread pool at its next use, and aborts if two threads use it first.
         torch.set_num_threads(1)
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         act(rank)

@@ -1,4 +1,4 @@
-"""The training program on small data, and the one Ray instance that all tests share."""
+"""Runs the training program on small data, with a Ray session that all tests share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.harness.forking import executable, server_running
 from tests.harness.process_group import ON_FIRST_USE
 
 RAY_JOB_CONFIG_JSON_ENV_VAR = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""In which Ray's job server gives a driver what its workers need."""
+"""Variable by which Ray's job server passes the job's configuration to a driver."""
 
 SETTINGS = {
     "TASK": "tests.tasks.tiny",
@@ -37,13 +37,13 @@ SETTINGS = {
     "AUDIT": "true",
     "PREDICT_ROWS": "0",
 }
-"""Of the small task without batch norm; one core's worth of Ray for each worker."""
+"""Settings for the small task without batch norm, with one of Ray's CPUs for each worker."""
 
 GIVEN = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_", "NO_PROXY", "PYTHONPATH", "SUNSPOT_CODE")
-"""How the variables begin that workers get: what clients of object stores read, and where tasks are."""
+"""Prefixes of the variables that workers get: those of object stores' clients, and the path of tasks."""
 
 WORKER_NODE = {"training-worker": 1.0}
-"""What a node of a cluster has: room for one worker."""
+"""Resources of a node in a cluster, which has room for one worker."""
 
 FORKED_WITH = [
     "ray",
@@ -53,20 +53,20 @@ FORKED_WITH = [
     "ray.train.torch",
     *ON_FIRST_USE,
 ]
-"""What the fork server of the suite's Ray imports: seconds that each of its workers would take."""
+"""Modules that the fork server of the tests' Ray session imports, so that its workers need not."""
 
 
 class Training(Future[int]):
-    """The training program in a thread of this process."""
+    """Training program in a thread of this process."""
 
     def poll(self) -> int | None:
-        """As of a process: None while it trains; raises what it has raised."""
+        """Return None while it trains, like a process's `poll`. Raises the error of the program."""
         return self.result() if self.done() else None
 
 
 @dataclass
 class Program:
-    """Runs `python -m sunspot.train` with settings of its own, in this process or in another."""
+    """Runs `python -m sunspot.train` with its own settings, in this process or in another one."""
 
     settings: dict[str, str]
     ray_address: str
@@ -77,7 +77,7 @@ class Program:
         return {f"SUNSPOT_{name}": value for name, value in merged.items()}
 
     def run(self, **settings: Any) -> None:
-        """Train in this process, on the shared Ray instance; raises what the program raises."""
+        """Train in this process, with the shared Ray session. Raises the error of the program."""
         from sunspot.train.__main__ import main
 
         with self.monkeypatch.context() as patch:
@@ -86,7 +86,7 @@ class Program:
             assert main([]) == 0
 
     def begin(self, **settings: Any) -> Training:
-        """Train as `run` does, in a thread: for who acts meanwhile, and does not kill the program."""
+        """Train as `run` does, but in a thread, for tests that act while it trains and do not kill it."""
         training = Training()
 
         def work() -> None:
@@ -99,9 +99,9 @@ class Program:
         return training
 
     def start(self, **settings: Any) -> subprocess.Popen[str]:
-        """Start the program as a process of its own, on the shared Ray instance.
+        """Start the program in a separate process, with the shared Ray session.
 
-        Its workers get the test's environment of the clouds and PYTHONPATH, as those of a submitted job get the job's.
+        Its workers get the test's PYTHONPATH and cloud variables, as the workers of a submitted job get the job's.
         """
         given = {name: value for name, value in os.environ.items() if name.upper().startswith(GIVEN)}
         job = {RAY_JOB_CONFIG_JSON_ENV_VAR: json.dumps({"runtime_env": {"env_vars": given}})} if given else {}
@@ -114,10 +114,10 @@ class Program:
 
 @pytest.fixture(scope="session")
 def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One Ray instance for the whole suite, with more CPUs than the machine has: they are numbers to Ray.
+    """Start a Ray session for all tests, with more CPUs than the machine has, which Ray does not check.
 
-    It has one node, with room for one worker of a cluster (`WORKER_NODE`); tests/harness/nodes.py adds others. Workers
-    of this process's own job are forked (tests/harness/forking.py).
+    The session has one node with room for one worker of a cluster (`WORKER_NODE`). tests/harness/nodes.py adds others.
+    Workers of this process's own job are forked (tests/harness/forking.py).
     """
     import ray
 
@@ -127,7 +127,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Fails in a second process: pytest-xdist has not kept the group together.
         (tmp_path_factory.getbasetemp().parent / "ray").mkdir()
-    os.environ.update(RAY_ENVIRONMENT, RAY_prestart_worker_first_driver="0")  # of workers that are not forked
+    os.environ.update(RAY_ENVIRONMENT, RAY_prestart_worker_first_driver="0")  # for workers that are not forked
     name = f"sunspot-tests-{os.getpid()}"
     context = start_local_ray(
         num_cpus=4,
@@ -136,12 +136,13 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         runtime_env={"py_executable": executable(name)},
     )
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
-    # As in a worker: Ray reads them as it is imported.
+    # As in a worker, because Ray reads these variables when it is imported.
     environment = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet)}
     with server_running(name, FORKED_WITH, environment):
-        install_coordinator()  # a run of a fixed size has Ray make its own, which an elastic one would have to keep
-        # Ray 2.60 reports a lost node on stdout, during some later test and whatever is set above; the output of that
-        # test's command would contain it.
+        # Otherwise, a run of fixed size would let Ray create its own coordinator, which elastic runs could not replace.
+        install_coordinator()
+        # Ray 2.60 reports a lost node on stdout during a later test, whatever is set above. The output of that test's
+        # command would contain the report.
         ray._private.worker.print_to_stdstream = lambda *_, **__: None
         yield context.address_info["gcs_address"]
         ray.shutdown()
@@ -149,13 +150,13 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def program(ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
-    """The training program with a storage of its own."""
+    """Return the training program with its own storage."""
     yield Program({**SETTINGS, "STORAGE_PATH": str(tmp_path / "runs")}, ray_address, monkeypatch)
     end_placement_group_cleaners()
 
 
 def end_placement_group_cleaners() -> None:
-    """End the detached actors that Ray Train 2.60 leaves behind, one for each killed driver: 0.2 GB, 3% of a core."""
+    """End the detached actors of Ray Train 2.60. Each killed driver leaves one, with 0.2 GB and 3% of a core."""
     for process in ray_processes("PlacementGroup", psutil.Process()):
         try:
             process.kill()
@@ -165,7 +166,7 @@ def end_placement_group_cleaners() -> None:
 
 @pytest.fixture
 def make_data(tmp_path: Path) -> Callable[..., str]:
-    """Writes a dataset of small images that can be learned; returns its path."""
+    """Return a function that writes a dataset of small images that can be learned, and returns its path."""
 
     def make(rows: int, name: str = "data", row_group: int = 64, test_rows: int = 0, side: int = 8) -> str:
         for split, count in [("train", rows), ("test", test_rows)]:
@@ -179,7 +180,7 @@ def make_data(tmp_path: Path) -> Callable[..., str]:
 
 
 def images(rows: int, side: int, seed: int = 0) -> pa.Table:
-    """`rows` noisy images of three classes, each with its own bright stripe."""
+    """Return noisy images of three classes, each with its own bright stripe."""
     random = np.random.default_rng(seed)
     labels = np.arange(rows) % 3
     pixels = random.integers(0, 100, (rows, side, side), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Writes small real runs into a storage, as the training program does, but without training."""
+"""Writes small runs to a storage as the training program does, but without training."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ from sunspot.run.objects import with_checksum
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.storage.local import LocalStorage
 
-ROWS, BATCH, STEPS_PER_EPOCH = 22, 5, 5
-"""Four steps of 5 rows and one of 2."""
+ROWS, BATCH = 22, 5
+
+STEPS_PER_EPOCH = 5
+"""Number of steps in an epoch: four with 5 rows, and one with 2."""
 
 
 def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int = STEPS_PER_EPOCH) -> Run:
-    """Write what makes it a run."""
+    """Write the identity of a run."""
     settings = {"SUNSPOT_GLOBAL_BATCH_SIZE": str(batch)}
     identity = Identity(settings, Rows("", rows, steps_per_epoch, "order", "NumPy"))
     run.storage.write(run.key("run.json"), with_checksum(asdict(identity)))
@@ -44,7 +46,7 @@ def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int =
 
 
 def start(run: Run, owner: str, starts_from: str | None = None, *, at: float | None = None, **metadata: Any) -> Attempt:
-    """Begin the next attempt, now or `at` a time."""
+    """Start the next attempt, now or at the time `at`."""
     attempts = read_attempts(run)
     number = attempts[-1].number + 1 if attempts else 1
     begun = {} if at is None else {"time": at}
@@ -57,7 +59,7 @@ def start(run: Run, owner: str, starts_from: str | None = None, *, at: float | N
 
 
 def commit(run: Run, attempt: Attempt, step: int, **metrics: Any) -> Checkpoint:
-    """Write a whole checkpoint."""
+    """Write a complete checkpoint."""
     name = checkpoint_name(step, attempt.number, attempt.nonce)
     files = {}
     for file in ("model.pt", "optimizer.pt"):
@@ -72,13 +74,13 @@ def commit(run: Run, attempt: Attempt, step: int, **metrics: Any) -> Checkpoint:
 
 
 def to_columns(ranks: Sequence[Mapping[str, Any]]) -> Columns:
-    """The numbers by name, from a dictionary for each rank."""
+    """Return the numbers by name, from a dictionary for each rank."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {name: [rank.get(name) for rank in ranks] for name in names}
 
 
 def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
-    """Write an attempt's metric history; the numbers of each rank are given as `ranks`, a dictionary for each."""
+    """Write an attempt's metric history. `ranks` in a record is a list with the numbers of each rank, by name."""
     journal, ranks = Journal(run, "metrics", attempt.number), RankHistory(run, attempt.number)
     for record in records:
         journal.append({name: value for name, value in record.items() if name != "ranks"})
@@ -89,12 +91,12 @@ def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
 
 
 def journal_keys(run: Run, kind: Kind, attempt: int) -> list[str]:
-    """The keys of an attempt's part of a journal, the newest last."""
+    """Return the keys of an attempt's segments of a journal, oldest first."""
     return [segment.entry.key for segment in list_journal(run, kind) if segment.attempt == attempt]
 
 
 def write_receipt(run: Run, attempt: Attempt, since: int, cause: Cause = Cause.NODE_LOST, **fields: Any) -> Receipt:
-    """Write the receipt of an attempt whose first step was done 10 s after the last one that counts."""
+    """Write the receipt of an attempt whose first step was complete 10 s after the last valid step."""
     times = {"noticed": None, "save_began": None, "committed": None, "restarted": attempt.time}
     times |= {"left": attempt.time - 5, "first_step": attempt.time + 5}
     tier = attempt.metadata.tier or "beginning"
@@ -108,19 +110,19 @@ def write_receipt(run: Run, attempt: Attempt, since: int, cause: Cause = Cause.N
 
 
 def rows_of(step: int) -> list[int]:
-    """The rows that a step consumes: an epoch visits each once, in an order of its own."""
+    """Return the rows that a step consumes. An epoch visits each row once, in its own order."""
     epoch, place = divmod(step - 1, STEPS_PER_EPOCH)
     order = random.Random(epoch).sample(range(ROWS), ROWS)
     return order[place * BATCH : (place + 1) * BATCH]
 
 
 def consumed(first: int, last: int) -> dict[int, list[int]]:
-    """What the steps `first` .. `last` consume."""
+    """Return the rows that the steps `first` .. `last` consume."""
     return {step: rows_of(step) for step in range(first, last + 1)}
 
 
 def record_audit(run: Run, attempt: Attempt, steps: dict[int, list[int]]) -> None:
-    """Record what steps consumed, in one file, the even rows by rank 0 and the odd ones by rank 1."""
+    """Record the rows that steps consumed in one file: even rows at rank 0, and odd rows at rank 1."""
     lines = [(step, row % 2, row) for step, rows in steps.items() for row in rows]
     table = pa.table(
         {
@@ -133,13 +135,13 @@ def record_audit(run: Run, attempt: Attempt, steps: dict[int, list[int]]) -> Non
 
 
 def set_status(run: Run, state: RunState, **more: Any) -> None:
-    """Write what the run's own processes say of where it stands."""
+    """Write the status as the run's own processes do."""
     usual = {"owner": "run-1", "total_steps": 10, "attempt": newest_number(run)}
     write_status(run, Status(state, **{**usual, **more}))
 
 
 def age(run: Run, seconds: float, *parts: str) -> None:
-    """Make what the run has written, below `parts` of it, so much older."""
+    """Make the run's files below `parts` older by this many seconds."""
     assert isinstance(run.storage, LocalStorage)
     for entry in run.storage.list(run.key(*parts)):
         moment = entry.modified - seconds

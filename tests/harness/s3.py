@@ -1,4 +1,4 @@
-"""An S3 server in this process (moto), and a proxy in front of it that fails as told. Both on 127.0.0.1 only."""
+"""Runs an S3 server (moto) in this process, behind a proxy that injects faults. Both only listen on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOP_BY_HOP = {"connection", "content-length", "date", "expect", "keep-alive", "s
 
 @dataclass(frozen=True)
 class Request:
-    """A request as the proxy saw it; header names are in lower case."""
+    """Request as the proxy saw it, with header names in lower case."""
 
     method: str
     target: str
@@ -44,7 +44,7 @@ class Request:
 
     @property
     def operation(self) -> str:
-        """S3's name for it, for those operations that we use."""
+        """S3's name of the operation, if Sunspot uses it."""
         if self.path.strip("/").count("/") == 0:
             return {"GET": "ListObjects", "HEAD": "HeadBucket", "PUT": "CreateBucket"}.get(self.method, self.method)
         if self.query.get("partNumber") == "10000":
@@ -58,11 +58,11 @@ class Request:
 
 
 Fault = Callable[["_Handler", Request], None]
-"""Answers a request in place of the server, or does not."""
+"""Function that answers a request instead of the server, or leaves it unanswered."""
 
 
 def answer(status: int, code: str) -> Fault:
-    """S3's XML for an error `code`, without asking the server. Status 200 is what a failed Complete may answer."""
+    """Return a fault that answers with S3's XML for an error `code`. A failed Complete may have the status 200."""
 
     def act(handler: _Handler, request: Request) -> None:
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>told to fail</Message></Error>".encode()
@@ -72,24 +72,24 @@ def answer(status: int, code: str) -> Fault:
 
 
 def reset(handler: _Handler, request: Request) -> None:
-    """Reset the connection; the server never sees the request."""
+    """Reset the connection, so that the server never sees the request."""
     handler.reset()
 
 
 def carry_out_then_reset(handler: _Handler, request: Request) -> None:
-    """The server carries the request out, and its answer is lost."""
+    """Let the server carry out the request, and lose its answer."""
     handler.ask_server(request)
     handler.reset()
 
 
 def stall(handler: _Handler, request: Request) -> None:
-    """Accept the request and say nothing until the proxy ends."""
+    """Accept the request, and do not answer until the proxy ends."""
     handler.server.ended.wait()
     handler.reset()
 
 
 def cut_body(keep: int, how: str = "close") -> Fault:
-    """Announce the whole body, send `keep` bytes of it, then 'close' the connection, 'reset' it, or 'stall'."""
+    """Return a fault that announces the full body, sends `keep` bytes, and then closes, resets or stalls."""
 
     def act(handler: _Handler, request: Request) -> None:
         status, headers, body = handler.ask_server(request)
@@ -105,7 +105,7 @@ def cut_body(keep: int, how: str = "close") -> Fault:
 
 
 def trickle(handler: _Handler, request: Request) -> None:
-    """Send the body a byte at a time, often enough that no read of the client's runs into its limit."""
+    """Return a fault that sends the body byte by byte, often enough that the client's read timeout never expires."""
     status, headers, body = handler.ask_server(request)
     handler.reply(status, headers, b"", announced=len(body))
     for byte in body:
@@ -115,7 +115,7 @@ def trickle(handler: _Handler, request: Request) -> None:
 
 
 def delay(seconds: float) -> Fault:
-    """Pass the request on after a while."""
+    """Return a fault that passes the request on after a delay."""
 
     def act(handler: _Handler, request: Request) -> None:
         time.sleep(seconds)
@@ -125,7 +125,7 @@ def delay(seconds: float) -> Fault:
 
 
 def without_header(name: str) -> Fault:
-    """Pass the request on as a server would see it that does not know this header."""
+    """Return a fault that passes the request on without this header, as if the server did not support it."""
 
     def act(handler: _Handler, request: Request) -> None:
         headers = {key: value for key, value in request.headers.items() if key != name.lower()}
@@ -135,7 +135,7 @@ def without_header(name: str) -> Fault:
 
 
 def refuse_damage(handler: _Handler, request: Request) -> None:
-    """Refuse a body that is not that of its checksum, as S3 does and moto does not."""
+    """Refuse a body that does not match its checksum, as S3 does. moto does not check this."""
     if request.headers.get("x-amz-checksum-crc32", crc32(request.body)) != crc32(request.body):
         answer(400, "BadDigest")(handler, request)
     else:
@@ -143,7 +143,7 @@ def refuse_damage(handler: _Handler, request: Request) -> None:
 
 
 def damage(then: Fault) -> Fault:
-    """Change a byte of the body on its way."""
+    """Change a byte of the body in transit."""
 
     def act(handler: _Handler, request: Request) -> None:
         body = request.body[:-1] + bytes([request.body[-1] ^ 1])
@@ -153,12 +153,12 @@ def damage(then: Fault) -> Fault:
 
 
 def pass_on(handler: _Handler, request: Request) -> None:
-    """Do what the server does."""
+    """Pass the request on to the server."""
     handler.reply(*handler.ask_server(request))
 
 
 def crc32(body: bytes) -> str:
-    """As S3 writes it."""
+    """Return a CRC-32 in S3's format."""
     return base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
 
 
@@ -170,7 +170,7 @@ class _Rule:
 
 
 class FaultProxy(ThreadingHTTPServer):
-    """A proxy that does what its rules say, and passes on what no rule is for. `requests` is all that it saw."""
+    """Proxy that applies its rules to requests, and passes on all others. `requests` holds all requests."""
 
     daemon_threads = True
     block_on_close = False
@@ -189,21 +189,21 @@ class FaultProxy(ThreadingHTTPServer):
         self._thread.start()
 
     def on(self, which: str | Callable[[Request], bool], fault: Fault, times: float = float("inf")) -> None:
-        """Meet the next `times` requests of an operation, or that a predicate holds for, with `fault`.
+        """Answer the next `times` requests of an operation, or for which a predicate holds, with `fault`.
 
-        The first rule that matches and is not used up decides.
+        The first matching rule applies that is not used up.
         """
         matches = which if callable(which) else lambda request: request.operation == which
         with self._lock:
             self._rules.append(_Rule(matches, fault, times))
 
     def clear(self) -> None:
-        """Pass everything on from now on."""
+        """Remove all rules."""
         with self._lock:
             self._rules.clear()
 
     def seen(self, operation: str) -> list[Request]:
-        """The requests of one operation so far."""
+        """Return the requests of an operation so far."""
         with self._lock:
             return [request for request in self.requests if request.operation == operation]
 
@@ -217,7 +217,7 @@ class FaultProxy(ThreadingHTTPServer):
         return None
 
     def end(self) -> None:
-        """Stop, and close every connection."""
+        """Stop the proxy, and close all connections."""
         self.ended.set()
         self.shutdown()
         self.server_close()
@@ -234,13 +234,13 @@ class FaultProxy(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        # Without the base class's shutdown(SHUT_WR), which would send FIN before a reset.
+        # The base class would call shutdown(SHUT_WR), which sends FIN before a reset.
         with self._lock:
             self._open.discard(request)
         request.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is what many tests are about."""
+        """Ignore the error, because clients disconnect in many tests."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -282,18 +282,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def reset(self) -> None:
-        """RST instead of FIN when the connection is closed."""
+        """Close the connection with RST instead of FIN."""
         self.close_connection = True
         with contextlib.suppress(OSError):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """`requests` is the log."""
+        """Log nothing, because `requests` is the log."""
 
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[tuple[str, int]]:
-    """Host and port of an S3 server."""
+    """Run an S3 server, and yield its host and port."""
     import botocore.loaders
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
@@ -307,7 +307,7 @@ def s3_server() -> Iterator[tuple[str, int]]:
 
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     with pytest.MonkeyPatch.context() as patch:
-        # Every client would parse S3's description again, which takes most of a test's time.
+        # Each client would parse S3's description again, which would take most of a test's time.
         patch.setattr("botocore.session.create_loader", functools.cache(botocore.loaders.create_loader))
         patch.setattr(S3Response, "put_object", put_object_atomically)
         server.start()
@@ -317,12 +317,12 @@ def s3_server() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def s3_bucket(s3_server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
-    """A fresh bucket; the AWS environment points to its server."""
+    """Return a fresh bucket. The AWS environment points to its server."""
     return make_bucket("http://{}:{}".format(*s3_server), monkeypatch)
 
 
 def make_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A fresh bucket at an endpoint that takes S3_KEYS; the AWS environment points there."""
+    """Return a fresh bucket at an endpoint with the credentials S3_KEYS. The AWS environment points to it."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {
@@ -342,7 +342,7 @@ def make_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def s3_proxy(s3_server: tuple[str, int], s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """A proxy in front of the server, which the AWS environment points to; retries do not wait."""
+    """Run a proxy in front of the server. The AWS environment points to the proxy, and retries do not wait."""
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
     proxy = FaultProxy(*s3_server)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
@@ -351,12 +351,12 @@ def s3_proxy(s3_server: tuple[str, int], s3_bucket: str, monkeypatch: pytest.Mon
 
 
 def plain_client() -> Any:
-    """boto3's own client by the AWS environment."""
+    """Return boto3's own client for the server in the AWS environment."""
     import boto3
 
     return boto3.session.Session().client("s3", region_name="us-east-1")
 
 
 def leftover_uploads(bucket: str) -> list[str]:
-    """Keys of the multipart uploads that were begun and neither completed nor aborted."""
+    """Return the keys of multipart uploads that were neither completed nor aborted."""
     return [upload["Key"] for upload in plain_client().list_multipart_uploads(Bucket=bucket).get("Uploads", [])]

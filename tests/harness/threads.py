@@ -1,4 +1,4 @@
-"""Threads that stand in for a job's workers."""
+"""Runs a job's workers as threads."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ MEET_WITHIN_S = 60.0
 
 
 def load_in_threads(sources: list[Any], nodes: Sequence[str]) -> list[list[Batch]]:
-    """What workers on these nodes load of the sources with LOADER=torch, by rank."""
+    """Return the rows that workers on these nodes load from the sources with LOADER=torch, by rank."""
     barrier, said = Barrier(len(nodes), timeout=MEET_WITHIN_S), [None] * len(nodes)
 
     def load(rank: int) -> list[Batch]:

@@ -1,4 +1,4 @@
-"""A run in storage that has everything that a report shows, without training."""
+"""Writes a run with all data that a report shows, without training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sunspot.settings import Settings
 from tests.harness.runs import begin, commit, report, start, write_receipt
 
 BEGUN = 1_790_000_000.0
-"""When a synthetic run begins, in seconds since the epoch."""
+"""Start of a synthetic run, in seconds since the epoch."""
 
 
 def record(step: int, time: float, ranks: int = 2, **fields: Any) -> dict[str, Any]:
-    """A record of the metric history as `sunspot.observe.metrics` makes it."""
+    """Return a record of the metric history as `sunspot.observe.metrics` makes it."""
     draw = random.Random(step)
     numbers = [
         {
@@ -46,7 +46,7 @@ def record(step: int, time: float, ranks: int = 2, **fields: Any) -> dict[str, A
 
 
 def attempt_metadata(ranks: int = 2, tier: str = "beginning", **settings: Any) -> dict[str, Any]:
-    """What an attempt records of itself."""
+    """Return the metadata of an attempt."""
     environment = Settings(**settings).environment()
     nodes = {str(rank): f"node-{rank}" for rank in range(ranks)}
     versions = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.15.0"}
@@ -54,7 +54,7 @@ def attempt_metadata(ranks: int = 2, tier: str = "beginning", **settings: Any) -
 
 
 def png(label: int, side: int = 28) -> bytes:
-    """A small picture in which the label can be made out."""
+    """Return a small picture in which the label is recognizable."""
     pixels = np.zeros((side, side), dtype=np.uint8)
     pixels[4 : 6 + 2 * label, 6:12] = 255
     out = io.BytesIO()
@@ -63,7 +63,7 @@ def png(label: int, side: int = 28) -> bytes:
 
 
 def predictions_of(checkpoint: str, classes: int = 10, image: bytes | None = None, wrong: int = 30) -> Predictions:
-    """Predictions of `200 * classes` rows, `wrong` of them mistakes."""
+    """Return predictions of `200 * classes` rows, of which `wrong` are mistakes."""
     confusion = [[200 if label == said else 0 for said in range(classes)] for label in range(classes)]
     mistakes = []
     for number in range(wrong):
@@ -90,7 +90,7 @@ def predictions_of(checkpoint: str, classes: int = 10, image: bytes | None = Non
 
 
 def trained(run: Run, ranks: int = 2) -> Run:
-    """A run of 188 steps that lost a node at step 100 and went on from its checkpoint at 94."""
+    """Write a run of 188 steps that lost a node at step 100 and continued from its checkpoint at step 94."""
     begin(run, rows=12000, batch=128, steps_per_epoch=94)
     first = start(run, "job", at=BEGUN, **attempt_metadata(ranks))
     write_receipt(run, first, 0, Cause.BEGIN, left=BEGUN, first_step=BEGUN + 12)

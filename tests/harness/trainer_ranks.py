@@ -1,8 +1,8 @@
-"""A Trainer's worker groups without Ray: `python -m tests.harness.trainer_ranks FOLDER`.
+"""Trains a Trainer's worker groups without Ray: `python -m tests.harness.trainer_ranks FOLDER`.
 
-Trains the task of docs/finetune.md, and one with a Trainer of its own, for STEPS steps on changing numbers of ranks, as
-`RUNS` says. Leaves the losses of each run's last group in `RUN.json`, what was said of each of REFUSED in
-`refused.json`, and what a check measured in `checked.json`.
+The task of docs/finetune.md, and a task with its own Trainer, train for STEPS steps on changing numbers of ranks, as
+defined in `RUNS`. The losses of each run's last group are written to `RUN.json`, the messages about REFUSED to
+`refused.json`, and the measurements of a check to `checked.json`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "adapted": (ADAPTING, [1], {}),
     "adapted-killed": (ADAPTING, [3, 2], {"micro_batch_size": 3, "audit": True}),
 }
-"""Each run's task, the numbers of ranks of its groups, of which all but the last are killed, and its settings."""
+"""Task, numbers of ranks in the groups, and settings of each run. All groups except the last are killed."""
 
 REFUSED: dict[str, Any] = {
     "auto_find_batch_size": True,
@@ -43,14 +43,14 @@ REFUSED: dict[str, Any] = {
     "optim": "lomo",
     "left_out": 1,
 }
-"""Arguments of the Trainer, and of its task, that are."""
+"""Arguments of the Trainer, and of its task, that are refused."""
 
 
 def main(root: str) -> None:
     for library in ("peft", "transformers", "transformers.trainer"):
-        importlib.import_module(library)  # once, not in each child
+        importlib.import_module(library)  # here, so that each child need not import it
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # or Accelerate chooses another number
+    os.environ["OMP_NUM_THREADS"] = "1"  # otherwise, Accelerate chooses another number
     os.chdir(root)
     sys.path.insert(0, root)
     base = write_base(Path("model").absolute())
@@ -80,7 +80,7 @@ def main(root: str) -> None:
 
 
 def refusal_of(base: str, argument: str) -> str:
-    """What is said of the Trainer with one of REFUSED."""
+    """Return the message about a Trainer with one of the arguments in REFUSED."""
     settings = Settings(task=ADAPTING, task_args={"base": base, argument: REFUSED[argument]})
     task: Any = load_task(settings)
     try:

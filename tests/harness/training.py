@@ -1,4 +1,4 @@
-"""What tests of whole runs share: a run's state as its storage has it, waiting for its progress, killing processes."""
+"""Helps to test complete runs: reads a run's state from storage, waits for its progress, and kills processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def newest(run: Run) -> Checkpoint:
 
 
 def newest_whole(run: Run, step: int) -> Checkpoint:
-    """The newest checkpoint, which is that of `step` and has no fault."""
+    """Return the newest checkpoint, which must be at `step` and intact."""
     checkpoint = newest(run)
     assert checkpoint.step == step
     assert find_faults(run, checkpoint) == []
@@ -45,7 +45,7 @@ def newest_whole(run: Run, step: int) -> Checkpoint:
 
 
 def consumed(run: Run) -> dict[int, list[int]]:
-    """The row ids of each step that leads to the newest checkpoint, in no order."""
+    """Return the row ids of each step that leads to the newest checkpoint, in any order."""
     rows: dict[int, list[int]] = {}
     for table in read_audit(run, lineage(read_attempts(run))):
         for step, row in zip(table["step"].to_pylist(), table["row"].to_pylist(), strict=True):
@@ -63,7 +63,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 
 def audit(storage: str) -> int:
-    """Exit code of `sunspot audit` on the run."""
+    """Return the exit code of `sunspot audit` for the run."""
     with pytest.raises(SystemExit) as ended:
         sunspot(["audit", "run", "--storage", storage])
     return int(ended.value.code or 0)
@@ -74,7 +74,7 @@ def assert_audit_clean(program: Program) -> None:
 
 
 def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 240) -> None:
-    """Return when there is a checkpoint at `step` or later; one request to storage tells."""
+    """Wait until a checkpoint exists at `step` or later. Each check takes one request to storage."""
 
     def is_there() -> bool:
         return any(step_of(name) >= step for name, files in list_directories(run).items() if MANIFEST in files)
@@ -83,18 +83,23 @@ def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 240
 
 
 def wait_for_reported_step(run: Run, step: int, process: Any, seconds: float = 240) -> None:
-    """Return when the run's status tells of `step` or later."""
-    wait_until(lambda: (status := read_status(run)) and status.step >= step, process, seconds)
+    """Wait until the run's status has `step` or a later step."""
+
+    def has_reached() -> bool:
+        status = read_status(run)
+        return status is not None and status.step >= step
+
+    wait_until(has_reached, process, seconds)
 
 
 def wait_for_receipts(run: Run, count: int, process: Any, seconds: float = 240) -> list[Receipt]:
-    """Return when so many worker groups have taken their first step."""
+    """Wait until `count` worker groups have taken their first step, and return their receipts."""
     wait_until(lambda: len(receipts_of(run)) >= count, process, seconds)
     return receipts_of(run)
 
 
 def assert_complete(run: Run) -> None:
-    """Every attempt left a receipt, and the goodput can be told from them."""
+    """Check that every attempt has a receipt, and that the goodput can be computed from them."""
     attempts, receipts = read_attempts(run), receipts_of(run)
     assert not find_gaps(receipts, [attempt.number for attempt in attempts])
     share = goodput(attempts, receipts, time.time())
@@ -107,12 +112,12 @@ def receipts_of(run: Run) -> list[Receipt]:
 
 
 def worker_processes() -> list[psutil.Process]:
-    """The training workers of the suite's own Ray instance."""
+    """Return the training workers of the tests' own Ray session."""
     return ray_processes("RayTrain", psutil.Process())
 
 
 def kill_all(process: Any) -> None:
-    """SIGKILL the driver and all workers of its job at once."""
+    """Kill the driver and all workers of its job at the same time with SIGKILL."""
     for victim in [psutil.Process(process.pid), *worker_processes()]:
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()

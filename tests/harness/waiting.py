@@ -1,4 +1,4 @@
-"""Waits for what another thread or process does."""
+"""Waits until another thread or process has done its work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def wait_until(condition: Callable[[], Any], process: Any = None, seconds: float = 240) -> None:
-    """Return when the condition holds; fail when it does not in time, or the process or training ends first."""
+    """Wait until the condition holds. Fails if it takes too long, or if the process or training ends first."""
     deadline, pause = time.monotonic() + seconds, 0.01
     while not condition():
         assert time.monotonic() < deadline, f"not so after {seconds} s"

@@ -222,7 +222,7 @@ def test_a_task_without_predict_is_named(copied_run: FinishedRun) -> None:
     extra = load_state(copied_run.run, newest, "extra_state.pt")
     extra["settings"]["SUNSPOT_TASK"] = "tests.tasks.batch_norm"
     copied_run.replace(newest, "extra_state.pt", as_bytes(extra))
-    with pytest.raises(SettingsError, match=r"SUNSPOT_TASK=tests\.tasks\.batch_norm: defines no predict"):
+    with pytest.raises(SettingsError, match=r"SUNSPOT_TASK=tests\.tasks\.batch_norm: does not define predict"):
         Classifier("run", newest.name, copied_run.storage, task="tests.tasks.batch_norm")
 
 

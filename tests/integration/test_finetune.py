@@ -1,4 +1,4 @@
-"""LoRA in worker groups, ddp and fsdp, on changing numbers of ranks: losses, checkpoints, killed and resumed."""
+"""Tests of LoRA in worker groups under ddp and fsdp, on changing numbers of ranks: losses, checkpoints, and resumes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def losses_of(adapters: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["two", "three", "killed", "fsdp"])
-def test_losses_do_not_depend_on_the_workers(adapters: Path, name: str) -> None:
+def test_losses_do_not_depend_on_the_number_of_workers(adapters: Path, name: str) -> None:
     one = losses_of(adapters, "one")
     assert len(one) == STEPS
     assert one[-1] < one[0]
@@ -56,7 +56,7 @@ def test_bf16_learns_under_fsdp(adapters: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["killed", "fsdp"])
-def test_the_adapter_is_that_of_an_uninterrupted_run(adapters: Path, name: str) -> None:
+def test_the_adapter_equals_that_of_an_uninterrupted_run(adapters: Path, name: str) -> None:
     assert [attempt.step for attempt in read_attempts(open_run(str(adapters), name))] == [0, KILLED_AT - 1]
     expected = load_model(open_run(str(adapters), "one"), last_of(adapters, "one"))
     found = load_model(open_run(str(adapters), name), last_of(adapters, name))
@@ -66,8 +66,8 @@ def test_the_adapter_is_that_of_an_uninterrupted_run(adapters: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", ["two", "fsdp"])
-def test_a_checkpoint_holds_the_adapter_alone(adapters: Path, tmp_path: Path, name: str) -> None:
-    """It loads in peft; the base is what it was."""
+def test_a_checkpoint_holds_only_the_adapter(adapters: Path, tmp_path: Path, name: str) -> None:
+    """Check that peft loads the adapter, and that the base is unchanged."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

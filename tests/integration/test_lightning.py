@@ -222,7 +222,7 @@ def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypat
         ("Whole", "loss is a NoneType; return the mean loss"),
         ("ManyLosses", r"loss is a Tensor of shape \[2, 1\]; return the mean loss"),
         ("LogsRows", "every record of the metric history has its own rows"),
-        ("LogsMany", "log one number, the batch's"),
+        ("LogsMany", "log one number for the batch"),
     ],
 )
 def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, source: EmptySource) -> None:
@@ -264,7 +264,7 @@ def test_lightnings_log_refuses_a_reserved_name(log_value: Callable[..., Any]) -
 def test_lightnings_x_axis_is_ignored_with_a_warning(
     log_value: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Modules log `step` or `epoch` to move the x axis of Lightning's own loggers."""
+    """Check `step` and `epoch`, which modules log to set the x axis of Lightning's own loggers."""
     for _ in range(2):
         log_value("step", 3.0)
         log_value("epoch", torch.tensor(7.0), on_epoch=True)
@@ -272,12 +272,12 @@ def test_lightnings_x_axis_is_ignored_with_a_warning(
     assert log_value.take() == {"accuracy": torch.tensor(0.5)}  # type: ignore[attr-defined]
     told = [record.message for record in caplog.records]
     assert told == [
-        f"self.log('{name}') is ignored: every record of the metric history has the run's own {name}"
+        f"self.log('{name}') is ignored: every record of the metric history has the run's {name}"
         for name in ("step", "epoch")
     ]
 
 
-def test_two_names_that_lightning_tasks_record_as_one_are_warned_of(
+def test_two_lightning_names_that_become_one_cause_a_warning(
     log_value: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
@@ -285,13 +285,13 @@ def test_two_names_that_lightning_tasks_record_as_one_are_warned_of(
         log_value("hits", 2.0)
         log_value.take()  # type: ignore[attr-defined]
     assert [record.message for record in caplog.records] == [
-        "self.log('hits') and self.log('train_hits') are both recorded as hits; the later one counts"
+        "self.log('hits') and self.log('train_hits') are both recorded as hits; the later value counts"
     ]
 
 
 def test_unsupported_lightning_features_are_refused(source: EmptySource) -> None:
     settings = load_settings({"TASK": "sunspot.tasks.lightning_mnist"})
-    with pytest.raises(SettingsError, match=r"SUNSPOT_PARALLEL=fsdp: .*does not shard; set it to ddp"):
+    with pytest.raises(SettingsError, match=r"SUNSPOT_PARALLEL=fsdp: .*never sharded; set it to ddp"):
         load_task(settings.model_copy(update={"parallel": "fsdp"}))
     with pytest.raises(SettingsError, match=r"`python -m sunspot\.train` only"):
         load_task(settings).schedule(0, 1)
@@ -306,7 +306,7 @@ def test_the_trainer_clips_gradients(clip_norm: float, given: float | None) -> N
     assert make_trainer(Settings(clip_norm=clip_norm), Steps(100, 10), accelerator="cpu").gradient_clip_val == given
 
 
-def test_a_value_logged_now_and_then_is_averaged_over_its_own_rows() -> None:
+def test_a_value_that_is_logged_in_some_steps_is_averaged_over_their_rows() -> None:
     sums = Sums()
     sums.add({"loss": torch.ones(4)})
     sums.add({"loss": torch.ones(2), "norm": torch.full((2,), 5.0)})

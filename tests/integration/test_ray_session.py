@@ -1,4 +1,4 @@
-"""A local Ray session: which processes can use it, and what it leaves behind."""
+"""Tests of a real local Ray session: the processes that can use it, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print(json.dumps(told))
 """
 
 
-def test_a_session_is_for_its_user_alone_and_needs_no_home(tmp_path: Path) -> None:
+def test_a_session_is_private_and_needs_no_home_directory(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     home = tmp_path / "home"
     home.write_text("")  # this is a file, because root could write to a folder without permissions
@@ -59,12 +59,12 @@ def test_a_session_is_for_its_user_alone_and_needs_no_home(tmp_path: Path) -> No
 
 
 def start_session(environment: dict[str, str], session: str = SESSION) -> dict[str, Any]:
-    """Run a session, a second time if Ray's own processes were too slow."""
+    """Run a session, and run it again if Ray's own processes were too slow."""
     for last in (False, True):
         done = subprocess.run(
             [sys.executable, "-c", session], env=environment, cwd=REPOSITORY, capture_output=True, text=True
         )
-        if last or "try again when it has less to do" not in done.stderr:
+        if last or "try again when the machine is less busy" not in done.stderr:
             break
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -97,7 +97,7 @@ print(json.dumps({"code": code, "status": told.status.value, "message": told.mes
 """
 
 
-def test_a_wrong_setting_stops_a_job_of_kuberay_which_is_not_tried_again() -> None:
+def test_a_wrong_setting_ends_a_kuberay_job_without_retries() -> None:
     told = start_session(dict(os.environ), FAILED_JOB)
     assert (told["code"], told["status"]) == (2, "STOPPED")
     assert told["message"].startswith("failed for good with exit code 2, so it is not tried again\nerror: ")

@@ -1,4 +1,4 @@
-"""What a tracking service has of a run: a real MLflow server, killed and restarted, and W&B's files."""
+"""Tests of tracking: the contents of a real MLflow server, which is killed and restarted, and of W&B's files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Points = dict[str, list[tuple[int, int, float]]]
 
 @pytest.fixture(autouse=True)
 def clean_services(mlflow_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No service of the developer's is met; the server has begun to start."""
+    """Hide the developer's services, and start the MLflow server."""
     for name in list(os.environ):
         if name.startswith(("MLFLOW_", "WANDB_")):
             monkeypatch.delenv(name)
@@ -52,7 +52,7 @@ def clean_services(mlflow_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.fixture
 def server(mlflow_server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """The server, answering, and the one of this test."""
+    """Return the running server, to which the environment points."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.wait())
     return mlflow_server
 
@@ -64,21 +64,21 @@ def free_port() -> int:
 
 
 def deliver(run: Run, project: str) -> Delivery:
-    """One delivery to MLflow, as the command makes it."""
+    """Deliver a run to MLflow as the command does, and return the delivery."""
     delivery = Delivery(run, "mlflow", project)
     delivery.finish()
     return delivery
 
 
 def by_hand(run: Run, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What `python -m sunspot.tracking` says."""
+    """Run `python -m sunspot.tracking` for a run."""
     words = [sys.executable, "-m", "sunspot.tracking", run.name, "--storage", run.storage.locate(""), *more]
     given = {**os.environ, **environment}
     return subprocess.run(words, env=given, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
 
 
 def history(run: Run) -> Points:
-    """The numbers of the run's own history, as a service is to have them: by name, sorted."""
+    """Return the numbers in the run's own history in the form that a service must have: by name, sorted."""
     found: Points = {}
     for line in read_journal(run, "metrics", lineage(read_attempts(run))):
         point = to_point(line)
@@ -88,7 +88,7 @@ def history(run: Run) -> Points:
 
 
 class Shown:
-    """What an MLflow server has of a run."""
+    """Data of a run on an MLflow server."""
 
     def __init__(self, run: Run, project: str) -> None:
         from mlflow import MlflowClient
@@ -101,7 +101,7 @@ class Shown:
 
     @property
     def points(self) -> Points:
-        """All that is not made at the end."""
+        """All metrics except those that are sent at the end."""
         return {
             name: sorted((point.step, point.timestamp, point.value) for point in self._of(name))
             for name in self.data.metrics
@@ -119,7 +119,7 @@ class Shown:
 # ---------------------------------------------------------------------------------------- before the server is there
 
 
-def test_without_a_service_nothing_happens(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_service_nothing_is_delivered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     process.refuse_unusable(Settings())
     with process.tracked(run, Settings()):
@@ -127,7 +127,7 @@ def test_without_a_service_nothing_happens(run: Run, monkeypatch: pytest.MonkeyP
     assert not run.storage.exists(run.key("tracking"))
 
 
-def test_what_keeps_a_service_from_being_used_is_told_at_the_start(
+def test_a_service_that_cannot_be_used_is_reported_at_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from sunspot.train.__main__ import main
@@ -153,7 +153,7 @@ def test_what_keeps_a_service_from_being_used_is_told_at_the_start(
     )
 
 
-def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
+def test_an_outage_is_reported_once_and_missing_records_at_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
@@ -171,15 +171,13 @@ def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
     assert not follower.is_alive()
     out = capsys.readouterr().out
     assert out.count("tracking behind") == 1
-    assert (
-        "not delivered: 20 records of the steps 10 to 188; what comes at the end (report, model, state): MLflow" in out
-    )
-    assert out.endswith("`the command` delivers it later\n")
+    assert "not delivered: 20 records of the steps 10 to 188; the report, the model and the final state: MLflow" in out
+    assert out.endswith("run `the command` to deliver the rest\n")
     events = [event["event"] for event in read_journal(run, "events")]
     assert events.count("tracking behind") == 1
 
 
-def test_a_server_that_never_answers_holds_nobody_up(
+def test_a_server_that_never_answers_does_not_delay_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
@@ -193,12 +191,11 @@ def test_a_server_that_never_answers_holds_nobody_up(
             connection, _ = silent.accept()  # and no word
         connection.close()
     out = capsys.readouterr().out
-    assert (
-        f"not delivered within 0.5 s; `python -m sunspot.tracking run --storage {settings.storage_path}` goes on" in out
-    )
+    later = f"`python -m sunspot.tracking run --storage {settings.storage_path}`"
+    assert f"not delivered within 0.5 s; run {later} to continue" in out
 
 
-def test_a_process_that_fails_is_told_at_once(
+def test_a_failing_tracking_process_is_reported_at_once(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process.sys, "executable", shutil.which("false"))
@@ -208,13 +205,17 @@ def test_a_process_that_fails_is_told_at_once(
         while not out and time.monotonic() < deadline:
             time.sleep(0.05)
             out += capsys.readouterr().out
-    assert out.startswith("warning: tracking: its process ended with 1; `python -m sunspot.tracking run --storage /")
+    assert out.startswith(
+        "warning: tracking: its process ended with exit code 1; run `python -m sunspot.tracking run --storage /"
+    )
 
 
 # ----------------------------------------------------------------------------------------------- what is there of a run
 
 
-def test_a_run_is_there_to_the_digit(run: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_delivered_to_the_digit(
+    run: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained(run)
     run.storage.write(run.key("report.html"), b"<html>the report")
     write_status_as_is(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
@@ -240,7 +241,7 @@ def test_a_run_is_there_to_the_digit(run: Run, server: Server, tmp_path: Path, m
     assert deliver(run, "digits").place == ""
 
 
-def test_only_what_no_loss_takes_back_is_sent_and_each_step_once(run: Run, server: Server) -> None:
+def test_steps_are_sent_once_and_only_when_a_checkpoint_covers_them(run: Run, server: Server) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, first, *(record(step, BEGUN + step) for step in (5, 10, 15)))
     following = Delivery(run, "mlflow", "lineage")
@@ -269,9 +270,7 @@ def test_only_what_no_loss_takes_back_is_sent_and_each_step_once(run: Run, serve
     assert shown.data.tags["sunspot.attempts"] == "2"
 
 
-def test_whatever_dies_in_between_there_is_one_tracking_run(
-    run: Run, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_tracking_run_exists_after_crashes(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(run)
     deliver(run, "one")
     # It was created, and the process ended before it could note that.
@@ -289,7 +288,7 @@ def test_whatever_dies_in_between_there_is_one_tracking_run(
     assert len(shown.client.search_runs([shown.info.experiment_id])) == 1
 
 
-def test_a_run_in_the_place_of_a_deleted_one_is_another(run: Run, server: Server) -> None:
+def test_a_run_that_replaces_a_deleted_one_gets_a_new_tracking_run(run: Run, server: Server) -> None:
     trained(run)
     first = deliver(run, "again")
     for entry in run.storage.list(run.name):
@@ -301,20 +300,20 @@ def test_a_run_in_the_place_of_a_deleted_one_is_another(run: Run, server: Server
     assert len(Shown(run, "again").runs) == 2
 
 
-def test_refused_records_are_reported_as_lost(run: Run, server: Server, warned: list[str]) -> None:
+def test_refused_records_are_reported(run: Run, server: Server, warned: list[str]) -> None:
     attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     endless = {**record(10, BEGUN + 10), "m" * 300: 1.0}
     report(run, attempt, record(5, BEGUN + 5), endless, {**record(15, BEGUN + 15), "top@1": float("nan")})
     commit(run, attempt, 15)
     delivered = deliver(run, "refused").delivered
     assert (delivered.records, delivered.refused) == (2, 1)
-    assert [text for text in warned if text.startswith("tracking: lost, as it is refused: the record of step 10")]
+    assert [text for text in warned if text.startswith("tracking: the service refused the record of step 10")]
     shown = Shown(run, "refused")
     assert [step for step, *_ in shown.points["loss"]] == [5, 15]
     assert shown.points["top_1"][0][2] != shown.points["top_1"][0][2], "NaN"
 
 
-def test_a_tracking_run_that_was_deleted_is_waited_for(run: Run, server: Server) -> None:
+def test_delivery_waits_until_a_deleted_tracking_run_is_restored(run: Run, server: Server) -> None:
     attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, attempt, record(5, BEGUN + 5))
     commit(run, attempt, 5)
@@ -334,7 +333,7 @@ def test_a_tracking_run_that_was_deleted_is_waited_for(run: Run, server: Server)
 # ------------------------------------------------------------------------------------------------------ TensorBoard
 
 
-def test_event_files_have_the_history(run: Run) -> None:
+def test_event_files_contain_the_history(run: Run) -> None:
     from tensorboardX.proto.event_pb2 import Event
 
     trained(run)
@@ -355,7 +354,7 @@ def test_event_files_have_the_history(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------- Weights & Biases
 
 
-def test_wandb_offline_has_the_history(run: Run, tmp_path: Path) -> None:
+def test_wandb_offline_files_contain_the_history(run: Run, tmp_path: Path) -> None:
     trained(run)
     run.storage.write(run.key("report.html"), b"<html>")
     write_status_as_is(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
@@ -380,7 +379,7 @@ def test_wandb_offline_has_the_history(run: Run, tmp_path: Path) -> None:
 
 
 def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of W&B's history file, and the names of files and artifacts in it."""
+    """Return the rows in W&B's history file, and the names of files and artifacts in it."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows: list[dict[str, Any]] = []
@@ -395,8 +394,10 @@ def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def each_entry(content: bytes) -> Iterator[bytes]:
-    """What LevelDB's log format holds, in which W&B writes: parts of an entry in blocks of 32 KiB, each with 7 bytes of
-    checksum, length and kind (1: whole, 2: first, 3: middle, 4: last), after a header of as many.
+    """Yield the entries of a file in LevelDB's log format, which W&B writes.
+
+    After a header of 7 bytes, the file has blocks of 32 KiB with parts of entries. Each part begins with 7 bytes of
+    checksum, length and kind (1: complete, 2: first, 3: middle, 4: last).
     """
     entry = b""
     for first in range(0, len(content), 32768):
@@ -414,7 +415,7 @@ def each_entry(content: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_comes_back_has_all_of_the_run(
+def test_a_server_has_the_complete_run_after_a_kill_and_restart(
     program: Program, make_data: MakeData, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = open_run(program.settings["STORAGE_PATH"], "run")
@@ -482,9 +483,9 @@ def test_a_run_without_its_server_succeeds_and_is_delivered_later(
     out = capsys.readouterr().out
     assert "succeeded at step 20 of 20" in out
     count = len(history(run)["loss"])
-    assert f"not delivered: {count} records of the steps 10 to 20; what comes at the end (report, model, state)" in out
+    assert f"not delivered: {count} records of the steps 10 to 20; the report, the model and the final state" in out
     later = f"python -m sunspot.tracking run --storage {program.settings['STORAGE_PATH']}"
-    assert f"`{later}` delivers it later" in out
+    assert f"run `{later}` to deliver the rest" in out
     url = mlflow_server.wait()
     said = by_hand(run, MLFLOW_TRACKING_URI=url)
     assert said.returncode == 0, said.stderr

@@ -84,10 +84,10 @@ def test_held_out_rows_are_evaluated_with_the_metrics_of_the_trainer(trained: Pa
 
 def test_a_trainer_whose_state_no_checkpoint_could_hold_is_refused(trained: Path) -> None:
     messages = {
-        "auto_find_batch_size": "auto_find_batch_size=True among its arguments; leave it out",
-        "enable_jit_checkpoint": "enable_jit_checkpoint=True among its arguments; leave it out",
+        "auto_find_batch_size": "its arguments contain auto_find_batch_size=True; leave it out",
+        "enable_jit_checkpoint": "its arguments contain enable_jit_checkpoint=True; leave it out",
         "optim": "optim='lomo' changes weights within the backward pass; choose another",
-        "left_out": "its RowTrainer has 39 rows as train_dataset, and build_dataset returned 40",
+        "left_out": "its RowTrainer has 39 rows as train_dataset, but build_dataset returned 40",
     }
     for name, said in read(trained, "refused").items():
         assert said.startswith(f"SUNSPOT_TASK=tests.tasks.adapting_trainer: {messages[name]}"), name

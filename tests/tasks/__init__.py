@@ -1,1 +1,1 @@
-"""Small tasks for tests, some with faults to order."""
+"""Small tasks for tests. Some have faults on request."""

@@ -1,4 +1,4 @@
-"""A Trainer of its own, whose loss is a mean over rows, of a model that peft adapts; with held-out rows."""
+"""Trains a model that peft adapts with its own Trainer, whose loss is a mean over rows, and with held-out rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RowTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Each row counts alike, however many tokens it has."""
+        """Return a loss in which each row has the same weight, regardless of its number of tokens."""
         labels = inputs.pop("labels")
         scores = model(**inputs).logits[:, :-1].transpose(1, 2)
         each = functional.cross_entropy(scores, labels[:, 1:], reduction="none")
@@ -27,7 +27,7 @@ class RowTrainer(Trainer):
         return (loss, {"logits": scores}) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what it has measured, as TRL's trainers do."""
+        """Add measurements to the log, as TRL's trainers do."""
         logs["margins/mean"] = 2.5
         super().log(logs, start_time)
 

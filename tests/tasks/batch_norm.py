@@ -1,4 +1,4 @@
-"""A small task with batch norm, dropout and Adam: state that a resume could get wrong."""
+"""Small task with batch norm, dropout and Adam, whose state a resume could restore wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small task, slowed down, which meets an error of the GPU's memory on any node but the head."""
+"""Slow version of the small task that raises a GPU memory error on all nodes except the head."""
 
 from __future__ import annotations
 

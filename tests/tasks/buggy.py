@@ -1,4 +1,4 @@
-"""The small task, with a bug that any run of it meets in its first step."""
+"""Small task with a bug that affects every run in its first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small task with the faults that TASK_ARGS name, for tests of what the doctor finds."""
+"""Small task with the faults that TASK_ARGS name, for tests of doctor's findings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from tests.tasks.tiny import build_optimizer, schedule
 __all__ = ["build_model", "build_optimizer", "loss", "schedule"]
 
 faults: dict[str, Any] = {}
-"""`read_s`: seconds to read each batch. `leak_mib`: memory that each step leaks. Of rank 1 only, `lag_s` and `busy_s`:
-seconds of sleeping and of computing in each forward pass, `group`: a control group to join."""
+"""Faults by name. `read_s` is the seconds to read each batch, and `leak_mib` the memory that each step leaks. At rank 1
+only, `lag_s` and `busy_s` are seconds of sleeping and computing in each forward pass, and `group` is a control group to
+join."""
 
 leaked: list[bytes] = []
 
@@ -49,7 +50,7 @@ def read_slowly(rows: Selections, index: int, read: Any = Selections.__getitem__
 
 
 def compute(seconds: float) -> None:
-    """Use so many seconds of processor time."""
+    """Use this many seconds of CPU time."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass

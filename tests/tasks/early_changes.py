@@ -1,6 +1,6 @@
-"""A loop whose steps change more than the weights, and that breaks off at a place that the test chooses.
+"""Loop whose steps change more than the weights, and which fails in a step that the test chooses.
 
-TASK_ARGS: `way` names what a step changes besides the weights.
+TASK_ARGS: `way` names the state that a step changes besides the weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sunspot.settings import Settings
 from sunspot.tasks import TrainingRun
 
 broken_off_at: set[int] = set()
-"""The step whose last `backward` raises, once."""
+"""Step whose last `backward` raises an error once."""
 
 
 class Model(nn.Module):

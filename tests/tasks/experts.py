@@ -1,4 +1,4 @@
-"""A conditional model: each class has an expert, which is used only for the rows of that class."""
+"""Conditional model in which each class has an expert that is only used for the rows of this class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small task, whose rank 1 hangs once in the middle of a run."""
+"""Small task whose rank 1 hangs once in the middle of a run."""
 
 from __future__ import annotations
 

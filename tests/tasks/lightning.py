@@ -1,4 +1,4 @@
-"""The small task as a LightningModule, slowed down by TASK_ARGS for tests that act on a run while it trains."""
+"""Small task as a LightningModule, which TASK_ARGS slow down for tests that act on a run while it trains."""
 
 from __future__ import annotations
 

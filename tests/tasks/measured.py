@@ -1,4 +1,4 @@
-"""Classes of two numbers, scaled as a file says that TASK_ARGS names."""
+"""Classifies rows of two numbers, which are scaled by the content of a file that TASK_ARGS name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language model on bytes, with a loop of its own: what became of tests/tasks/nano_script.py."""
+"""A language model on bytes with its own loop: tests/tasks/nano_script.py as a task."""
 
 import math
 
@@ -13,7 +13,8 @@ from sunspot.tasks import TrainingRun
 from sunspot.tasks.gpt import GPT
 
 CONTEXT = 32
-STEPS, WARMUP, PEAK = 200, 10, 1e-3
+STEPS, WARMUP = 200, 10
+PEAK = 1e-3
 
 
 def find_sources(settings: Settings) -> tuple[Source, Source | None]:

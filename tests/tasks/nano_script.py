@@ -1,4 +1,4 @@
-"""A language model on bytes, as a loop of one's own for torchrun: tests/tasks/nano.py is the same as a task."""
+"""A language model on bytes with its own loop for torchrun. tests/tasks/nano.py is the same as a task."""
 
 import math
 import os
@@ -12,8 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sunspot.tasks.gpt import GPT
 
-CONTEXT, BATCH, ACCUMULATION = 32, 16, 2
-STEPS, WARMUP, PEAK, SAVE_EVERY = 200, 10, 1e-3, 50
+CONTEXT = 32
+BATCH, ACCUMULATION = 16, 2
+STEPS, WARMUP = 200, 10
+PEAK = 1e-3
+SAVE_EVERY = 50
 
 
 def build_model() -> nn.Module:

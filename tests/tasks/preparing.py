@@ -1,4 +1,4 @@
-"""The slow task, whose model takes its time in a process that prepares itself alone, while others train, or fails."""
+"""Slow task whose model is slow to build, or fails, in a replacement that starts while other workers train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small network, with two groups of parameters at rates of their own, and a scheduler of PyTorch's by its name."""
+"""Small network with two groups of parameters at different rates, and one of PyTorch's schedulers by its name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SCHEDULERS: dict[str, Callable[[Any, int], Any]] = {
         [4],
     ),
 }
-"""By name: functions that build a scheduler for an optimizer and a number of steps."""
+"""Functions that build a scheduler for an optimizer and a number of steps, by name."""
 
 
 def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:

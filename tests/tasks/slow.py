@@ -1,4 +1,4 @@
-"""The small task, slowed down, for tests that act on a run while it trains."""
+"""Slow version of the small task, for tests that act on a run while it trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees that take their time over each round."""
+"""Trees with slow rounds."""
 
 from __future__ import annotations
 

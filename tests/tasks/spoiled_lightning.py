@@ -1,4 +1,4 @@
-"""LightningModules that cannot be trained here, each for one reason."""
+"""LightningModules that cannot be trained, each for one reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class NoModule(torch.nn.Linear):
 
 
 class Whole(lightning.LightningModule):
-    """Complete but for its loss; each module below spoils something."""
+    """Module that only lacks a loss. Each module below has another fault."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Plateau(Whole):
 
 
 class EveryFourthStep(Whole):
-    """Complete: its rate falls after every fourth step, and at the end of each epoch by the number of that epoch."""
+    """Valid module whose rate falls after every fourth step, and at the end of each epoch by the epoch's number."""
 
     def training_step(self, batch: Any) -> Any:
         self.rates.append(self.optimizers().param_groups[0]["lr"])

@@ -1,4 +1,4 @@
-"""The regression of `table`, whose rows one read does not bring, once in the middle of a run."""
+"""Regression of `table` in which a read of rows stalls once in the middle of a run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.tasks.table import build_model, build_optimizer
 __all__ = ["build_model", "build_optimizer", "find_sources", "loss"]
 
 STALL_AT, STALL_S = 40, 60.0
-"""Which read stalls, and for how long at most: it keeps one of Ray's CPUs."""
+"""Number of the read that stalls, and the most seconds that it takes. It occupies one of Ray's CPUs."""
 
 
 class StallingSource:
-    """A source each read of which leaves a file in `folder`."""
+    """Source that leaves a file in `folder` for each read."""
 
     def __init__(self, source: Source, folder: str) -> None:
         self._source, self._folder = source, folder
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by pickle before there is a source
+        if name.startswith("__"):  # pickle looks these up before the source exists
             raise AttributeError(name)
         return getattr(self._source, name)
 
@@ -47,5 +47,5 @@ def find_sources(settings: Settings) -> tuple[Source, Source | None]:
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    time.sleep(0.05)  # so that steps are under way when it stalls
+    time.sleep(0.05)  # so that steps are in progress when it stalls
     return table.loss(model, batch)

@@ -1,4 +1,4 @@
-"""A task that prints from Python and from a library, and then fails."""
+"""Task that prints from Python and from a library, and then fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small convolutional network without batch norm, trained by SGD: the same losses at any number of workers."""
+"""Small convolutional network without batch norm, trained by SGD, with the same losses for any number of workers."""
 
 from __future__ import annotations
 

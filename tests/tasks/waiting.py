@@ -1,4 +1,4 @@
-"""The small task, which waits at chosen steps until a file exists, or for a while."""
+"""Small task that waits at chosen steps until a file exists, or for some time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tasks.tiny import build_optimizer, predict, schedule
 __all__ = ["build_model", "build_optimizer", "loss", "predict", "schedule"]
 
 waits: dict[int, tuple[Path, float]] = {}
-"The file to wait for, and the most seconds, by the number of steps of this process before it."
+"Files to wait for, each with the most seconds, by the number of steps that this process has taken."
 steps = 0
 
 

@@ -1,4 +1,4 @@
-"""Work beside the training: what hangs in it keeps nobody waiting."""
+"""Tests of background work: a task that hangs or fails does not affect anything else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sunspot.background
 from sunspot.background import Background
 
 
-def test_a_task_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_only_once_for_a_task_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.background, "CLOSE_TIMEOUT_S", 0.5)
     let_go, begun = threading.Event(), threading.Event()
 
@@ -33,7 +33,7 @@ def test_a_task_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_task_with_a_defect_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    """One error that nobody has thought of may silence neither the status nor a notice for good."""
+    """Check that an unexpected error does not end the status or the notices for good."""
     calls: list[int] = []
     enough = threading.Event()
 
@@ -47,6 +47,6 @@ def test_a_task_with_a_defect_is_logged_and_tried_again(caplog: pytest.LogCaptur
     with Background(0.001, task):
         assert enough.wait(10)
     [logged] = caplog.records
-    assert "task failed, and is tried again" in logged.message
+    assert "task failed; it is tried again" in logged.message
     assert logged.exc_info
     assert "Too many open files" in str(logged.exc_info[1])

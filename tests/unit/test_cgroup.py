@@ -1,4 +1,4 @@
-"""Quota and memory of the control group that a process runs in, as the kernel's files of both versions have them."""
+"""Tests of a process's CPU quota and memory limit, as read from the files of both versions of control groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY = {
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> tuple[Path, Path]:
-    """The folders that stand for /sys/fs/cgroup and /proc/self."""
+    """Return folders that replace /sys/fs/cgroup and /proc/self."""
     groups, process = tmp_path / "groups", tmp_path / "proc" / "self"
     groups.mkdir()
     process.mkdir(parents=True)
@@ -38,7 +38,7 @@ def fill(folder: Path, **files: str) -> None:
         (folder / name).write_text(text)
 
 
-def test_the_groups_of_version_2(kernel: tuple[Path, Path]) -> None:
+def test_cgroup_version_2_is_read(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
     (process / "cgroup").write_text("0::/pod/container\n")
     fill(groups, **{"cpu.stat": "usage_usec 9\n"})
@@ -51,7 +51,7 @@ def test_the_groups_of_version_2(kernel: tuple[Path, Path]) -> None:
     assert memory_left(groups, process) == 500_000
 
 
-def test_the_groups_of_version_1(kernel: tuple[Path, Path]) -> None:
+def test_cgroup_version_1_is_read(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
     (process / "cgroup").write_text("4:memory:/pod\n1:cpu,cpuacct:/pod\n0::/\n")
     fill(groups / "cpu,cpuacct/pod", **{"cpu.stat": CPU_STAT["v1"]})
@@ -60,14 +60,14 @@ def test_the_groups_of_version_1(kernel: tuple[Path, Path]) -> None:
     assert memory_left(groups, process) == 500_000
 
 
-def test_a_container_that_sees_its_own_group_only(kernel: tuple[Path, Path]) -> None:
+def test_a_container_sees_only_its_own_group(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
     (process / "cgroup").write_text("1:cpu:/kubepods/pod7/abc\n")
     fill(groups / "cpu", **{"cpu.stat": CPU_STAT["v1"]})
     assert read_throttling(groups, process).periods == 40
 
 
-def test_without_any_group_the_machine_is_the_limit(kernel: tuple[Path, Path]) -> None:
+def test_without_cgroups_the_machine_is_the_limit(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
     assert read_throttling(groups, process) == Throttling()
     assert Throttling().share == 0

@@ -62,8 +62,8 @@ BROKEN = [
         SunspotError,
         r"NameError: name 'functional'.*in loss at .*\.py:18: losses",
     ),
-    ("def loss(model, batch):", "def loss(model, batch)", SettingsError, r"expected ':'.*mend .*\.py:17"),
-    ("import torch\n", "import torch\nimport nowhere\n", SettingsError, r"'nowhere'; mend .*\.py:3"),
+    ("def loss(model, batch):", "def loss(model, batch)", SettingsError, r"expected ':'.*fix .*\.py:17"),
+    ("import torch\n", "import torch\nimport nowhere\n", SettingsError, r"'nowhere'; fix .*\.py:3"),
     ("def loss(", "def losses(", SettingsError, r"does not define loss"),
     (
         "Linear(784, 8)",
@@ -81,7 +81,7 @@ BROKEN = [
         "def loss(model, batch):",
         "def loss(batch):",
         SettingsError,
-        r"loss\(batch\), defined at .*\.py:17, is called as loss\(model, batch\); define it so",
+        r"loss\(batch\), defined at .*\.py:17, is called as loss\(model, batch\); define it with these",
     ),
     (
         'scores = model(batch["image"])',

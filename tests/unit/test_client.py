@@ -1,4 +1,4 @@
-"""`sunspot.client`: what it returns is what the command prints, and its errors are the command's."""
+"""Tests of `sunspot.client`: it returns what the command prints, and raises the command's errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.harness.runs import begin, commit, consumed, record_audit, report, se
 
 
 def end(cluster: FakeCluster, stored: StoredRun, state: RunState) -> None:
-    """Have the driver of the only RayJob end."""
+    """Let the driver of the only RayJob end."""
     [name] = cluster.jobs
     write_status(stored, Status(state, settings_of(cluster)["SUNSPOT_JOB_ID"], reason="so it was"))
     ended = ("Complete", "SUCCEEDED") if state is RunState.SUCCEEDED else ("Failed", "FAILED")
@@ -58,7 +58,7 @@ def test_a_run_is_submitted_and_followed_to_its_end(cluster: FakeCluster, s3_buc
     assert Run("run", storage).wait() == "succeeded"
 
 
-def test_a_run_that_failed_raises(cluster: FakeCluster, s3_bucket: str) -> None:
+def test_wait_raises_an_error_if_the_run_failed(cluster: FakeCluster, s3_bucket: str) -> None:
     run = submit("run", storage=f"s3://{s3_bucket}/runs")
     end(cluster, open_run(f"s3://{s3_bucket}/runs", "run"), RunState.FAILED)
     with pytest.raises(SunspotError, match="run failed: so it was"):
@@ -70,10 +70,13 @@ def test_a_run_that_failed_raises(cluster: FakeCluster, s3_bucket: str) -> None:
     [
         ({"EPOCHES": 3}, "SUNSPOT_EPOCHES: no such setting; did you mean SUNSPOT_EPOCHS?"),
         ({"EPOCHS": "many"}, "SUNSPOT_EPOCHS=many"),
-        ({"TASK_ARGS": {1, 2}}, "TASK_ARGS={1, 2}: give text, a number, a boolean, or what JSON can hold"),
+        (
+            {"TASK_ARGS": {1, 2}},
+            "TASK_ARGS={1, 2}: give a text, a number, a boolean, or another value that JSON can hold",
+        ),
     ],
 )
-def test_wrong_settings_are_one_error(settings: dict[str, Any], said: str) -> None:
+def test_wrong_settings_raise_one_error(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(said)):
         submit("run", settings=settings, storage="s3://bucket/runs")
 
@@ -84,7 +87,9 @@ def test_without_a_cluster_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch)
         submit("run", storage="s3://bucket/runs")
 
 
-def test_it_reads_what_the_command_reads(run: StoredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_return_the_json_of_the_command(
+    run: StoredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     storage = run.storage.locate("")
     attempt = start(begin(run), "run-1")
     records = [{"step": step, "steps": 1, "epoch": 1, "time": 7.0, "loss": 1.0 / step} for step in (1, 2)]
@@ -115,7 +120,8 @@ def test_it_reads_what_the_command_reads(run: StoredRun, tmp_path: Path, capsys:
         found.doctor: ["doctor", "run"],
         lambda: list_runs(storage): ["list"],
     }.items():
-        assert_plain(answer := asked())
+        answer = asked()
+        assert_plain(answer)
         printed = json.loads(sunspot(*words, "--json"))
         assert answer
         assert without_age(answer) == without_age(printed)
@@ -134,7 +140,7 @@ def test_it_reads_what_the_command_reads(run: StoredRun, tmp_path: Path, capsys:
 
 
 def assert_plain(answer: Any) -> None:
-    """It is what JSON knows, such as text in the place of a member of an enum."""
+    """Check that a value only has types of JSON, such as texts instead of enum members."""
     if isinstance(answer, dict):
         answer = [*answer, *answer.values()]
     if isinstance(answer, list):
@@ -145,7 +151,7 @@ def assert_plain(answer: Any) -> None:
 
 
 def without_age(answer: Any) -> Any:
-    """What was asked, without what the clock or the name beside it makes of it."""
+    """Return a record without the values that depend on the clock."""
     if isinstance(answer, list):
         return [without_age(each) for each in answer]
     return {name: value for name, value in answer.items() if name not in ("age_s", "run")}
@@ -166,7 +172,7 @@ def test_a_stopped_run_may_train_again_and_a_deleted_one_is_gone(run: StoredRun)
         found.delete()
 
 
-def test_a_run_that_is_not_there_is_one_error(run: StoredRun) -> None:
+def test_a_missing_run_raises_not_found(run: StoredRun) -> None:
     begin(run)
     missing = Run("rum", run.storage.locate(""))
     calls = [call for name, call in vars(Run).items() if name not in ("predict", "delete") and not name.startswith("_")]
@@ -176,7 +182,7 @@ def test_a_run_that_is_not_there_is_one_error(run: StoredRun) -> None:
 
 
 @pytest.mark.parametrize("call", ["Run(*sys.argv[1:]).predict([])", "train(sys.argv[1], storage=sys.argv[2])"])
-def test_what_needs_the_extra_names_it(call: str, run: StoredRun) -> None:
+def test_a_missing_extra_is_named_by_methods_that_need_it(call: str, run: StoredRun) -> None:
     program = f"{WITHOUT}from sunspot.client import Run, train; {call}"
     begin(run)
     answer = process("run", run.storage.locate(""), program=program)
@@ -187,7 +193,7 @@ def test_what_needs_the_extra_names_it(call: str, run: StoredRun) -> None:
     )
 
 
-def test_the_examples_run(cluster: FakeCluster, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_page_run(cluster: FakeCluster, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_STORAGE_PATH", f"s3://{s3_bucket}/runs")
     stored = open_run(f"s3://{s3_bucket}/runs", "digits")
 
@@ -205,7 +211,7 @@ def test_the_examples_run(cluster: FakeCluster, s3_bucket: str, monkeypatch: pyt
     assert names["run"].status()["state"] == "succeeded"
 
 
-def test_the_page_names_every_method() -> None:
+def test_the_page_mentions_every_method() -> None:
     page = (REPOSITORY / "docs/python.md").read_text()
     assert set(re.findall(r"^\| `(\w+)\(", page, re.M)) == {"submit", "train", "list_runs"}
     assert set(re.findall(r"^\| `run\.(\w+)", page, re.M)) == {name for name in vars(Run) if not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""Recognizing credentials in a text and by an argument's name, but not text that only looks like a credential."""
+"""Tests that recognize credentials by their form and by an argument's name, and accept text that only looks similar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from sunspot.credentials import find_credential, find_credential_arguments
 
 RANDOM = "kJ3xQ9mZ2pL7vB4nT8wR5yH6dF1sG0cAuE" * 4
-"""Random characters. The credentials below are assembled from them, so that this file contains no credential."""
+"""Random characters from which the tests assemble credentials, so that this file contains no credential."""
 
 HEX = "9f3a07c1e5b2846d" * 4
 
@@ -115,9 +115,9 @@ def test_an_argument_that_holds_a_credential_is_recognized_by_its_name(name: str
         *("keyboard", "monkey", "secretary", "api_key_variable", "passes", "tokens", "auth", "auth_mode", "sasrec"),
     ],
 )
-def test_an_ordinary_argument_is_no_credential(name: str) -> None:
+def test_an_ordinary_argument_is_not_a_credential(name: str) -> None:
     assert list(find_credential_arguments({name: "some_word_2"})) == []
 
 
-def test_only_arguments_with_text_hold_credentials() -> None:
+def test_only_text_arguments_can_hold_credentials() -> None:
     assert list(find_credential_arguments({"use_auth_token": True, "secret": "", "api_key": None, "token": 3})) == []

@@ -1,4 +1,4 @@
-"""README and docs/: links lead somewhere, generated pages are current, and what is named is there."""
+"""Tests of README and docs/: links are not broken, generated pages are current, and names exist."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TREES = ("app", "scripts", "k8s", "docker", "tests", "docs", "requirements")
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page, as GitHub makes anchors of them."""
+    """Return the anchors that GitHub makes from a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_are_not_broken(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith(("http://", "https://")):
             continue
@@ -40,11 +40,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", pages().items(), ids=lambda page: page[0].name)
 def test_generated_pages_are_current(page: tuple[Path, str]) -> None:
     path, text = page
-    assert path.read_text() == text, "write it anew: .venv/bin/python -m scripts.docs"
+    assert path.read_text() == text, "generate it again: .venv/bin/python -m scripts.docs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_files_modules_and_functions_are_there(page: Path) -> None:
+def test_files_modules_and_functions_in_the_pages_exist(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(rf"`((?:{'|'.join(TREES)})/[\w./-]*)`", text):
         assert (REPOSITORY / name).exists(), name
@@ -59,7 +59,7 @@ def test_files_modules_and_functions_are_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_settings_are_settings(page: Path) -> None:
+def test_settings_in_the_pages_exist(page: Path) -> None:
     for name in re.findall(rf"{PREFIX}([A-Z_]*[A-Z])\b", page.read_text()):
         assert name.lower() in Settings.model_fields, name
 
@@ -72,13 +72,15 @@ def test_commands_spell_settings_without_the_prefix(page: Path) -> None:
             assert name in own or name.lower() in Settings.model_fields, command
 
 
-def test_no_page_names_a_repository_that_is_not_there() -> None:
+def test_no_page_names_a_repository_that_does_not_exist() -> None:
     for page in PAGES:
         assert "github.com/sunspot-train" not in page.read_text(), page
 
 
 @pytest.mark.parametrize("cloud", ["gke", "eks", "aks"])
-def test_the_steps_of_a_cloud_end_with_a_run(cloud: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_steps_for_each_cloud_end_with_a_run(
+    cloud: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     profile = tmp_path / f"{cloud}.yaml"
     profile.write_text(find_example("yaml", f"# {cloud}.yaml"))
     assert profile.read_text().count("\n") <= 5
@@ -91,7 +93,7 @@ def test_the_steps_of_a_cloud_end_with_a_run(cloud: str, tmp_path: Path, capsys:
         make_parser().parse_args(words[1:])
 
 
-def test_messages_are_those_of_the_program() -> None:
+def test_quoted_messages_match_the_program() -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "app").rglob("*.py"))
     table = (REPOSITORY / "docs/troubleshooting.md").read_text().partition("## Common messages")[2]
     messages = re.findall(r"^- `([^`]+)`: ", table, re.M)
@@ -111,13 +113,13 @@ def test_the_paths_of_a_loss_and_a_notice_name_functions_that_exist() -> None:
         assert re.search(rf"(def|class) {last}\b|^    {last}: ", sources, re.M), names
 
 
-def test_every_package_is_on_the_map() -> None:
+def test_the_architecture_page_lists_every_package() -> None:
     page = (REPOSITORY / "docs/architecture.md").read_text()
     for package in (REPOSITORY / "app/sunspot").glob("*/__init__.py"):
         assert f"`{package.parent.name}/" in page, package
 
 
-def test_every_page_is_in_the_index() -> None:
+def test_the_index_lists_every_page() -> None:
     index = (REPOSITORY / "docs/README.md").read_text()
     for page in (REPOSITORY / "docs").glob("*.md"):
         assert page.name == "README.md" or f"({page.name})" in index, page.name

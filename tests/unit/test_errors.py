@@ -1,4 +1,4 @@
-"""Errors: what they show of credentials and of foreign text, and how they end a process."""
+"""Tests of errors: they hide credentials, make foreign text safe, and end a process with an exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CANARY = "canary0123456789"
         f"401 for Bearer {CANARY}",
     ],
 )
-def test_no_secret_gets_into_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_hidden_in_errors(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "header value" in text:
         monkeypatch.setenv("AWS_SESSION_TOKEN", CANARY + "\n")
     assert CANARY not in str(SunspotError(text))
@@ -39,7 +39,7 @@ def test_no_secret_gets_into_an_error(text: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("quoted", ["a/b+c\\=secret", "a%2Fb%2Bc%5C%3Dsecret", "a/b+c\\\\=secret"])
-def test_a_secret_is_found_however_it_is_quoted(quoted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_hidden_in_any_quoting(quoted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a/b+c\\=secret")
     assert str(SunspotError(f"refused: {quoted}")) == "refused: ***"
 
@@ -84,7 +84,7 @@ def test_an_ordinary_variable_holds_no_secret(name: str, value: str, monkeypatch
     assert str(SunspotError(f"refused: {value}")) == f"refused: {value}"
 
 
-def test_words_that_are_no_secret_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_words_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "run")  # too short to be told from a word
     for text in (
         "no run run in s3://bucket/runs",
@@ -99,7 +99,7 @@ def test_words_that_are_no_secret_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "value"),
     [("AWS_SESSION_TOKEN", f"{CANARY}\n"), ("AWS_SECRET_ACCESS_KEY", f"{CANARY} "), ("AWS_ACCESS_KEY_ID", "AKIA\n")],
 )
-def test_a_credential_with_a_newline_is_named_not_shown(
+def test_a_credential_with_a_newline_is_named_but_not_shown(
     name: str, value: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -124,7 +124,7 @@ def test_a_password_in_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch
     assert "check AWS_ENDPOINT_URL" in str(refused.value)
 
 
-def test_no_secret_gets_into_the_traceback_of_a_defect() -> None:
+def test_secrets_are_hidden_in_the_traceback_of_a_defect() -> None:
     program = f"""
 import os
 os.environ["WANDB_API_KEY"] = "{CANARY}"
@@ -155,7 +155,7 @@ run_and_exit(lambda: print(Path("runs").absolute()))
     assert (ended.returncode, ended.stderr) == (2, told)
 
 
-def test_a_second_interrupt_waits_for_no_thread_and_not_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_ends_without_waiting_for_threads_or_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
 import threading, time
 from sunspot.errors import EndAtOnceError, run_and_exit
@@ -181,7 +181,7 @@ run_and_exit(fail, "interrupted: it goes on from there")
     assert shut == ["init", "init", "shutdown"]
 
 
-def test_an_error_commands_no_terminal_and_travels() -> None:
+def test_an_error_is_safe_for_a_terminal_and_can_be_pickled() -> None:
     error = ConflictError("begun by \x1b[31mred\x1b[0m \x1b]0;title\x07 \udcff and\rmore")
     assert str(error) == "begun by red \\x1b]0;title\\x07 \\udcff and\nmore"
     again = pickle.loads(pickle.dumps(error))

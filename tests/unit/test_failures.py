@@ -1,4 +1,4 @@
-"""The benchmark of failures: its schedule, what it counts, and what it leaves. Needs no cluster."""
+"""Tests of the benchmark of failures without a cluster: its schedule, its figures, and its files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sunspot.submitter.proof import Epoch
 from tests.harness import REPOSITORY
 
 
-def test_the_schedule_is_the_same_for_all_and_half_of_it_comes_with_notice() -> None:
+def test_all_contenders_have_the_same_schedule_with_half_of_the_losses_noticed() -> None:
     first, again = (list(itertools.islice(schedule(7, 100, "abc"), 100)) for _ in range(2))
     assert first == again != list(itertools.islice(schedule(8, 100, "abc"), 100))
     assert [loss.kind for loss in first].count("reclaim") == 50
@@ -44,8 +44,8 @@ def write_rows(folder: Path, name: str, time: float, *taken: tuple[int, int, lis
     open_storage(str(folder)).write(f"job/rows/{name}.json", text)
 
 
-def test_rows_that_led_to_the_newest_checkpoint(tmp_path: Path) -> None:
-    """The first workers' step 4 is lost, as others go on from the checkpoint at 3; they begin its epoch again."""
+def test_rows_that_led_to_the_newest_checkpoint_are_counted(tmp_path: Path) -> None:
+    """Check a loss of step 4: other workers continue from the checkpoint at step 3, and begin its epoch again."""
     write_rows(tmp_path, "1.0-after-none-at-0/2-0", 0.0, (1, 1, [0, 1]), (1, 2, [2, 3]))
     write_rows(tmp_path, "1.0-after-none-at-0/4-0", 0.0, (2, 3, [3, 0]), (2, 4, [1, 2]))
     write_rows(tmp_path, "2.0-after-1.0-at-3/5-0", 0.0, (2, 3, [3]), (3, 4, [2]))
@@ -56,15 +56,15 @@ def test_rows_that_led_to_the_newest_checkpoint(tmp_path: Path) -> None:
     assert of_checkpoints(open_storage(str(tmp_path)), "nothing") == []
 
 
-def test_rows_of_replicas_that_lose_one_and_then_all(tmp_path: Path) -> None:
+def test_rows_are_counted_after_the_loss_of_one_and_of_all_replicas(tmp_path: Path) -> None:
     for number, (name, *taken) in enumerate(
         (
             ("3-0", (1, 1, [0, 1]), (1, 1, [2]), (1, 1, [3])),
             ("5-0", (2, 1, [3]), (2, 1, [0])),
             ("7-0", (2, 2, [1]), (2, 2, [2, 0])),
             ("9-0", (3, 3, [0])),
-            ("8-0", (3, 2, [3])),  # by a clock that is late
-            ("3-0", (1, 1, [0, 1]), (1, 1, [2]), (1, 1, [2])),  # all begin anew: the above is forgotten
+            ("8-0", (3, 2, [3])),  # the clock is slow
+            ("3-0", (1, 1, [0, 1]), (1, 1, [2]), (1, 1, [2])),  # all start over, so the lines above do not count
             ("4-0", (2, 1, [3])),
         )
     ):
@@ -72,8 +72,8 @@ def test_rows_of_replicas_that_lose_one_and_then_all(tmp_path: Path) -> None:
     assert of_replicas(open_storage(str(tmp_path)), "job") == [Epoch(1, 4, 1, 1, True), Epoch(2, 1, 0, 0, False)]
 
 
-def test_replicas_take_steps_again_only_when_all_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that tells of a step after another told of the next has taken none again."""
+def test_replicas_repeat_steps_only_if_all_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a worker repeats no step if it prints one after another worker has printed the next."""
     torchft = Torchft(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
     for told, again in (([4, 5, 4, 6, 5, 6, 7], 0), ([4, 5, 6, 1, 1, 2, 1, 3], 6), ([9, 1, 2, 1, 2, 3, 1], 12)):
         lines = [f'(pid=1) {{"time": {float(number)}, "step": {step}}}' for number, step in enumerate(told)]
@@ -81,7 +81,7 @@ def test_replicas_take_steps_again_only_when_all_begin_anew(monkeypatch: pytest.
         assert torchft.replayed() == again, told
 
 
-def test_the_lighthouse_of_torchft_has_a_processor_that_no_worker_takes() -> None:
+def test_the_lighthouse_of_torchft_gets_a_cpu_without_workers() -> None:
     settings = {"RUN_NAME": "mine", "NUM_WORKERS": "3", "RESOURCES_PER_WORKER": '{"CPU": 2}'}
     _, job = Torchft(JobRequest("kind", settings))._objects
     cluster = job["spec"]["rayClusterSpec"]
@@ -94,8 +94,8 @@ def test_the_lighthouse_of_torchft_has_a_processor_that_no_worker_takes() -> Non
         assert json.loads(environment["SUNSPOT_RESOURCES_PER_WORKER"]) == {"CPU": 2, "worker": 1}
 
 
-def test_a_drivers_log_is_read_from_its_last_whole_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also past carriage returns, and from the beginning in another head."""
+def test_a_drivers_log_is_read_from_its_last_complete_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check carriage returns, too, and that the log of another head is read from its beginning."""
     logs, asked = {"a": "one\r\ntwo\rtwo\nthr", "b": "four\n"}, []
 
     def kubectl(verb: str, head: str, *words: str, namespace: str) -> str:
@@ -111,7 +111,7 @@ def test_a_drivers_log_is_read_from_its_last_whole_line(monkeypatch: pytest.Monk
     assert (list(stock._lines), asked) == (["one\r", "two\rtwo", "three", "four"], [1, 3, 1])
 
 
-def test_figures_of_a_contender(tmp_path: Path) -> None:
+def test_the_figures_of_a_contender_are_computed(tmp_path: Path) -> None:
     points = [(float(at), at + 1) for at in range(50)] + [(float(at + 100), at + 41) for at in range(60)]
     result = Result("Sunspot", "job", 100, points, 10, [(49.5, "kill", "a")])
     assert (result.reached, result.wall_s, result.longest_s) == (100, 159.0, 61.0)
@@ -135,12 +135,17 @@ def test_figures_of_a_contender(tmp_path: Path) -> None:
 
 
 class Subject:
-    """A job that takes a step at each look."""
+    """Job that takes a step at each look."""
 
-    job, namespace, workers = "job", "sunspot", 2
+    job = "job"
+    namespace = "sunspot"
+    workers = 2
 
     def __init__(self, ends_after: int) -> None:
-        self.began, self.steps, self.ends_after, self.deleted = time.time(), 0, ends_after, False
+        self.began = time.time()
+        self.steps = 0
+        self.ends_after = ends_after
+        self.deleted = False
 
     def submit(self) -> None: ...
 
@@ -165,10 +170,10 @@ class Subject:
     ("ends_after", "ended", "add"),
     [(99, "", "echo"), (8, "Failed", "echo"), (99, "time is up", "echo"), (99, "", "false")],
 )
-def test_a_contender_goes_through_the_losses(
+def test_a_contender_trains_through_the_losses(
     ends_after: int, ended: str, add: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It ends with its last step, when the job fails, when its time is up, or with a command that fails."""
+    """Check all ends: the last step, a failed job, the time limit, and a failing command."""
     monkeypatch.setattr(program, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(program, "END_S", 0)
     monkeypatch.setattr(scripts.subjects, "SETTLE_S", -2)
@@ -182,7 +187,7 @@ def test_a_contender_goes_through_the_losses(
     arguments.minutes = 0.005 if ended == "time is up" else 1
     subject, results = Subject(ends_after), [Result("it", "job", 20)]
     if add == "false":
-        with pytest.raises(SunspotError, match="ended with 1"):
+        with pytest.raises(SunspotError, match="ended with exit code 1"):
             program.train(subject, results, commands, arguments)
     else:
         program.train(subject, results, commands, arguments)
@@ -207,7 +212,7 @@ def test_the_documented_command_is_understood() -> None:
     assert (arguments.nodes, arguments.steps, arguments.torchft_image) == ("a,b,c", 3000, "sunspot-torchft:1")
 
 
-def test_the_heads_node_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_heads_node_is_not_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(program, "ready_nodes", lambda namespace: {"a", "b"})
     monkeypatch.setattr(program, "pods", lambda job, namespace: [Pod("head", "a", "", True)])
     arguments = argparse.Namespace(steps=20, every=9, away=9, seed=0, nodes="b,a", output=str(tmp_path))
@@ -217,7 +222,7 @@ def test_the_heads_node_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert subject.deleted
 
 
-def test_a_contender_that_is_silent_for_long_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_without_a_step_for_too_long_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, result = Subject(99), Result("it", "job", 20, [(0.0, 1)])
     monkeypatch.setattr(subject, "over", lambda: (_ for _ in ()).throw(ClusterError("gone")))
     program.look(subject, result, time.time() - program.STILL_S + 60, time_is_up=False)

@@ -1,4 +1,4 @@
-"""Fine-tuning of small pretrained models: what trains, what a checkpoint holds, who loads it, and what is refused."""
+"""Tests of fine-tuning small pretrained models: trained weights, checkpoints, programs that load them, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.harness.language_models import write_base, write_texts
 
 @pytest.fixture(scope="module", autouse=True)
 def peft() -> object:
-    """Imported here, not at the head: it takes seconds, and a collection imports every file of tests."""
+    """Return peft. Only tests that use it import it, because that takes seconds."""
     return pytest.importorskip("peft", reason="needs the extra hf")
 
 
@@ -51,7 +51,7 @@ def settings_of(base: str, texts: str = "sample", precision: str = "fp32", **arg
 
 
 def train(settings: Settings, steps: int = 30) -> tuple[Any, list[float]]:
-    """The model after some steps on the same rows, and the loss of each."""
+    """Return the model after some steps on the same rows, and the loss of each step."""
     task: Any = load_task(settings)
     source, _ = task.find_sources(settings)
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def train(settings: Settings, steps: int = 30) -> tuple[Any, list[float]]:
     [{}, {"rank": 4}, {"rank": 4, "recompute": True}, {"head": "classes"}, {"head": "classes", "rank": 2}],
     ids=["all weights", "lora", "recomputed", "classes", "classes with lora"],
 )
-def test_a_model_learns(base: str, texts: str, arguments: dict[str, Any]) -> None:
+def test_a_pretrained_model_learns(base: str, texts: str, arguments: dict[str, Any]) -> None:
     before = open_base(base).sha256
     model, losses = train(settings_of(base, texts, **arguments))
     assert losses[-1] < losses[0] - 0.1
@@ -84,7 +84,7 @@ def test_a_model_learns(base: str, texts: str, arguments: dict[str, Any]) -> Non
     assert saved < weights if arguments.get("rank") else saved == weights
 
 
-def test_texts_of_a_row_do_not_see_each_other(base: str, texts: str) -> None:
+def test_texts_in_a_row_do_not_attend_to_each_other(base: str, texts: str) -> None:
     settings = settings_of(base, texts)
     model = finetune.build_model(settings, EmptySource((32,), 0)).eval()
     tokens = torch.randint(2, 300, (1, 6))
@@ -107,7 +107,7 @@ def test_a_missing_package_is_named_before_anything_starts(package: str, monkeyp
         load_task(Settings(task="sunspot.tasks.finetune"))
 
 
-def test_a_text_has_the_same_class_however_it_is_filled_up(base: str) -> None:
+def test_padding_does_not_change_the_class_of_a_text(base: str) -> None:
     settings = settings_of(base, head="classes")
     model: Any = finetune.build_model(settings, EmptySource((32,), 3)).eval()
     filled = {"tokens": torch.tensor([[5, 6, 7, 0, 0], [8, 9, 7, 6, 5]]), "tokens_length": torch.tensor([3, 5])}
@@ -162,7 +162,7 @@ def test_peft_loads_an_adapter(base: str, texts: str, tmp_path: Path, precision:
     assert json.loads((tmp_path / "base.json").read_text()) == {"location": base, "sha256": open_base(base).sha256}
 
 
-def test_transformers_load_a_whole_model(base: str, texts: str, tmp_path: Path) -> None:
+def test_transformers_loads_a_complete_model(base: str, texts: str, tmp_path: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -181,7 +181,7 @@ def test_transformers_load_a_whole_model(base: str, texts: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("head", ["text", "classes"])
-def test_an_adapter_goes_back_only_onto_its_base(base: str, texts: str, tmp_path: Path, head: str) -> None:
+def test_an_adapter_loads_only_onto_its_base(base: str, texts: str, tmp_path: Path, head: str) -> None:
     settings = settings_of(base, texts, rank=4, head=head)
     model, _ = train(settings, steps=3)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -194,7 +194,7 @@ def test_an_adapter_goes_back_only_onto_its_base(base: str, texts: str, tmp_path
     assert task.answer(again.eval(), ["if x"], 4) == task.answer(model.eval(), ["if x"], 4)
 
     other = settings_of(write_base(tmp_path / "other", seed=1), texts, rank=4, head=head)
-    with refusal(ConflictError, "other", "the adapter was trained on", "give the base it was trained on"):
+    with refusal(ConflictError, "other", "the adapter was trained on", "give the base that it was trained on"):
         load_weights(task.build_model(other, source), state, "checkpoint")
     with refusal(ConflictError, "do not fit", "weights are only in one"):
         load_weights(
@@ -224,7 +224,7 @@ def test_wrong_arguments_are_refused(base: str, texts: str, arguments: dict[str,
 
 
 @pytest.mark.parametrize("lacks", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_directory_that_is_no_model_is_refused(base: str, tmp_path: Path, lacks: str) -> None:
+def test_a_directory_without_a_model_is_refused(base: str, tmp_path: Path, lacks: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(base, folder)
     (folder / lacks).unlink()
@@ -254,16 +254,16 @@ def test_damaged_weights_and_tokenizers_are_named(base: str, texts: str, tmp_pat
         task.find_sources(settings)
 
 
-def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with refusal(SettingsError, "base='nobody/nothing'", "not fetched from the hub"):
+    with refusal(SettingsError, "base='nobody/nothing'", "the hub did not provide it"):
         open_base("nobody/nothing")
-    with refusal(SettingsError, "base=''", "names no model"):
+    with refusal(SettingsError, "base=''", "it does not name a model"):
         open_base("")
 
 
 def test_a_model_in_a_bucket_is_fetched_once(base: str, texts: str, s3_bucket: str) -> None:
-    """Its adapters name the bucket, and not where it was fetched to."""
+    """Check that adapters name the bucket, and not the path of the local copy."""
     url = f"s3://{s3_bucket}/models/tiny"
     storage = open_storage(url)
     for file in Path(base).iterdir():

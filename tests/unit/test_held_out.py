@@ -134,7 +134,7 @@ def test_a_test_share_of_files_is_evaluated(tmp_path: Path, loader: str) -> None
 def test_held_out_rows_of_the_dataset_take_precedence_over_test_share() -> None:
     settings = load_settings({"TEST_SHARE": "0.5"})
     plan = make_plan(settings, load_task(settings))
-    assert plan.reasons[0].endswith("2000 held-out rows (those of the data; SUNSPOT_TEST_SHARE=0.5 has no effect)")
+    assert plan.reasons[0].endswith("2000 held-out rows (from the data; SUNSPOT_TEST_SHARE=0.5 has no effect)")
     assert plan.steps.rows == 12_000
 
 

@@ -1,4 +1,4 @@
-"""A Keras model as a task: what it resumes from, its gradient, its file, and what is refused; without Ray."""
+"""Tests of a Keras model as a task, without Ray: resumes, gradients, model files, and refusals."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ROWS = 30
 
 @pytest.fixture
 def keras() -> Any:
-    """Keras, which only those who use it import: it takes seconds, and a collection imports every file of tests."""
+    """Return Keras. Only tests that use it import it, because that takes seconds."""
     return pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
 
 
 @pytest.fixture
 def task(keras: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A task module of a small model."""
+    """Return a task's module with a small model."""
     module = types.ModuleType("small_keras")
 
     def build_keras(settings: Settings, source: Any) -> Any:
@@ -88,7 +88,7 @@ def same(one: KerasModule, other: KerasModule) -> bool:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_resumed_model_is_that_of_an_uninterrupted_run(task: Any, dropout: float) -> None:
+def test_a_resumed_keras_model_equals_that_of_an_uninterrupted_run(task: Any, dropout: float) -> None:
     whole = build(dropout=dropout)
     steps(whole, range(3))
     state = through_a_file(whole.state_dict())
@@ -100,8 +100,8 @@ def test_a_resumed_model_is_that_of_an_uninterrupted_run(task: Any, dropout: flo
     assert same(resumed, whole)
 
 
-def test_a_step_learns_from_each_row_alike(task: Any) -> None:
-    """Its losses are those of each row, as evaluated before the step, and they fall."""
+def test_all_rows_of_a_step_have_the_same_weight(task: Any) -> None:
+    """Check that the losses are those of each row before the step, and that they fall."""
     model, rows = build(), make_rows()
     expected = model.losses(rows, model(rows))
     losses, outputs = model.take_step(rows, 0.01, 1 / ROWS)
@@ -113,8 +113,8 @@ def test_a_step_learns_from_each_row_alike(task: Any) -> None:
     assert losses.mean() < expected.mean()
 
 
-def test_rows_of_no_weight_have_no_part_in_a_step(task: Any) -> None:
-    """A worker without rows takes the step with padding; what its layers add for themselves counts."""
+def test_rows_without_weight_do_not_affect_a_step(task: Any) -> None:
+    """Check a worker without rows: it takes the step with padding, and its layers' own losses count."""
     rows, models = make_rows(), [build(), build()]
     for number, model in enumerate(models):
         padding = {name: column[2 * number : 2 * number + 2] for name, column in rows.items()}
@@ -124,7 +124,7 @@ def test_rows_of_no_weight_have_no_part_in_a_step(task: Any) -> None:
 
 
 def test_the_keras_loop_waits_for_the_copy_before_it_changes_variables(task: Any) -> None:
-    """A copy of the state may be under way, and a commit may have failed for good."""
+    """Check a copy of the state in progress, and a commit that has failed for good."""
     rows, model = make_rows(), build()
     adapter = load_task(settings_for())
     optimizer = adapter.build_optimizer(model, settings_for())
@@ -141,10 +141,12 @@ def test_the_keras_loop_waits_for_the_copy_before_it_changes_variables(task: Any
 
 
 def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_path: Path) -> None:
-    settings, model, rows = settings_for(), build(), make_rows()
+    settings = settings_for()
+    model = build()
+    rows = make_rows()
     steps(model, range(3))
     state, scores = model.state_dict(), model(rows)
-    steps(model, range(3, 5))  # the file is written behind the training
+    steps(model, range(3, 5))  # the file is written while the training continues
     files = load_task(settings).checkpoint_files(model, state)
     Path(tmp_path, "model.keras").write_bytes(files["model.keras"])
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -152,7 +154,7 @@ def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_pat
     assert np.allclose(loaded(images), scores, atol=1e-6)
 
 
-def test_another_model_is_refused(task: Any) -> None:
+def test_the_state_of_another_model_is_refused(task: Any) -> None:
     with pytest.raises(ConflictError, match=r"a checkpoint: its weights do not fit.*variables of other shapes"):
         load_weights(build(outputs=4), build().state_dict(), "a checkpoint")
 
@@ -163,7 +165,7 @@ def test_a_setting_that_keras_does_not_read_is_refused(task: Any) -> None:
 
 
 @pytest.mark.parametrize(("given", "peak"), [(1e-3, 0.03), (0.5, 0.5)])
-def test_the_rate_of_the_models_optimizer_is_the_peak_unless_a_setting_is(
+def test_the_peak_rate_is_that_of_the_models_optimizer_unless_a_setting_is_given(
     keras: Any, task: Any, given: float, peak: float
 ) -> None:
     settings, make = Settings(task="small_keras", learning_rate=given), task.build_keras
@@ -189,7 +191,7 @@ def test_a_schedule_of_keras_is_refused(keras: Any, task: Any) -> None:
         return model
 
     task.build_keras = build_keras
-    with pytest.raises(SettingsError, match=r"schedule \(SGD with CosineDecay\), and SUNSPOT_SCHEDULE.*a number"):
+    with pytest.raises(SettingsError, match=r"schedule \(SGD with CosineDecay\), but SUNSPOT_SCHEDULE.*a number"):
         load_task(settings_for()).build_optimizer(build(), settings_for())
 
 

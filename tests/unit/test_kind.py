@@ -1,4 +1,4 @@
-"""`make cluster` and `make cluster-down`: what they tell kind, kubectl and docker, and in which order. No cluster."""
+"""Tests of `make cluster` and `make cluster-down` without a cluster: their commands of kind, kubectl and docker."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ case "$(basename "$0") $*" in
   *"-f -") cat > "$STDIN";;
 esac
 """
-"""A tool that notes what it is told; it fails where the test says so."""
+"""Script of a tool that records its arguments, and fails if the test wants that."""
 
 Kind = Callable[..., list[str]]
 
 
 @pytest.fixture
 def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
-    """Runs `python -m scripts.kind` with tools that only note what they are told, and returns that."""
+    """Return a function that runs `python -m scripts.kind` with fake tools, and returns their arguments."""
     for tool in (*TOOLS, "make"):
         (tmp_path / tool).write_text(FAKE)
         (tmp_path / tool).chmod(0o755)
@@ -50,7 +50,7 @@ def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
     return run
 
 
-def test_a_cluster_is_made_with_operator_bucket_and_image(
+def test_a_cluster_is_created_with_operator_bucket_and_image(
     kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = kind("up", "--image", "sunspot:1")
@@ -69,23 +69,23 @@ def test_a_cluster_is_made_with_operator_bucket_and_image(
     assert "make submit PROFILE=kind RUN=digits IMAGE=sunspot:1\n" in out
 
 
-def test_what_is_there_is_not_made_again(kind: Kind) -> None:
+def test_existing_parts_of_the_cluster_are_kept(kind: Kind) -> None:
     calls = kind("up", "--image", "sunspot:1", clusters="sunspot", fails="docker image inspect")
     assert "make image HEAD=1 PLATFORM= IMAGE=sunspot:1" in calls
     assert not [call for call in calls if call.startswith("kind create")]
     assert kind("down") == ["kind delete cluster --name sunspot"]
 
 
-def test_what_is_missing_or_fails_is_one_message(kind: Kind, tmp_path: Path) -> None:
-    with pytest.raises(SunspotError, match=r"^kubectl ended with 1; above are the command"):
+def test_missing_tools_and_failures_give_one_message(kind: Kind, tmp_path: Path) -> None:
+    with pytest.raises(SunspotError, match=r"^kubectl ended with exit code 1; see its output above"):
         kind("up", "--image", "sunspot:1", fails="kubectl --context kind-sunspot apply")
     for tool in ("kind", "git"):
         (tmp_path / tool).unlink()
-    with pytest.raises(SettingsError, match=r"^git and kind not found on PATH; install what is missing \(git: http"):
+    with pytest.raises(SettingsError, match=r"^git and kind not found on PATH; install them \(git: http"):
         kind("up", "--image", "sunspot:1")
 
 
-def test_the_bucket_is_where_pods_and_this_machine_look_for_it() -> None:
+def test_the_bucket_has_addresses_for_pods_and_this_machine() -> None:
     folder = REPOSITORY / "scripts" / "kind"
     _, deployment, service = yaml.safe_load_all((folder / "bucket.yaml").read_text())
     [mapping] = yaml.safe_load((folder / "cluster.yaml").read_text())["nodes"][0]["extraPortMappings"]

@@ -350,7 +350,7 @@ def test_a_task_whose_optimizer_has_a_scheduler_already_is_refused() -> None:
 def test_a_scheduler_is_refused_if_the_library_has_its_own(
     library: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ADAPTERS, library, "builtins:dict")
+    monkeypatch.setitem(ADAPTERS, library, ADAPTERS[library]._replace(location="builtins:dict"))
     (tmp_path / f"mine_{library}.py").write_text(f"def {library}(*_): ...\ndef build_scheduler(*_): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SettingsError, match=f"build_scheduler would never be called: .*{why}"):

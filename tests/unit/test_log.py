@@ -1,4 +1,4 @@
-"""What is logged is printed where an entry point wants it, and a library's user decides for himself."""
+"""Tests of log records: entry points print them, and a program that imports Sunspot decides for itself."""
 
 import logging
 import subprocess
@@ -12,7 +12,7 @@ from tests.harness import REPOSITORY
 log = logging.getLogger("sunspot.some.module")
 
 
-def test_warnings_are_marked_and_reach_the_stream_of_the_moment(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_marked_and_go_to_the_current_stream(capsys: pytest.CaptureFixture[str]) -> None:
     log.info("model: 3 modules")
     log.warning("50%% of %s", "it is\x1b[31m lost\x07")
     assert capsys.readouterr() == ("model: 3 modules\nwarning: 50% of it is lost\\x07\n", "")
@@ -21,7 +21,7 @@ def test_warnings_are_marked_and_reach_the_stream_of_the_moment(capsys: pytest.C
     assert capsys.readouterr() == ("", "warning: no copies\n"), "printed twice, or beside a verb's JSON"
 
 
-def test_a_driver_that_is_gone_ends_no_worker(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_driver_does_not_end_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
     sent: list[str] = []
 
     def send(text: str) -> None:
@@ -35,20 +35,20 @@ def test_a_driver_that_is_gone_ends_no_worker(capsys: pytest.CaptureFixture[str]
     assert sent == ["warning: no copies"]
 
 
-def test_what_is_watched_is_warned_of_once(warned: list[str]) -> None:
+def test_repeated_warnings_are_logged_once(warned: list[str]) -> None:
     for _ in range(3):
         warn_once(log, "status.json cannot be used")
     assert warned == ["status.json cannot be used"]
 
 
-def test_nothing_is_installed_in_the_process_of_a_library_user() -> None:
+def test_importing_the_library_installs_no_handler() -> None:
     program = "import logging, sunspot.client; print(logging.getLogger('sunspot').handlers, logging.root.handlers)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.stdout == "[] []\n", ended.stderr
 
 
-def test_a_module_that_is_run_logs_below_sunspot() -> None:
-    """It is called `__main__` then, a logger whose records nobody prints."""
+def test_a_module_that_runs_as_main_logs_below_sunspot() -> None:
+    """Check modules whose name is `__main__`, which is not below the logger `sunspot`."""
     texts = [path.read_text() for path in (REPOSITORY / "app/sunspot").rglob("*.py")]
     run = [text for text in texts if 'if __name__ == "__main__"' in text]
     assert run

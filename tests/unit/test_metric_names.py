@@ -1,4 +1,4 @@
-"""Names of metrics that a task may not give, in each place where it can give them."""
+"""Tests of reserved names of metrics, in each place where a task can name a metric."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_reserved_and_unprintable_names_are_refused(name: object, fault: str) ->
 @pytest.mark.parametrize(
     "name", ["accuracy", "Step", "lr", "f1/cat", "rewards/chosen", "naïve", "last_step", "testing"]
 )
-def test_other_names_are_accepted(name: str) -> None:
+def test_other_metric_names_are_accepted(name: str) -> None:
     assert not find_fault(name)
 
 
@@ -80,7 +80,7 @@ def test_a_loss_function_may_not_return_a_reserved_name(group: dist.ProcessGroup
 def test_an_own_loop_may_not_log_a_reserved_name(
     value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
 ) -> None:
-    """The run ends before it has counted the first step."""
+    """Check that the run ends before it has counted the first step."""
     name = f"logs_{abs(hash(value))}"
     (tmp_path / f"{name}.py").write_text(
         "from tests.tasks.tiny import build_model, build_optimizer, schedule\n\n"

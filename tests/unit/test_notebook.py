@@ -1,4 +1,4 @@
-"""docs/notebook.ipynb: every cell is executed, on a cluster whose driver and workers are a loop in this process."""
+"""Tests of docs/notebook.ipynb: all cells run on a cluster whose driver and workers are a loop in this process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.harness.s3 import plain_client
 NOTEBOOK = REPOSITORY / "docs/notebook.ipynb"
 
 WRITE = "WRITE_NOTEBOOK" in os.environ
-"""Whether to train as the page says, and to keep its outputs; two steps are enough otherwise."""
+"""True to train as the page says and keep its outputs. Otherwise, two steps are enough."""
 
 TEST_ROWS = 256
 
 
 def train(job: str, variables: dict[str, str]) -> None:
-    """What the job's pods would do, as far as the page shows it."""
+    """Train as the job's pods would, as far as the page shows it."""
     settings = load_settings({name: value for name, value in variables.items() if name.startswith("SUNSPOT_")})
     run = open_run(settings.storage_path, settings.run_name)
     task = load_task(settings)
@@ -45,7 +45,9 @@ def train(job: str, variables: dict[str, str]) -> None:
     optimizer = task.build_optimizer(model, settings)
     checkpoints = CheckpointManager(run, attempt, plan, SavedObjects(model, optimizer))
     assert plan.test
-    log, rows, records = LogWriter(run, driver_stream()), read_rows(plan.source, 0, plan.steps.rows), []
+    log = LogWriter(run, driver_stream())
+    rows = read_rows(plan.source, 0, plan.steps.rows)
+    records = []
     order = torch.randperm(plan.steps.rows)
     for step in range(1, (plan.total_steps if WRITE else 2) + 1):
         chosen = order[(step - 1) * plan.steps.batch : step * plan.steps.batch].numpy()
@@ -70,7 +72,7 @@ def train(job: str, variables: dict[str, str]) -> None:
 
 @pytest.fixture
 def operated(cluster: FakeCluster) -> Iterator[None]:
-    """Have the first RayJob trained, with the settings of its manifest."""
+    """Train the first RayJob with the settings in its manifest."""
     ended = threading.Event()
 
     def operate() -> None:

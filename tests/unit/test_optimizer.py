@@ -80,7 +80,7 @@ def _groups(task: Any, settings: Settings) -> Any:
 
 @pytest.mark.parametrize("task", ["sunspot.tasks.mnist", "sunspot.tasks.gpt", "sunspot.tasks.lightning_mnist"])
 @pytest.mark.parametrize(("name", "value"), [("schedule", "cosine"), ("warmup_steps", 3), ("weight_decay", 0.1)])
-def test_a_setting_that_would_change_nothing_is_refused(task: str, name: str, value: Any) -> None:
+def test_a_setting_that_the_task_does_not_read_is_refused(task: str, name: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=f"SUNSPOT_{name.upper()}={value}: {task} brings its own"):
         load_task(Settings(task=task, **{name: value}))
     load_task(Settings(task=task, clip_norm=1))

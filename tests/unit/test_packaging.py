@@ -1,4 +1,4 @@
-"""What stands in several places and must agree: the version, the version of Ray, the digests of workflow actions."""
+"""Tests of values in several places that must agree: the versions of Sunspot and Ray, and digests of actions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME_THE_IMAGE = ["Makefile", "README.md", "docker/Dockerfile", "docs", "k8s", "
 
 
 def lines(names: list[str], pattern: str) -> Iterator[tuple[Path, str]]:
-    """Every match of the pattern in those files, and in the text files of those folders."""
+    """Return every match of the pattern in these files, and in the text files of these folders."""
     for name in names:
         path = REPOSITORY / name
         texts = [file for file in sorted(path.rglob("*")) if file.suffix in (".md", ".py", ".txt", ".yaml")]
@@ -29,7 +29,7 @@ def lines(names: list[str], pattern: str) -> Iterator[tuple[Path, str]]:
                 yield file.relative_to(REPOSITORY), match
 
 
-def test_every_image_is_of_this_version() -> None:
+def test_every_image_has_this_version() -> None:
     found = list(lines(NAME_THE_IMAGE, r"\b(?:sunspot(?:-head|-submitter)?:|newTag: )([0-9]+(?:\.[0-9]+)+)"))
     assert {str(path) for path, _ in found} >= {"k8s/rayjob.yaml", "k8s/raycluster.yaml", "scripts/stock.yaml"}
     assert [item for item in found if item[1] != __version__] == []
@@ -42,14 +42,14 @@ def test_make_builds_the_image_of_this_version() -> None:
 
 
 def make(*words: str) -> str:
-    """What make would do, with the environment installed already."""
+    """Return the commands that make would run, with the environment already installed."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(["make", "-n", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True, env=plain)
     return " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize("target", ["train", "tune"])
-def test_every_word_after_make_is_a_setting_with_or_without_the_prefix(target: str) -> None:
+def test_every_argument_of_make_is_a_setting_with_or_without_the_prefix(target: str) -> None:
     done = make(target, "EPOCHS=3", "SUNSPOT_SEED=1", "RUN=x", "TASK_ARGS={'a': 1}", "EXTRAS=trees,hf")
     given = done.partition("exec env ")[2].rpartition(" .venv/bin/")[0]
     assert sorted(shlex.split(given)) == [
@@ -62,7 +62,7 @@ def test_the_demonstration_takes_a_storage_path() -> None:
     assert make("demo", "STORAGE_PATH=there").endswith("exec env SUNSPOT_STORAGE_PATH='there' .venv/bin/sunspot demo")
 
 
-def test_what_a_target_takes_itself_is_no_setting() -> None:
+def test_arguments_of_a_make_target_are_not_settings() -> None:
     done = make("submit", "RUN=x", "PROFILE=kind", "EPOCHS=3")
     assert done.endswith("SUNSPOT_EPOCHS='3' .venv/bin/sunspot submit --profile 'kind' --run 'x'")
     done = make("submit", "RUN=x", "TASK=my_task", "CODE=my code", "QUEUE=team")
@@ -71,7 +71,7 @@ def test_what_a_target_takes_itself_is_no_setting() -> None:
     )
 
 
-def test_variables_of_the_environment_are_no_code_or_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_do_not_set_code_or_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODE", "1")
     monkeypatch.setenv("QUEUE", "2")
     assert make("submit", "RUN=x").endswith(".venv/bin/sunspot submit --profile 'kind' --run 'x'")
@@ -84,20 +84,20 @@ def test_a_message_names_the_command_that_installs(clone: bool, said: str, monke
     assert said in extras.how_to_install("trees")
 
 
-def test_every_extra_that_a_message_names_is_there() -> None:
+def test_every_extra_in_a_message_exists() -> None:
     declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {found for _, found in lines(["app"], r"how_to_install\([\"'](\w+)[\"']\)")}
     named |= {*(extra for _, _, extra in storage.BACKENDS.values() if extra), *tasks.EXTRAS.values()}
     assert {"train", "trees", "gcs", "azure", "hf"} <= named <= declared.keys()
 
 
-def test_the_changelog_begins_with_this_version_or_what_follows_it() -> None:
+def test_the_changelog_begins_with_this_version_or_unreleased_changes() -> None:
     headings = re.findall(r"^## \[(\S+)\]", (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert headings[1] == __version__
 
 
-def test_ray_is_locked_at_the_version_that_its_internals_were_checked_with() -> None:
+def test_ray_is_locked_at_the_version_whose_internals_were_checked() -> None:
     pattern = r"(?m)^ray==(\S+)"
     ((_, version),) = lines(["requirements/ray.in"], pattern)
     locked = list(lines(["requirements"], pattern))
@@ -112,7 +112,7 @@ def test_workflows_name_actions_by_digest() -> None:
     assert [use for _, use in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[0-9.]+", use)] == []
 
 
-def test_a_released_image_is_scanned_as_it_was_pushed_then_signed_then_tagged() -> None:
+def test_a_released_image_is_scanned_then_signed_then_tagged() -> None:
     steps = yaml.safe_load((REPOSITORY / ".github/workflows/release.yaml").read_text())["jobs"]["image"]["steps"]
     used = [step.get("uses", "").partition("@")[0] for step in steps]
     push, scan, sign = (

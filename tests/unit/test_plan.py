@@ -1,4 +1,4 @@
-"""The plan: what is chosen for the user fits the machine, and says why."""
+"""Tests of the plan: its choices fit the machine, and it gives the reasons."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def test_workers_and_reading_fit_any_number_of_cores(cores: int, workers: int, l
         assert 0 < resources.reading_cpus <= cores - used + 1e-9
 
 
-def test_what_leaves_no_core_for_reading_is_refused() -> None:
+def test_resources_that_leave_no_core_for_reading_are_refused() -> None:
     settings = load_settings({"LOADER": "ray", "RESOURCES_PER_WORKER": '{"CPU": 1}'})
-    with pytest.raises(SettingsError, match="to SUNSPOT_LOADER=ray, which would wait"):
+    with pytest.raises(SettingsError, match="for SUNSPOT_LOADER=ray, which would wait"):
         choose_resources(settings, {"CPU": 2}, nodes=1)
 
 
 @pytest.mark.parametrize(("use_gpu", "gpus", "used"), [("auto", 2, True), ("auto", 1, False), ("false", 8, False)])
-def test_gpus_are_used_when_there_is_one_for_each_worker(use_gpu: str, gpus: int, used: bool) -> None:
+def test_gpus_are_used_if_each_worker_gets_one(use_gpu: str, gpus: int, used: bool) -> None:
     resources = choose_resources(load_settings({"USE_GPU": use_gpu}), {"CPU": 8, "GPU": gpus}, nodes=1)
     assert resources.use_gpu is used
     assert ("GPU" in resources.per_worker) is used
     assert f"GPUs: {gpus}, workers: 2" in resources.reason or use_gpu == "false"
 
 
-def test_the_plan_says_what_ends_the_run() -> None:
+def test_the_plan_names_the_setting_that_ends_the_run() -> None:
     task = load_task(load_settings())
     plan = make_plan(load_settings(), task)
     assert (plan.steps.rows, plan.total_steps) == (12_000, 188)
@@ -59,7 +59,7 @@ def test_the_plan_says_what_ends_the_run() -> None:
     [("2..8", "0", 16, 16), ("2..64", "0", 3, 3), ("8", "0", 16, 16), ("1", "0", 128, 128), ("8", "5", 5, 4)],
 )
 def test_fewer_workers_make_passes_of_the_same_size(workers: str, micro: str, limit: int, rows: int) -> None:
-    """All passes have one size under COMPILE, so that a limit of five rows splits a share of 16 into passes of four."""
+    """Check that all passes have the same size with COMPILE: a limit of five rows splits a share of 16 into fours."""
     settings = load_settings({"NUM_WORKERS": workers, "MICRO_BATCH_SIZE": micro})
     plan = Plan(settings, EmptySource((1,), 2), None, Steps(1024, 128), 8)
     compiled = dataclasses.replace(plan, settings=settings.model_copy(update={"compile": "default"}))
@@ -70,9 +70,9 @@ def test_fewer_workers_make_passes_of_the_same_size(workers: str, micro: str, li
     assert all(largest_pass(128, fewer, plan.pass_limit) <= limit for fewer in range(1, 9))
 
 
-def test_workers_without_rows_are_told() -> None:
+def test_the_plan_warns_of_workers_without_rows() -> None:
     plan = make_plan(load_settings({"GLOBAL_BATCH_SIZE": "4", "NUM_WORKERS": "3"}), load_task(load_settings()))
-    assert "of 3 workers only 2 get rows" in plan.reasons[2]
+    assert "only 2 of 3 workers get rows" in plan.reasons[2]
 
 
 def test_a_task_that_lacks_a_function_is_refused() -> None:

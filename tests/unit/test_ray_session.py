@@ -1,4 +1,4 @@
-"""Local Ray sessions, without starting Ray: their token, their folder, and the errors of starting one."""
+"""Tests of local Ray sessions without starting Ray: the token, the folder, and errors at the start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOCKET = "session_2026-11-28_16-44-23_288883_25507/sockets/plasma_store"
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Make a folder for temporary files with a short path, as on most machines."""
+    """Return a folder for temporary files with a short path, as on most machines."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -33,7 +33,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> list[dict[str, Any]]:
-    """Record the arguments of each call of `ray.init`, and the token at that time."""
+    """Return a list of the arguments of each call of `ray.init`, with the token at that time."""
     calls: list[dict[str, Any]] = []
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"):
         monkeypatch.setenv(name, "")  # so that the test's end restores it
@@ -46,7 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> list[dict[str, 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Listen at a port of this machine, as Ray does."""
+    """Listen at a port as Ray does, and return it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -119,13 +119,13 @@ def refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(raised.value).removeprefix("Ray cannot be started on this machine: ")
 
 
-def test_a_machine_that_is_too_busy_is_named_with_rays_logs(
+def test_a_start_that_times_out_names_the_load_and_rays_logs(
     started: list[dict[str, Any]], temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = "The current node timed out during startup"
     logs = f"{temporary}/sunspot-{os.getuid()}/ray/session_latest/logs"
     assert refused(Exception(f"{said}."), monkeypatch) == (
-        f"{said}; try again when the machine has less to do; Ray's logs are in {logs}"
+        f"{said}; try again when the machine is less busy; Ray's logs are in {logs}"
     )
 
 
@@ -138,7 +138,7 @@ def test_a_machine_that_is_too_busy_is_named_with_rays_logs(
         (errno.EMFILE, "TMPDIR/a", "raise the limit of open files, for example with `ulimit -n 65536`"),
     ],
 )
-def test_an_error_of_the_system_is_told_with_its_fix(
+def test_an_error_of_the_system_is_reported_with_its_fix(
     number: int,
     name: str,
     fix: str,
@@ -191,7 +191,7 @@ def test_an_address_where_nothing_listens_is_named_with_the_fix(
     assert started == []
 
 
-def test_a_head_that_starts_later_is_waited_for(
+def test_a_session_waits_for_a_head_that_starts_later(
     port: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     connect, tries = socket.create_connection, []
@@ -221,9 +221,7 @@ def test_an_error_of_a_cluster_names_its_address(
     assert str(raised.value) == f"Ray cannot be reached at RAY_ADDRESS=127.0.0.1:{port}: The request timed out."
 
 
-def test_the_address_local_starts_a_session_of_our_own(
-    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_address_local_starts_a_new_session(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
     begin()
     [call] = started

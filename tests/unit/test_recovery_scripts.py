@@ -1,4 +1,4 @@
-"""The scripts that inject faults into a live run: which nodes they take, and what they report. Needs no cluster."""
+"""Tests, without a cluster, of the scripts that inject faults into a live run: the removed nodes, and the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import scripts.recovery
 import scripts.subjects
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, until
 from scripts.recovery import Fault, choose, inject, table
-from scripts.subjects import STOCK, Group, Ours, Stock, read_groups, wait_until_complete
+from scripts.subjects import STOCK, Group, Stock, SunspotRun, read_groups, wait_until_complete
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, SunspotError
 from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, claim
@@ -53,9 +53,11 @@ RECEIPT = Receipt(
 
 
 class Run:
-    """A run whose groups are those that it is told."""
+    """Run with the groups that a test gives it."""
 
-    job, namespace, workers = "job", "sunspot", 2
+    job = "job"
+    namespace = "sunspot"
+    workers = 2
 
     def __init__(self, *groups: Group) -> None:
         self.all = list(groups)
@@ -76,7 +78,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.cluster, "LOOK_EVERY_S", 0.01)
 
 
-def test_whose_nodes_are_taken() -> None:
+def test_the_nodes_of_the_target_are_removed() -> None:
     chance = random.Random(0)
     assert choose("head", PODS, "a", chance) == ["n0"]
     assert choose("rank0", PODS, "a", chance) == ["n1"]
@@ -88,7 +90,7 @@ def test_whose_nodes_are_taken() -> None:
     assert {choose("worker", PODS, "", chance)[0] for _ in range(20)} == {"n1", "n2"}
 
 
-def test_what_a_fault_cost() -> None:
+def test_the_table_shows_the_cost_of_each_fault() -> None:
     fault = Fault("reclaim", "worker", ["n1"], 100.0, 3, Group(2, 2, 110.0, 2, RECEIPT))
     better = replace(fault, after=Group(2, 2, 114.0, 0), complete_s=40.0)
     lines = table([fault, better]).splitlines()
@@ -109,7 +111,7 @@ def test_what_a_fault_cost() -> None:
 def test_a_fault_ends_with_the_first_step_after_it(
     target: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And the nodes come back; before that step, when there can be none without them."""
+    """Check that the nodes come back, even before that step if it cannot happen without them."""
     monkeypatch.setattr(scripts.recovery, "pods", lambda job, namespace: PODS)
     log = tmp_path / "log"
     names = {"kill": "kill", "add": "add", "add_head": "add head"}
@@ -134,7 +136,7 @@ def test_a_fault_ends_with_the_first_step_after_it(
     assert sorted(said[:taken]) + said[taken:] == lines
 
 
-def test_a_group_is_complete_when_all_workers_have_trained_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_complete_once_all_workers_have_trained_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.subjects, "START_S", 0)
     now = time.time()
     trained = Group(3, 2, now - 30, 0)
@@ -150,8 +152,8 @@ def test_a_group_is_complete_when_all_workers_have_trained_for_a_while(monkeypat
         wait_until_complete(Run(), 0)
 
 
-def test_groups_in_a_drivers_log() -> None:
-    """As Ray writes it: prefixes, colours, other lines, and a start that no step followed."""
+def test_groups_are_read_from_a_drivers_log() -> None:
+    """Check logs as Ray writes them: with prefixes, colours, other lines, and a start without steps."""
     records = [
         {"time": 1.0, "event": "start", "from_step": 0, "world": 2},
         {"time": 2.0, "step": 1, "world": 2},
@@ -167,13 +169,13 @@ def test_groups_in_a_drivers_log() -> None:
     assert read_groups(lines) == [Group(1, 2, 2.0, 0), Group(2, 2, 11.0, 2)]
 
 
-def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_groups_and_rank_0_of_a_sunspot_run_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     states = [(RunState.RUNNING, "2 workers train")]
     cluster, storage = SimpleNamespace(trouble=""), SimpleNamespace(trouble="")
     snapshot = SimpleNamespace(state=lambda: states[-1], cluster=cluster, storage=storage)
     monkeypatch.setattr(RunAccess, "observe", lambda access: snapshot)
     monkeypatch.setattr(scripts.subjects, "connect", lambda context, namespace: None)
-    ours = Ours(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}))
+    ours = SunspotRun(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}))
     assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)
     ours.run = open_run(str(tmp_path), "mine")
     assert ours.groups() == []
@@ -190,7 +192,7 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
     assert ours.groups()
 
 
-def test_the_yardsticks_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_of_the_yardstick_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.subjects, "pods", lambda job, namespace: PODS)
     stock = Stock(JobRequest("kind", {"RUN_NAME": "mnist", "NUM_WORKERS": "2..3"}))
     assert (stock.job, stock.workers, stock.rank0()) == ("mnist-stock", 3, "")
@@ -199,8 +201,8 @@ def test_the_yardsticks_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stock.rank0() == "b"
 
 
-def test_the_yardsticks_workers_get_what_the_profile_has_for_ours(tmp_path: Path) -> None:
-    """Such as a node each, as with two on one node a loss would be two; the head has none of it."""
+def test_workers_of_the_yardstick_get_the_same_pods_as_ours(tmp_path: Path) -> None:
+    """Check a profile that gives each worker its own node, so that a loss is one worker. The head is not affected."""
     profile = tmp_path / "spread.yaml"
     profile.write_text("extends: kind\nworker: {pod: {spec: {securityContext: {runAsUser: 7}}}}\n")
     _, job = Stock(JobRequest(str(profile), {"RUN_NAME": "mine", "NUM_WORKERS": "2"}))._objects
@@ -209,8 +211,8 @@ def test_the_yardsticks_workers_get_what_the_profile_has_for_ours(tmp_path: Path
     assert workers["securityContext"] == {**head["securityContext"], "runAsUser": 7} != head["securityContext"]
 
 
-def test_the_yardstick_has_no_settings_of_its_own() -> None:
-    """Nothing in it tunes Ray or KubeRay: that would be no yardstick."""
+def test_the_yardstick_does_not_tune_ray_or_kuberay() -> None:
+    """Check that nothing in it tunes Ray or KubeRay, because a yardstick has their defaults."""
     text = STOCK.read_text()
     spec = yaml.safe_load(text)["spec"]
     assert set(spec) == {"submissionMode", "entrypoint", "rayClusterSpec"}
@@ -227,13 +229,13 @@ def test_commands_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("KILL", "false {node}")
     monkeypatch.delenv("RECLAIM", raising=False)
     assert commands_of_the_environment("kill")["kill"] == "false {node}"
-    with pytest.raises(SettingsError, match="RECLAIM=: set it to the command"):
+    with pytest.raises(SettingsError, match="RECLAIM=: set it to a command"):
         commands_of_the_environment("kill", "reclaim")
-    with pytest.raises(SunspotError, match="ended with 3: no n1"):
+    with pytest.raises(SunspotError, match="ended with exit code 3: no n1"):
         finish(begin("echo no {node}; exit 3", "n1"))
 
 
-def test_a_question_without_an_answer_is_repeated() -> None:
+def test_unanswered_requests_are_repeated() -> None:
     answers = iter([ClusterError("gone"), None, "there"])
 
     def ask() -> object:

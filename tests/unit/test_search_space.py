@@ -1,4 +1,4 @@
-"""The search space: what an expression means, what is refused, and that a trial always draws the same."""
+"""Tests of the search space: the meaning of expressions, refusals, and that a trial always draws the same values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dimension(text: str, name: str = "LEARNING_RATE") -> Dimension:
 
 
 def problems(**settings: str) -> list[str]:
-    """What is refused, a line each."""
+    """Return the problems in the message of a refused space, a line for each."""
     with pytest.raises(SettingsError) as refused:
         load_search({f"SUNSPOT_{name}": text for name, text in settings.items()})
     return [line.strip() for line in str(refused.value).splitlines()[1:]]
@@ -46,22 +46,22 @@ def problems(**settings: str) -> list[str]:
         ("choice(a, b,c)", "choice", ("a", "b", "c")),
     ],
 )
-def test_expressions(text: str, function: str, arguments: tuple[object, ...]) -> None:
+def test_expressions_are_parsed(text: str, function: str, arguments: tuple[object, ...]) -> None:
     found = dimension(text)
     assert (found.function, found.arguments) == (function, arguments)
 
 
-def test_values_of_the_task_are_parsed_as_json() -> None:
+def test_values_of_task_arguments_are_parsed_as_json() -> None:
     assert dimension("choice(8,0.5,true,relu)", "TASK_ARGS.x").arguments == (8, 0.5, True, "relu")
 
 
 @pytest.mark.parametrize("text", ["0.1", "", "s3://bucket/uniform(0,1)", "runs/choice", "mean(1,2)"])
-def test_other_values_are_no_expressions(text: str) -> None:
+def test_other_values_are_not_expressions(text: str) -> None:
     assert parse("TASK_ARGS.x", text) is None
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 10_000), st.floats(1e-9, 1e6), st.floats(1.001, 1e6))
-def test_numbers_are_drawn_from_between_the_ends(seed: int, trial: int, low: float, factor: float) -> None:
+def test_numbers_are_drawn_between_the_bounds(seed: int, trial: int, low: float, factor: float) -> None:
     high = low * factor
     for function in ("uniform", "loguniform"):
         found = Dimension("LEARNING_RATE", f"{function}({low},{high})", function, (low, high))
@@ -70,18 +70,18 @@ def test_numbers_are_drawn_from_between_the_ends(seed: int, trial: int, low: flo
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 10_000), st.integers(-5, 5), st.integers(1, 9))
-def test_whole_numbers_leave_the_end_out(seed: int, trial: int, low: int, more: int) -> None:
+def test_randint_excludes_its_upper_bound(seed: int, trial: int, low: int, more: int) -> None:
     assert dimension(f"randint({low},{low + more})", "EPOCHS").draw(seed, trial) in range(low, low + more)
 
 
-def test_every_part_of_the_space_is_drawn_from() -> None:
+def test_draws_cover_the_whole_space() -> None:
     rates = [dimension("loguniform(1e-4,1e-2)").draw(0, trial) for trial in range(1, 401)]
     assert 160 < sum(rate < 1e-3 for rate in rates) < 240, "one order of magnitude is as likely as the other"
     widths = [dimension("choice(8,16,32)", "TASK_ARGS.width").draw(0, trial) for trial in range(1, 301)]
     assert all(70 < widths.count(width) < 130 for width in (8, 16, 32))
 
 
-def test_a_trial_draws_the_same_whatever_else_is_searched() -> None:
+def test_the_values_of_a_trial_do_not_depend_on_other_dimensions() -> None:
     few = load_search({**SPACE, "SUNSPOT_TRIALS": "3", "SUNSPOT_SEED": "7"})
     more = load_search({**SPACE, "SUNSPOT_TRIALS": "30", "SUNSPOT_SEED": "7", "SUNSPOT_EPOCHS": "randint(1,5)"})
     for before, after in zip(few.samples, more.samples, strict=False):
@@ -91,7 +91,7 @@ def test_a_trial_draws_the_same_whatever_else_is_searched() -> None:
     assert few.samples[0] == {"TASK_ARGS.width": 16, "LEARNING_RATE": 0.008884}
 
 
-def test_trials_are_settings() -> None:
+def test_trials_are_valid_settings() -> None:
     search = load_search({**SPACE, "SUNSPOT_TRIALS": "2", "SUNSPOT_RUN_NAME": "s"})
     assert [trial.run_name for trial in search.trials] == ["s-01", "s-02"]
     for sample, trial in zip(search.samples, search.trials, strict=True):
@@ -101,7 +101,7 @@ def test_trials_are_settings() -> None:
     assert set(search.identity) >= {"learning_rate", "task_args", "dataset"}
 
 
-def test_a_place_within_the_tasks_arguments_has_a_name() -> None:
+def test_a_dimension_within_the_task_arguments_is_named_by_its_path() -> None:
     arguments = json.dumps({"optimizer": {"beta": "uniform(0.5,0.9)"}})
     search = load_search({"SUNSPOT_TASK_ARGS": arguments})
     [found] = search.dimensions
@@ -109,7 +109,7 @@ def test_a_place_within_the_tasks_arguments_has_a_name() -> None:
     assert search.trials[0].task_args == {"optimizer": {"beta": search.samples[0][found.name]}}
 
 
-def test_settings_without_an_expression_are_no_search() -> None:
+def test_settings_without_an_expression_are_not_a_search() -> None:
     search = load_search({"SUNSPOT_EPOCHS": "3"})
     assert (search.dimensions, search.trials, search.settings.epochs) == ((), (), 3)
 
@@ -125,22 +125,25 @@ def test_settings_without_an_expression_are_no_search() -> None:
         ("randint(0.5,2)", "randint takes two whole numbers"),
         ("choice(1,,2)", "choice takes values with commas between them"),
         ("choice()", "choice takes values with commas between them"),
-        ("lognormal(1,2)", "there is no lognormal; use uniform(0.01,0.1), loguniform(1e-4,1e-2), randint(2,5)"),
-        ("__import__('os')", "there is no __import__; use "),
+        (
+            "lognormal(1,2)",
+            "lognormal is not a search function; use uniform(0.01,0.1), loguniform(1e-4,1e-2), randint(2,5)",
+        ),
+        ("__import__('os')", "__import__ is not a search function; use "),
     ],
 )
-def test_a_wrong_expression_is_told_with_the_fix(text: str, fix: str) -> None:
+def test_a_wrong_expression_is_reported_with_the_fix(text: str, fix: str) -> None:
     [line] = problems(LEARNING_RATE=text)
     assert line.startswith(f"SUNSPOT_LEARNING_RATE={text}: {fix}")
 
 
-def test_all_problems_at_once() -> None:
+def test_all_problems_of_a_search_are_reported_at_once() -> None:
     lines = problems(LEARNING_RATE="uniform(2,1)", NUM_WORKERS="choice(1,2)", RUN_NAME="choice(a,b)")
     assert len(lines) == 3
-    assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search may not vary it, only TASK, " in lines[1]
+    assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search may not vary it, but only TASK, " in lines[1]
 
 
-def test_every_value_that_may_be_drawn_is_valid() -> None:
+def test_extreme_values_are_checked() -> None:
     assert problems(EPOCHS="choice(1,2,3,4,5,6,7,8,0)", TRIALS="1") == [
         "SUNSPOT_EPOCHS=0: set it to a whole number from 1"
     ]
@@ -150,15 +153,15 @@ def test_every_value_that_may_be_drawn_is_valid() -> None:
     assert problems(PRECISION="choice(fp32,fp8)") == ["SUNSPOT_PRECISION=fp8: set it to fp32, tf32 or bf16"]
 
 
-def test_names_of_trials_fit() -> None:
+def test_a_name_too_long_for_its_trials_is_refused() -> None:
     assert trial_name("s", 3) == "s-03"
     [line] = problems(LEARNING_RATE="uniform(1,2)", RUN_NAME="a" * 36)
-    assert "of at most 38 characters; set it to a name of at most 35" in line
+    assert "would have more than 38 characters; set it to a name of at most 35" in line
 
 
-def test_trials_have_a_fixed_number_of_workers() -> None:
+def test_a_search_with_elastic_workers_is_refused() -> None:
     [line] = problems(LEARNING_RATE="uniform(1,2)", NUM_WORKERS="1..2")
-    assert line == "SUNSPOT_NUM_WORKERS=1..2: trials would take each other's workers; set it to one number"
+    assert line == "SUNSPOT_NUM_WORKERS=1..2: trials would take workers from each other; set it to one number"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +184,7 @@ def test_trials_have_a_fixed_number_of_workers() -> None:
         ),
     ],
 )
-def test_the_other_command_is_named_without_waiting_for_torch(
+def test_the_right_command_is_named_without_importing_torch(
     module: str, settings: dict[str, str], said: str, tmp_path: Path
 ) -> None:
     check = (
@@ -200,8 +203,8 @@ def test_the_other_command_is_named_without_waiting_for_torch(
 # ------------------------------------------------------------------------------------------------------------- manifest
 
 
-def test_the_job_of_a_search() -> None:
-    """With `WRITE_GOLDEN=1` the golden file is written anew, as those of the profiles (tests/unit/test_render.py)."""
+def test_the_job_of_a_search_matches_the_golden_file() -> None:
+    """Compare with the golden file. `WRITE_GOLDEN=1` writes it again, like those of the profiles (test_render.py)."""
     rendered = render("kind", {**SPACE, "SUNSPOT_RUN_NAME": "s", "SUNSPOT_CONCURRENT_TRIALS": "3"})
     text = rendered.to_yaml()
     if os.environ.get("WRITE_GOLDEN"):
@@ -218,13 +221,13 @@ def test_the_job_of_a_search() -> None:
     assert variables["SUNSPOT_TASK_ARGS"] == '{"depth": 3, "width": "choice(8,16)"}'
 
 
-def test_the_job_of_one_run_is_no_search() -> None:
+def test_the_job_of_a_single_run_is_not_a_search() -> None:
     rendered = render("kind", {"SUNSPOT_CONCURRENT_TRIALS": "3"})
     assert rendered.manifest["spec"]["entrypoint"] == "python -m sunspot.train"
     assert rendered.manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 2
 
 
-def test_a_search_is_sent_into_a_cluster_that_is_kept() -> None:
+def test_a_search_can_run_in_an_existing_cluster() -> None:
     rendered = render("kind", SPACE, cluster="mine")
     assert rendered.manifest["spec"]["entrypoint"] == "python -m sunspot.tune"
     assert "loguniform(1e-4,1e-2)" in rendered.manifest["spec"]["runtimeEnvYAML"]
@@ -235,7 +238,7 @@ def test_a_wrong_space_is_not_rendered() -> None:
         render("kind", {"SUNSPOT_LEARNING_RATE": "uniform(1)"})
 
 
-def test_find_dimensions_needs_no_other_setting() -> None:
+def test_dimensions_are_found_without_other_settings() -> None:
     assert [d.name for d in find_dimensions(SPACE)] == ["TASK_ARGS.width", "LEARNING_RATE"]
 
 
@@ -256,7 +259,7 @@ def test_an_unbounded_expression_is_refused_at_once(name: str, text: str) -> Non
     assert time.monotonic() - began < 5
 
 
-def test_a_long_expression_takes_no_longer_than_its_length() -> None:
+def test_parsing_time_grows_linearly_with_an_expression() -> None:
     began = time.monotonic()
     for text in ("choice(" + " " * 100_000 + "x", "choice" + " " * 100_000, " " * 100_000):
         with contextlib.suppress(ValueError):
@@ -264,14 +267,14 @@ def test_a_long_expression_takes_no_longer_than_its_length() -> None:
     assert time.monotonic() - began < 2
 
 
-def test_a_name_with_half_a_character_is_drawn_from() -> None:
+def test_a_dimension_with_a_lone_surrogate_in_its_name_can_be_drawn() -> None:
     assert load_search({"SUNSPOT_TASK_ARGS": '{"a\\ud800": "choice(1,2)"}'}).trials
 
 
 @pytest.mark.parametrize(
     ("test_rows", "given", "metric"), [(9, "loss", "test_loss"), (9, "test_f1", "test_f1"), (0, "f1", "f1")]
 )
-def test_held_out_rows_rank_the_trials_where_there_are_some(
+def test_held_out_rows_rank_the_trials_if_there_are_any(
     make_data: Callable[..., str], test_rows: int, given: str, metric: str
 ) -> None:
     data = {"SUNSPOT_DATASET": make_data(20, test_rows=test_rows), "SUNSPOT_CHECKPOINT_METRIC": given}

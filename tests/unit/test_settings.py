@@ -1,4 +1,4 @@
-"""Settings: every problem at once, by variable, with the fix; and no waiting for torch to hear of it."""
+"""Tests of settings: all problems are reported at once, each with its variable and fix, and without importing torch."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ CONTRACT = {
 }
 
 
-def test_the_defaults_are_the_contracts() -> None:
+def test_defaults_match_the_contract() -> None:
     environment = load_settings().environment()
     assert {name: environment[PREFIX + name] for name in CONTRACT} == CONTRACT
 
 
-def test_all_problems_at_once_without_torch_or_ray() -> None:
+def test_all_problems_are_reported_at_once_without_importing_torch_or_ray() -> None:
     wrong = {
         "SUNSPOT_EPOCHS": "two",
         "SUNSPOT_NUM_WORKERS": "8..2",
@@ -100,20 +100,20 @@ def test_all_problems_at_once_without_torch_or_ray() -> None:
         ("DEVICE", "did you mean SUNSPOT_USE_GPU?"),
         ("EARLY", "did you mean SUNSPOT_EARLY_STOP_EVALUATIONS?"),
         ("QUEUE", "it is an option of `sunspot submit`: --queue"),
-        ("XYZZY", "`python -m sunspot.train --help` lists all"),
+        ("XYZZY", "`python -m sunspot.train --help` lists all settings"),
     ],
 )
-def test_an_unknown_setting_gets_the_right_one_if_one_is_likely(name: str, hint: str) -> None:
+def test_an_unknown_setting_is_answered_with_the_likely_one(name: str, hint: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({name: "1"})
     assert str(refused.value).endswith(f"\n  SUNSPOT_{name.upper()}: no such setting; {hint}")
 
 
 @pytest.mark.parametrize("file", ["my_task.py", "tasks/my_task.py"])
-def test_a_file_as_the_task_is_answered_with_its_module(file: str) -> None:
+def test_the_path_of_a_file_as_task_is_answered_with_its_module(file: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({"TASK": file})
-    assert str(refused.value).endswith(f"SUNSPOT_TASK={file}: it takes a module, without .py: SUNSPOT_TASK=my_task")
+    assert str(refused.value).endswith(f"SUNSPOT_TASK={file}: give a module, without .py: SUNSPOT_TASK=my_task")
 
 
 BARE = re.compile(rf"(?<![\w.])(?:{'|'.join(name.upper() for name in Settings.model_fields)})(?!\w)")
@@ -126,11 +126,11 @@ TYPED_BARE = {
     "task_file.py",
     "absent_code.py",
 }
-"""Files whose messages show what to type where no prefix is needed."""
+"""Files whose messages quote settings as users type them in places that need no prefix."""
 
 
 def find_bare_names(tree: ast.Module) -> Iterator[str]:
-    """Yield the texts of a module, but its docstrings, that name a setting without the prefix."""
+    """Yield a module's texts that name a setting without the prefix. Docstrings may do so."""
     nodes = [*ast.walk(tree)]
     documentation = {
         id(node.value)
@@ -162,7 +162,7 @@ def test_messages_and_help_name_settings_by_their_variables() -> None:
     assert [text for text in described if BARE.search(text)] == []
 
 
-def test_what_other_programs_say_leads_to_settings_options_and_verbs() -> None:
+def test_names_from_other_programs_lead_to_settings_options_and_verbs() -> None:
     settings = {name.upper() for name in Settings.model_fields}
     assert {*OTHER_SETTINGS.values()} <= settings
     assert not (OTHER_SETTINGS.keys() | {*SUBMIT_OPTIONS}) & settings
@@ -198,7 +198,7 @@ def test_what_other_programs_say_leads_to_settings_options_and_verbs() -> None:
         ("TEST_DATASET", "rows.parquet"),
     ],
 )
-def test_a_wrong_value_is_named(variable: str, value: str) -> None:
+def test_a_message_names_the_wrong_value(variable: str, value: str) -> None:
     with pytest.raises(SettingsError, match="1 problem in the settings") as refused:
         load_settings({variable: value})
     assert f"SUNSPOT_{variable}={value}: " in str(refused.value)
@@ -207,18 +207,18 @@ def test_a_wrong_value_is_named(variable: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
-        ("TASK_ARGS", '{"api_key": "canary"}', "holds a credential, by its name: api_key"),
-        ("TASK_ARGS", '{"hub": {"auth_token": "canary"}}', "holds a credential, by its name: hub.auth_token"),
+        ("TASK_ARGS", '{"api_key": "canary"}', "holds a credential, judging by the name of api_key"),
+        ("TASK_ARGS", '{"hub": {"auth_token": "canary"}}', "holds a credential, judging by the name of hub.auth_token"),
         ("TASK_ARGS", '{"login": "hf_canary' + "kJ3xQ9mZ2pL7vB4nT8wR5yH6dF1s" + '"}', "holds a token of Hugging Face"),
         ("TASK_ARGS", '{"db": "mysql://me:canary@host/db"}', "holds a password in a URL"),
         ("INIT_FROM", "https://me:canary@host/weights.pt", "holds a password in a URL"),
         ("STORAGE_PATH", "s3://key:canary@bucket/runs", "holds a password in a URL"),
         ("DATASET", "s3://key:canary@bucket/rows", "holds a password in a URL"),
-        ("LABELS", '{"api_key": "canary"}', "holds a credential, by its name: api_key"),
+        ("LABELS", '{"api_key": "canary"}', "holds a credential, judging by the name of api_key"),
     ],
 )
 def test_a_setting_that_holds_a_credential_is_refused(variable: str, value: str, told: str) -> None:
-    """Training here, `submit` and `render` read the settings through the same function."""
+    """Check local training and `render`, which read the settings through the same function as `submit`."""
     with pytest.raises(SettingsError, match="1 problem in the settings") as refused:
         load_settings({variable: value})
     assert f"SUNSPOT_{variable}: {told}; settings are stored with the run" in str(refused.value)
@@ -242,7 +242,7 @@ def test_ordinary_arguments_are_accepted() -> None:
         assert load_settings({name: place}).model_dump()[name.lower()] == place
 
 
-def test_overrides_win_and_take_both_forms_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_win_with_or_without_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_EPOCHS", "5")
     monkeypatch.setenv("SUNSPOT_SEED", "")
     assert load_settings().epochs == 5
@@ -266,7 +266,7 @@ def test_differences_name_what_changed() -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a":' * 100_000, '{"a":' * 100 + "1" + "}" * 100, '{"a": ' + "9" * 5000]
 )
-def test_json_that_is_too_deep_or_too_long_is_a_wrong_value(text: str) -> None:
+def test_json_that_is_nested_too_deep_or_has_too_many_digits_is_a_wrong_value(text: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({"TASK_ARGS": text})
     assert "SUNSPOT_TASK_ARGS={" in str(refused.value) or "SUNSPOT_TASK_ARGS=[" in str(refused.value)
@@ -275,14 +275,14 @@ def test_json_that_is_too_deep_or_too_long_is_a_wrong_value(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "a/b", "", "A", "x" * 39])
-def test_weights_come_from_runs_of_this_storage_only(name: str) -> None:
+def test_initial_weights_may_only_come_from_a_run_in_the_same_storage(name: str) -> None:
     assert load_settings({"INIT_FROM": "run:other-1"}).init_from == "run:other-1"
     with pytest.raises(SettingsError, match="set it to run:NAME"):
         load_settings({"INIT_FROM": f"run:{name}"})
 
 
-def test_bytes_in_the_environment_that_are_no_text_are_a_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_cannot_be_decoded_are_a_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_TASK", os.fsdecode(b"sunspot.\xff"))
-    told = r"SUNSPOT_TASK=sunspot\.\\udcff: it has bytes that are not valid utf-8, this process's encoding; "
+    told = r"SUNSPOT_TASK=sunspot\.\\udcff: it contains bytes that are not valid in this process's encoding, utf-8; "
     with pytest.raises(SettingsError, match=told):
         load_settings()

@@ -1,4 +1,4 @@
-"""LOADER=torch: rows once in the memory of a node, and the rows of each step."""
+"""Tests of LOADER=torch: a node has the rows in memory only once, and each step gets the right rows."""
 
 from __future__ import annotations
 

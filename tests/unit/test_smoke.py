@@ -1,4 +1,4 @@
-"""The smoke test's manners: whatever becomes of it, the user's runs stay, and so do the user's secrets. No cluster."""
+"""Tests, without a cluster, that the smoke test never touches the user's runs and secrets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ case "$*" in *"-f -"*) cat > "$STDIN";; esac
 
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's storage with two runs in it, and a kubectl that notes what it is told."""
+    """Return a user's storage with two runs, and replace kubectl by a program that records its arguments."""
     (tmp_path / "kubectl").write_text(KUBECTL)
     (tmp_path / "kubectl").chmod(0o755)
     runs = tmp_path / "runs"
@@ -65,11 +65,11 @@ def test_a_test_that_fails_leaves_storage_as_it_was(storage: Path, monkeypatch: 
     assert (storage / "llama/checkpoints/1/model.pt").read_text() == "llama/checkpoints/1/model.pt"
 
 
-def test_existing_runs_are_never_taken_for_its_own(storage: Path) -> None:
+def test_existing_runs_are_never_touched_by_the_smoke_test(storage: Path) -> None:
     (storage / smoke.NAME).mkdir()
     (storage / smoke.NAME / "run.json").write_text("{}")
     before = files(storage)
-    with pytest.raises(SunspotError, match=f"{smoke.NAME} is not its own"):
+    with pytest.raises(SunspotError, match=f"{smoke.NAME} exists already"):
         smoke.main()
     assert files(storage) == before
 

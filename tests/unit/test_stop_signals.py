@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a process as Ctrl-C does, at any time, and leave Ray's processes alone."""
+"""Tests that SIGTERM and SIGHUP end a process as Ctrl-C does, at any time, but not Ray's processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.control import LocalControl
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Put the handlers back."""
+    """Restore the handlers."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
@@ -28,7 +28,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_before_training_is_an_end_with_its_own_code(
+def test_a_signal_before_training_ends_the_program_with_its_exit_code(
     number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cleaned = []
@@ -58,7 +58,7 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
     assert not request.asked
 
 
-def test_ray_takes_the_handler_of_sigterm_only_where_there_is_none() -> None:
+def test_ray_handles_sigterm_only_if_no_handler_exists() -> None:
     utils = pytest.importorskip("ray._private.utils")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     usual = utils.set_sigterm_handler
@@ -72,7 +72,7 @@ def test_ray_takes_the_handler_of_sigterm_only_where_there_is_none() -> None:
     assert utils.set_sigterm_handler is usual
 
 
-def test_rays_processes_start_in_sessions_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rays_processes_start_in_their_own_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     services = pytest.importorskip("ray._private.services")
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(services, "ConsolePopen", lambda *words, **options: started.append(options))

@@ -1,4 +1,4 @@
-"""The check of parameter lists and of modules' names, a part of `make lint`."""
+"""Tests of the check of parameter lists and modules' names, which is a part of `make lint`."""
 
 from pathlib import Path
 
@@ -27,13 +27,13 @@ class Manager:
 """
 
 
-def test_what_takes_too_many_is_found(tmp_path: Path) -> None:
+def test_long_parameter_lists_are_found(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text(CODE)
     assert list(find_long(file, "a.py")) == [("a.py:six", 6, 5), ("a.py:Worker", 9, 8), ("a.py:Manager.make", 6, 5)]
 
 
-def test_a_name_may_come_again_for_the_same_subject_only(tmp_path: Path) -> None:
+def test_modules_may_share_a_name_only_for_the_same_subject(tmp_path: Path) -> None:
     for place in ("run/status", "report/status", "run/__init__", "data/images", "tasks/images", "tasks/__init__"):
         (tmp_path / place).parent.mkdir(exist_ok=True)
         (tmp_path / f"{place}.py").touch()

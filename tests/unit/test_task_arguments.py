@@ -1,4 +1,4 @@
-"""Arguments of a task: they are a dictionary like any other, and note which keys the task has read."""
+"""Tests of a task's arguments: they are an ordinary dictionary that records which keys the task has read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIVEN = {"hiden": 32, "width": 64}
         (lambda given: given.get("hidden", 8) + given["width"], "the task has not read hiden; did you mean hidden?"),
         (lambda given: given["width"], "the task has not read hiden; it reads width"),
         (lambda given: "hiden" in given, "the task has not read width; it reads hiden"),
-        (lambda given: None, "the task has not read hiden, width; it reads none"),
+        (lambda given: None, "the task has not read hiden, width; it reads no arguments"),
         (lambda given: {"depth": 1, **given}, ""),
         (lambda given: dict(**given), ""),
         (lambda given: {"depth": 1} | given, ""),
@@ -38,7 +38,7 @@ def test_keys_that_are_not_read_are_named(read: Callable[[Any], object], said: s
     assert given.describe_unread() == said
 
 
-def test_what_is_read_before_the_arguments_are_sent_counts() -> None:
+def test_reads_before_the_arguments_are_sent_count() -> None:
     settings = Settings(task_args=GIVEN)
     assert settings.task_args["width"] == 64
     sent = pickle.loads(pickle.dumps(settings.model_copy(update={"epochs": 3})))
@@ -46,7 +46,7 @@ def test_what_is_read_before_the_arguments_are_sent_counts() -> None:
     assert sent.task_args.describe_unread() == "the task has not read hiden; did you mean hidden?"
 
 
-def test_settings_read_no_arguments_themselves() -> None:
+def test_settings_themselves_read_no_arguments() -> None:
     settings = Settings(task_args=GIVEN)
     assert json.loads(settings.environment()["SUNSPOT_TASK_ARGS"]) == GIVEN == settings.task_args
-    assert settings.task_args.describe_unread() == "the task has not read hiden, width; it reads none"
+    assert settings.task_args.describe_unread() == "the task has not read hiden, width; it reads no arguments"

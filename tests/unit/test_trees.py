@@ -1,4 +1,4 @@
-"""Trees as a task: what they resume from, what they say, and what is refused; without Ray."""
+"""Tests of trees as a task, without Ray: resumes, metrics, model files, and refusals."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def build(library: str, classes: int = CLASSES) -> Trees:
 
 
 def scaled(scores: torch.Tensor) -> torch.Tensor:
-    """Scores of classes mean their differences."""
+    """Return scores of classes without their mean, because only differences matter."""
     return scores.log_softmax(1) if scores.ndim > 1 else scores
 
 
 @pytest.mark.parametrize("classes", [CLASSES, 0])
-def test_resumed_trees_are_those_of_an_uninterrupted_run(library: str, classes: int) -> None:
+def test_resumed_trees_equal_those_of_an_uninterrupted_run(library: str, classes: int) -> None:
     rows, whole = make_rows(classes), build(library, classes)
     whole.begin(rows, 1)
     for step in range(1, 7):
@@ -72,8 +72,10 @@ def test_resumed_trees_are_those_of_an_uninterrupted_run(library: str, classes: 
     assert resumed.to_bytes() == whole.to_bytes() != state["_extra_state"].numpy().tobytes()
 
 
-def test_they_learn(library: str) -> None:
-    task, rows, trees = load_task(settings_for(library)), make_rows(), build(library)
+def test_trees_learn(library: str) -> None:
+    task = load_task(settings_for(library))
+    rows = make_rows()
+    trees = build(library)
     losses, metrics = task.loss(trees, rows)  # before the first round
     assert losses == pytest.approx(np.log(CLASSES))
     trees.begin(rows, 1)
@@ -103,19 +105,19 @@ def test_the_state_is_the_librarys_own_file(library: str) -> None:
     assert np.allclose(scores, trees(rows).numpy(), atol=1e-6)
 
 
-def test_other_weights_do_not_fit(library: str) -> None:
+def test_the_state_of_another_library_is_refused(library: str) -> None:
     for state in ({"weight": torch.zeros(3)}, {"_extra_state": torch.zeros(3, dtype=torch.uint8)}):
         with pytest.raises(ConflictError, match="run:other: its weights do not fit the model that the task builds"):
             load_weights(build(library), state, "run:other")
 
 
-def test_a_round_takes_all_rows() -> None:
+def test_a_round_uses_all_rows() -> None:
     plan = make_plan(Settings(task="sunspot.tasks.trees", epochs=7), load_task(Settings(task="sunspot.tasks.trees")))
     assert (plan.steps.per_epoch, plan.steps.batch, plan.total_steps) == (1, 12000, 7)
 
 
 @pytest.mark.parametrize("classes", [True, False])
-def test_a_table_is_its_columns(library: str, classes: bool, tmp_path: Path) -> None:
+def test_features_are_the_columns_of_a_table(library: str, classes: bool, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     age, income = random.integers(18, 80, ROWS), random.random(ROWS)
     label = (age > 40).astype(np.int64) if classes else age * 0.1 + income
@@ -137,7 +139,7 @@ def test_a_table_is_its_columns(library: str, classes: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("columns", [["age", "label"], "age", [3]])
-def test_columns_are_names(columns: Any) -> None:
+def test_columns_must_be_names(columns: Any) -> None:
     settings = settings_for("xgboost", columns=columns)
     with pytest.raises(SettingsError, match="list the names of columns, without label"):
         load_task(settings).find_sources(settings)
@@ -146,14 +148,17 @@ def test_columns_are_names(columns: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (settings_for("catboost"), "SUNSPOT_TASK_ARGS: library 'catboost': set it to one of xgboost, lightgbm"),
-        (settings_for("xgboost", objective="rank:ndcg"), "xgboost is given objective, which follow from the data"),
+        (settings_for("catboost"), "SUNSPOT_TASK_ARGS: library='catboost': set it to one of xgboost, lightgbm"),
+        (
+            settings_for("xgboost", objective="rank:ndcg"),
+            "options for xgboost contain objective, which follow from the data",
+        ),
         (settings_for("xgboost", max_depth="deep"), "xgboost refuses {'max_depth': 'deep'}: "),
         (settings_for("lightgbm", num_leaves="many"), "lightgbm refuses {'num_leaves': 'many'"),
     ],
     ids=lambda value: json.dumps(value.task_args) if isinstance(value, Settings) else "",
 )
-def test_wrong_options_are_one_message(settings: Settings, said: str) -> None:
+def test_wrong_options_give_one_message(settings: Settings, said: str) -> None:
     for name in KINDS:
         pytest.importorskip(name, reason="the extra `trees` is not installed")
     with pytest.raises(SettingsError, match=re.escape(said)):
@@ -168,7 +173,7 @@ def test_a_library_that_is_not_installed_is_named(name: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("given", [{"parallel": "fsdp"}, {"learning_rate": 0.1, "loader": "ray"}])
-def test_settings_that_no_tree_reads_are_refused(given: dict[str, Any]) -> None:
+def test_settings_that_trees_do_not_read_are_refused(given: dict[str, Any]) -> None:
     said = ", ".join(f"SUNSPOT_{name.upper()}={value}" for name, value in given.items())
     with pytest.raises(SettingsError, match=f"{said}: sunspot.tasks.trees boosts trees, which do not read it"):
         load_task(Settings(task="sunspot.tasks.trees", **given))

@@ -1,4 +1,10 @@
-"""A task is the module with a run's model, optimizer and loss, with a library's module or Trainer, or with trees."""
+"""Loads a task: the module that defines what a run trains.
+
+A plain task defines a model and a loss for PyTorch, and may define an optimizer, a schedule or a training loop
+(`Task`). defaults.py completes it. A task for another library defines a single function, such as `build_keras`, and an
+adapter from ADAPTERS turns the library's model into a `Task`. `load_task` checks the module before it returns a task.
+The other modules here are tasks to use or to copy.
+"""
 
 import importlib
 import inspect
@@ -8,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -20,33 +26,46 @@ from sunspot.spelling import find_meant
 from sunspot.tasks.defaults import fill_in
 from sunspot.tasks.signatures import refuse_other_arguments
 
-HOOKS = ("train", "augment", "augment_row")
-"""What loops over batches call; those of some libraries do not."""
-
-UNCALLED = {
-    "build_module": "its LightningModule has hooks for it",
-    "build_trainer": "its Trainer loops, over rows as build_dataset returns them",
-    "build_trees": "trees see all rows as they are",
-}
+LOOP_FUNCTIONS = ("train", "augment", "augment_row")
+"""Functions of a task that only some loops call."""
 
 RATE_FUNCTIONS = ("build_optimizer", "build_scheduler", "schedule")
 """Functions that set the learning rates of a plain PyTorch task."""
 
-RATES_BY = {
-    "build_module": "configure_optimizers of its LightningModule returns the optimizer and its schedulers",
-    "build_keras": "its Keras model brings its optimizer, and settings scale the rate",
-    "build_trainer": "its Trainer builds the optimizer and its scheduler by its arguments",
-    "build_trees": "trees have one rate, in SUNSPOT_TASK_ARGS",
-}
-"""The source of the learning rates, by the function that a task for another library defines."""
+
+class Adapter(NamedTuple):
+    """Adapter that turns a task for another library into a `Task`."""
+
+    location: str
+    "Module and name of the class, which is called with the task's module and the settings."
+    rates: str
+    "Reason why `RATE_FUNCTIONS` are never called: the source of the learning rates."
+    loop: str = ""
+    "Reason why `LOOP_FUNCTIONS` are never called; empty if they are called."
+
 
 ADAPTERS = {
-    "build_module": "sunspot.tasks.lightning_adapter:LightningTask",
-    "build_keras": "sunspot.tasks.keras_adapter:KerasTask",
-    "build_trainer": "sunspot.tasks.transformers_adapter:TrainerTask",
-    "build_trees": "sunspot.tasks.trees_adapter:TreesTask",
+    "build_module": Adapter(
+        "sunspot.tasks.lightning_adapter:LightningTask",
+        "configure_optimizers of its LightningModule returns the optimizer and its schedulers",
+        "its LightningModule has hooks for it",
+    ),
+    "build_keras": Adapter(
+        "sunspot.tasks.keras_adapter:KerasTask",
+        "its Keras model brings its optimizer, and settings scale the rate",
+    ),
+    "build_trainer": Adapter(
+        "sunspot.tasks.transformers_adapter:TrainerTask",
+        "its Trainer builds the optimizer and its scheduler from its arguments",
+        "its Trainer loops over the rows that build_dataset returns",
+    ),
+    "build_trees": Adapter(
+        "sunspot.tasks.trees_adapter:TreesTask",
+        "trees have one rate, in SUNSPOT_TASK_ARGS",
+        "trees see all rows unchanged",
+    ),
 }
-"""The one function of a task for another library, and the class that makes a task like any other of it."""
+"""Adapter for each function by which a task names its library. A task defines at most one of these functions."""
 
 EXTRAS = {
     **dict.fromkeys(("lightning", "pytorch_lightning", "torchmetrics"), "lightning"),
@@ -54,29 +73,29 @@ EXTRAS = {
     **dict.fromkeys(("huggingface_hub", "peft", "tokenizers", "transformers"), "hf"),
     **dict.fromkeys(("lightgbm", "xgboost"), "trees"),
 }
-"""The extra that brings each package."""
+"""Extra of sunspot-train that brings each package."""
 
 
 class Task(Protocol):
-    """The functions of a task module. `settings.task_args` holds its own hyperparameters."""
+    """The functions of a task's module. `settings.task_args` holds its own hyperparameters."""
 
     def build_model(self, settings: Settings, source: Source) -> torch.nn.Module:
-        """Build the model, on the CPU, initialized with torch's default generator.
+        """Build the model on the CPU, initialized with torch's default generator.
 
-        For a loop that calls several models: these in an `nn.ModuleDict` or `nn.ModuleList`.
+        If the loop uses several models, return them in an `nn.ModuleDict` or `nn.ModuleList`.
         """
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
         """Return the loss of each row, float [B], and any further metrics of each row by name, [B].
 
-        Per row, so that means over all workers are exact even if their shares differ.
+        Losses are per row so that means over all workers are exact even if their shares differ.
         """
 
-    # Optional: the first two have defaults by the settings (sunspot/tasks/defaults.py). A task with `train`
-    # needs no `loss`; if it has one, held-out rows are evaluated by it.
+    # The other functions are optional. `build_optimizer` and `schedule` have defaults that read the settings
+    # (sunspot/tasks/defaults.py). A task with `train` needs no `loss`; if it defines one, it evaluates held-out rows.
 
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        """Build the optimizer, with each group at its peak learning rate; or a dict of several, which are made one."""
+        """Build the optimizer with each group at its peak learning rate, or a dict of several optimizers by name."""
 
     def schedule(self, step: int, total_steps: int) -> float:
         """Return the factor on the learning rates at optimizer step 0 .. total_steps - 1.
@@ -85,109 +104,118 @@ class Task(Protocol):
         """
 
     def train(self, run: "TrainingRun") -> None:
-        """Loop over all steps, in the place of ours (sunspot/train/loop.py)."""
+        """Loop over all steps, instead of Sunspot's own loop (sunspot/train/loop.py)."""
 
-    # augment_row(row) -> the columns of a training row that it changes; other random numbers are seeded for each row.
-    # augment(batch, draw) -> the columns of a batch that it changes, on its device; `draw` is that of `TrainingRun`.
-    # build_dataset(settings) -> a map-style Dataset of the training rows, or two, with that of the held-out rows.
-    # find_sources(settings) -> (training rows, held-out rows or None), each a `Source` (data/source.py), for rows
-    # other than those of DATASET.
-    # compute_metrics(scores, rows) -> metrics by name, numbers, of all held-out rows at once: their scores by `predict`
-    # (float [N, ...]), and their columns `row`, `label` and others of one number a row, on the CPU, sorted by `row`.
-    # checkpoint_files(model, state) -> files, bytes by name, that each checkpoint holds besides, given the state_dict.
-    # answer(model, prompts, tokens) -> a text for each prompt, of at most so many tokens, for `sunspot.predict`.
-    # predict(model, batch) -> scores, float [B, classes] before softmax, or without classes values [B, ...], of a batch
-    # without labels on the model's device; or predict(model, images), of images, uint8 [B, C, H, W]. Without it,
-    # `sunspot.predict` cannot use the task's models, and the report shows no predictions.
+    # augment_row(row) -> the changed columns of a training row. The global random generators are seeded for each row.
+    # augment(batch, draw) -> the changed columns of a batch, on its device. `draw` is the method of `TrainingRun`.
+    # build_dataset(settings) -> a map-style Dataset of training rows, or a pair with a Dataset of held-out rows.
+    # find_sources(settings) -> (training rows, held-out rows or None), each a `Source` (data/source.py), for rows that
+    # are not in DATASET.
+    # compute_metrics(scores, rows) -> numbers by name, computed from all held-out rows at once. `scores` are results of
+    # `predict`, float [N, ...]. `rows` has the columns `row`, `label` and others with one number per row. Both are on
+    # the CPU, sorted by `row`.
+    # checkpoint_files(model, state) -> further files of each checkpoint, bytes by name, given the state_dict.
+    # answer(model, prompts, tokens) -> a text of at most `tokens` tokens for each prompt, for `sunspot.predict`.
+    # predict(model, batch) -> scores before softmax, float [B, classes], or values [B, ...] for a task without classes.
+    # The batch has no labels and is on the model's device. A task on images may define predict(model, images) with
+    # uint8 [B, C, H, W] instead. Without it, `sunspot.predict` cannot use the task's models, and the report shows no
+    # predictions.
+    # show(model, rows) -> exhibits for the report by their titles: a number, a table, or images.
+    #
+    # An adapter may also define:
+    # find_library(settings, source) -> the library whose Ray trainer starts the workers. A loss restarts all of them.
+    # begin_schedule(...) -> brings the library's own schedulers to the state after a number of steps.
+    # full_batch: True if every step sees all rows.
+    # Its `train` calls `run.optimizer.step()` before it changes the state, which waits until the state has been copied.
 
 
 class TrainingRun(Protocol):
-    """A run as `train(run)` of a task sees it, on each worker."""
+    """A run as a task's `train(run)` sees it on each worker."""
 
     settings: Settings
     rank: int
     world_size: int
     device: torch.device
     model: Any
-    "The task's, on the device; its gradients are averaged over the workers. Of several, each item's."
+    "The task's model, on the device, or a collection of several. Gradients are averaged over the workers."
     optimizer: Any
-    "The task's, or the default; its state is that of `position`. Of several: `optimizer[name]`."
+    "The task's optimizer, or the default, with its state at `position`. If there are several: `optimizer[name]`."
     position: int
-    "Optimizer steps taken since the run began."
+    "Number of optimizer steps since the run began."
     total_steps: int
     weight: float
-    """What the loss of a row counts: backward of the sum of the weighted losses gives the gradient of the mean over all
-    rows of the step. 0 for a batch that is none of this worker's: a step may be too small for all workers."""
+    """Weight of a row's loss. The backward pass of the sum of the weighted losses gives the gradient of the mean over
+    all rows of the step. It is 0 if a step has too few rows for all workers and the batch is another worker's."""
 
     @property
     def epoch(self) -> int:
-        """The epoch of the step to take, from 1."""
+        """Epoch of the next step, from 1."""
 
     def batches(self) -> Iterator[Batch]:
-        """Yield this worker's rows of each step, from `position` until the run ends or stops, which may be in any step.
+        """Yield this worker's rows of each step, from `position` until the run ends or is stopped, possibly early.
 
-        Before each, the random number generators are seeded by the step, and the rates set by the schedule. All
-        workers get as many batches, and must make as many passes.
+        Before each batch, the random generators are seeded by the step, and the learning rates are set by the schedule.
+        All workers get the same number of batches, and must make the same number of passes.
         """
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
-        """Cut a batch into parts of at most MICRO_BATCH_SIZE rows, each with its `weight`; to make one pass of each.
+        """Yield parts of at most MICRO_BATCH_SIZE rows of a batch, and set `weight` for each. Make one pass per part.
 
-        Gradients are averaged over the workers with the last.
+        Gradients are averaged over the workers in the pass of the last part.
         """
 
     def draw(self, *shape: int) -> torch.Tensor:
-        """Random numbers for each row of the batch, from 0 to below 1; float32 [B, *shape], on the device.
+        """Return random numbers for each row of the batch, in [0, 1); float32 [B, *shape], on the device.
 
-        They are a function of the seed, the step and the row's place in it: the same at any number of workers, unlike
-        those of torch's own generators. A column of the batch before `parts` cuts it.
+        They depend only on the seed, the step and the row's position in the step. So they are the same for any number
+        of workers, unlike numbers from torch's own generators. Add them to the batch before `parts` cuts it.
         """
 
     def forward(self) -> AbstractContextManager[None]:
-        """For a forward pass: computes as PRECISION says, and measures how long it takes."""
+        """Return a context for a forward pass, which applies PRECISION and measures the time."""
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """Return what `loss` of the task returns, in a `forward`; compiled as COMPILE says."""
+        """Return the results of the task's `loss`, called in `forward` and compiled if COMPILE is set."""
 
     def log(self, values: Batch) -> None:
-        """Add to the metric history, by name: a value of each row of the batch or part, [B], or their mean, []."""
+        """Add values to the metric history by name: for each row of the batch or part, [B], or their mean, []."""
 
     def clip(self, model: torch.nn.Module | None = None) -> None:
-        """Scale down the gradient of a step, as CLIP_NORM says; of one of several models, or of all together."""
+        """Scale down a step's gradient to CLIP_NORM, for one of several models or for all of them together."""
 
     def step(self) -> None:
-        """To be called when a batch's optimizer step has been taken: counts it, saves, evaluates, reports.
+        """Count the optimizer step of a batch, after it was taken; then save, evaluate and report if that is due.
 
-        All workers call it together. Raises to end this worker when the group restarts; do not catch that.
+        All workers call this together. It raises an error to end this worker when the group restarts. Do not catch it.
         """
 
 
 Predict = Callable[[torch.nn.Module, Batch], torch.Tensor]
-"""The optional `predict` of a task."""
+"""Optional function `predict` of a task."""
 
 
 def load_predict(settings: Settings) -> Predict:
-    """Import the task's `predict`, made one that takes a batch; raises `SettingsError` if it defines none.
+    """Import the task and return its `predict`, adapted to take a batch even if the original takes only images.
 
-    That of a task on images may take these alone.
+    Raises `SettingsError` if the task does not define `predict`.
     """
     return find_predict(load_task(settings), settings)
 
 
 def find_predict(task: Task, settings: Settings) -> Predict:
-    """Return what `load_predict` returns, of a task that is loaded."""
+    """Return the `predict` of a loaded task, as `load_predict` does."""
     predict: Callable[..., torch.Tensor] | None = getattr(task, "predict", None)
     if predict is None:
         raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: defines no predict(model, batch) -> scores, so nothing can be predicted "
-            "with its models; docs/predict.md has one to copy"
+            f"SUNSPOT_TASK={settings.task}: does not define predict(model, batch) -> scores, so its models cannot "
+            "predict; docs/predict.md has an example to copy"
         )
     takes_batch = list(inspect.signature(predict).parameters)[1:] == ["batch"]
     return lambda model, batch: predict(model, batch if takes_batch or "image" not in batch else batch["image"])
 
 
 def place_of(error: Exception) -> str:
-    """Return file and line of an error of a module that was being imported."""
+    """Return the file and the line at which the import of a module failed."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -196,60 +224,72 @@ def place_of(error: Exception) -> str:
 
 
 def _how_to_find(package: str, settings: Settings) -> str:
-    """Say how a task's top module can be found that is not here."""
+    """Return the fix for a message that a task's top-level module was not found."""
     if settings.job_id:
-        return f"`sunspot submit --code FOLDER` brings the folder that has {package}.py, or name an image that has it"
+        return f"`sunspot submit --code FOLDER` uploads the folder of {package}.py, or use an image that contains it"
     meant = find_meant(package, [path.stem for path in Path.cwd().glob("*.py")])
     hint = f"did you mean {meant}? Or " if meant else ""
     return f"{hint}run the command in the folder of {package}.py, or put that folder on PYTHONPATH"
 
 
 def load_task(settings: Settings) -> Task:
-    """Import the task, with defaults for what it leaves out; raises `SettingsError` if it cannot be used."""
+    """Import the task and complete it with defaults. Raises `SettingsError` if it cannot be used."""
     try:
         module = importlib.import_module(settings.task)
         function = next((name for name in ADAPTERS if hasattr(module, name)), "")
-        adapter = pkgutil.resolve_name(ADAPTERS[function]) if function else None
+        adapter = ADAPTERS[function] if function else None
+        build_task = pkgutil.resolve_name(adapter.location) if adapter else None
     except Exception as error:
         package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS:
             fix = how_to_install(EXTRAS[package])
         else:
             absent = package == settings.task.partition(".")[0]
-            fix = _how_to_find(package, settings) if absent else f"mend {place_of(error)}"
+            fix = _how_to_find(package, settings) if absent else f"fix {place_of(error)}"
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
-    if function in UNCALLED and (own := [name for name in HOOKS if hasattr(module, name)]):
-        raise SettingsError(f"SUNSPOT_TASK={settings.task}: {own[0]} would never be called: {UNCALLED[function]}")
-    for name in RATE_FUNCTIONS if adapter else ():
-        # An imported function may be meant for the library itself.
-        if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
-            raise SettingsError(f"SUNSPOT_TASK={settings.task}: {name} would never be called: {RATES_BY[function]}")
-    refuse_unused_functions(module, function, settings)
     if adapter:
-        return cast(Task, adapter(module, settings))
+        refuse_uncalled_functions(module, adapter, settings)
+    refuse_unused_functions(module, function, settings)
+    if build_task:
+        return cast(Task, build_task(module, settings))
     needed = ("build_model",) if hasattr(module, "train") else ("build_model", "loss")
-    if missing := [name for name in needed if not hasattr(module, name)]:
+    missing = [name for name in needed if not hasattr(module, name)]
+    if missing:
         raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor "
-            "build_module, build_keras, build_trainer or build_trees, which a task for a library defines"
+            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}, nor "
+            "build_module, build_keras, build_trainer or build_trees, which a task for another library defines"
         )
     refuse_other_arguments(settings.task, module)
     return cast(Task, fill_in(module, settings))
 
 
+def refuse_uncalled_functions(module: ModuleType, adapter: Adapter, settings: Settings) -> None:
+    """Raise `SettingsError` if a task for a library defines a function that this library's loop never calls."""
+    for name in LOOP_FUNCTIONS:
+        if adapter.loop and hasattr(module, name):
+            raise SettingsError(f"SUNSPOT_TASK={settings.task}: {name} would never be called: {adapter.loop}")
+    for name in RATE_FUNCTIONS:
+        # An imported function may be intended for the library itself.
+        if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
+            raise SettingsError(f"SUNSPOT_TASK={settings.task}: {name} would never be called: {adapter.rates}")
+
+
 def refuse_unused_functions(module: ModuleType, adapted: str, settings: Settings) -> None:
-    """Raise `SettingsError` for functions of a task that would not be called; `adapted` is its one for a library."""
+    """Raise `SettingsError` if a task defines functions that would never be called because of its other functions.
+
+    `adapted` is the task's function for a library, such as `build_keras`, or an empty text.
+    """
     task = f"SUNSPOT_TASK={settings.task}"
     if hasattr(module, "build_dataset") and hasattr(module, "find_sources"):
-        raise SettingsError(f"{task}: has both build_dataset and find_sources, which return the rows; keep one")
+        raise SettingsError(f"{task}: defines both build_dataset and find_sources to return the rows; keep one of them")
     if not hasattr(module, "compute_metrics"):
         return
     if adapted == "build_trainer":
         raise SettingsError(f"{task}: compute_metrics would never be called: its Trainer evaluates held-out rows")
     if not hasattr(module, "predict") and adapted not in ("build_keras", "build_trees"):
-        raise SettingsError(f"{task}: compute_metrics gets the scores of predict(model, batch); define that, too")
+        raise SettingsError(f"{task}: compute_metrics gets the scores of predict(model, batch); define predict, too")
     if hasattr(module, "train") and not hasattr(module, "loss"):
         raise SettingsError(
             f"{task}: compute_metrics would never be called: held-out rows are evaluated by loss(model, batch); define "
-            "that, too"
+            "loss, too"
         )

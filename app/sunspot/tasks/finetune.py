@@ -1,17 +1,17 @@
-"""Fine-tuning of pretrained language models of Hugging Face, all weights or LoRA's alone (extra `hf`).
+"""Fine-tunes pretrained language models from Hugging Face, either all weights or only LoRA's (extra `hf`).
 
 TASK_ARGS:
   `base`      path or URL of the model's directory, or its name on the hub (docs/finetune.md)
-  `head`      "text" (default): the next token of text; "classes": a class for each text, from the column `label`
-  `column`    the column of the text ("text")
-  `context`   tokens of a row (512): texts are packed into rows of so many, and one to be classified is cut
-  `rank`      of LoRA's matrices; 0 (default) trains all weights
+  `head`      "text" (default) predicts the next token; "classes" predicts a text's class from the column `label`
+  `column`    column of the text ("text")
+  `context`   number of tokens in a row (512); texts are packed into rows, but a text to be classified is truncated
+  `rank`      rank of LoRA's matrices; 0 (default) trains all weights
   `alpha`     LoRA's scale (twice the rank)
-  `targets`   the layers that LoRA adapts: "all-linear" (default) or a list of names
-  `recompute` true: activations are computed again in the backward pass instead of being kept
+  `targets`   layers that LoRA adapts: "all-linear" (default) or a list of names
+  `recompute` true computes activations again in the backward pass, which saves memory
 
-Without LoRA the weights are float32, which PRECISION=bf16 rounds as they are used. With LoRA and PRECISION=bf16 the
-frozen weights of the base are bfloat16; those that train stay float32.
+Without LoRA, the weights are float32, and PRECISION=bf16 rounds them as they are used. With LoRA and PRECISION=bf16,
+the frozen weights of the base are bfloat16, and the trained weights stay float32.
 """
 
 import json
@@ -32,24 +32,24 @@ from sunspot.data.table import open_table
 from sunspot.data.tokens import Tokenizer, load_tokenizer
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.pretrained import ADAPTER, Base, PretrainedModel, open_base, refuse_base
+from sunspot.tasks.pretrained import ADAPTER, Base, PretrainedModel, base_error, open_base
 from sunspot.tasks.texts import by_loss
 
-for package in ("peft", "tokenizers", "transformers"):  # of the extra: what is missing is said here, not by a worker
+for package in ("peft", "tokenizers", "transformers"):  # fail in the driver if the extra is missing, not in a worker
     if not find_spec(package):
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 HEADS = {"text": "AutoModelForCausalLM", "classes": "AutoModelForSequenceClassification"}
 
 ROWS_AT_ONCE = 4
-"""Rows whose scores are in memory at a time for the report: 512 tokens of 32,000 words each are 0.26 GB."""
+"""Number of rows to score at a time for the report. With 512 tokens and 32,000 words each, they take 0.26 GB."""
 
 WRITTEN, WRITTEN_TOKENS = 3, 32
-"""Texts that the report has written on, and by how many tokens."""
+"""Number of texts that the model continues for the report, and number of tokens that it adds to each."""
 
 
 class Arguments(BaseModel):
-    """TASK_ARGS."""
+    """Arguments in TASK_ARGS."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -64,17 +64,19 @@ class Arguments(BaseModel):
 
 
 class FineTuned(PretrainedModel):
-    """A pretrained model of text, and what it was made of."""
+    """Pretrained language model with its base, arguments and data."""
 
     def __init__(self, model: Any, base: Base, arguments: Arguments, data: ModelData) -> None:
-        sha256 = base.sha256 if arguments.rank > 0 else ""  # here, as it reads every byte
+        sha256 = base.sha256 if arguments.rank > 0 else ""  # reads every byte of the base, so only for LoRA
         super().__init__(model, f"{PREFIX}TASK_ARGS: base={base.location!r}", sha256)
-        self.base, self.arguments, self.data = base, arguments, data
+        self.base = base
+        self.arguments = arguments
+        self.data = data
         self.config = model.config
 
     def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token, [B, T, vocabulary], or of the classes, [B, classes], of int64 [B, T]."""
-        if "attention_mask" in more:  # a classifier looks for the last token that is not the one that fills up
+        """Return scores of the next token, [B, T, vocabulary], or of classes, [B, classes], for int64 [B, T]."""
+        if "attention_mask" in more:  # a classifier uses the last token that is not padding
             tokens = tokens.masked_fill(more["attention_mask"] == 0, self.config.pad_token_id)
         return self.model(input_ids=tokens, use_cache=False, return_dict=False, **more)[0]
 
@@ -83,7 +85,7 @@ def find_sources(settings: Settings) -> tuple[Source, Source | None]:
     arguments = read_arguments(settings)
     base = open_base(arguments.base)
     content = (base.folder / "tokenizer.json").read_bytes()
-    load_tokenizer(content)  # a damaged one is named before any row is
+    load_tokenizer(content)  # report a damaged tokenizer before any problem of a row
     if arguments.head == "classes":
         decode = Tokenizer(content)
         tokens = Column("int32", longest=arguments.context, cut=True, decode=decode, of=arguments.column)
@@ -97,7 +99,7 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
     base, lora = open_base(arguments.base), arguments.rank > 0
     if lora and settings.weights != "pt":
         raise SettingsError(
-            f"{PREFIX}WEIGHTS={settings.weights}: each checkpoint of LoRA has its weights as {ADAPTER}; set it to pt"
+            f"{PREFIX}WEIGHTS={settings.weights}: with LoRA, each checkpoint has the weights as {ADAPTER}; set it to pt"
         )
     dtype = torch.bfloat16 if lora and settings.precision == "bf16" else torch.float32
     model = _load(base, arguments, source.classes, dtype)
@@ -109,13 +111,16 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """Return the cross-entropy, in nats, of a text's class, or the mean over a row's tokens but each text's first."""
+    """Return the cross-entropy of a text's class, or its mean over a row's tokens, in nats.
+
+    The first token of each text does not count, because no earlier token predicts it.
+    """
     tokens, there = batch["tokens"].long(), find_tokens(batch)
     if "label" in batch:
         scores = model(tokens, attention_mask=there.long())
         correct = scores.argmax(dim=1) == batch["label"]
         return functional.cross_entropy(scores.float(), batch["label"], reduction="none"), {"accuracy": correct}
-    position = batch["position"].long()  # it begins anew with each text, which attends only to itself
+    position = batch["position"].long()  # starts at 0 with each text of a row, so that a text attends only to itself
     scores, targets = model(tokens, position_ids=position)[:, :-1], tokens[:, 1:]
     counted = (there & (position > 0))[:, 1:].float()
     each = functional.cross_entropy(scores.float().transpose(1, 2), targets, reduction="none")
@@ -125,21 +130,24 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
 
 
 def find_tokens(batch: Batch) -> torch.Tensor:
-    """Tell tokens from what fills rows up; bool [B, T]."""
+    """Return a mask of the tokens that are not padding, bool [B, T]."""
     tokens, lengths = batch["tokens"], batch["tokens_length"]
     return torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
 
 
 def predict(model: FineTuned, batch: Batch) -> torch.Tensor:
-    """Return the scores of the classes of texts."""
+    """Return the scores of the texts' classes, float [B, classes]. Raises `SettingsError` for head="text"."""
     if model.arguments.head != "classes":
-        raise SettingsError("a language model predicts no rows; ask it with --prompt")
+        raise SettingsError("a language model cannot predict rows; give it a text with --prompt")
     return model(batch["tokens"].long(), attention_mask=find_tokens(batch).long())
 
 
 @torch.inference_mode()
 def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
-    """Show the easiest and the hardest rows; of a language model the perplexity, too, and how it writes on."""
+    """Return exhibits for the report: the easiest and the hardest rows.
+
+    For a language model, add the perplexity, and texts that the model continues.
+    """
     decode = load_tokenizer((model.base.folder / "tokenizer.json").read_bytes()).decode
     starts = range(0, len(rows["tokens"]), ROWS_AT_ONCE)
     parts = [{name: column[start : start + ROWS_AT_ONCE] for name, column in rows.items()} for start in starts]
@@ -159,7 +167,7 @@ def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
 
 
 def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """Return what makes a checkpoint a directory of peft's, or with WEIGHTS=safetensors of transformers'."""
+    """Return the files that peft needs to load a checkpoint, or transformers if WEIGHTS is safetensors."""
     if not model.adapted:
         return {"config.json": model.config.to_json_string().encode(), **model.base.tokenizer_files()}
     named = {"location": model.base.location, "sha256": model.sha256}
@@ -168,14 +176,14 @@ def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[s
 
 @torch.inference_mode()
 def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
-    """Continue the text of each prompt by at most so many of the most probable tokens; or return its class."""
+    """Return each prompt's class, or its continuation by at most `tokens` tokens. Each token is the most probable."""
     tokenizer = load_tokenizer((model.base.folder / "tokenizer.json").read_bytes())
     device = next(model.parameters()).device
     answers = []
     for prompt in prompts:
         ids = torch.tensor([tokenizer.encode(prompt).ids], device=device)
         if not ids.numel():
-            raise SettingsError(f"the prompt {prompt!r} has no tokens; give it a text")
+            raise SettingsError(f"the prompt {prompt!r} has no tokens; give a longer text")
         if model.arguments.head == "classes":
             shares = model(ids).float().softmax(dim=1)[0]
             answers.append(f"{model.data.name(int(shares.argmax()))} ({float(shares.max()):.4f})")
@@ -187,7 +195,7 @@ def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
 
 
 def read_arguments(settings: Settings) -> Arguments:
-    """Read TASK_ARGS with the defaults filled in; raises `SettingsError`."""
+    """Return TASK_ARGS with the defaults filled in. Raises `SettingsError` if an argument is wrong."""
     try:
         given = Arguments(**settings.task_args)
     except ValidationError as error:
@@ -204,16 +212,16 @@ def _load(base: Base, arguments: Arguments, classes: int, dtype: torch.dtype) ->
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # it reports what is missing, which is asked for below
+    transformers.utils.logging.set_verbosity_error()  # missing weights are checked below
     more = {"num_labels": classes} if arguments.head == "classes" else {}
     try:
         model, loaded = getattr(transformers, HEADS[arguments.head]).from_pretrained(
             base.folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **more
         )
-    except Exception as error:  # of foreign and damaged files, all kinds
-        raise refuse_base(base.location, f"transformers cannot load it: {shorten(error)}") from error
-    if arguments.head == "text" and loaded["missing_keys"]:  # they would be random; a classifier's head has to be
-        raise refuse_base(base.location, f"its weights lack {min(loaded['missing_keys'])}")
+    except Exception as error:  # damaged files and those of other programs raise all kinds of errors
+        raise base_error(base.location, f"transformers cannot load it: {shorten(error)}") from error
+    if arguments.head == "text" and loaded["missing_keys"]:  # they would be random, as only a classifier's head may be
+        raise base_error(base.location, f"its weights lack {min(loaded['missing_keys'])}")
     model.train()  # transformers leaves a model that it has loaded in evaluation mode
     if model.config.pad_token_id is None:
         model.config.pad_token_id = _first(model.config.eos_token_id) or 0
@@ -229,14 +237,14 @@ def _adapt(model: Any, base: Base, arguments: Arguments) -> Any:
         target_modules=arguments.targets,
         task_type=TaskType.CAUSAL_LM if arguments.head == "text" else TaskType.SEQ_CLS,
     )
-    model.name_or_path = base.location  # in adapter_config.json; where it was fetched to is nobody else's
+    model.name_or_path = base.location  # adapter_config.json must not contain the path of this machine's copy
     try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft asks transformers by an old name
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft uses an old name of transformers
             return get_peft_model(model, config)
     except ValueError as error:
         raise SettingsError(f"{PREFIX}TASK_ARGS: targets={arguments.targets!r}: {error}") from error
 
 
 def _first(ids: Any) -> int | None:
-    """Return an id, or the first of a list of them."""
+    """Return an id, or the first id of a list."""
     return ids[0] if isinstance(ids, list) and ids else ids

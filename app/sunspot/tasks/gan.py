@@ -1,4 +1,4 @@
-"""A small GAN on images, with two models and two optimizers in its own training loop (docs/own-loop.md).
+"""Trains a small GAN on images, with two models and two optimizers in its own loop (docs/own-loop.md).
 
 A generator makes images from noise, and a discriminator learns to distinguish them from real images (Goodfellow et al.,
 2014). TASK_ARGS: `noise` (64), `width` (256).
@@ -18,12 +18,12 @@ from sunspot.tasks.images import normalize
 __all__ = ["build_model", "build_optimizer", "show", "train"]
 
 BETAS = (0.5, 0.999)
-"""Betas of Adam, with less momentum than usual, so that the two models do not oscillate (Radford et al., 2016)."""
+"""Betas of Adam, with less momentum than usual so that the two models do not oscillate (Radford et al., 2016)."""
 
-DOUBT = 0.1
-"""Label smoothing: a real image has the label 0.9, so that the discriminator stays unsure (Salimans et al., 2016)."""
+SMOOTHING = 0.1
+"""Label smoothing of real images, so that the discriminator does not become too certain (Salimans et al., 2016)."""
 
-MADE = 48
+SHOWN = 48
 """Number of images that the report shows."""
 
 
@@ -52,18 +52,18 @@ def train(run: TrainingRun) -> None:
     noise = run.settings.task_args.get("noise", 64)
     for batch in run.batches():
         real = normalize(batch["image"])
-        made = generator(2 * run.draw(noise) - 1)
+        fake = generator(2 * run.draw(noise) - 1)
 
-        scores = discriminator(torch.cat([real, made.detach()])).view(2, -1)
-        discriminator_loss = functional.softplus(-scores[0]) + DOUBT * scores[0] + functional.softplus(scores[1])
+        scores = discriminator(torch.cat([real, fake.detach()])).view(2, -1)
+        discriminator_loss = functional.softplus(-scores[0]) + SMOOTHING * scores[0] + functional.softplus(scores[1])
         (discriminator_loss.sum() * run.weight).backward()
         run.optimizer["discriminator"].step()
 
-        generator_loss = functional.softplus(-discriminator(made))
+        generator_loss = functional.softplus(-discriminator(fake))
         run.optimizer.zero_grad()
         (generator_loss.sum() * run.weight).backward()
         run.optimizer["generator"].step()
-        run.optimizer.zero_grad()  # also of the discriminator, in which the generator's loss has left gradients
+        run.optimizer.zero_grad()  # the generator's loss has also left gradients in the discriminator
 
         told_apart = torch.stack([scores[0] > 0, scores[1] < 0]).float().mean(dim=0)
         run.log({"loss": generator_loss, "discriminator_loss": discriminator_loss, "told_apart": told_apart})
@@ -71,9 +71,9 @@ def train(run: TrainingRun) -> None:
 
 
 def show(model: nn.ModuleDict, rows: Batch) -> dict[str, torch.Tensor]:
-    """Return images that the generator makes from noise, always from the same noise."""
+    """Return images that the generator makes from noise, which is always the same."""
     generator = model["generator"]
     size = next(generator.parameters()).shape[1]
-    noise = 2 * torch.rand(MADE, size, generator=torch.Generator().manual_seed(0)) - 1
-    made = generator(noise.to(rows["image"].device))
-    return {"Made of noise": ((made + 1) * 127.5).round().to(torch.uint8)}
+    noise = 2 * torch.rand(SHOWN, size, generator=torch.Generator().manual_seed(0)) - 1
+    images = generator(noise.to(rows["image"].device))
+    return {"Made of noise": ((images + 1) * 127.5).round().to(torch.uint8)}

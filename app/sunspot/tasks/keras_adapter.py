@@ -1,7 +1,7 @@
-"""Adapts a Keras model on TensorFlow to the functions of any other task (`sunspot.tasks.Task`), with a loop of its own.
+"""Adapts a Keras model on TensorFlow to the functions of a task (`sunspot.tasks.Task`), including a training loop.
 
-The model is a PyTorch module without weights, whose state are Keras's variables. Only this file knows Keras; it is
-imported only for a task that defines `build_keras`.
+The model becomes a PyTorch module without weights, whose state consists of Keras's variables. Only this file imports
+Keras, and it is only imported for a task that defines `build_keras`.
 """
 
 import functools
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # else TensorFlow greets with a page of its kernels
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # otherwise, TensorFlow prints a page about its kernels
 
 import keras
 import numpy as np
@@ -24,20 +24,23 @@ from sunspot.data.source import Batch, Source, model_inputs
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks import TrainingRun
-from sunspot.tasks.defaults import build_empty_optimizer, learning_rate_factor, refuse_given
+from sunspot.tasks.defaults import build_empty_optimizer, learning_rate_factor, refuse_unread
 
-# torch looks for Triton with its first optimizer. Both TensorFlow and Triton have LLVM in them, whose options clash if
-# Triton comes second, which aborts the process (TensorFlow 2.21, torch 2.15). Nothing here needs it.
+# torch imports Triton with its first optimizer. Both TensorFlow and Triton contain LLVM. If Triton is loaded second,
+# their options clash and the process aborts (TensorFlow 2.21, torch 2.15). Nothing here needs Triton.
 sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
-WITHOUT_USE = ("micro_batch_size", "weight_decay", "clip_norm", "precision", "parallel", "compile", "ema", "weights")
-"""Settings that Keras does not read."""
+UNREAD_SETTINGS = dict.fromkeys(
+    ("micro_batch_size", "weight_decay", "clip_norm", "precision", "parallel", "compile", "ema", "weights"),
+    "has a Keras model, which does not read it; leave it out",
+)
+"""Reason for refusing each setting that Keras does not read."""
 
 
 class KerasModule(torch.nn.Module):
-    """A compiled model, and the optimizer in it. Its outputs are scores before softmax, [B, classes], or values, [B].
+    """A compiled Keras model with its optimizer. Outputs are scores before softmax, [B, classes], or values, [B].
 
-    On each worker of a group, gradients are added up over all.
+    In a group of workers, gradients are summed over all workers.
     """
 
     def __init__(self, build: Callable[[], keras.Model]) -> None:
@@ -47,7 +50,7 @@ class KerasModule(torch.nn.Module):
             self.keras = build()
             self.keras.optimizer.build(self.keras.trainable_variables)
         self.built_rate = self.keras.optimizer.get_config()["learning_rate"]
-        "A number, or a dict that describes a schedule. In a loaded state, it is the rate of a step."
+        "Learning rate of the optimizer as built: a number, or a dict that describes a schedule."
         self._loss = keras.losses.get(self.keras.loss)
         if isinstance(self._loss, keras.losses.Loss):
             self._loss.reduction = "none"
@@ -55,9 +58,9 @@ class KerasModule(torch.nn.Module):
         self._learn = tf.function(lambda *batch: self._strategy.run(self._take_step, batch), reduce_retracing=True)
 
     def take_step(self, batch: Batch, learning_rate: float, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take an optimizer step, with all workers: the gradient is that of the sum of the rows' losses times `weight`.
+        """Take an optimizer step together with all workers, and return the losses, [B], and the outputs.
 
-        Returns the losses, [B], and the outputs.
+        The gradient is that of the sum of the rows' losses times `weight`.
         """
         self.keras.optimizer.learning_rate = learning_rate
         losses, outputs = self._learn(inputs_of(batch), batch["label"].numpy(force=True), np.float32(weight))
@@ -68,7 +71,7 @@ class KerasModule(torch.nn.Module):
         with tf.GradientTape() as tape:
             outputs = model(inputs, training=True)
             losses = self._loss(labels, outputs)
-            # What its layers add for themselves, as regularization, is added up over the workers, too.
+            # Losses that layers add, such as regularization, are summed over the workers, too.
             total = tf.reduce_sum(losses) * weight + sum(model.losses) / self._strategy.num_replicas_in_sync
         variables = model.trainable_variables
         model.optimizer.apply(tape.gradient(total, variables), variables)
@@ -82,13 +85,13 @@ class KerasModule(torch.nn.Module):
         return to_torch(self._loss(batch["label"].numpy(force=True), outputs.numpy()))
 
     def get_extra_state(self) -> dict[str, list[torch.Tensor]]:
-        """Variables of the model and of the optimizer, in Keras's order."""
+        """Return the variables of the model and of the optimizer, in Keras's order."""
         return {kind: [to_torch(each.value) for each in variables] for kind, variables in self._variables().items()}
 
     def set_extra_state(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
         for kind, variables in self._variables().items():
             if [tuple(each.shape) for each in state[kind]] != [tuple(each.shape) for each in variables]:
-                raise RuntimeError(f"its {kind} has variables of other shapes")
+                raise RuntimeError(f"the {kind} in the state has variables of other shapes")
             for variable, value in zip(variables, state[kind], strict=True):
                 variable.assign(value.numpy(force=True))
 
@@ -97,24 +100,24 @@ class KerasModule(torch.nn.Module):
 
 
 class KerasTask:
-    """A task module that defines `build_keras(settings, source) -> keras.Model`, compiled."""
+    """Adapter for a task that defines `build_keras(settings, source)`, which returns a compiled `keras.Model`."""
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Raises `SettingsError` for settings that Keras has no use for."""
+        """Adapt the module of a task. Raises `SettingsError` for settings that Keras does not read."""
         self._module = module
         self.schedule = functools.partial(learning_rate_factor, settings)
-        refuse_given(settings, WITHOUT_USE, "has a Keras model, which does not read it; leave it out")
+        refuse_unread(settings, UNREAD_SETTINGS)
 
     def __getattr__(self, name: str) -> Any:
-        """Return `find_sources`, if the module has it."""
+        """Return an attribute of the task's module, such as `find_sources`."""
         return getattr(self._module, name)
 
     def find_library(self, settings: Settings, source: Source) -> str:
-        """Whose trainer of Ray's it trains by."""
+        """Return the name of the library in Ray Train."""
         return "tensorflow"
 
     def build_model(self, settings: Settings, source: Source) -> KerasModule:
-        """Build the same model on all workers; raises `SettingsError` for what is no compiled model."""
+        """Build the same model on all workers. Raises `SettingsError` if `build_keras` returns no compiled model."""
         keras.utils.set_random_seed(settings.seed)
 
         def build() -> keras.Model:
@@ -129,26 +132,26 @@ class KerasTask:
         return KerasModule(build)
 
     def build_optimizer(self, model: KerasModule, settings: Settings) -> torch.optim.Optimizer:
-        """Build an optimizer that only holds the peak rate: LEARNING_RATE, or, if that is not set, Keras's rate.
+        """Build an optimizer that only holds the peak rate: LEARNING_RATE if it is set, or else Keras's rate.
 
-        Raises `SettingsError` for a Keras optimizer with a schedule of its own.
+        Raises `SettingsError` if the Keras optimizer has its own schedule.
         """
         own = model.built_rate
         if not isinstance(own, float):
             raise SettingsError(
                 f"{PREFIX}TASK={settings.task}: the optimizer of its Keras model has a learning rate schedule "
-                f"({type(model.keras.optimizer).__name__} with {own.get('class_name')}), and {PREFIX}SCHEDULE and "
-                f"{PREFIX}WARMUP_STEPS set the rate of each step; give the optimizer a number"
+                f"({type(model.keras.optimizer).__name__} with {own.get('class_name')}), but {PREFIX}SCHEDULE and "
+                f"{PREFIX}WARMUP_STEPS set the rate of each step; give the optimizer a number instead"
             )
         given = settings.learning_rate != Settings.model_fields["learning_rate"].default
         rounded = float(f"{own:.7g}")  # Keras stores it in float32
         return build_empty_optimizer(settings.learning_rate if given else rounded)
 
     def train(self, run: TrainingRun) -> None:
-        """Loop over all steps."""
+        """Train until the run ends or is stopped."""
         for batch in run.batches():
             learning_rate = run.optimizer.param_groups[0]["lr"]
-            run.optimizer.step()  # waits for the copy of the state, because the variables change from here on
+            run.optimizer.step()  # waits until the state has been copied, because the variables change from here on
             losses, outputs = run.model.take_step(batch, learning_rate, run.weight / run.world_size)
             run.log({"loss": losses, **rate(outputs, batch)})
             run.step()
@@ -161,7 +164,7 @@ class KerasTask:
         return model(batch)
 
     def checkpoint_files(self, model: KerasModule, state: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return the model as `keras.models.load_model` reads it."""
+        """Return the model in the format that `keras.models.load_model` reads."""
         copy = keras.models.clone_model(model.keras)
         for variable, value in zip(copy.variables, state["_extra_state"]["model"], strict=True):
             variable.assign(value.numpy())
@@ -172,7 +175,7 @@ class KerasTask:
 
 @functools.cache
 def join_workers() -> tf.distribute.Strategy:
-    """Have TensorFlow train with the workers that Ray's TensorflowTrainer tells of, or alone."""
+    """Return TensorFlow's strategy for the workers of Ray's TensorflowTrainer, or for this process alone."""
     tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
     tf.config.experimental.enable_op_determinism()
     if "TF_CONFIG" in os.environ:
@@ -181,7 +184,10 @@ def join_workers() -> tf.distribute.Strategy:
 
 
 def inputs_of(batch: Batch) -> Any:
-    """Return all columns but `row` and `label`: one as an array, several by name; images are [B, H, W, C] to Keras."""
+    """Return all columns except `row` and `label`. A single column is an array, and several are a dict by name.
+
+    Images are [B, H, W, C], as Keras expects.
+    """
     columns = {name: column.numpy(force=True) for name, column in model_inputs(batch).items()}
     if "image" in columns:
         columns["image"] = columns["image"].transpose(0, 2, 3, 1)
@@ -189,10 +195,10 @@ def inputs_of(batch: Batch) -> Any:
 
 
 def rate(outputs: torch.Tensor, batch: Batch) -> Batch:
-    """Return the accuracy of scores."""
+    """Return the accuracy of each row, or nothing for a task without classes."""
     return {"accuracy": outputs.argmax(1) == batch["label"].cpu()} if outputs.ndim > 1 else {}
 
 
 def to_torch(tensor: tf.Tensor) -> torch.Tensor:
-    """Copy an array to a tensor."""
+    """Return a copy of a TensorFlow tensor as a torch tensor."""
     return torch.tensor(np.asarray(tensor))

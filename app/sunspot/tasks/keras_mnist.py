@@ -1,4 +1,4 @@
-"""A small convolutional Keras network on digits or any other images."""
+"""Classifies digits, or any other images, with a small convolutional network in Keras."""
 
 import keras
 from keras import layers

@@ -1,6 +1,6 @@
-"""Adapts a LightningModule to the functions of any other task (`sunspot.tasks.Task`).
+"""Adapts a LightningModule to the functions of a task (`sunspot.tasks.Task`).
 
-Only this file and train/lightning.py know Lightning; both are imported only for a task that defines `build_module`.
+Only this file and train/lightning.py import Lightning. Both are only imported for a task that defines `build_module`.
 """
 
 import inspect
@@ -21,42 +21,46 @@ from sunspot.errors import SettingsError, shorten
 from sunspot.log import warn_once
 from sunspot.metric_names import LOSS, refuse_names
 from sunspot.settings import Settings
-from sunspot.tasks.defaults import refuse_given, refuse_unused
+from sunspot.tasks.defaults import refuse_unread, unread_without_defaults
 
 log = logging.getLogger(__name__)
 
 PREFIXES = ("train", "val", "test")
-"""Removed from logged names such as `val_accuracy` or `train/accuracy`: the metric history has a prefix of its own."""
+"""Prefixes to remove from logged names such as `val_accuracy`, because the metric history has its own prefix."""
+
+UNREAD_SETTINGS = {
+    **unread_without_defaults(("build_optimizer", "schedule")),
+    "parallel": "has a LightningModule, which is never sharded; set it to ddp",
+    "compile": "has a LightningModule, which is never compiled; set it to off, and use torch.compile in build_module",
+}
+"""Reason for refusing each setting that does not work with a LightningModule."""
 
 SET_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
 """Optimizer options that PyTorch's schedulers set."""
 
 X_AXES = ("step", "epoch")
-"""Names under which modules log the x axis for Lightning's own loggers, which Sunspot does not use."""
+"""Names by which modules log the x axis for Lightning's own loggers, which Sunspot does not use."""
 
 
 class LightningTask:
-    """A task module that defines `build_module(settings, source) -> LightningModule`.
+    """Adapter for a task that defines `build_module(settings, source)`, which returns a `LightningModule`.
 
-    `training_step` returns the mean loss of its batch, and `validation_step` returns or logs it; without a
-    `validation_step`, `training_step` evaluates. What these two log (`self.log`) goes to the metric history; what other
-    hooks log is dropped.
+    `training_step` returns the mean loss of its batch, and `validation_step` returns or logs it. Without a
+    `validation_step`, `training_step` evaluates. The values that these two log (`self.log`) go to the metric history.
+    Values from other hooks are dropped.
     """
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Raises `SettingsError` for settings that do not work with a LightningModule."""
+        """Adapt the module of a task. Raises `SettingsError` for settings that do not work with a LightningModule."""
         self._module, self._settings = module, settings
-        refuse_unused(settings, own={"build_optimizer", "schedule"})
-        refuse_given(settings, ["parallel"], "has a LightningModule, which it does not shard; set it to ddp")
-        why = "has a LightningModule, which it does not compile; set it to off, and use torch.compile in build_module"
-        refuse_given(settings, ["compile"], why)
+        refuse_unread(settings, UNREAD_SETTINGS)
 
     def __getattr__(self, name: str) -> Any:
-        """Return `find_sources` and `predict`, if the module has them."""
+        """Return an attribute of the task's module, such as `find_sources` or `predict`."""
         return getattr(self._module, name)
 
     def build_model(self, settings: Settings, source: Source) -> LightningModule:
-        """Build the LightningModule; raises `SettingsError` if it uses what is not supported here."""
+        """Build the LightningModule. Raises `SettingsError` if it uses features that are not supported."""
         model = self._module.build_module(settings, source)
         if not isinstance(model, LightningModule):
             raise self._error(f"build_module returned a {type(model).__name__}; return a lightning.LightningModule")
@@ -66,14 +70,14 @@ class LightningTask:
         if not model.automatic_optimization:
             raise self._error("manual optimization hides when a step is taken; leave automatic_optimization on")
         if defines(model, "configure_model"):
-            raise self._error("configure_model would add weights that no checkpoint has; build them in build_module")
+            raise self._error("configure_model would add weights that no checkpoint has; add them in build_module")
         model.log = LogCapture()  # type: ignore[assignment, method-assign]
         self._steps = Steps(rows_in(source), settings.global_batch_size)
         return model
 
     def build_optimizer(self, model: LightningModule, settings: Settings) -> torch.optim.Optimizer:
-        """Build what `configure_optimizers` returns: an optimizer, and the schedulers of its learning rates, if any."""
-        # It may ask its trainer for the length of the run. The real trainer exists only once the run has been joined.
+        """Build the optimizer that `configure_optimizers` returns, and keep its schedulers, if any."""
+        # `configure_optimizers` may ask its trainer for the length of the run, before the real trainer exists.
         trainer = make_trainer(settings, self._steps, accelerator="cpu", plugins=[LightningEnvironment()])
         model.trainer = trainer
         trainer.strategy.connect(model)
@@ -88,10 +92,10 @@ class LightningTask:
         self._schedulers = trainer.strategy.lr_scheduler_configs
         if any(config.reduce_on_plateau for config in self._schedulers):
             raise self._error(
-                "a scheduler that follows a metric (ReduceLROnPlateau); learning rates must be a function of the step, "
-                "so that a run can resume from any step: choose another"
+                "its scheduler follows a metric (ReduceLROnPlateau), but learning rates must be a function of the "
+                "step, so that a run can resume from any step; choose another scheduler"
             )
-        # Only what schedulers set or add: an optimizer may keep counters in its other options, as Prodigy does.
+        # Reset only the options that schedulers set or add. An optimizer may count in others, as Prodigy does.
         kept = optimizer.defaults.keys() - SET_BY_SCHEDULERS
         self._at_first = [
             {name: value for name, value in group.items() if name != "params" and name not in kept}
@@ -100,20 +104,21 @@ class LightningTask:
         return optimizer
 
     def schedule(self, step: int, total_steps: int) -> float:
-        """Refuse: a LightningModule's schedulers are objects (`begin_schedule`)."""
+        """Raise `SettingsError`, because a LightningModule's schedulers are objects (`begin_schedule`)."""
         raise self._error(
-            "a LightningModule is trained by `python -m sunspot.train` only; choose a task of plain PyTorch here"
+            "only `python -m sunspot.train` trains a LightningModule; choose a task in plain PyTorch here"
         )
 
     def begin_schedule(self, model: LightningModule, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Bring everything that is scheduled to its state after `step` optimizer steps.
+        """Bring all scheduled options to their state after `step` optimizer steps.
 
-        Replays the schedulers of the current `configure_optimizers` from the beginning; checkpoints do not store them.
+        Replay the schedulers of the current `configure_optimizers` from the beginning, because checkpoints do not store
+        them.
         """
         for group, first in zip(optimizer.param_groups, self._at_first, strict=True):
             group.update(first)
         with warnings.catch_warnings():
-            # Of stepping before the optimizer, intended here.
+            # The schedulers step before the optimizer on purpose.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step")
             for taken in range(1, step + 1):
                 count_from(model.trainer, taken, (taken - 1) // self._steps.per_epoch)
@@ -122,7 +127,7 @@ class LightningTask:
     def advance_schedule(self, model: LightningModule, step: int) -> None:
         """Step the schedulers that are due after optimizer step `step`.
 
-        Like Lightning, count the steps for a `frequency` from the beginning of each epoch.
+        Like Lightning, count a `frequency` in steps from the beginning of each epoch.
         """
         in_epoch = (step - 1) % self._steps.per_epoch + 1
         for config in self._schedulers:
@@ -131,14 +136,14 @@ class LightningTask:
                 model.lr_scheduler_step(config.scheduler, None)
 
     def loss(self, model: LightningModule, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """Return loss and metrics of held-out rows, as `per_row` does."""
+        """Return the loss and the metrics of held-out rows, as `per_row` does."""
         given = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, 0), 0)
         step = model.validation_step if defines(model, "validation_step") else model.training_step
-        index = {"batch_idx": 0} if "batch_idx" in inspect.signature(step).parameters else {}  # as Lightning does
+        index = {"batch_idx": 0} if "batch_idx" in inspect.signature(step).parameters else {}  # as in Lightning
         return self.per_row(model, lambda: step(given, **index), len(batch["row"]))[:2]
 
     def per_row(self, model: LightningModule, step: Callable[[], Any], rows: int) -> tuple[torch.Tensor, Batch, Any]:
-        """Run a step over `rows` rows; returns the loss and the logged metrics, each [rows], and the step's own result.
+        """Run a step over `rows` rows. Return the loss and the logged metrics, each [rows], and the step's own result.
 
         Each row gets the batch's mean, so that means over all workers are exact even if their shares differ.
         """
@@ -151,8 +156,8 @@ class LightningTask:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
             raise self._error(
-                f"a step's loss is a {type(loss).__name__}{shape}; return the mean loss of the batch, a tensor of one "
-                "number, or a dict with it as 'loss'"
+                f"a step's loss is a {type(loss).__name__}{shape}; return the mean loss of the batch as a tensor of "
+                "one number, or a dict with this tensor as 'loss'"
             )
         means = {"loss": loss, **logged}
         each = {name: value.reshape(()).expand(rows) for name, value in means.items()}
@@ -163,20 +168,20 @@ class LightningTask:
 
 
 class LogCapture:
-    """Replaces a module's `log`, in training and evaluation, and keeps the values for the history."""
+    """Replaces a module's `log` in training and evaluation, and keeps the values for the metric history."""
 
     def __init__(self) -> None:
         self._values: Batch = {}
         self._names: dict[str, str] = {}
-        "The name under which the module logs each value."
+        "Original name of each value, before its prefix was removed."
 
     def __call__(self, name: str, value: Any, *_: Any, **__: Any) -> None:
-        """Record a batch's value, ignoring Lightning's options for reducing and showing it.
+        """Record a batch's value. Lightning's options for reducing and showing it are ignored.
 
-        A value for an x axis is ignored, too, with a warning. Raises `SettingsError` for a name that is not allowed.
+        A value for an x axis is ignored with a warning. Raises `SettingsError` if the name is not allowed.
         """
         if name in X_AXES:
-            tell_once(f"self.log({name!r}) is ignored: every record of the metric history has the run's own {name}")
+            warn_on_rank_0(f"self.log({name!r}) is ignored: every record of the metric history has the run's {name}")
             return
         short = next((name[len(p) + 1 :] for p in PREFIXES if name.startswith((f"{p}_", f"{p}/"))), name)
         if short != LOSS:
@@ -184,11 +189,14 @@ class LogCapture:
         number = torch.as_tensor(value) if isinstance(value, (torch.Tensor, int, float)) else None
         if number is None or number.numel() != 1:
             kind = type(value).__name__
-            raise SettingsError(f"self.log({name!r}) of a {kind}: log one number, the batch's (a metric's: call it)")
+            raise SettingsError(
+                f"self.log({name!r}) got a {kind}; log one number for the batch (for a metric object, the result of "
+                "calling it)"
+            )
         first = self._names.setdefault(short, name)
         if short != LOSS and name != first:
             both = f"self.log({name!r}) and self.log({first!r})"
-            tell_once(f"{both} are both recorded as {short}; the later one counts")
+            warn_on_rank_0(f"{both} are both recorded as {short}; the later value counts")
         self._values[short] = number.detach()
 
     def take(self) -> Batch:
@@ -198,14 +206,14 @@ class LogCapture:
         return values
 
 
-def tell_once(text: str) -> None:
-    """Warn about what a module logs, only on rank 0, because all ranks log alike."""
+def warn_on_rank_0(text: str) -> None:
+    """Log a warning once, and only on rank 0, because all ranks log the same."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         warn_once(log, text)
 
 
 class PlannedTrainer(Trainer):
-    """Knows the length of the run before it has seen any rows."""
+    """Trainer that knows the length of the run before it has seen any rows."""
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -213,8 +221,8 @@ class PlannedTrainer(Trainer):
 
 
 def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTrainer:
-    """Make a Trainer for this run, without Lightning's own history, checkpoints, evaluation and progress."""
-    # Its remarks on devices and missing dataloaders would only fill the rank's log.
+    """Return a Trainer for this run, without Lightning's own loggers, checkpoints, evaluation and progress bar."""
+    # Lightning's remarks about devices and missing dataloaders would only fill the rank's log.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     trainer = PlannedTrainer(
@@ -236,9 +244,9 @@ def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTra
 
 
 def count_from(trainer: Trainer, step: int, epoch: int) -> None:
-    """Start a module's `global_step` and `current_epoch`, and the Trainer's own count, at `step` and `epoch`, from 0.
+    """Set a module's `global_step` and `current_epoch`, and the Trainer's own counters, to `step` and `epoch`, from 0.
 
-    Lightning sets these only from its own checkpoints, but the state comes from Sunspot's.
+    Lightning sets these only from its own checkpoints, but the state comes from Sunspot's checkpoints.
     """
     loop = trainer.fit_loop
     loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
@@ -247,5 +255,5 @@ def count_from(trainer: Trainer, step: int, epoch: int) -> None:
 
 
 def defines(model: LightningModule, name: str) -> bool:
-    """Tell whether a module overrides a method or hook."""
+    """Return True if a module overrides a method or hook."""
     return getattr(type(model), name) is not getattr(LightningModule, name)

@@ -1,4 +1,4 @@
-"""An ordinary LightningModule on digits. The values that it logs become the run's metric history."""
+"""Classifies digits with an ordinary LightningModule, whose logged values become the run's metric history."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ __all__ = ["Digits", "build_module", "predict"]
 
 
 class Digits(lightning.LightningModule):
-    """A small convolutional network. Without batch norm, its losses are the same at any number of workers."""
+    """A small convolutional network without batch norm, so that losses are the same for any number of workers."""
 
     def __init__(self, channels: int, classes: int, width: int, learning_rate: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Digits(lightning.LightningModule):
         self.log_dict({"val_loss": loss, "val_accuracy": accuracy})
 
     def measure(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss and the accuracy."""
+        """Return the mean loss and the mean accuracy of a batch."""
         scores = predict(self, batch["image"])
         return functional.cross_entropy(scores, batch["label"]), (scores.argmax(1) == batch["label"]).float().mean()
 

@@ -1,6 +1,7 @@
-"""Pretrained models of Hugging Face in a directory, a bucket or the hub: fetched, checked, and told apart by a hash.
+"""Opens pretrained models from Hugging Face in a directory, a bucket or the hub, and identifies them by a hash.
 
-Checkpoints hold all of one; or of one that peft adapts, what trains, and the hash of its base.
+A checkpoint holds all weights of such a model. If peft adapts the model, it holds only the trained weights and the hash
+of the base.
 """
 
 import hashlib
@@ -23,55 +24,58 @@ from sunspot.settings import PREFIX
 from sunspot.storage import open_storage
 
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
-"""Files of a model that are taken: its configuration, weights and tokenizer. Pickled weights are none of them."""
+"""Suffixes of a model's files to fetch: its configuration, weights and tokenizer, but no pickled weights."""
 
 EXTRA_STATE = "_extra_state"
-"""PyTorch's name for what a module adds to its state_dict: here, the hash of the base."""
+"""Key under which PyTorch stores a module's extra state in its state_dict. Here, it is the hash of the base."""
 
 ADAPTER = "adapter_model.safetensors"
 
 READ_AT_ONCE = 2
-"""Weight files hashed at once: SHA-256 takes a core for each."""
+"""Number of weight files to hash at once. SHA-256 takes a core for each."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """A model whose files are on this machine."""
+    """Pretrained model whose files are on this machine."""
 
     location: str
-    "The location as it was given."
+    "Location as the user gave it."
     folder: Path
 
     @cached_property
     def weights(self) -> list[Path]:
-        """Its files of weights."""
+        """Files with the weights."""
         return sorted(self.folder.glob("*.safetensors"))
 
     @cached_property
     def sha256(self) -> str:
-        """Digest of its configuration and its weights; each byte is read."""
+        """SHA-256 of the configuration and the weights. Computing it reads every byte."""
         files = [self.folder / "config.json", *self.weights]
         digests = dict(zip((file.name for file in files), map_parallel(_digest, files, READ_AT_ONCE), strict=True))
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json."""
+        """Content of config.json."""
         return json.loads((self.folder / "config.json").read_bytes())
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """Return what a checkpoint takes over from it, so that it is a whole model."""
+        """Return the files, such as the tokenizer's, that make a checkpoint with weights a complete model."""
         names = [file.name for file in self.folder.iterdir() if file.suffix in SUFFIXES and file not in self.weights]
-        left = ("config.json", "adapter_config.json")
-        kept = sorted(name for name in names if name not in left and not name.endswith(".safetensors.index.json"))
+        omitted = ("config.json", "adapter_config.json")
+        kept = sorted(name for name in names if name not in omitted and not name.endswith(".safetensors.index.json"))
         return {name: (self.folder / name).read_bytes() for name in kept}
 
 
 @lru_cache(maxsize=2)
 def open_base(location: str) -> Base:
-    """Open the model at a path, a URL or a name of the hub, fetched once for each machine; raises `SettingsError`."""
+    """Return the model at a path, at a URL, or of a name on the hub. Each machine fetches it once.
+
+    Raises `SettingsError` if it cannot be fetched or is incomplete.
+    """
     if not location or not isinstance(location, str):
-        raise refuse_base(location, "names no model")
+        raise base_error(location, "it does not name a model")
     path = Path(location).expanduser()
     if "://" in location:
         folder = _download(location)
@@ -80,41 +84,41 @@ def open_base(location: str) -> Base:
     else:
         try:
             folder = Path(snapshot_download(location, allow_patterns=[f"*{suffix}" for suffix in SUFFIXES]))
-        except Exception as error:  # of names, networks and access, all kinds
-            problem = f"no directory, and not fetched from the hub: {type(error).__name__}: {shorten(error)}"
-            raise refuse_base(location, problem) from error
+        except Exception as error:  # wrong names, networks and access raise all kinds of errors
+            problem = f"it is not a directory, and the hub did not provide it: {type(error).__name__}: {shorten(error)}"
+            raise base_error(location, problem) from error
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise refuse_base(location, f"it has no {name}")
+            raise base_error(location, f"it has no {name}")
     base = Base(location, folder)
     if not base.weights:
-        raise refuse_base(location, "it has no *.safetensors")
+        raise base_error(location, "it has no *.safetensors")
     try:
         assert isinstance(base.config, dict)
     except (ValueError, AssertionError) as error:
-        raise refuse_base(location, "its config.json is no JSON object") from error
+        raise base_error(location, "its config.json is not a JSON object") from error
     return base
 
 
-def refuse_base(location: str, problem: str) -> SettingsError:
-    """Return the error of a base that is no use."""
+def base_error(location: str, problem: str) -> SettingsError:
+    """Return the error for a base that cannot be used."""
     return SettingsError(
         f"{PREFIX}TASK_ARGS: base={location!r}: {problem}; give the path or URL of a directory with config.json, "
-        "tokenizer.json and *.safetensors as transformers saves them, or the name of a model on the hub where that can "
-        "be reached"
+        "tokenizer.json and *.safetensors as transformers saves them, or the name of a model on the hub if it can be "
+        "reached"
     )
 
 
 def _download(location: str) -> Path:
-    """Copy a directory of a bucket; another listing gets another copy."""
+    """Copy a directory of a bucket to this machine, and return the copy. A changed listing gets a new copy."""
     storage = open_storage(location)
     entries = [entry for entry in storage.list("") if "/" not in entry.key and entry.key.endswith(SUFFIXES)]
     if not entries:
-        raise refuse_base(location, "nothing is there")
+        raise base_error(location, "it has no files")
     listing = json.dumps([[location, *entry] for entry in entries])
     folder = private_folder() / "bases" / hashlib.sha256(listing.encode()).hexdigest()
     folder.parent.mkdir(exist_ok=True)
-    with FileLock(f"{folder}.lock"):  # workers of one machine ask at once
+    with FileLock(f"{folder}.lock"):  # all workers of a machine do this at the same time
         if not folder.exists():
             partial = folder.with_suffix(".partial")
             partial.mkdir(exist_ok=True)
@@ -135,17 +139,20 @@ def _digest(file: Path) -> str:
 
 
 class PretrainedModel(nn.Module):
-    """A pretrained model, of which checkpoints hold what trains, and of a base that does not, the hash."""
+    """Pretrained model whose checkpoints hold the trained weights, and the hash of a frozen base if it has one."""
 
     def __init__(self, model: Any, base: str, sha256: str) -> None:
-        """`base` names what does not train, for messages, and `sha256` is its hash; empty where all trains."""
+        """Wrap a model. `base` names its frozen base in messages, and `sha256` is the hash of this base.
+
+        `sha256` is empty if all weights are trained.
+        """
         super().__init__()
         self.model, self.sha256 = model, sha256
         self._base = base
 
     @property
     def adapted(self) -> bool:
-        """Whether peft adapts it."""
+        """True if peft adapts the model."""
         return bool(self.sha256)
 
     def get_extra_state(self) -> torch.Tensor:
@@ -156,11 +163,11 @@ class PretrainedModel(nn.Module):
         if found != self.sha256:
             raise ConflictError(
                 f"{self._base} has SHA-256 {self.sha256[:12]}..., but the adapter was trained on {found[:12]}...; "
-                "give the base it was trained on, as it was then"
+                "give the base that it was trained on, with the same content as then"
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # two overloads there
-        """Return the state_dict that transformers knows, of a model that trains as a whole; else what trains."""
+        """Return the state_dict of transformers if all weights are trained, or else the trained weights."""
         if not self.adapted:
             return self.model.state_dict(*args, **kwargs)
         state = super().state_dict(*args, **kwargs)
@@ -170,12 +177,18 @@ class PretrainedModel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         if not self.adapted:
             return self.model.load_state_dict(state_dict, strict, assign)
-        if missing := sorted(self.state_dict().keys() ^ state_dict.keys()):
-            raise RuntimeError(f"{len(missing)} weights are only in one of the two, such as {missing[0]}")
+        different = sorted(self.state_dict().keys() ^ state_dict.keys())
+        if different:
+            raise RuntimeError(
+                f"{len(different)} weights are only in the state_dict or only in the model, such as {different[0]}"
+            )
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
     def adapter_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-        """Return what makes a checkpoint with this state_dict a directory of peft's; nothing where all trains."""
+        """Return the files that peft needs to load a checkpoint with this state_dict.
+
+        The result is empty if all weights are trained.
+        """
         if not self.adapted:
             return {}
         from peft import get_peft_model_state_dict
@@ -191,5 +204,5 @@ class PretrainedModel(nn.Module):
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has for a value of peft's that it does not know: a set of names, or one of an enumeration."""
+    """Return a replacement for a value that JSON cannot hold: a list for a set, and a text for an enumeration."""
     return sorted(value) if isinstance(value, set) else str(value)

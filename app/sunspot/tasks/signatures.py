@@ -1,4 +1,4 @@
-"""The functions of a task: the arguments that they are called with, and where they are defined."""
+"""Checks that the functions of a task can be called with the arguments that they will get."""
 
 import inspect
 from types import ModuleType
@@ -18,11 +18,11 @@ CALLED_WITH = {
     "schedule": ("step", "total_steps"),
     "train": ("run",),
 }
-"""Arguments of a task's functions, which are passed by position (`Task`)."""
+"""Arguments of a task's functions. They are passed by position (`Task`)."""
 
 
 def refuse_other_arguments(task: str, module: ModuleType) -> None:
-    """Raise `SettingsError` if a function of a task's module cannot be called with these arguments."""
+    """Raise `SettingsError` if a function of a task's module cannot be called with the arguments in CALLED_WITH."""
     for name, arguments in CALLED_WITH.items():
         function = getattr(module, name, None)
         if not callable(function):
@@ -36,11 +36,11 @@ def refuse_other_arguments(task: str, module: ModuleType) -> None:
         except TypeError as error:
             raise SettingsError(
                 f"{PREFIX}TASK={task}: {name}{signature}{place_of_function(function)}, is called as "
-                f"{name}({', '.join(arguments)}); define it so"
+                f"{name}({', '.join(arguments)}); define it with these arguments"
             ) from error
 
 
 def place_of_function(function: Any) -> str:
-    """Return `, defined at FILE:LINE` for a function; empty for anything else, such as an adapter's method."""
+    """Return `, defined at FILE:LINE` for a function, or an empty text for another callable such as a method."""
     own = inspect.unwrap(function)
     return f", defined at {own.__code__.co_filename}:{own.__code__.co_firstlineno}" if inspect.isfunction(own) else ""

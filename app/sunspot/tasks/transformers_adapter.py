@@ -1,6 +1,6 @@
-"""Adapts a Trainer of transformers, or one of TRL's, to the functions of any other task (`sunspot.tasks.Task`).
+"""Adapts a Trainer of transformers or TRL to the functions of a task (`sunspot.tasks.Task`).
 
-Only this file and train/transformers.py know the Trainer; both are imported only for a task that defines
+Only this file and train/transformers.py use the Trainer. Both are only imported for a task that defines
 `build_trainer`.
 """
 
@@ -23,84 +23,95 @@ from sunspot.data.source import HELD_OUT, Batch, RowNumbers, Source, number_rows
 from sunspot.data.torch_dataset import find_splits
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.defaults import refuse_given, refuse_unused
+from sunspot.tasks.defaults import refuse_unread, unread_without_defaults
 from sunspot.tasks.pretrained import ADAPTER, PretrainedModel
 
-UNREAD = ("clip_norm", "compile", "gradient_precision", "loader", "parallel")
-"""Settings that a Trainer does not read."""
+IN_ARGUMENTS = (
+    "has a Trainer, which does not read it; leave it out, and see max_grad_norm, torch_compile and bf16 among its own "
+    "arguments"
+)
+
+UNREAD_SETTINGS = {
+    **unread_without_defaults(("build_optimizer", "schedule")),
+    **dict.fromkeys(("clip_norm", "compile", "gradient_precision", "loader", "parallel"), IN_ARGUMENTS),
+    "test_share": "has a Trainer; return a dict of train and test from build_dataset",
+}
+"""Reason for refusing each setting that a Trainer does not read."""
 
 REFUSED = (
     *("auto_find_batch_size", "deepspeed", "enable_jit_checkpoint", "fp16", "fsdp", "load_best_model_at_end"),
     *("parallelism_config", "push_to_hub", "sync_ref_model"),
 )
-"""Arguments that shard what a checkpoint of ours holds whole, change what it does not hold, or want others."""
+"""Arguments that conflict with Sunspot's checkpoints: they shard the state, change state that checkpoints lack, or keep
+checkpoints of their own."""
 
 ROW_METHODS = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples", "_prepare_inputs", "train")
-"""Methods by which a Trainer chooses the rows of a step itself, as those that generate text do (GRPO)."""
+"""Methods that a Trainer overrides to choose the rows of a step itself, as Trainers that generate text do (GRPO)."""
 
 
 class TrainedModel(PretrainedModel):
-    """The model of a Trainer, with the Trainer."""
+    """Model of a Trainer, together with the Trainer."""
 
     def __init__(self, trainer: Trainer, task: str) -> None:
         adapted = hasattr(trainer.model, "peft_config")
         sha256 = hash_frozen(trainer.model) if adapted else ""
         super().__init__(trainer.model, f"{PREFIX}TASK={task}: the base of its model", sha256)
         self.trainer = trainer
-        self.train()  # as the Trainer puts all of it in each pass
-        # The Trainer's own say which columns of a row it takes, and how rows become a batch.
+        self.train()  # the Trainer does so in each pass
+        # The Trainer's own loaders choose the columns of a row, and collate rows into a batch.
         self._loaders = [trainer.get_train_dataloader()]
         if trainer.eval_dataset is not None:
             self._loaders.append(trainer.get_eval_dataloader())
 
     def collate(self, batch: Batch) -> Any:
-        """Return the rows of a batch of ids, as the Trainer computes with them."""
+        """Return the rows of a batch of ids, collated for the Trainer."""
         loader, ids = self._loaders[int(batch[HELD_OUT][0])], batch["row"].tolist()
         fetch = getattr(loader.dataset, "__getitems__", None)
         return loader.collate_fn(fetch(ids) if fetch else [loader.dataset[row] for row in ids])
 
 
 class TrainerTask:
-    """A task module that defines `build_dataset(settings)` and `build_trainer(settings, source) -> Trainer`.
+    """Adapter for a task that defines `build_dataset(settings)` and `build_trainer(settings, dataset) -> Trainer`.
 
-    The first returns rows, anything with a length and rows by number, or a dict of `train` and `test`, the held-out
-    ones; the second is given what it returns.
+    `build_dataset` returns a map-style dataset, or a dict with the datasets `train` and `test`, which has the held-out
+    rows. Its result is passed to `build_trainer`.
     """
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Raises `SettingsError` for a module without `build_dataset`, and for settings that a Trainer ignores."""
+        """Adapt the module of a task.
+
+        Raises `SettingsError` if it does not define `build_dataset`, and for settings that a Trainer does not read.
+        """
         self._module, self._settings = module, settings
         if not hasattr(module, "build_dataset"):
-            raise self._error("has build_trainer without build_dataset(settings), which returns the rows; define both")
-        refuse_unused(settings, own={"build_optimizer", "schedule"})
-        unread = [*UNREAD, "precision"] if settings.precision == "bf16" else UNREAD
-        why = "has a Trainer, which does not read it; leave it out, and see max_grad_norm, torch_compile and bf16"
-        refuse_given(settings, unread, f"{why} among its own arguments")
-        refuse_given(settings, ["test_share"], "has a Trainer; return a dict of train and test from build_dataset")
+            raise self._error("defines build_trainer, but not build_dataset(settings), which returns the rows; add it")
+        mixed_precision = {"precision": IN_ARGUMENTS} if settings.precision == "bf16" else {}
+        refuse_unread(settings, UNREAD_SETTINGS | mixed_precision)
 
     def __getattr__(self, name: str) -> Any:
-        """Return `build_trainer`, and `answer`, if the module has it."""
+        """Return an attribute of the task's module, such as `build_trainer` or `answer`."""
         return getattr(self._module, name)
 
     def find_sources(self, settings: Settings) -> tuple[RowNumbers, RowNumbers | None]:
-        """Number the rows of `build_dataset`."""
+        """Return sources that hold the row numbers of `build_dataset`."""
         return self._number(self._module.build_dataset(settings))
 
     def build_model(self, settings: Settings, source: Source) -> TrainedModel:
-        """Build the Trainer with the rows as they are here; raises `SettingsError` if it does what is not supported.
+        """Build the Trainer with this machine's rows.
 
-        Raises `ConflictError` for other rows than the driver's.
+        Raises `SettingsError` if the Trainer uses features that are not supported, and `ConflictError` if the rows
+        differ from the driver's.
         """
         dataset = self._module.build_dataset(settings)
         here, held_out = self._number(dataset)
         if source.row_groups and source.fingerprint != here.fingerprint:
             raise ConflictError(
-                f"{PREFIX}TASK={settings.task}: its build_dataset returns other rows here than on the driver; give "
-                "what splits or shuffles them a seed, and all nodes the same files"
+                f"{PREFIX}TASK={settings.task}: its build_dataset returns other rows here than on the driver; use a "
+                "seed to split or shuffle them, and the same files on all nodes"
             )
         if not torch.cuda.is_available():
-            os.environ["ACCELERATE_USE_CPU"] = "true"  # else Accelerate takes each worker without a GPU for a run
-        set_seed(settings.seed)  # numbering may have drawn
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # otherwise, Accelerate makes each worker without a GPU a run
+        set_seed(settings.seed)  # reading the rows may have drawn random numbers
         trainer = self._module.build_trainer(settings, dataset)
         if not isinstance(trainer, Trainer):
             raise self._error(f"build_trainer returned a {type(trainer).__name__}; return a transformers.Trainer")
@@ -108,35 +119,35 @@ class TrainerTask:
         silence(trainer)
         model = TrainedModel(trainer, settings.task)
         if model.adapted and settings.weights != "pt":
-            raise self._error(f"each checkpoint of peft has its weights as {ADAPTER}; set {PREFIX}WEIGHTS to pt")
+            raise self._error(f"with peft, each checkpoint has the weights as {ADAPTER}; set {PREFIX}WEIGHTS to pt")
         return model
 
     def build_optimizer(self, model: TrainedModel, settings: Settings) -> torch.optim.Optimizer:
-        """Build the Trainer's own."""
+        """Build the Trainer's own optimizer."""
         return model.trainer.create_optimizer()
 
     def begin_schedule(self, scheduler: LRScheduler, step: int) -> None:
-        """Bring a new scheduler to its state after `step` optimizer steps; checkpoints do not store it."""
+        """Bring a new scheduler to its state after `step` optimizer steps, because checkpoints do not store it."""
         with warnings.catch_warnings():
-            # Of stepping before the optimizer, intended here.
+            # The scheduler steps before the optimizer on purpose.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step")
             for _ in range(step):
                 scheduler.step()
 
     def loss(self, model: TrainedModel, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """Return the loss of held-out rows, and what the Trainer logs of them; each row gets the batch's mean."""
+        """Return the loss of held-out rows and the values that the Trainer logs. Each row gets the batch's mean."""
         trainer, rows = model.trainer, len(batch["row"])
         with trainer.accelerator.autocast():
             loss, _, _ = trainer.prediction_step(trainer.model, model.collate(batch), prediction_loss_only=True)
         if loss is None:
-            raise self._error("its Trainer computes no loss of held-out rows; name their labels in label_names")
+            raise self._error("its Trainer computes no loss for held-out rows; name their labels in label_names")
         logs: dict[str, float] = {}
-        trainer.log(logs)  # one of TRL's adds what it has measured
+        trainer.log(logs)  # a Trainer of TRL adds its measurements
         del trainer.state.log_history[-1:]
         return loss.expand(rows), {name: loss.new_full((rows,), value) for name, value in measured(logs).items()}
 
     def checkpoint_files(self, model: TrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-        """Return what makes a checkpoint a directory of peft's, or with WEIGHTS=safetensors of transformers'."""
+        """Return the files that peft needs to load a checkpoint, or transformers if WEIGHTS is safetensors."""
         config = None if model.adapted else getattr(model.model, "config", None)
         with tempfile.TemporaryDirectory() as folder:
             for part in filter(None, (config, model.trainer.processing_class)):
@@ -146,38 +157,46 @@ class TrainerTask:
 
     def _number(self, dataset: Any) -> tuple[RowNumbers, RowNumbers | None]:
         splits = find_splits(dataset, self._settings.task)
-        set_seed(self._settings.seed)  # for rows that change at random
+        set_seed(self._settings.seed)  # the rows may be augmented at random
         return number_rows(splits.train), number_rows(splits.test, held_out=True) if splits.test is not None else None
 
     def _refuse(self, trainer: Trainer, rows: list[int]) -> None:
-        """Raise `SettingsError` for a Trainer that would train on others than these training and held-out rows."""
+        """Raise `SettingsError` if the Trainer would not train on exactly these numbers of training and held-out rows.
+
+        Also raises it if the Trainer uses other features that are not supported.
+        """
         name, args = type(trainer).__name__, trainer.args
-        if own := [each for each in ROW_METHODS if getattr(type(trainer), each) is not getattr(Trainer, each)]:
-            raise self._error(f"its {name} chooses rows itself ({own[0]}), which no other number of workers can repeat")
-        if given := [f"{each}={value!r}" for each in REFUSED if (value := getattr(args, each, None))]:
+        own = [each for each in ROW_METHODS if getattr(type(trainer), each) is not getattr(Trainer, each)]
+        if own:
             raise self._error(
-                f"{given[0]} among its arguments; leave it out: sharding, loss scales and what else it "
-                "keeps or saves itself would be in no checkpoint"
+                f"its {name} chooses rows itself ({own[0]}), which another number of workers could not repeat"
+            )
+        given = [f"{each}={value!r}" for each in REFUSED if (value := getattr(args, each, None))]
+        if given:
+            raise self._error(
+                f"its arguments contain {given[0]}; leave it out: checkpoints would lack shards, loss scales, and any "
+                "other state that the Trainer keeps or saves itself"
             )
         if "lomo" in args.optim or "layerwise" in args.optim:
             raise self._error(f"optim={args.optim.value!r} changes weights within the backward pass; choose another")
         plateau = args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
         if plateau or isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
             raise self._error(
-                "its scheduler follows a metric; learning rates must be a function of the step: choose another"
+                "its scheduler follows a metric, but learning rates must be a function of the step; choose another "
+                "scheduler"
             )
         if trainer.compute_metrics or trainer.model_init:
             raise self._error(
-                "compute_metrics and model_init are never called; leave them out: held-out rows are "
-                "measured by the loss, and build_trainer makes the model"
+                "compute_metrics and model_init would never be called; leave them out: the loss measures held-out "
+                "rows, and build_trainer makes the model"
             )
         for kind, dataset, there in zip(
             ("train", "eval"), (trainer.train_dataset, trainer.eval_dataset), rows, strict=True
         ):
             if count(dataset) != there:
                 raise self._error(
-                    f"its {name} has {max(0, count(dataset))} rows as {kind}_dataset, and build_dataset returned "
-                    f"{there}; give it these, and pack or leave out rows in build_dataset"
+                    f"its {name} has {max(0, count(dataset))} rows as {kind}_dataset, but build_dataset returned "
+                    f"{there}; pass these rows to it, and pack or leave out rows in build_dataset"
                 )
 
     def _error(self, text: str) -> SettingsError:
@@ -185,23 +204,25 @@ class TrainerTask:
 
 
 def silence(trainer: Trainer) -> None:
-    """Turn off what Sunspot does: saving, evaluating, reporting; and count a step's tokens over all workers."""
+    """Turn off a Trainer's own saving, evaluation and reports, and count a step's tokens over all workers."""
     args = trainer.args
-    args.save_strategy, args.eval_strategy, args.eval_on_start = SaveStrategy.NO, IntervalStrategy.NO, False
+    args.save_strategy = SaveStrategy.NO
+    args.eval_strategy = IntervalStrategy.NO
+    args.eval_on_start = False
     args.average_tokens_across_devices = True
     for callback in (ProgressCallback, PrinterCallback, *get_reporting_integration_callbacks(args.report_to)):
         trainer.remove_callback(callback)
 
 
 def measured(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a Trainer's log that its record of the history does not have anyway."""
+    """Return the numbers in a Trainer's log that Sunspot's records do not contain anyway."""
     known = ("epoch", "learning_rate", "loss", "num_input_tokens_seen", "num_tokens")
     numbers = {name.removeprefix("eval_"): value for name, value in logs.items() if isinstance(value, (int, float))}
     return {name.replace("/", "_"): float(value) for name, value in numbers.items() if name not in known}
 
 
 def count(dataset: Any) -> int:
-    """Count the rows of a dataset: 0 for none, -1 for one that does not know."""
+    """Return the number of rows in a dataset: 0 without a dataset, and -1 if the dataset does not know."""
     try:
         return 0 if dataset is None else len(dataset)
     except TypeError:
@@ -209,7 +230,7 @@ def count(dataset: Any) -> int:
 
 
 def hash_frozen(model: torch.nn.Module) -> str:
-    """Return a SHA-256 of what does not train, by the sums of its bits: the same on every device."""
+    """Return a SHA-256 of the frozen weights, computed from the sums of their bits, which are equal on all devices."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     frozen = {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
     sums = [(name, [*each.shape], int(each.view(bits[each.element_size()]).sum())) for name, each in frozen.items()]

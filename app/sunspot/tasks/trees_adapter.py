@@ -1,7 +1,7 @@
-"""Adapts gradient-boosted trees to the functions of any other task (`sunspot.tasks.Task`): XGBoost's and LightGBM's.
+"""Adapts the gradient-boosted trees of XGBoost and LightGBM to the functions of a task (`sunspot.tasks.Task`).
 
-The trees are a PyTorch module whose state is the library's own model, as bytes. A step is a round, which sees all rows
-and adds a tree (with classes, one for each). Both libraries are imported only where a model of theirs is made.
+The trees become a PyTorch module whose state is the library's own model, as bytes. A step is a round, which sees all
+rows and adds a tree, or a tree for each class. Either library is imported only when a model of it is built.
 """
 
 import importlib
@@ -21,47 +21,51 @@ from sunspot.errors import SettingsError, shorten
 from sunspot.extras import how_to_install
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks import TrainingRun
-from sunspot.tasks.defaults import build_empty_optimizer, refuse_given
+from sunspot.tasks.defaults import build_empty_optimizer, refuse_unread
 
 SET_HERE = {
     "xgboost": ("objective", "num_class", "seed", "nthread"),
     "lightgbm": ("objective", "num_class", "seed", "num_threads", "metric", "tree_learner", "machines"),
 }
-"""Parameters that follow from the data, the settings and the workers, and so cannot be given."""
+"""Parameters that follow from the data, the settings and the workers, so that a task may not set them."""
 
 DEFAULT_RATES = {"xgboost": 0.3, "lightgbm": 0.1}
 """Each library's default learning rate."""
 
-UNUSED_SETTINGS = (
-    *("global_batch_size", "micro_batch_size", "learning_rate", "weight_decay", "clip_norm", "schedule"),
-    *("warmup_steps", "precision", "parallel", "compile", "loader", "ema"),
+UNREAD_SETTINGS = dict.fromkeys(
+    (
+        *("global_batch_size", "micro_batch_size", "learning_rate", "weight_decay", "clip_norm", "schedule"),
+        *("warmup_steps", "precision", "parallel", "compile", "loader", "ema"),
+    ),
+    f"boosts trees, which do not read it; leave it out (their library's own parameters are in {PREFIX}TASK_ARGS)",
 )
-"""Settings that no tree reads."""
+"""Reason for refusing each setting that trees do not read."""
 
 MIN_PROBABILITY = 1e-30
-"""Keeps the logarithm of a probability finite."""
+"""Smallest probability to take the logarithm of, so that it is finite."""
 
 ADDRESSES = re.compile(r"^\[(?:machines|local_listen_port): .*\]\n", re.MULTILINE)
-"""The lines of LightGBM's file that say where this group's workers were."""
+"""Lines in LightGBM's file that hold the addresses of this group's workers."""
 
 MAX_FEATURES_SHOWN = 20
-"""Most features that the report lists."""
+"""Largest number of features that the report lists."""
 
 
 class Trees(torch.nn.Module, ABC):
-    """The trees of all rounds so far. Their scores are those before softmax, [B, classes]; without classes values, [B].
-
-    `options` are the library's own parameters.
-    """
+    """Trees of all rounds so far. Outputs are scores before softmax, [B, classes], or values, [B], without classes."""
 
     def __init__(self, library: str, options: Mapping[str, Any], settings: Settings, source: Source) -> None:
-        """Raises `SettingsError` if the library is not installed or refuses the options."""
+        """Prepare the library. `options` are its own parameters.
+
+        Raises `SettingsError` if the library is not installed or refuses the options.
+        """
         super().__init__()
         task = f"{PREFIX}TASK={settings.task}"
-        if taken := [name for name in SET_HERE[library] if name in options]:
+        taken = [name for name in SET_HERE[library] if name in options]
+        if taken:
             raise SettingsError(
-                f"{task}: {library} is given {', '.join(taken)}, which follow from the data, the settings and the "
-                "workers; leave them out"
+                f"{task}: its options for {library} contain {', '.join(taken)}, which follow from the data, the "
+                "settings and the workers; leave them out"
             )
         try:
             self._library = importlib.import_module(library)
@@ -77,41 +81,41 @@ class Trees(torch.nn.Module, ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Return the factor on each new tree."""
+        """Factor on each new tree."""
         return float(self._options.get("eta", self._options.get("learning_rate", DEFAULT_RATES[self.library])))
 
     @abstractmethod
     def _check(self) -> None:
-        """Raise what the library does for its options."""
+        """Complete the options and train on made-up rows, so that the library raises an error if they are wrong."""
 
     @abstractmethod
     def begin(self, batch: Batch, world_size: int) -> None:
-        """Take the rows that this worker has in every round."""
+        """Set the rows that this worker uses in every round."""
 
     @abstractmethod
     def boost(self) -> torch.Tensor:
-        """Add a round, with all other workers, and return this worker's rows' scores."""
+        """Add a round together with all other workers, and return the scores of this worker's rows."""
 
     @property
     @abstractmethod
     def rounds(self) -> int:
-        """Count the rounds so far."""
+        """Number of rounds so far."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return the library's own file, as it would save it; empty before the first round."""
+        """Return the content of the library's own model file, or nothing before the first round."""
 
     @abstractmethod
     def from_bytes(self, content: bytes) -> None:
-        """Go on from such a file."""
+        """Continue from the content of a model file."""
 
     @abstractmethod
     def _score(self, features: np.ndarray) -> np.ndarray:
-        """Return the scores of rows, float32 [B, features]."""
+        """Return the scores of rows, given as float32 [B, features]."""
 
     @abstractmethod
     def importance(self) -> dict[int, float]:
-        """Return the gain of each used feature over all trees, by the feature's number."""
+        """Return the gain of each used feature over all trees, by the number of the feature."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         if not self.rounds:
@@ -130,11 +134,11 @@ class Trees(torch.nn.Module, ABC):
         try:
             self.from_bytes(content)
         except Exception as error:
-            raise RuntimeError(f"no model of {self.library}: {shorten(error)}") from error
+            raise RuntimeError(f"not a model of {self.library}: {shorten(error)}") from error
 
 
 class XGBoostTrees(Trees):
-    """XGBoost's Booster."""
+    """Trees of XGBoost's Booster."""
 
     _booster: Any = None
     _matrix: Any = None
@@ -148,7 +152,8 @@ class XGBoostTrees(Trees):
 
     def begin(self, batch: Batch, world_size: int) -> None:
         self._matrix = self._library.DMatrix(features_of(batch), label=batch["label"].numpy())
-        before = {"model_file": bytearray(content)} if (content := self.to_bytes()) else {}
+        content = self.to_bytes()
+        before = {"model_file": bytearray(content)} if content else {}
         self._booster = self._library.Booster(self._options, [self._matrix], **before)
 
     def boost(self) -> torch.Tensor:
@@ -174,13 +179,13 @@ class XGBoostTrees(Trees):
 
 
 class LightGBMTrees(Trees):
-    """LightGBM's Booster."""
+    """Trees of LightGBM's Booster."""
 
     _booster: Any = None
     _rows: Any = None
-    "The rows of every round; None before training."
+    "Rows of every round; None before training."
     _grows = False
-    "Whether the Booster has the rows."
+    "True if the Booster has the rows, so that it can add trees."
 
     def _check(self) -> None:
         kind = {"objective": "multiclass", "num_class": self.classes} if self.classes else {"objective": "regression"}
@@ -194,7 +199,7 @@ class LightGBMTrees(Trees):
 
     def begin(self, batch: Batch, world_size: int) -> None:
         self._rows, self._grows = self._dataset(features_of(batch), batch["label"].numpy()), False
-        if world_size > 1:  # XGBoost knows the others already, from around the training function
+        if world_size > 1:  # for XGBoost, Ray's trainer has already connected the workers
             from ray.train.lightgbm import get_network_params
 
             self._options |= {"tree_learner": "data", **get_network_params()}
@@ -202,7 +207,7 @@ class LightGBMTrees(Trees):
     def boost(self) -> torch.Tensor:
         if self._grows:
             self._booster.update()
-        else:  # what there is becomes the beginning of a Booster with the rows
+        else:  # the existing trees become the beginning of a Booster with the rows
             self._booster = self._library.train(
                 self._options, self._rows, 1, init_model=self._booster, keep_training_booster=True
             )
@@ -214,7 +219,7 @@ class LightGBMTrees(Trees):
             return "", 0.0, True
 
         self._booster.eval_train(keep)
-        # With classes, the output is their probabilities.
+        # For a task with classes, the outputs are probabilities.
         scores = np.log(np.maximum(outputs[0], MIN_PROBABILITY)) if self.classes else outputs[0]
         return torch.from_numpy(scores.astype(np.float32))
 
@@ -241,23 +246,22 @@ KINDS: dict[str, type[Trees]] = {"xgboost": XGBoostTrees, "lightgbm": LightGBMTr
 
 
 class TreesTask:
-    """A task module that defines `build_trees(settings, source) -> Trees`."""
+    """Adapter for a task that defines `build_trees(settings, source) -> Trees`."""
 
     full_batch = True
-    "Every step sees all rows, each on the same worker in all rounds of a group."
+    "True because every step sees all rows. A row stays on the same worker in all rounds of a group."
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Raises `SettingsError` for settings that trees have no use for."""
+        """Adapt the module of a task. Raises `SettingsError` for settings that trees do not read."""
         self._module = module
-        why = f"boosts trees, which do not read it; leave it out (what their library takes is in {PREFIX}TASK_ARGS)"
-        refuse_given(settings, UNUSED_SETTINGS, why)
+        refuse_unread(settings, UNREAD_SETTINGS)
 
     def __getattr__(self, name: str) -> Any:
-        """Return `find_sources`, if the module has it."""
+        """Return an attribute of the task's module, such as `find_sources`."""
         return getattr(self._module, name)
 
     def find_library(self, settings: Settings, source: Source) -> str:
-        """Return the name of the library, which has a trainer of Ray's."""
+        """Return the name of the library in Ray Train."""
         return self.build_model(settings, source).library
 
     def build_model(self, settings: Settings, source: Source) -> Trees:
@@ -267,17 +271,17 @@ class TreesTask:
         return build_empty_optimizer(model.learning_rate)
 
     def train(self, run: TrainingRun) -> None:
-        """Boost from the run's first round to the last, or until the run is stopped."""
+        """Add rounds until the run ends or is stopped."""
         trees = run.model
         for number, batch in enumerate(run.batches()):
             if not run.weight:
                 raise SettingsError(
                     f"{PREFIX}NUM_WORKERS={run.settings.num_workers}: the data have too few rows for {run.world_size} "
-                    "workers, and trees need some on each; start fewer"
+                    "workers, and trees need rows on each worker; start fewer workers"
                 )
             if number == 0:
                 trees.begin(batch, run.world_size)
-            run.optimizer.step()  # waits for the copy of the state: from here on the trees change
+            run.optimizer.step()  # waits until the state has been copied, because the trees change from here on
             losses, metrics = rate(trees.boost(), batch["label"])
             run.log({"loss": losses, **metrics})
             run.step()
@@ -292,27 +296,28 @@ class TreesTask:
         return model(batch)
 
     def show(self, model: Trees, rows: Batch) -> dict[str, Any]:
-        """Return the features that gained most, for the report."""
+        """Return a table of the features with the largest gain, for the report."""
         gains = sorted(model.importance().items(), key=lambda feature: -feature[1])
-        names, whole = names_of(rows), sum(gain for _, gain in gains)
-        table = [{"feature": names[number], "share": gain / whole} for number, gain in gains[:MAX_FEATURES_SHOWN]]
+        names = names_of(rows)
+        total = sum(gain for _, gain in gains)
+        table = [{"feature": names[number], "share": gain / total} for number, gain in gains[:MAX_FEATURES_SHOWN]]
         return {"Features by gain": table}
 
 
 def rate(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Batch]:
-    """Return the loss of each row, [B]: its log loss, and the accuracy; without classes its squared error."""
+    """Return the log loss of each row, [B], and the accuracy. Without classes, return only the squared error."""
     if scores.ndim == 1:
         return (scores - labels).square(), {}
     return functional.cross_entropy(scores, labels, reduction="none"), {"accuracy": scores.argmax(1) == labels}
 
 
 def without_stack(error: Exception) -> Exception:
-    """Return an error without the stack that XGBoost puts into its text."""
+    """Return an error without the stack trace that XGBoost puts into its text."""
     return type(error)(re.split(r"\s*Stack trace:", str(error))[0])
 
 
 def names_of(batch: Batch) -> list[str]:
-    """Name each feature by its column, with its place there if it has several."""
+    """Return the name of each feature: its column, and the index if the column has several features."""
     names = list[str]()
     for name, column in model_inputs(batch).items():
         size = math.prod(column.shape[1:])
@@ -321,7 +326,7 @@ def names_of(batch: Batch) -> list[str]:
 
 
 def features_of(batch: Batch) -> np.ndarray:
-    """Put all columns but `row` and `label` side by side: float32 [B, features]."""
+    """Return all columns except `row` and `label` side by side, float32 [B, features]."""
     columns = list(model_inputs(batch).values())
     sizes = [math.prod(column.shape[1:]) for column in columns]
     flat = [column.reshape(len(column), size).float() for column, size in zip(columns, sizes, strict=True)]

@@ -1,6 +1,6 @@
 """Delivers a run's parameters, metrics, report and best model to the service that SUNSPOT_TRACKING names.
 
-The run's history in storage is the truth. A process beside the driver (process.py), which training never waits for,
-reads it, sends what the service (service.py) does not have yet (delivery.py), and records its progress in the run.
-`python -m sunspot.tracking RUN` does the same later, if the service was away until the end.
+The driver starts a separate process (process.py), and training never waits for it. This process reads the run's history
+from storage, sends the records that the service (service.py) does not have yet (delivery.py), and writes its progress
+to the run. If the service is unreachable until the end, `python -m sunspot.tracking RUN` delivers the rest later.
 """

@@ -1,4 +1,4 @@
-"""`python -m sunspot.tracking RUN`: deliver a run to MLflow, Weights & Biases or TensorBoard."""
+"""Command `python -m sunspot.tracking RUN`, which delivers a run to MLflow, Weights & Biases or TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ from sunspot.storage.limits import pause_after
 from sunspot.tracking.delivery import Delivery
 from sunspot.tracking.process import command, refuse_unusable
 
-log = logging.getLogger("sunspot.tracking")  # `__name__` is "__main__" here, whose records nobody prints
+log = logging.getLogger("sunspot.tracking")  # `__name__` is "__main__", which is not below the logger `sunspot`
 
 DESCRIPTION = """\
-Deliver to MLflow, Weights & Biases or TensorBoard what it does not have of a run yet, and nothing twice.
+Deliver the rest of a run to MLflow, Weights & Biases or TensorBoard. Nothing is delivered twice.
 
-With SUNSPOT_TRACKING the driver starts such a process; by hand, it delivers what was missed while the service was away.
+If SUNSPOT_TRACKING is set, the driver starts this program. Start it by hand to deliver the rest after an outage.
 """
 
 END_TIMEOUT_S = 30
-"""How long to retry delivering the end of a run while the service is away."""
+"""Seconds for which to retry delivering the end of a run if the service is unreachable."""
 
 
 def main() -> int:
     """Deliver once, or follow the run until standard input ends."""
     arguments = _parse()
     print_logs()
-    given = {"STORAGE_PATH": arguments.storage} if arguments.storage else {}
-    settings = load_settings(given)
+    settings = load_settings({"STORAGE_PATH": arguments.storage} if arguments.storage else {})
     run = open_run(settings.storage_path, arguments.run)
     if not settings.tracking:
         settings = _recorded_service(run, settings)
@@ -48,7 +47,7 @@ def main() -> int:
         follow(delivery, min(settings.report_every_s, STATUS_EVERY_S), command(run, settings))
         return 0
     if not read_attempts(run):
-        raise NotFoundError(f"{run.location}: no such run, or no worker of it has begun")
+        raise NotFoundError(f"{run.location}: the run does not exist, or none of its workers has started")
     delivery.finish()
     sent = delivery.delivered
     print(f"tracking: {sent.records} records delivered, {sent.refused} refused{_at(delivery)}")
@@ -56,7 +55,10 @@ def main() -> int:
 
 
 def follow(delivery: Delivery, every_s: float, later: str) -> None:
-    """Deliver what is new until standard input ends, then the run's end; the command `later` delivers what is left."""
+    """Deliver new records until standard input ends, and then the end of the run.
+
+    Messages name the command `later`, which delivers the rest after a failure.
+    """
     outage = Outage(delivery)
     try:
         _follow(delivery, outage, every_s)
@@ -82,7 +84,7 @@ def _follow(delivery: Delivery, outage: Outage, every_s: float) -> None:
             pause = pause_after(outage.tries)
             outage.add_failure(error)
         except StorageError:
-            continue  # the run itself reports that
+            continue  # the run itself reports errors of storage
 
 
 def _finish(delivery: Delivery, outage: Outage, later: str) -> None:
@@ -100,30 +102,30 @@ def _finish(delivery: Delivery, outage: Outage, later: str) -> None:
             if isinstance(error, TrackingError):
                 outage.add_failure(error)
             if time.monotonic() >= deadline:
-                log.warning(f"tracking: not delivered: {_missing(delivery)}: {error}; {later} delivers it later")
+                log.warning(f"tracking: not delivered: {_missing(delivery)}: {error}; run {later} to deliver the rest")
                 return
         time.sleep(min(pause_after(tries), max(0.0, deadline - time.monotonic())))
         tries += 1
 
 
 class Outage:
-    """Reports once that the service is away, and once that it is back: on the terminal and in the run's events."""
+    """Reports the beginning and the end of an outage of the service, on the terminal and in the run's events."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
         self.tries = 0
-        "Failed tries in a row."
+        "Number of failed tries in a row."
         self._since = 0.0
 
     def add_failure(self, error: TrackingError) -> None:
-        """Count a failed try; the first one begins the outage."""
+        """Count a failed try. The first failure begins the outage."""
         self.tries += 1
         if self.tries == 1:
             self._since = time.time()
             self._record("tracking behind", f"since step {max(0, self._delivery.delivered.step)}: {error}")
 
     def end(self) -> None:
-        """End the outage, if there is one: a try has succeeded."""
+        """End the outage, if any, after a try has succeeded."""
         if self.tries:
             self._record("tracking goes on", f"after {time.time() - self._since:.0f} s, {self.tries} tries")
             self.tries = 0
@@ -132,7 +134,7 @@ class Outage:
         log.info(f"tracking: {what}: {detail}")
         journal = Journal(self._delivery.run, "events", self._delivery.attempt)
         journal.note(what, max(0, self._delivery.delivered.step), detail)
-        with suppress(StorageError):  # it is in the driver's output
+        with suppress(StorageError):  # the driver's output has it as well
             journal.flush()
 
 
@@ -141,7 +143,7 @@ def _recorded_service(run: Run, settings: Settings) -> Settings:
     attempts = read_attempts(run)
     service, project = (recorded_setting(attempts, name) for name in ("tracking", "tracking_project"))
     if attempts and not service:
-        raise SettingsError(f"{run.location} was not tracked; set {PREFIX}TRACKING to mlflow, wandb or tensorboard")
+        raise SettingsError(f"{run.location}: it was not tracked; set {PREFIX}TRACKING to mlflow, wandb or tensorboard")
     return settings.model_copy(update={"tracking": service, "tracking_project": project})
 
 
@@ -149,7 +151,7 @@ def _missing(delivery: Delivery) -> str:
     try:
         return delivery.missing() or "how the run ended"
     except StorageError:
-        return "an unknown part, as storage fails"
+        return "an unknown part, because storage fails"
 
 
 def _at(delivery: Delivery) -> str:
@@ -167,7 +169,7 @@ def _parse() -> argparse.Namespace:
         metavar="DRIVER",
         nargs="?",
         const="",
-        help="deliver what comes until standard input ends, or the run is taken over from this start of a driver",
+        help="deliver new records until standard input ends, or until another driver takes over from this start",
     )
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Delivers to a tracking service whatever it does not have of a run yet."""
+"""Delivers the parts of a run that a tracking service does not have yet."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from sunspot.tracking.service import SERVICES, Point, RefusedError, RunIdentity,
 log = logging.getLogger(__name__)
 
 RECORDS_AT_ONCE = 50
-"""Records in a request: MLflow takes 1,000 metrics, and a record has some 15."""
+"""Number of records in a request. MLflow takes 1,000 metrics, and a record has about 15."""
 
 NO_PARAMETERS = ("JOB_ID", "NOTICE_S", "TRACKING", "TRACKING_PROJECT")
-"""Settings of a single start of the run, or of its delivery."""
+"""Settings that are not delivered, because they belong to a single start of the run or to the delivery itself."""
 
 NO_METRICS = ("step", "time", "steps")
 
@@ -42,31 +42,36 @@ MODEL = "model.pt"
 
 
 class Delivery:
-    """Delivers one run to one service, resuming where an earlier delivery ended.
+    """Delivers one run to one service, and continues where an earlier delivery ended.
 
-    A record of the metric history is delivered once a checkpoint covers its step: a loss takes the run back no further,
-    so each step is shown once. Should even a checkpoint be lost, the steps that are repeated are not sent again.
+    A record of the metric history is delivered when a checkpoint covers its step, because a loss cannot take the run
+    back beyond the checkpoint. So each step is delivered once. If a checkpoint is lost, the repeated steps are not sent
+    again.
     """
 
     def __init__(self, run: Run, name: str, project: str, driver: str = "") -> None:
-        """`driver` is the start of a driver for which it delivers; empty: whoever owns the run."""
-        self.run, self.name, self._project, self._driver = run, name, project, driver
+        """Prepare the delivery for a start of a driver, or for any owner of the run if `driver` is empty."""
+        self.run = run
+        self.name = name
+        self._project = project
+        self._driver = driver
         self.delivered = read_delivered(run, name)
         self.place = ""
-        "The tracking run's address; empty until `deliver` has opened it."
+        "Address of the tracking run; empty until `deliver` has opened it."
         self.attempt = 0
-        "The run's newest attempt."
+        "Number of the run's newest attempt."
         self._service: Service | None = None
         self._segments: set[Segment] = set()
-        "Those of the metric history that have been delivered completely."
+        "Segments of the metric history that have been delivered completely."
         self._described = 0
-        "The attempt whose parameters the service has."
+        "Number of the attempt whose parameters the service has."
         self._scratch = tempfile.TemporaryDirectory(prefix="sunspot-tracking-")
 
     def deliver(self) -> None:
-        """Send what is not delivered yet. After `TrackingError` or `StorageError`, the next call sends the rest.
+        """Send all records that are not delivered yet.
 
-        Raises `SupersededError` when the driver has lost the run.
+        Raises `TrackingError` or `StorageError`, after which the next call sends the rest. Raises `SupersededError` if
+        another driver has taken over the run.
         """
         attempts = read_attempts(self.run)
         refuse_if_superseded(attempts, "", self._driver)
@@ -90,7 +95,7 @@ class Delivery:
                 self._segments.add(segment)
 
     def finish(self) -> None:
-        """Send the rest and, if the run has ended, its report, best model and state. Raises like `deliver`."""
+        """Send the rest and, if the run has ended, its report, best model and state. Raises the errors of `deliver`."""
         refuse_if_superseded(read_attempts(self.run), "", self._driver)
         if self._service is None and not self.missing():
             return  # opening it would show the tracking run as running again
@@ -108,20 +113,23 @@ class Delivery:
         self._record(replace(self.delivered, ended=ended), arrived=True)
 
     def leave(self) -> None:
-        """End this delivery as it stands; the tracking run goes on."""
+        """End this delivery at once. The tracking run continues."""
         if self._service:
             with suppress(TrackingError):
                 self._service.close(None)
 
     def missing(self) -> str:
-        """Return what has not been delivered, in words; empty if everything has. Raises `StorageError`."""
+        """Return a description of the parts that have not been delivered; empty if there are no such parts.
+
+        Raises `StorageError`.
+        """
         spans = lineage(read_attempts(self.run))
         final = self._final_step(spans)
         steps = [record["step"] for record in iter_records(self.run, "metrics", spans) if self._is_new(record, final)]
         status = read_status(self.run)
         parts = [f"{plural(len(steps), 'record')} of the steps {steps[0]} to {steps[-1]}"] if steps else []
         if spans and status and _end_of(status) not in ("", self.delivered.ended):
-            parts.append("what comes at the end (report, model, state)")
+            parts.append("the report, the model and the final state")
         return "; ".join(parts)
 
     def _open(self, attempts: list[Attempt]) -> Service:
@@ -153,11 +161,11 @@ class Delivery:
         try:
             service.describe(parameters, tags)
         except RefusedError as error:
-            log.warning(f"tracking: lost, as they are refused: the parameters of attempt {newest.number}: {error}")
+            log.warning(f"tracking: the service refused the parameters of attempt {newest.number}: {error}")
         self._described = newest.number
 
     def _final_step(self, spans: list[Span]) -> int:
-        """Return the step of the newest checkpoint, up to which the history is final; -1: none."""
+        """Return the step of the newest checkpoint, up to which the history is final, or -1 without a checkpoint."""
         counted, _, _ = classify(list_directories(self.run), spans)
         return step_of(counted[-1]) if counted else -1
 
@@ -172,15 +180,21 @@ class Delivery:
         try:
             service.send([to_point(record) for record in records])
         except RefusedError as error:
-            if len(records) > 1:  # find the one that is refused
+            if len(records) > 1:  # find the record that is refused
                 for record in records:
                     self._send(service, [record])
                 return
             refused = 1
-            log.warning(f"tracking: lost, as it is refused: the record of step {records[0]['step']}: {error}")
-        sent, last = self.delivered, records[-1]
-        known, lost = sent.records + len(records) - refused, sent.refused + refused
-        now = replace(sent, step=last["step"], attempt=last["attempt"], records=known, refused=lost)
+            log.warning(f"tracking: the service refused the record of step {records[0]['step']}: {error}")
+        before = self.delivered
+        last = records[-1]
+        now = replace(
+            before,
+            step=last["step"],
+            attempt=last["attempt"],
+            records=before.records + len(records) - refused,
+            refused=before.refused + refused,
+        )
         self._record(now, service.acknowledges)
 
     def _attach_report(self, service: Service) -> None:
@@ -193,10 +207,10 @@ class Delivery:
             self._record(replace(self.delivered, report=digest), service.acknowledges)
 
     def _attach_model(self, service: Service) -> str:
-        """Deliver the best model; returns its checkpoint's name, or '' if there is none."""
+        """Deliver the best model and return the name of its checkpoint, or an empty text if no model exists."""
         try:
             best, notes = choose(self.run, "best")
-            if MODEL not in best.files:  # sharded; only the last one has a whole model as well
+            if MODEL not in best.files:  # the checkpoint is sharded; only the last one also has the complete model
                 best, notes = choose(self.run, "newest")
             for text in notes:
                 log.info(f"tracking: {text}")
@@ -206,12 +220,12 @@ class Delivery:
                 service.attach(self._fetch(best), "model")
                 self._record(replace(self.delivered, model=best.name), service.acknowledges)
         except (NotFoundError, DamageError) as error:
-            log.warning(f"tracking: no model to deliver: {shorten(error)}")
+            log.warning(f"tracking: no model is delivered: {shorten(error)}")
             return ""
         return best.name
 
     def _fetch(self, checkpoint: Checkpoint) -> Path:
-        """Return a verified local copy of a checkpoint's model."""
+        """Return a verified local copy of a checkpoint's model. Raises `DamageError` if it is damaged."""
         file = Path(self._scratch.name, MODEL)
         with file.open("wb") as copy:
             faults = compare_bytes(self.run, checkpoint, MODEL, copy.write)
@@ -220,27 +234,33 @@ class Delivery:
         return file
 
     def _summarize(self, service: Service, status: Status) -> dict[str, str]:
-        """Return incidents as a tag, and send the goodput as a metric, so that runs can be compared by it."""
-        attempts, receipts = read_attempts(self.run), read_receipts(read_journal(self.run, "events"))
-        share = goodput(attempts, receipts, status.time)
-        if share is not None:
-            service.send([Point(max(0, self.delivered.step), status.time, {"goodput": share})])
+        """Send the goodput as a metric, by which runs can be compared, and return the number of incidents as a tag."""
+        receipts = read_receipts(read_journal(self.run, "events"))
+        fraction = goodput(read_attempts(self.run), receipts, status.time)
+        if fraction is not None:
+            service.send([Point(max(0, self.delivered.step), status.time, {"goodput": fraction})])
         return {"sunspot.incidents": str(sum(receipt.cause.incident for receipt in receipts))}
 
     def _record(self, delivered: Delivered, arrived: bool) -> None:
-        """Record the progress, if it has `arrived`; raises `StorageError`: then later data is delivered again."""
+        """Keep the progress, and write it to the run if the data has `arrived`.
+
+        Raises `StorageError`. Then the next delivery sends the data again.
+        """
         self.delivered = delivered
         if arrived:
             self.run.storage.write(self.run.key("tracking", f"{self.name}-delivered.json"), to_json(asdict(delivered)))
 
 
 def _end_of(status: Status) -> str:
-    """Return what identifies the end of this start of the run; empty while it runs."""
+    """Return a text that identifies how and when the run ended, or an empty text while it is running."""
     return f"{status.state} {status.time:.3f}" if status.state.terminal else ""
 
 
 def to_point(record: dict[str, Any]) -> Point:
-    """Return the metrics of a record; of an evaluation those of held-out rows, as an earlier record has the rest."""
+    """Return the metrics of a record.
+
+    A record that is only an evaluation gives the metrics of held-out rows, because an earlier record has the others.
+    """
     values = {
         name: float(value)
         for name, value in record.items()
@@ -251,55 +271,59 @@ def to_point(record: dict[str, Any]) -> Point:
 
 
 def _is_evaluation(record: dict[str, Any]) -> bool:
-    """Return whether a record is only the evaluation of an epoch that an earlier attempt had completed."""
+    """Return True if a record is only the evaluation of an epoch that an earlier attempt completed."""
     return record.get("steps") == 0
 
 
 @dataclass(frozen=True)
 class TrackingRun:
-    """The run of a tracking service that shows this one; `<service>.json` in the run."""
+    """Run in a tracking service to which this run is delivered, as stored in the run's `<service>.json`."""
 
     id: Annotated[str, MinLen(1)]
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """How much of a run a tracking service has; `<service>-delivered.json` in the run."""
+    """Progress of the delivery to a tracking service, as stored in the run's `<service>-delivered.json`."""
 
     step: Annotated[int, Ge(-1)] = -1
-    "All records up to this step have been delivered or refused."
+    "Step up to which all records have been delivered or refused."
     attempt: Count = 0
-    "The attempt of the last of them: a later attempt may add an evaluation of the same step."
+    "Attempt of the last of these records. A later attempt may add an evaluation of the same step."
     records: Count = 0
-    "Records that the service has."
+    "Number of records that the service has."
     refused: Count = 0
-    "Records that it refused."
+    "Number of records that the service refused."
     report: str = ""
-    "SHA-256 of its copy of the report."
+    "SHA-256 of the service's copy of the report."
     model: str = ""
-    "The checkpoint of its model."
+    "Name of the checkpoint whose model the service has."
     ended: str = ""
-    "The end that it has recorded (`_end_of`)."
+    "End of the run that the service has recorded (`_end_of`)."
 
 
 def read_tracking_run(run: Run, service: str) -> str | None:
-    """Return the id of the tracking run; None if there is none yet, or it is damaged. Raises `StorageError`."""
+    """Return the id of the tracking run, or None if its file does not exist or is damaged. Raises `StorageError`."""
     found = _read(run, TrackingRun, f"{service}.json")
     return found.id if found else None
 
 
 def claim_tracking_run(run: Run, service: str, identity: str) -> str:
-    """Make `identity` the id of the tracking run unless it has one that can be read; returns the id that it has."""
+    """Store `identity` as the id of the tracking run unless a readable id is stored already. Return the stored id."""
     file, content = f"{service}.json", to_json(asdict(TrackingRun(identity)))
     if not run.storage.create(run.key("tracking", file), content):
-        if known := _read(run, TrackingRun, file):
+        known = _read(run, TrackingRun, file)
+        if known:
             return known.id
         run.storage.write(run.key("tracking", file), content)
     return identity
 
 
 def read_delivered(run: Run, service: str) -> Delivered:
-    """Return the delivery's progress; raises `StorageError`. When it is damaged, all is delivered again."""
+    """Return the progress of the delivery. If its file is damaged, everything is delivered again.
+
+    Raises `StorageError`.
+    """
     return _read(run, Delivered, f"{service}-delivered.json") or Delivered()
 
 

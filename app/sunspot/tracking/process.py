@@ -1,7 +1,7 @@
-"""The process beside the driver that delivers a run to a tracking service while it trains.
+"""Starts the process that delivers a run to a tracking service while it trains.
 
-A separate process, as the service's library takes seconds and some 180 MB to import: neither that nor a server that
-hangs may affect the processes that train.
+The process is separate from the driver because a service's library takes seconds and about 180 MB to import, and
+because its server may hang. Neither may affect the training processes.
 """
 
 import importlib.util
@@ -25,13 +25,13 @@ from sunspot.settings import PREFIX, Settings
 log = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 120
-"""How long the driver waits at its end for the rest of the delivery, mainly the model."""
+"""Seconds for which the driver waits at its end for the rest of the delivery, mainly the model."""
 
 SILENT_WAIT_S = 3
-"""After this part of the wait, the driver prints that it waits."""
+"""Seconds of waiting after which the driver prints that it waits."""
 
 OUTPUT_TIMEOUT_S = 5
-"""How long the driver waits for the last lines of a process that has ended."""
+"""Seconds for which the driver waits for the last lines of a process that has ended."""
 
 
 def refuse_unusable(settings: Settings) -> None:
@@ -42,37 +42,38 @@ def refuse_unusable(settings: Settings) -> None:
     if name == "tensorboard":
         if "://" in settings.storage_path:
             raise SettingsError(
-                f"{PREFIX}TRACKING=tensorboard: writes files into the folder of a run on disk, and "
+                f"{PREFIX}TRACKING=tensorboard: it writes files into the folder of a run on disk, but "
                 f"{PREFIX}STORAGE_PATH={settings.storage_path} is a bucket; set it to mlflow, wandb or empty"
             )
         return
     found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:  # the folder `wandb` that W&B creates is found, too
+    if found is None or found.origin is None:  # W&B's output folder `wandb` is found as well, without an origin
         raise SettingsError(
             f"{PREFIX}TRACKING={name}: its library is missing; {how_to_install(name)}, or set it to empty"
         )
-    if name == "mlflow" and (problem := find_mlflow_problem(os.environ.get("MLFLOW_TRACKING_URI", ""))):
+    problem = find_mlflow_problem(os.environ.get("MLFLOW_TRACKING_URI", "")) if name == "mlflow" else ""
+    if problem:
         raise SettingsError(f"{PREFIX}TRACKING=mlflow: MLFLOW_TRACKING_URI{problem}")
 
 
 def find_mlflow_problem(address: str) -> str:
-    """Say why MLflow cannot keep runs at an address; empty if it can."""
+    """Return why MLflow cannot keep runs at an address, or an empty text if it can."""
     if not address:
         return " is not set; set it to the server's address, e.g. https://mlflow.example.com, or to sqlite:///mlflow.db"
     if address.startswith("file:") or ("://" not in address and not address.startswith("databricks")):
-        return f"={address}: MLflow has given up its store of files; set it to sqlite:///mlflow.db, or to a server"
+        return f"={address}: MLflow no longer stores runs in files; set it to sqlite:///mlflow.db, or to a server"
     if not address.startswith(("http", "databricks")) and not importlib.util.find_spec("sqlalchemy"):
-        return f"={address}: a database needs all of MLflow; install mlflow, or set it to a server's address"
+        return f"={address}: a database needs the full package mlflow; install it, or set this to a server's address"
     return ""
 
 
 @contextmanager
 def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
-    """Deliver the run to the service of TRACKING while the context lasts, and its end within FINISH_TIMEOUT_S after.
+    """Deliver the run to the service in TRACKING while the context lasts, and its end within FINISH_TIMEOUT_S.
 
-    Failures are printed and change nothing in the run. When this start of a `driver` has lost the run, the new owner's
-    process delivers it. What is delivered is read from storage, by a process that ends when its standard input closes,
-    even if this one is killed.
+    Failures are printed and do not affect the run. If another driver takes over the run from this start of a `driver`,
+    its own process continues the delivery. The process reads from storage, and ends when its standard input closes,
+    even if this process is killed.
     """
     if not settings.tracking:
         yield
@@ -99,10 +100,10 @@ def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
         except BaseException as error:
             abandoned.set()
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with its library's processes
+                os.killpg(process.pid, signal.SIGKILL)  # includes the processes of its library
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            log.warning(f"tracking: not delivered within {FINISH_TIMEOUT_S} s; {later} goes on")
+            log.warning(f"tracking: not delivered within {FINISH_TIMEOUT_S} s; run {later} to continue")
         finally:
             wait([reader], OUTPUT_TIMEOUT_S)
 
@@ -118,7 +119,7 @@ def _wait_for_end(process: subprocess.Popen[str]) -> None:
 
 
 def command(run: Run, settings: Settings) -> str:
-    """Return the command that delivers a run by hand."""
+    """Return the command that delivers a run by hand, for a message."""
     return f"`python -m sunspot.tracking {run.name} --storage {shlex.quote(settings.storage_path)}`"
 
 
@@ -130,4 +131,4 @@ def _relay_output(
         print(line, end="", flush=True)
     code = process.wait()
     if (code or not finishing.is_set()) and not abandoned.is_set():
-        log.warning(f"tracking: its process ended with {code}; {later} delivers what is missing")
+        log.warning(f"tracking: its process ended with exit code {code}; run {later} to deliver the rest")

@@ -1,6 +1,7 @@
-"""The tracking services that a run can be delivered to. Addresses and credentials come from the services' environment.
+"""Tracking services to which a run can be delivered: MLflow, Weights & Biases, and TensorBoard's files.
 
-Their libraries are imported by what uses them, as they are slow, and need not be installed.
+Addresses and credentials come from the environment variables of each service. The services' libraries are imported when
+they are used, because importing them is slow and they may not be installed.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from sunspot.run.status import RunState
 
 
 class RefusedError(TrackingError):
-    """The service rejects what was sent, and would again: no retry helps."""
+    """The service rejects the request, and would reject it again."""
 
 
 class RunIdentity(NamedTuple):
-    """The run that is delivered."""
+    """Identity of the run that is delivered."""
 
     id: str
-    "Unique: a run that replaces a deleted one has another."
+    "Unique id. A run that replaces a deleted run has a different id."
     name: str
     location: str
 
 
 class Point(NamedTuple):
-    """The numbers of one record of the metric history."""
+    """Numbers of one record in the metric history."""
 
     step: int
     time: float
@@ -41,49 +42,56 @@ class Point(NamedTuple):
 
 
 class Service(ABC):
-    """One run in a tracking service. Methods raise `TrackingError`, after which they may be retried, or `RefusedError`.
+    """One run in a tracking service.
 
-    They return within seconds, whatever the server does, except `attach` and `close`, which wait for uploads.
+    Methods raise `TrackingError`, after which they may be retried, or `RefusedError`. They return within seconds even
+    if the server hangs, except `attach` and `close`, which wait for uploads.
     """
 
     acknowledges = True
-    "Whether data has arrived when `send` returns, or only when `close` does."
+    "True if data has arrived when `send` returns, and False if it has arrived only when `close` returns."
 
     def __init__(self, project: str, identity: RunIdentity) -> None:
-        """`project` is MLflow's experiment, say."""
+        """Prepare the delivery of a run to a project, which is an experiment in MLflow."""
         self._project, self._identity = project, identity
 
     def find_or_create(self) -> str:
-        """Return the id of this run's tracking run, created if there is none."""
+        """Return the id of this run's tracking run, and create the tracking run if it does not exist."""
         return self._identity.id
 
-    def discard(self, tracking_run: str) -> None:  # noqa: B027  # nothing to do, unless the service makes the ids
-        """Remove a tracking run that was just created: another process was first."""
+    def discard(self, tracking_run: str) -> None:  # noqa: B027  # only needed if the service makes the ids
+        """Remove a tracking run that was just created, because another process was faster."""
 
     @abstractmethod
     def open(self, tracking_run: str) -> str:
-        """Continue a tracking run; returns where people find it."""
+        """Continue a tracking run and return its address for people."""
 
     @abstractmethod
     def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Set the run's parameters and tags; later values replace earlier ones."""
+        """Set the run's parameters and tags. New values replace old ones."""
 
     @abstractmethod
     def send(self, points: Sequence[Point]) -> None:
-        """Deliver metrics; sent twice, they count once wherever the service can tell."""
+        """Deliver metrics. Services that recognize repeated metrics count them once."""
 
     @abstractmethod
     def attach(self, file: Path, folder: str) -> None:
-        """Deliver a file into a folder ('': none), replacing one of that name. The file must stay until `close`."""
+        """Deliver a file into a folder, or to the top level if `folder` is empty, and replace a file of the same name.
+
+        The file must exist until `close` returns.
+        """
 
     @abstractmethod
     def close(self, state: RunState | None) -> None:
-        """Record how the run ended; None: only this delivery ends."""
+        """End the delivery, and record the final state of the run unless `state` is None."""
 
 
 @contextlib.contextmanager
 def tracking_errors(service: str) -> Iterator[None]:
-    """Turn the errors of a service's library into `TrackingError`; MLflow's own need not be named."""
+    """Turn the errors of a service's library into `TrackingError`, whose message names the original class.
+
+    Only MLflow's own errors are not named.
+    """
     try:
         yield
     except TrackingError:
@@ -98,31 +106,31 @@ def tracking_errors(service: str) -> Iterator[None]:
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 
 ENVIRONMENT = {
-    # The delivery does the retrying; MLflow's own 7 tries of 120 s would hide an outage.
+    # The delivery retries by itself. MLflow's own 7 tries of 120 s would hide an outage.
     TIMEOUT: "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    # Nothing is sent anywhere but to the server.
+    # Nothing may be sent anywhere except to the server.
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 
 METRICS_AT_ONCE, OTHERS_AT_ONCE = 1000, 100
-"""MLflow's limits for a request: metrics, and parameters or tags."""
+"""Largest numbers of metrics, and of parameters or tags, that MLflow takes in a request."""
 
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
-"""MLflow's codes for requests that it would reject again."""
+"""Error codes of MLflow for requests that it would reject again."""
 
 ATTACH_TIMEOUT_S = 60
-"""How long the server may be silent during an upload, which it may have to forward to a store of its own."""
+"""Seconds for which the server may be silent during an upload. It may forward the file to another store."""
 
 ENDS = {RunState.SUCCEEDED: "FINISHED", RunState.FAILED: "FAILED"}
-"""MLflow's names for how a run ended; every other end is KILLED."""
+"""MLflow's status for the final state of a run. Any other state becomes KILLED."""
 
 mlflow_errors = tracking_errors("MLflow")
 
 
 class MlflowService(Service):
-    """A run on the MLflow server at MLFLOW_TRACKING_URI, by its id; leaves MLflow's global state alone."""
+    """Run on the MLflow server at MLFLOW_TRACKING_URI. It does not touch MLflow's global state."""
 
     def __init__(self, project: str, identity: RunIdentity) -> None:
         super().__init__(project, identity)
@@ -139,7 +147,7 @@ class MlflowService(Service):
         known = self._client.get_experiment_by_name(self._project)
         experiment = known.experiment_id if known else self._client.create_experiment(self._project)
         found = self._client.search_runs([experiment], f"tags.`sunspot.id` = '{identity}'", max_results=1)
-        if found:  # created by a process that ended before it could record the id
+        if found:  # the process that created the run ended before it could store the id
             return str(found[0].info.run_id)
         tags = {"sunspot.id": identity, "sunspot.run": location}
         return str(self._client.create_run(experiment, run_name=name, tags=tags).info.run_id)
@@ -157,12 +165,12 @@ class MlflowService(Service):
 
     @property
     def _server(self) -> str:
-        """Its address, without the credentials that may be in it."""
+        """Address of the server, without any credentials."""
         return re.sub(r"//[^/@\s]+@", "//", self._client.tracking_uri)
 
     @mlflow_errors
     def _active(self) -> Any:
-        """Return the server's `mlflow.entities.RunInfo`; raises `TrackingError` if the run is missing or deleted."""
+        """Return the server's `mlflow.entities.RunInfo`. Raises `TrackingError` if the run is missing or deleted."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -171,18 +179,18 @@ class MlflowService(Service):
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             raise TrackingError(
-                f"{self._server} does not know the run {self._run}; set MLFLOW_TRACKING_URI to the server it was begun "
-                "on"
+                f"{self._server} does not have the run {self._run}; set MLFLOW_TRACKING_URI to the server on which it "
+                "was created"
             ) from error
         if info.lifecycle_stage == "deleted":
             raise TrackingError(
-                f"the run {self._run} was deleted in MLflow; `mlflow runs restore --run-id {self._run}` brings it back"
+                f"the run {self._run} was deleted in MLflow; `mlflow runs restore --run-id {self._run}` restores it"
             )
         return info
 
     @mlflow_errors
     def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Set parameters and tags: a parameter keeps its first value, and one that has changed since becomes a tag."""
+        """Set parameters and tags. A parameter keeps its first value, and a changed value is added as a tag."""
         from mlflow.entities import Param, RunTag
 
         data = self._client.get_run(self._run).data
@@ -194,11 +202,11 @@ class MlflowService(Service):
         self._log("tags", others, OTHERS_AT_ONCE)
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send metrics, of which MLflow drops those of equal name, step, time and value."""
+        """Send metrics. MLflow drops a metric if it already has the same name, step, time and value."""
         from mlflow.entities import Metric
 
         metrics = [
-            # In the characters that every version of MLflow takes.
+            # Only these characters are allowed in all versions of MLflow.
             Metric(re.sub(r"[^\w .\-/]", "_", name, flags=re.ASCII), value, int(point.time * 1000), point.step)
             for point in points
             for name, value in point.values.items()
@@ -213,7 +221,7 @@ class MlflowService(Service):
             for begin in range(0, len(entries), at_once):
                 self._client.log_batch(self._run, **{kind: entries[begin : begin + at_once]})
         except MlflowException as error:
-            self._active()  # raises if the run, not the request, is at fault
+            self._active()  # raises if the problem is the run and not the request
             if error.error_code in REFUSALS:
                 raise RefusedError(f"MLflow: {shorten(error)}") from error
             raise
@@ -237,19 +245,19 @@ class MlflowService(Service):
 # ----------------------------------------------------------------------------------------------------- Weights & Biases
 
 INIT_TIMEOUT_S = 15
-"""Time for one attempt to reach the server; the delivery retries."""
+"""Seconds for one attempt to reach the server. The delivery retries."""
 
 STEP = "step"
-"""The x axis of all curves. W&B's own step only grows, and would drop data that is sent again."""
+"""Name of the x axis of all curves. W&B's own step may only grow, so it would drop repeated data."""
 
 wandb_errors = tracking_errors("Weights & Biases")
 
 
 class WandbService(Service):
-    """A run of Weights & Biases, whose library writes to a file and sends it from a process of its own.
+    """Run in Weights & Biases, whose library writes to a file and sends it from its own process.
 
-    It takes ids from outside. It sends to the server of WANDB_BASE_URL; with WANDB_MODE=offline, the file stays below
-    WANDB_DIR.
+    The run has an id of our choice. The library sends to the server at WANDB_BASE_URL. With WANDB_MODE=offline, the
+    file stays below WANDB_DIR.
     """
 
     acknowledges = False
@@ -278,10 +286,10 @@ class WandbService(Service):
                 id=tracking_run, resume="allow", project=self._project, name=self._identity.name, settings=settings
             )
         except Exception:
-            self._wandb.teardown()  # or its process would keep the id of a run that was never opened
+            self._wandb.teardown()  # otherwise, its process would keep the id of a run that was never opened
             raise
         self._run.define_metric("*", step_metric=STEP)
-        if self._run.resumed:  # a process may have ended before it recorded what has arrived
+        if self._run.resumed:  # an earlier process may have ended before it stored its progress
             self._arrived = int(self._run.summary.get(STEP, -1))
         return str(self._run.url or f"`wandb sync {self._run.settings.sync_dir}` sends them")
 
@@ -305,20 +313,20 @@ class WandbService(Service):
 
     @wandb_errors
     def close(self, state: RunState | None) -> None:
-        """Wait until everything has arrived: W&B retries for as long as its server is away."""
+        """Wait until everything has arrived. W&B retries until its server is reachable."""
         self._run.finish(exit_code=0 if state in (RunState.SUCCEEDED, RunState.STOPPED) else 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- TensorBoard
 
 FOLDER = "tensorboard"
-"""In the folder of the run."""
+"""Name of the folder for event files in the folder of the run."""
 
 tensorboard_errors = tracking_errors("TensorBoard")
 
 
 class TensorBoardFiles(Service):
-    """One run's event files: another for each delivery that goes on with it. Their folder says which run it is."""
+    """Event files of a run, one for each delivery. TensorBoard names the run after their folder."""
 
     def __init__(self, project: str, identity: RunIdentity) -> None:
         super().__init__(project, identity)
@@ -327,7 +335,7 @@ class TensorBoardFiles(Service):
 
     @tensorboard_errors
     def open(self, tracking_run: str) -> str:
-        from tensorboardX import SummaryWriter  # takes a second; Ray Tune brings it
+        from tensorboardX import SummaryWriter  # takes a second to import; a dependency of Ray Tune
 
         self._writer = SummaryWriter(str(self._folder))
         return f"`tensorboard --logdir {self._folder.parent.parent}` shows them"
@@ -346,7 +354,7 @@ class TensorBoardFiles(Service):
         self._writer.flush()
 
     def attach(self, file: Path, folder: str) -> None:
-        """Do nothing: report and model lie beside the files."""
+        """Do nothing, because the report and the model are in the same folder already."""
 
     @tensorboard_errors
     def close(self, state: RunState | None) -> None:
@@ -354,4 +362,4 @@ class TensorBoardFiles(Service):
 
 
 SERVICES: dict[str, type[Service]] = {"mlflow": MlflowService, "wandb": WandbService, "tensorboard": TensorBoardFiles}
-"""By the name in SUNSPOT_TRACKING."""
+"""Class of each service, by its name in SUNSPOT_TRACKING."""

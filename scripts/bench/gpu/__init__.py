@@ -1,4 +1,5 @@
-"""`make bench-gpu`: one GPU's figures in about ten minutes, without a network, each printed as soon as it is known.
+"""`make bench-gpu`: measure a GPU in about ten minutes without a network, and print each figure at once.
 
-python -m scripts.bench.gpu steps checkpoints measures only these; --device cpu tries everything out, with small models.
+`python -m scripts.bench.gpu steps checkpoints` measures only these subjects. `--device cpu` tries everything out with
+small models.
 """

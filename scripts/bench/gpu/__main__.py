@@ -1,4 +1,4 @@
-"""Run the subjects one after the other; one that fails, or lacks a package, does not end the others."""
+"""Runs the subjects one after the other. If a subject fails or lacks a package, the others still run."""
 
 import argparse
 import importlib
@@ -13,13 +13,13 @@ import warnings
 import torch
 
 SUBJECTS = ("checkpoints", "steps")
-"""Each a module of this package; the longest comes last."""
+"""Modules of this package to run. The longest comes last."""
 
 
 def main() -> int:
-    """Measure; 1 if a subject failed."""
+    """Measure the subjects, and return 1 if a subject failed."""
     parser = argparse.ArgumentParser("bench-gpu", description=__doc__)
-    parser.add_argument("subjects", nargs="*", choices=[*SUBJECTS, []], help="default: all")
+    parser.add_argument("subjects", nargs="*", choices=[*SUBJECTS, []], help="subjects to measure; default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     began, failed = time.monotonic(), False
@@ -29,7 +29,7 @@ def main() -> int:
         print(f"\n{subject} ({time.monotonic() - began:.0f} s)", flush=True)
         try:
             importlib.import_module(f"scripts.bench.gpu.{subject}").measure(torch.device(arguments.device))
-        except Exception:  # the figures of the others are worth having
+        except Exception:  # keep measuring the other subjects
             traceback.print_exc(file=sys.stdout)
             failed = True
     print(f"\n{time.monotonic() - began:.0f} s in all", flush=True)
@@ -38,5 +38,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")  # of PyTorch's own checkpoints
+    warnings.simplefilter("ignore")  # PyTorch's own checkpoints warn
     sys.exit(main())

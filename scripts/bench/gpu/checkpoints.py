@@ -1,7 +1,7 @@
-"""What a checkpoint costs the training thread, from 0.1 to 8 GB, beside PyTorch's own ways.
+"""Measures how long checkpoints of 0.1 to 8 GB stall the training thread, compared with PyTorch's own saves.
 
-Every way gets the same state on the GPU, the same work on it between the call and the next optimizer step, and writes
-to the same local disk.
+All ways save the same state on the GPU to the same local disk, with the same work between the save and the next
+optimizer step.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ from scripts.bench.gpu.workloads import synchronize
 from sunspot.checkpoint import SavedObjects
 
 SAVES = 4
-"""Of each way; the first allocates and is left out."""
+"""Number of measured saves of each way. One more save comes before them, because it allocates memory."""
 
 WORK_S = 0.15
 """Seconds of forward and backward passes between a save and the next optimizer step."""
@@ -47,7 +47,7 @@ def measure(device: torch.device) -> None:
 
 
 class Training:
-    """Square layers whose weights, with Adam's two averages, take `size` bytes; and steps of them."""
+    """Training of square layers, whose weights and Adam's two averages take `size` bytes."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         width = 4096 if size > 4e8 else 1024
@@ -58,7 +58,10 @@ class Training:
         self._rows, self._device = torch.randn(64, width, device=device), device
 
     def step(self, wait: Callable[[], object], began: float = 0.0) -> float:
-        """Seconds of a step, or since `began`, without the WORK_S and more of its passes; `wait` precedes its end."""
+        """Take a step, and call `wait` before its end. Return its seconds, or those since `began`, without its passes.
+
+        The passes take at least WORK_S.
+        """
         began = began or time.perf_counter()
         work_began = time.perf_counter()
         passes = 0
@@ -75,7 +78,7 @@ class Training:
 
 
 def stall(way: Way, training: Training) -> tuple[list[float], list[float]]:
-    """Seconds that each save takes from the training, and until it is done: stored, or committed."""
+    """Return the seconds for which each save stalls the training, and the seconds until it is stored or committed."""
     stalls, ends = [], []
     for step in range(1, 2 + SAVES):
         undisturbed = training.step(nothing)
@@ -91,7 +94,7 @@ def stall(way: Way, training: Training) -> tuple[list[float], list[float]]:
 
 
 class TorchSave:
-    """torch.save while the training waits."""
+    """PyTorch's `torch.save`, for which the training waits."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

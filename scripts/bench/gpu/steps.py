@@ -1,4 +1,4 @@
-"""The step beside plain PyTorch of the same batch, in alternating pairs, and what each option brings."""
+"""Measures a step compared with plain PyTorch, in alternating pairs, and the gain of each option."""
 
 import time
 from dataclasses import replace
@@ -19,14 +19,14 @@ LADDER = {
     "compiled": {"PRECISION": "bf16", "COMPILE": "default"},
     "max-autotune": {"PRECISION": "bf16", "COMPILE": "max-autotune"},
 }
-"""The options, rung by rung. The layout channels_last is in all of them, and not in the plain loop."""
+"""Options to measure, each compared with the option before. Unlike the plain loop, all use the layout channels_last."""
 
 ON_CPU = ("fp32", "bf16", "compiled")
-"""The rungs of a trial on a CPU, where max-autotune looks for the best code for minutes."""
+"""Options to measure on a CPU, where max-autotune would search for the best code for minutes."""
 
 
 def measure(device: torch.device) -> None:
-    """Print a line for each workload, then one for each rung of the ladder."""
+    """Print a line for each workload, and then a line for each option of each workload."""
     ceiling = matrix_rate(device)
     print(f"matrix product, bf16 {ceiling / 1e12:8.1f} TFLOP/s", flush=True)
     with ray_session():
@@ -48,12 +48,12 @@ def measure(device: torch.device) -> None:
 
 
 def climb(workload: Workload, device: torch.device) -> None:
-    """Print the step with each rung of the ladder, and how much faster it is than with the rung before."""
+    """Print the time of a step with each option, and the gain compared with the option before."""
     before: float | None = None
     for name in LADDER if device.type == "cuda" else ON_CPU:
         try:
             step_ms = ours(workload, device, **LADDER[name])
-        except SunspotError as error:  # no compiler, say
+        except SunspotError as error:  # for example, no compiler is installed
             print(f"{workload.name:30} {name:12}  left out: {error}", flush=True)
             continue
         gain = f"{before / step_ms:8.2f}x" if before else ""
@@ -62,7 +62,7 @@ def climb(workload: Workload, device: torch.device) -> None:
 
 
 def matrix_rate(device: torch.device) -> float:
-    """Operations a second of a square product in bf16: the median of ten, after three to warm up."""
+    """Return the operations per second of a square product in bf16: the median of ten after three warm-ups."""
     n = 8192 if device.type == "cuda" else 256
     left, right = torch.randn(2, n, n, device=device, dtype=torch.bfloat16)
     times = []
@@ -75,8 +75,10 @@ def matrix_rate(device: torch.device) -> float:
 
 
 def utilization(workload: Workload, step_ms: float, ceiling: float) -> str:
-    """The share of the measured matrix rate, counting 6 operations a weight and token, and 12 x layers x width x
-    context a token for attention (Chowdhery et al., PaLM, 2022, appendix B); empty for images.
+    """Return the utilization as a fraction of the measured matrix rate; empty for images.
+
+    A weight takes 6 operations per token, and attention takes 12 x layers x width x context operations per token
+    (Chowdhery et al., PaLM, 2022, appendix B).
     """
     if not workload.tokens:
         return ""

@@ -1,4 +1,4 @@
-"""The models that are measured, trained by the product and by a plain loop on the same rows."""
+"""Models to measure, trained by Sunspot and by a plain loop on the same rows."""
 
 import json
 import tempfile
@@ -27,7 +27,7 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """A task at one batch size."""
+    """Task with a batch size."""
 
     name: str
     task: str
@@ -35,10 +35,10 @@ class Workload:
     steps: int
     args: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
-    "Of a row; 0: rows are images."
+    "Number of tokens in a row; 0 if rows are images."
 
     def settings(self, folder: str, device: torch.device, **more: str) -> Settings:
-        """One worker, no checkpoint before the end, a record four times a second."""
+        """Return settings for one worker, no checkpoint before the end, and four records per second."""
         return load_settings(
             {
                 "TASK": self.task,
@@ -61,12 +61,15 @@ class Workload:
         return "tokens/s" if self.tokens else "rows/s"
 
     def rate(self, step_ms: float) -> float:
-        """Tokens or rows a second."""
+        """Return the tokens or rows per second."""
         return 1000 * self.batch * (self.tokens or 1) / step_ms
 
 
 def workloads(device: torch.device) -> list[Workload]:
-    """ResNet-18 on digits, and a GPT of the size of GPT-2 small with a vocabulary of bytes, hence more layers."""
+    """Return the workloads: ResNet-18 on digits, and a GPT as large as GPT-2 small.
+
+    The GPT has more layers than GPT-2, because its vocabulary of bytes is smaller.
+    """
     if device.type != "cuda":
         small = {"layers": 2, "width": 64, "heads": 2, "context": 64}
         return [
@@ -84,7 +87,7 @@ def workloads(device: torch.device) -> list[Workload]:
 
 
 def dataset(workload: Workload, folder: str) -> str:
-    """A dataset of exactly one epoch of the workload: an evaluation or a second epoch would be measured, too."""
+    """Write a dataset for exactly one epoch, so that no evaluation is measured, and return its path."""
     if workload.tokens:
         path = Path(folder, "rows.txt")
         text = read_text(REFERENCE)
@@ -99,13 +102,13 @@ def dataset(workload: Workload, folder: str) -> str:
 
 
 def ours(workload: Workload, device: torch.device, **more: str) -> float:
-    """Milliseconds of a step of a run."""
+    """Return the milliseconds per step of a run."""
     with tempfile.TemporaryDirectory() as folder:
         return train_ms(workload.settings(folder, device, **more))
 
 
 def plain(workload: Workload, device: torch.device, precision: str) -> float:
-    """Milliseconds of a step of the loop anyone would write first, with all rows on the device already."""
+    """Return the milliseconds per step of the simplest loop, with all rows on the device already."""
     with tempfile.TemporaryDirectory() as folder:
         settings = workload.settings(folder, device)
         task = load_task(settings)

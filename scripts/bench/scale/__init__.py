@@ -1,1 +1,1 @@
-"""What grows with workers, rows, time and bytes. Each module is a subject, whose `measure` yields rows of one table."""
+"""Measures figures that grow with workers, rows, time and bytes. Each module has a `measure` that yields table rows."""

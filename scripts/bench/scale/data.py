@@ -1,4 +1,4 @@
-"""Rows: planning an epoch, and reading them with LOADER=ray."""
+"""Measures how an epoch's plan, and the bytes read with LOADER=ray, grow with rows and workers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from sunspot.data.ray_loader import PART_BYTES, RoundPlanner, RoundReader
 from sunspot.data.source import rows_in
 
 ROW_BYTES, GROUP_ROWS = 784, 2048
-"""Of MNIST, as `sunspot.data.convert` writes it."""
+"""Bytes of a row, and rows in a row group, of MNIST as `sunspot.data.convert` writes it."""
 
 PLANNED_ROWS, READ_ROWS = 10**9, 1 << 16
 
 
 def measure() -> Iterator[Figure]:
-    """Measure its figures, one after the other."""
-    torch.set_num_threads(1)  # a worker's share of a machine that is full
+    """Yield the figures one after the other."""
+    torch.set_num_threads(1)  # as for a worker on a busy machine
     order = run_order("ray", (GROUP_ROWS,) * (PLANNED_ROWS // GROUP_ROWS), 0)
     for world_size in (1, 64, 1000):
         yield from plan(order, world_size)
@@ -40,12 +40,12 @@ def measure() -> Iterator[Figure]:
 
 
 def plan(order: Order, world_size: int) -> Iterator[Figure]:
-    """Seconds of processor time of the plan of an epoch, and MiB of memory at its peak over those at its beginning.
+    """Yield the CPU seconds of an epoch's plan, and the growth of memory up to its peak in MiB.
 
-    All of it works in one thread: on a machine that does nothing else, these are the seconds that pass.
+    The plan uses a single thread, so on an idle machine the CPU seconds equal the elapsed time.
     """
     steps = steps_of(PLANNED_ROWS, world_size)
-    Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     began, resident = time.process_time(), status("VmRSS")
     for _ in planner_of(order, steps, world_size)(pa.table({"step": [0]})):
         pass
@@ -55,7 +55,7 @@ def plan(order: Order, world_size: int) -> Iterator[Figure]:
 
 
 def read(folder: Path, world_size: int) -> Figure:
-    """Bytes that the readers' system calls got in an epoch of LOADER=ray."""
+    """Return the bytes that the readers' system calls read in an epoch of LOADER=ray, relative to those of the data."""
     source = open_images(str(folder))
     order, steps = run_order("ray", source.row_groups, 0), steps_of(rows_in(source), world_size)
     reader = RoundReader(source, order, steps, world_size, steps.workers(world_size))
@@ -75,12 +75,12 @@ def planner_of(order: Order, steps: Steps, world_size: int) -> RoundPlanner:
 
 
 def status(name: str) -> int:
-    """Read a size in kB of this process."""
+    """Return a size of this process in kB."""
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found
     return int(found[1])
 
 
 def bytes_read() -> int:
-    """Count what this process's system calls have read so far."""
+    """Return the number of bytes that this process's system calls have read so far."""
     return int(Path("/proc/self/io").read_text().split()[1])

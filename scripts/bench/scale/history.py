@@ -1,6 +1,6 @@
-"""The metric history: a month of 64 ranks that report every 10 s, and what it takes to look at it.
+"""Measures the metric history of 64 ranks that report every 10 s for a month: its size, and the time to show a status.
 
-It is written by the run's own code, with a clock of its own, to a directory, and looked at on the way.
+Sunspot's own code writes the history to a directory, with a simulated clock. The status is also shown on the way.
 """
 
 from __future__ import annotations
@@ -29,29 +29,32 @@ from sunspot.storage.local import LocalStorage
 
 RANKS = 64
 
-EVERY_S, HOUR_S, DAY_S, DAYS = 10, 3_600, 86_400, 30
+EVERY_S = 10
+HOUR_S = 3_600
+DAY_S = 86_400
+DAYS = 30
 
 LENGTHS = {HOUR_S: "an hour", DAY_S: "a day", DAYS * DAY_S: f"{DAYS} days"}
-"""Seconds after which the run is looked at."""
+"""Times at which the status is measured, in seconds, with their names."""
 
 LOOKS = 5
 
 
 def measure() -> Iterator[Figure]:
-    """What a month of a run leaves in storage, and what it takes to look at it, also on the way."""
+    """Yield the size of the history and the time to show a status, after each of LENGTHS."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         storage = LocalStorage(folder)
         for seconds in write_month(Run(storage, "month")):
             at = f"{RANKS} ranks, {LENGTHS[seconds]}"
             yield Figure("history", at, sum(entry.size for entry in storage.list("")) / 1e6, "MB")
-            look(folder)  # compiles what is not compiled yet
+            look(folder)  # compiles the modules
             yield Figure("status, from start to end", at, median(look(folder) for _ in range(LOOKS)), "s")
 
 
 def write_month(run: Run) -> Iterator[int]:
-    """Write the history of a month, and a status; yields each of LENGTHS when it is there.
+    """Write the history of a month and a status, and yield each of LENGTHS when the history is that long.
 
-    After the first day it is flushed every ten minutes, to take less time here: the same is there in the end.
+    After the first day, the history is flushed every ten minutes, which saves time and gives the same result.
     """
     began = now = float(round(time.time()) - DAYS * DAY_S)
     attempt = Attempt(1, "job", None, 0, time=began, nonce=new_nonce(), chosen=False)
@@ -75,7 +78,7 @@ def write_month(run: Run) -> Iterator[int]:
 
 
 def make_record(number: int, now: float) -> dict[str, Any]:
-    """A record of the curve."""
+    """Return a record of the metric history."""
     draw = random.Random(number)
     speeds = ("step_time_median_s", "step_time_p95_s", "data_wait_s", "rows_per_s", "memory_mib", "gpu_memory_mib")
     return {
@@ -87,7 +90,7 @@ def make_record(number: int, now: float) -> dict[str, Any]:
 
 
 def make_ranks(draw: random.Random) -> Columns:
-    """Numbers of each rank, as widely spread as real ones."""
+    """Return numbers for each rank, with the spread of real numbers."""
     times = ("seconds", "step_time_median_s", "step_time_p95_s", "data_wait_s", "steps_s", "forward_s")
     sizes = ("memory_mib", "gpu_memory_mib", "resident_mib", "memory_left_mib")
     columns = {name: np.array([draw.random() * 10 for _ in range(RANKS)]) for name in times}
@@ -97,7 +100,7 @@ def make_ranks(draw: random.Random) -> Columns:
 
 
 def look(storage: str) -> float:
-    """Seconds of a whole process that shows the status."""
+    """Return the seconds of a process that shows the status, from its start to its end."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "sunspot", "status", "month", "--storage", storage, "--json"]
     subprocess.run(command, capture_output=True, check=True, env={**os.environ, "KUBECONFIG": os.devnull})

@@ -1,9 +1,9 @@
-"""Seconds of a commit and of a restore, with S3 behind a proxy that limits each connection, as object storage does.
+"""Measures a commit and a restore through a proxy that limits the rate of each connection, as object storage does.
 
-The server is versitygw where it is on PATH, else moto, which verifies nothing, so that all is read back. It shares this
-machine's cores with the client, which bounds what many connections reach together. So that the proxy takes little of
-them, it is a process of its own, this module with the server's port; Linux paces what it sends and moves the bytes from
-socket to socket.
+The server is versitygw if it is on PATH, or else moto. moto verifies nothing, so the client then reads all bytes again.
+The server shares this machine's cores with the client, which limits the total rate of many connections. The proxy is a
+separate process, which runs this module with the server's port. It takes little CPU time, because Linux limits the rate
+and moves the bytes from socket to socket.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from sunspot.run.checkpoints import Checkpoint, delete_checkpoint, find_newest_g
 from sunspot.storage.s3 import S3Storage
 
 RATE, SIZES = 90_000_000, (0.2e9, 2e9, 10e9)
-"""Bytes a second of a connection, and bytes of the states."""
+"""Rate of a connection in bytes per second, and sizes of the states in bytes."""
 
 PIECE = 1 << 20
-"""Bytes moved at once: as many as a user's pipe may hold."""
+"""Number of bytes to move at once, which is the largest size of a user's pipe."""
 
 SO_MAX_PACING_RATE = 47
-"""Linux's option of a socket, in bytes a second; Python has no name for it."""
+"""Number of Linux's socket option for a rate in bytes per second. Python has no constant for it."""
 
 BUCKET = "bench"
 
 COMPLETE_S = 300
-"""The server copies an object's parts when it is complete, which S3 does not; a second request meanwhile would replace
-the object while it is read."""
+"""Read timeout in seconds. Unlike S3, the server copies an object's parts at the end of the upload. A repeated request
+during that time would replace the object while it is read."""
 
 
 def measure() -> Iterator[Figure]:
-    """Each size, the smallest first."""
+    """Yield the figures of each size, smallest first."""
     with _limited_s3():
         run = Run(S3Storage(f"s3://{BUCKET}"), "run")
         claim(run, [], Attempt(1, "bench", None, 0))
@@ -69,7 +69,7 @@ def measure() -> Iterator[Figure]:
 
 
 def make_state(size: int) -> dict[str, dict[str, torch.Tensor]]:
-    """The sizes of a model's weights and of Adam's state for it, in pages of zeros that take no memory."""
+    """Return a state with the sizes of a model's weights and Adam's averages, in pages of zeros that take no memory."""
 
     def tensor(numbers: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, 4 * numbers, flags=mmap.MAP_PRIVATE), dtype=torch.float32)
@@ -79,7 +79,7 @@ def make_state(size: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def commit(run: Run, state: dict[str, dict[str, torch.Tensor]]) -> Checkpoint:
-    """Write a checkpoint of the state, as rank 0's thread does."""
+    """Write a checkpoint of the state, as the thread at rank 0 does."""
     empty = Checkpoint(checkpoint_name(1, 1), 1, 1, 100, 100, 1)
     files = WholeStateWriter(run).files(Snapshot(empty, {}, state, Slot(0, None), Future(), ChangeWatch(()), []))
     checkpoint = replace(empty, files=files)
@@ -88,7 +88,7 @@ def commit(run: Run, state: dict[str, dict[str, torch.Tensor]]) -> Checkpoint:
 
 
 def restore(run: Run) -> None:
-    """What a driver and the one worker of a node do."""
+    """Restore the newest checkpoint, as a driver and the only worker of a node do."""
     checkpoint, _ = find_newest_good(run, read_attempts(run), trust_listing=True)
     assert checkpoint
     node = NodeState(run, None, ["node"])
@@ -98,7 +98,7 @@ def restore(run: Run) -> None:
 
 @contextmanager
 def _limited_s3() -> Iterator[None]:
-    """An S3 server with a bucket, and the proxy in front of it, which the AWS environment then names."""
+    """Run an S3 server with a bucket behind the proxy, to which the AWS environment points in the context."""
     import boto3
 
     limits = patch("sunspot.storage.bucket.READ_TIMEOUT_S", COMPLETE_S)
@@ -115,7 +115,7 @@ def _limited_s3() -> Iterator[None]:
 
 
 def serve_limited(upstream: int) -> None:
-    """Print the proxy's port, and accept connections until it is killed."""
+    """Print the proxy's port, and accept connections until this process is killed."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         print(listener.getsockname()[1], flush=True)
         while True:
