@@ -139,8 +139,8 @@ clean:  ## remove the installed environment; runs and data are kept
 	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
-# Each of the three has all that the one before it has. The first two compile bytecode while they install, on all cores:
-# otherwise each process of the first run compiles torch and Ray, and its first step comes 13 s later.
+# Each of the three environments includes the one before it. The first two compile bytecode while they install, on all
+# cores. Otherwise each process of the first run would compile torch and Ray, and the first step would come 13 s later.
 INSTALL_OURS = $(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app
 
 .venv/submitter: requirements/submitter.txt pyproject.toml .venv/uv

@@ -90,7 +90,7 @@ def count(steps: list[Taken], records: list[WorkerRecord]) -> list[Epoch]:
     # Pretend that an epoch has two steps. count_rows considers it finished when the second step is reached.
     numbers = [2 * step.epoch - 1 for step in steps for _ in step.rows]
     table = pa.table({"step": pa.array(numbers, pa.int32()), "row": [row for step in steps for row in step.rows]})
-    return list(count_rows([table], Data(records[0].rows, 2, records[0].rows), 2 * end - 1))
+    return list(count_rows([table], EpochLayout(records[0].rows, 2, records[0].rows), 2 * end - 1))
 
 
 def _find(storage: Storage, folder: str) -> list[tuple[Entry, re.Match[str]]]:

@@ -34,10 +34,10 @@ The cluster and its bucket are ready. In this shell:
 
 def main() -> int:
     """Create or complete the cluster, or delete it."""
-    parser = CommandParser("scripts.kind", __doc__)
+    parser = CommandParser("python -m scripts.kind", __doc__)
     parser.add_argument("what", choices=("up", "down"))
     parser.add_argument("--image", metavar="REF", default="", help="image for its nodes; built if docker lacks it")
-    arguments = parser.parse()
+    arguments = parser.parse_args()
     refuse_missing_tools()
     if arguments.what == "down":
         call("kind", "delete", "cluster", "--name", NAME)

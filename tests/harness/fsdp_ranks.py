@@ -167,7 +167,7 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
     mine = node_parts.read(chosen.parts if chosen else ())
     faulty = [copy for copies in gather_objects(mine, world) for copy in copies]
     if faulty:
-        chosen = choose_copy([first], without_copies(machines, faulty))
+        chosen = choose_copy([first], exclude_damaged_parts(machines, faulty))
         assert not node_parts.read(chosen.parts if chosen else ())
     held = chosen and chosen.snapshot
     step = held.step if held else 0

@@ -79,7 +79,7 @@ class MemoryStorage(Storage):
     def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
         return []
 
-    def discard(self, unfinished: Unfinished) -> None:
+    def discard(self, unfinished: UnfinishedWrite) -> None:
         """Do nothing, because this storage has none."""
 
 

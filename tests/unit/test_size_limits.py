@@ -201,7 +201,7 @@ def test_two_hundred_metrics_of_five_thousand_epochs_are_all_kept() -> None:
 
 
 def test_a_checkpoint_with_an_impossible_step_is_reported_immediately(run: Run) -> None:
-    data = Data(rows=10, steps_per_epoch=1, batch=10)
+    data = EpochLayout(rows=10, steps_per_epoch=1, batch=10)
     rows = pa.table({"step": pa.array([1], pa.int32()), "rank": pa.array([0], pa.int32()), "row": [0]})
     with pytest.raises(DamageError, match="in epoch 1,000,000,000; at most 100,000 epochs"):
         list(count_rows([rows], data, 10**9))

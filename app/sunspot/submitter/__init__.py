@@ -4,7 +4,6 @@
 
     commands/submit.py       turns the command line into a JobRequest
     manifest/render.py       render(JobRequest) -> Rendered: makes the manifest and the settings; pure
-    cluster/image_digests.py pin_images: replaces the tag of an image by its digest
     cluster/preflight.py     check: finds everything in cluster and storage that would keep the run from starting
     cluster/applied.py       as_submission: makes the RayJob a new owner, with its manifest in an annotation
     cluster/start.py         start_job(RunAccess, PreparedJob) -> Submission: attaches, refuses, or replaces and applies

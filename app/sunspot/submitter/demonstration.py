@@ -112,7 +112,7 @@ def demonstrate(run: Run, report: Report) -> Demonstration:
         raise SunspotError(f"{run.location}: {view.state}, {view.reason}")
     accuracy = view.checkpoint.metrics.get("test_accuracy") if view.checkpoint else None
     held_out = "" if accuracy is None else f"; the model reads {accuracy:.0%} of the held-out digits"
-    report(view.last.get("time", view.time), f"step {view.step}: the last step{held_out}")
+    report(view.newest_record.get("time", view.time), f"step {view.step}: the last step{held_out}")
     proof = prove(run)
     if not proof.epochs:
         raise DamageError(f"{run.location}: the rows that the run consumed were not recorded")

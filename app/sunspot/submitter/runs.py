@@ -68,7 +68,7 @@ def streams_of(run: Run, rank: int | None) -> list[str]:
     return [stream for stream in list_streams(run) if re.fullmatch(wanted, stream)]
 
 
-def list_unfinished(run: Run) -> Sequence[Unfinished]:
+def list_unfinished(run: Run) -> Sequence[UnfinishedWrite]:
     """Return the run's unfinished uploads. If storage cannot list them, print a warning and return none."""
     try:
         return run.storage.list_unfinished(run.name)

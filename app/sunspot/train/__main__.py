@@ -17,8 +17,10 @@ from sunspot.train.driver import train_run
 def main(words: Sequence[str] | None = None) -> int:
     """Read the settings, and train the run that they describe."""
     CommandParser(
-        "sunspot.train", "Train the run that the settings describe, from its newest state.", Settings.model_fields
-    ).parse(words)
+        "python -m sunspot.train",
+        "Train the run that the settings describe, from its newest state.",
+        Settings.model_fields,
+    ).parse_args(words)
     space = find_dimensions(os.environ)
     if space:
         given = ", ".join(f"{PREFIX}{dimension.name}={dimension.text}" for dimension in space)

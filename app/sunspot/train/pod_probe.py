@@ -15,12 +15,12 @@ from sunspot.train.gpu import try_gpus
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the storage, the GPUs, and the network to another such pod, and print the results as one JSON document."""
     description = "Check the storage of the settings, GPUs, and the network."
-    parser = CommandParser("sunspot.train.pod_probe", description, ("storage_path",))
+    parser = CommandParser("python -m sunspot.train.pod_probe", description, ("storage_path",))
     parser.add_argument("--gpus", type=int, default=0, metavar="NUMBER", help="compute on this number of GPUs")
     parser.add_argument("--meeting", metavar="NAME", help="time an all-reduce with the pod that is given the same name")
     parser.add_argument("--rank", type=int, choices=(0, 1), default=0, help="rank of this pod among the two")
     parser.add_argument("--output", metavar="FILE", help="also write the result to this file")
-    words = parser.parse(arguments)
+    words = parser.parse_args(arguments)
     print_logs("stderr")
     path = load_settings().storage_path
     checks = [*probe_path(path), *([try_gpus(words.gpus)] if words.gpus else [])]

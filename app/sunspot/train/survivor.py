@@ -164,8 +164,8 @@ class Survivor:
         """Ask to join the next group, form it with the others, and return this worker's place in it.
 
         Returns None if no further group forms. Raises `DriverUnreachableError` if the driver does not answer, and
-        `NoGroupError` after GROUP_TRIES consecutive groups without a step. A replacement has one try, because the others
-        wait for it.
+        `NoGroupError` after GROUP_TRIES consecutive groups without a step. A replacement has one try, because the
+        others wait for it.
         """
         step = step_of(self.kept[0].checkpoint) if self.kept else None
         while True:

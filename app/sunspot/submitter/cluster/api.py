@@ -82,6 +82,9 @@ ROLES = {
 }
 """Names of the Roles that grant all other requests, by method and path."""
 
+INVALID_FIELDS = "failed to create typed patch object"
+"""Beginning of the API server's refusal of an unknown field. Its status is 500 (kubernetes#122480)."""
+
 CLUSTER_SCOPED = ("namespace", "nodes", "all pods", "PriorityClass")
 """Paths of cluster-scoped resources, which no Role of a namespace can grant."""
 
@@ -339,6 +342,10 @@ class Cluster:
         with contextlib.suppress(ValueError):
             answer = dict(json.loads(body))
         reason = shorten(Exception(answer.get("message") or answer.get("reason") or "without a reason"))
+        if reason.startswith(INVALID_FIELDS):
+            faults = reason.partition("): ")[2].removeprefix("errors: ")
+            text = f"{self.server} refuses the RayJob: {faults}; correct pod or rayjob in the profile"
+            return RefusedError(text, 400)
         if status == 429 or status >= 500:
             return UnreachableError(f"{self.server}: {status} {reason}; try again later")
         role = "" if path in CLUSTER_SCOPED else ROLES.get((method, path), ROLE)

@@ -98,7 +98,7 @@ def _watch(access: RunAccess, cluster: Cluster, head: dict[str, Any]) -> None:
     name = head["metadata"]["name"]
     away = False
     while True:
-        time.sleep(POLL_EVERY_S)
+        time.sleep(LOOK_EVERY_S)
         try:
             now = cluster.find("pod", name)
         except UnreachableError as error:

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
         raise ClusterError(f"{access.run.name} trains in a cluster that was not examined; the first finding says why")
 
 
-def _print_report(name: str, report: Report, stacks: bool) -> None:
+def _print_report(name: str, report: Examination, stacks: bool) -> None:
     """Print the findings, those that explain most first. With `stacks`, print complete stacks and tracebacks, too."""
     print_text(f"{name}: {report.state}")
     for number, finding in enumerate(report.findings, 1):

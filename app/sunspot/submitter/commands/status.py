@@ -68,7 +68,7 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
         line("pods", f"{record['pods_running']} of {record['pods_wanted']} worker pods running")
     if record["attempt"]:
         workers = record["workers_running"]
-        asked = asked_workers(record["workers_wanted"] or "")
+        asked = parse_workers(record["workers_wanted"] or "")
         train = f", {plural(workers, 'worker')} training" if workers else ""
         if workers and asked and workers < asked.most:
             train = f", {workers} of {asked} workers training"

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
         counted = [name]
     with progress_note("reading every byte"):
         verified = [(checkpoint.name, faults) for checkpoint, faults in verify(run, counted)]
-    gone = find_gone(read_status(run), counted) if name is None else None
+    gone = find_deleted_checkpoint(read_status(run), counted) if name is None else None
     if gone:
         verified.append((gone, ["missing, although the run ended with it"]))
     if args.json:
