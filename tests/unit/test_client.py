@@ -83,7 +83,7 @@ def test_wrong_settings_raise_one_error(settings: dict[str, Any], said: str) -> 
 
 def test_without_a_cluster_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(ClusterError, match="no cluster: /dev/null is not there"):
+    with pytest.raises(ClusterError, match="no cluster: /dev/null does not exist"):
         submit("run", storage="s3://bucket/runs")
 
 

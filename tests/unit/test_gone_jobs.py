@@ -71,7 +71,7 @@ def test_a_run_whose_processes_still_save_is_stopping(cluster: FakeCluster, run:
 def test_a_run_with_a_stop_marker_is_stopped(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run, silent_s=40)
     request_stop(run, "me")
-    assert state(sunspot) == ("stopped", f"asked to stop; {GONE}; saved at step 42")
+    assert state(sunspot) == ("stopped", f"told to stop; {GONE}; saved at step 42")
 
 
 def test_the_recorded_end_of_a_run_is_kept(cluster: FakeCluster, run: Run, sunspot: Command) -> None:

@@ -332,7 +332,7 @@ def test_a_silent_run_that_should_train_is_called_silent() -> None:
         reason,
     )
     state, reason = judge(job(), status=status(RunState.RUNNING, age=250), now=NOW, stop_wanted=True)
-    assert (state, reason.partition(" since")[0]) == (RunState.STOPPING, "asked to stop; no sign of life")
+    assert (state, reason.partition(" since")[0]) == (RunState.STOPPING, "told to stop; no sign of life")
     another = status(RunState.RUNNING, "run-2#1", age=250)
     state, reason = judge(job(), status=another, now=NOW)
     assert state is RunState.SILENT

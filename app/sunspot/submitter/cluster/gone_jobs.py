@@ -41,7 +41,7 @@ class GoneJob:
         if self.alive:
             return RunState.STOPPING, f"{gone}; its processes are still alive, and save before they end; {saved}"
         if stop_wanted:
-            return RunState.STOPPED, f"asked to stop; {gone}; {saved}"
+            return RunState.STOPPED, f"told to stop; {gone}; {saved}"
         again = "submit it again" if self.saved_step is None else "submit it again to continue from there"
         return RunState.LOST, f"{gone}, so nothing trains it; {saved}; {again}"
 

@@ -119,8 +119,8 @@ def judge(seen: JobSnapshot, stored: StorageSnapshot) -> tuple[RunState, str]:
     if job.deleting:
         return RunState.STOPPING, "its RayJob is being deleted"
     if state is RunState.SILENT:
-        return RunState.STOPPING, f"asked to stop; {reason}"
-    return RunState.STOPPING, f"asked to stop; {'it saves and ends' if own else 'it ends when its driver begins'}"
+        return RunState.STOPPING, f"told to stop; {reason}"
+    return RunState.STOPPING, f"told to stop; {'it saves and ends' if own else 'it ends when its driver begins'}"
 
 
 def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
