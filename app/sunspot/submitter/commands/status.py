@@ -9,7 +9,7 @@ from sunspot.run.history import in_digits
 from sunspot.run.overview import RunView
 from sunspot.run.owner import Owner
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
-from sunspot.submitter.cluster.records import gather, summarize
+from sunspot.submitter.cluster.records import make_record, read_run
 from sunspot.submitter.cluster.state import parse_workers
 from sunspot.submitter.commands.arguments import add_run_and_cluster, run_target
 from sunspot.submitter.printing import clear_screen, print_json, print_json_line, print_text, warn
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _look(access: RunAccess) -> tuple[dict[str, Any], RunView | None]:
     """Read where the run stands, and warn of what is not known."""
-    snapshot, view = gather(access)
+    snapshot, view = read_run(access)
     if snapshot.cluster.trouble:
         warn(f"from storage alone, without the cluster: {snapshot.cluster.trouble}")
     if snapshot.storage.trouble:
@@ -50,7 +50,7 @@ def _look(access: RunAccess) -> tuple[dict[str, Any], RunView | None]:
     warn_of_hidden(snapshot)
     if others := [job.name for job in snapshot.cluster.jobs[1:] if job.live]:
         warn(f"also live, and superseded by {snapshot.cluster.jobs[0].name} once that trains: {', '.join(others)}")
-    return summarize(access, snapshot, view), view
+    return make_record(access, snapshot, view), view
 
 
 def _print(record: dict[str, Any], view: RunView | None) -> None:
