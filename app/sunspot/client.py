@@ -21,7 +21,7 @@ from sunspot.submitter.cluster.api import try_connect
 from sunspot.submitter.cluster.deletion import delete_run, find_contents
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.progress_lines import ProgressLines, print_pods, print_state, print_submission
-from sunspot.submitter.cluster.records import describe_runs, gather, summarize
+from sunspot.submitter.cluster.records import describe_runs, make_record, read_run
 from sunspot.submitter.cluster.start import render_for_cluster, resume_run
 from sunspot.submitter.cluster.start import submit as start_rendered
 from sunspot.submitter.cluster.stopping import stop_run
@@ -140,7 +140,7 @@ class Run:
         If only one of them answers, the status comes from that one alone.
         """
         access = reach_run(self._target)
-        record = summarize(access, *gather(access))
+        record = make_record(access, *read_run(access))
         return {**record, "state": record["state"].value}
 
     def wait(self, timeout: float | None = None) -> str:

@@ -24,7 +24,7 @@ from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
 
 
-def gather(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
+def read_run(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
     """Read everything that cluster and storage know of a run.
 
     If one of the two does not answer, the snapshot contains its error. Raises `NotFoundError` if neither knows the run,
@@ -46,7 +46,7 @@ def gather(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
     return snapshot, view
 
 
-def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) -> dict[str, Any]:
+def make_record(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) -> dict[str, Any]:
     """Return everything known of a run as a record with the keys of the JSON document. Unknown values are None."""
     run = access.run
     cluster = access.cluster

@@ -9,7 +9,7 @@ from sunspot.run.history import format_metric
 from sunspot.run.overview import RunView
 from sunspot.run.owner import Owner
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
-from sunspot.submitter.cluster.records import gather, summarize
+from sunspot.submitter.cluster.records import make_record, read_run
 from sunspot.submitter.cluster.state import parse_workers
 from sunspot.submitter.commands.arguments import add_run_and_cluster, run_target
 from sunspot.submitter.printing import clear_screen, print_json, print_json_line, print_text, warn

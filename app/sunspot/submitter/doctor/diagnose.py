@@ -14,7 +14,7 @@ from sunspot.run.requests import list_submissions
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.pod_problems import find_problems
-from sunspot.submitter.cluster.records import gather
+from sunspot.submitter.cluster.records import read_run
 from sunspot.submitter.cluster.state import JobSnapshot
 from sunspot.submitter.doctor.failed_tries import find_failed_tries, find_storage_trouble, find_unrecorded_end
 from sunspot.submitter.doctor.fewer_workers import find_fewer_workers
@@ -63,8 +63,8 @@ class Examination:
 
 
 def examine(access: RunAccess) -> Examination:
-    """Examine a run in cluster and storage, as far as they answer. Raises the same errors as `gather`."""
-    snapshot, view = gather(access)
+    """Examine a run in cluster and storage, as far as they answer. Raises the same errors as `read_run`."""
+    snapshot, view = read_run(access)
     if snapshot.job_snapshot and _waits_for_node(snapshot.job_snapshot):
         snapshot = access.with_nodes(snapshot)
     state, reason = snapshot.state()
