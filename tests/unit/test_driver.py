@@ -367,7 +367,9 @@ def test_output_that_storage_does_not_take_is_bounded(run: Run) -> None:
     text = read_stream(run, stream)
     assert text.startswith(b"first line\n")
     assert text.endswith(b"last line\n")
-    [gap] = re.finditer(rb"\n\.\.\. (.*) of output left out: more was printed than storage took in time \.\.\.\n", text)
+    [gap] = re.finditer(
+        rb"\n\.\.\. (.*) of output left out: the process printed faster than storage could take it \.\.\.\n", text
+    )
     assert len(text) <= MAX_WAITING + SEGMENT_BYTES
     lost = len(b"first line\nlast line\n") + sum(map(len, chunks)) - (len(text) - len(gap[0]))
     assert gap[1].decode() == as_bytes(lost)
@@ -404,7 +406,7 @@ def test_the_first_and_newest_part_of_endless_output_stay(run: Run, monkeypatch:
     assert text.startswith(b"000000000\n")
     assert text.endswith(b"000003595\nthe end\n")
     assert re.search(
-        rb"\n\.\.\. [0-9.]+ MB of output left out: of long output, the first and the newest part are kept", text
+        rb"\n\.\.\. [0-9.]+ MB of output left out: only the first and the newest part of long output are kept", text
     )
 
 
