@@ -172,7 +172,7 @@ def test_newest_best_a_name_and_directories(copied_run: FinishedRun, tmp_path: P
         with pytest.raises(NotFoundError):
             Classifier(run, which, copied_run.storage)
     os.remove(elsewhere / MANIFEST)
-    with pytest.raises(NotFoundError, match=r"holds no manifest\.json"):
+    with pytest.raises(NotFoundError, match=r"has no manifest\.json"):
         Classifier(str(elsewhere))
 
 
