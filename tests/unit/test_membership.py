@@ -132,11 +132,11 @@ class Decisions(RuleBasedStateMachine):
     def die(self, data: st.DataObject) -> None:
         self.end(self.draw(data))
 
-    @precondition(lambda self: self.usable_checkpoints())
+    @precondition(lambda self: self.whole())
     @rule(data=st.data())
     def die_in_step(self, data: st.DataObject) -> None:
         """Let a member die within a step that the others have taken, have not taken, or have taken in part."""
-        group = self.usable_checkpoints()
+        group = self.whole()
         died = data.draw(st.sampled_from(range(len(group))))
         others = [process for rank, process in enumerate(group) if rank != died]
         self.take_step([(process, data.draw(st.sampled_from(["before", "after", "half"]))) for process in others])
@@ -195,11 +195,11 @@ class Decisions(RuleBasedStateMachine):
         if number > self.claimed and group and all(self.forms(process, number) for process in group):
             self.claim_next(number, group)
 
-    @precondition(lambda self: self.usable_checkpoints())
+    @precondition(lambda self: self.whole())
     @rule(late=st.booleans(), copied=st.booleans())
     def step(self, late: bool, copied: bool) -> None:
         """Let the group take a step. With `late`, rank 0 ends the step and leaves before the others have ended it."""
-        group = self.usable_checkpoints()
+        group = self.whole()
         leaves = group[0].changes
         first = group[:1] if late and leaves else group
         self.take_step([(process, "after" if process in first else "before") for process in group])
@@ -209,11 +209,11 @@ class Decisions(RuleBasedStateMachine):
             if leaves:
                 self.stand(process)
 
-    @precondition(lambda self: self.usable_checkpoints())
+    @precondition(lambda self: self.whole())
     @rule(spared=st.booleans())
     def lose_group(self, spared: bool) -> None:
         """Kill all processes that train, or all but rank 0; their nodes stay."""
-        first, *others = self.usable_checkpoints()
+        first, *others = self.whole()
         for process in others if spared else [first, *others]:
             self.end(process)
 
@@ -247,7 +247,7 @@ class Decisions(RuleBasedStateMachine):
             for process in list(self.processes.values()):
                 self.read_all(process)
             self.claim()
-            group = self.usable_checkpoints()
+            group = self.whole()
             if group and group[0].changes:
                 self.step(False, False)
 
