@@ -174,7 +174,7 @@ def test_a_checkpoint_is_chosen_by_newest_best_name_or_directory(copied_run: Fin
         with pytest.raises(NotFoundError):
             Classifier(run, which, copied_run.storage)
     os.remove(elsewhere / MANIFEST)
-    with pytest.raises(NotFoundError, match=r"holds no manifest\.json"):
+    with pytest.raises(NotFoundError, match=r"has no manifest\.json"):
         Classifier(str(elsewhere))
 
 

@@ -371,7 +371,9 @@ def test_output_is_bounded_while_storage_refuses_it(run: Run) -> None:
     text = read_stream(run, stream)
     assert text.startswith(b"first line\n")
     assert text.endswith(b"last line\n")
-    [gap] = re.finditer(rb"\n\.\.\. (.*) of output left out: more was printed than storage took in time \.\.\.\n", text)
+    [gap] = re.finditer(
+        rb"\n\.\.\. (.*) of output left out: the process printed faster than storage could take it \.\.\.\n", text
+    )
     assert len(text) <= MAX_WAITING + SEGMENT_BYTES
     lost = len(b"first line\nlast line\n") + sum(map(len, chunks)) - (len(text) - len(gap[0]))
     assert gap[1].decode() == as_bytes(lost)
@@ -408,7 +410,7 @@ def test_the_first_and_the_newest_part_of_endless_output_are_kept(run: Run, monk
     assert text.startswith(b"000000000\n")
     assert text.endswith(b"000003595\nthe end\n")
     assert re.search(
-        rb"\n\.\.\. [0-9.]+ MB of output left out: of long output, the first and the newest part are kept", text
+        rb"\n\.\.\. [0-9.]+ MB of output left out: only the first and the newest part of long output are kept", text
     )
 
 

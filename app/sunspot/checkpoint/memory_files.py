@@ -31,7 +31,7 @@ from sunspot.log import warn_once
 from sunspot.private_folder import is_own_folder, make_private_folder
 from sunspot.run import SHARED_MEMORY, node_memory_directory
 from sunspot.run.attempts import checkpoint_name
-from sunspot.run.objects import Count, Moment, is_count, is_moment, parse_verified
+from sunspot.run.objects import Count, Timestamp, is_count, is_timestamp, parse_verified
 from sunspot.shared_pages import Pages, map_pages
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
     for file in [directory / "heartbeat" for directory in _list_processes(location)]:
         with contextlib.suppress(OSError, struct.error):
             attempt, step, when = HEARTBEAT.unpack(file.read_bytes())
-            if attempt and is_count(attempt) and is_count(step) and is_moment(when):
+            if attempt and is_count(attempt) and is_count(step) and is_timestamp(when):
                 heartbeats.append((attempt, step, when))
     return heartbeats
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sunspot.report.html import Html, element, join, moment, paragraph, result, size, table
+from sunspot.report.html import Html, element, join, paragraph, result, size, table, utc_time
 from sunspot.report.learning import results_first
 from sunspot.report.model import ListedCheckpoint, Report
 from sunspot.run.attempts import step_of
@@ -53,5 +53,5 @@ def _row(report: Report, kept: ListedCheckpoint, names: Sequence[str]) -> list[A
     if kept.checkpoint and not kept.checkpoint.damage:
         found = kept.checkpoint
         results = [result(name, found.metrics.get(name)) for name in names]
-        details = [found.epoch, *results, size(found.bytes), moment(found.time)]
+        details = [found.epoch, *results, size(found.bytes), utc_time(found.time)]
     return [str(step_of(kept.name)), state, which, *details, element("code", kept.name, class_="wide")]

@@ -140,7 +140,7 @@ def size(number: float) -> Number:
     return Number(as_bytes(number, ("kB", "MB", "GB", "TB")), number)
 
 
-def moment(seconds: float) -> Html:
+def utc_time(seconds: float) -> Html:
     """Return seconds since the epoch as a date in UTC."""
     parts = time.gmtime(seconds)
     shown = time.strftime("%Y-%m-%d %H:%M:%S", parts)

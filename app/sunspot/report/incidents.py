@@ -5,7 +5,7 @@ from typing import Any
 from sunspot.formatting import money, plural
 from sunspot.report.charts import Line, chart, linear_axis, over_time, points_of
 from sunspot.report.history import Series
-from sunspot.report.html import Html, Number, duration, element, integer, join, moment, paragraph, percent, table
+from sunspot.report.html import Html, Number, duration, element, integer, join, paragraph, percent, table, utc_time
 from sunspot.report.model import Report
 from sunspot.run.attempts import Attempt
 from sunspot.run.incidents import Cause, Receipt
@@ -77,7 +77,7 @@ def _timeline(report: Report) -> Html:
 
 
 def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any]:
-    began = [f"{attempt.number}", moment(attempt.time)]
+    began = [f"{attempt.number}", utc_time(attempt.time)]
     if receipt is None:
         why = "no receipt, though it took steps" if stepped else "no receipt: it took no step"
         tier, world = attempt.metadata.tier or None, attempt.metadata.world_size or None
@@ -118,7 +118,7 @@ def _failures(report: Report) -> Html:
     of = f", {len(shown)} of {len(found):,}" if len(shown) < len(found) else ""
     rows = [
         [
-            moment(failure.time),
+            utc_time(failure.time),
             f"rank {failure.rank} of attempt {failure.attempt}" if failure.rank is not None else "the driver",
             integer(failure.step),
             _wide(f"{failure.type}: {failure.message}"),
@@ -137,7 +137,7 @@ def _events(report: Report) -> Html:
     of = f", the newest {len(shown)} of {len(events):,}" if len(shown) < len(events) else ""
     rows = [
         [
-            moment(event["time"]),
+            utc_time(event["time"]),
             event["event"],
             *("" if event.get(name) is None else str(event[name]) for name in ("attempt", "step", "rank")),
             _wide(event.get("detail", "")),

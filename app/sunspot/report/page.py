@@ -6,7 +6,7 @@ from typing import Any
 
 from sunspot.formatting import as_bytes, money, plural
 from sunspot.report import checkpoints, incidents, learning, predictions, settings, speed
-from sunspot.report.html import Html, duration, element, integer, join, moment, paragraph, percent, rate, result, text
+from sunspot.report.html import Html, duration, element, integer, join, paragraph, percent, rate, result, text, utc_time
 from sunspot.report.model import Report
 from sunspot.run.size_limits import MAX_LISTED, MAX_PAGE_BYTES, cut
 from sunspot.run.status import RunState
@@ -143,4 +143,4 @@ def _in_words(name: str) -> str:
 
 def footer(location: str, time: float) -> Html:
     """Return a footer with the location of the data, and the time at which it was read (in seconds since the epoch)."""
-    return element("footer", join(["Read from ", element("code", location), " at ", moment(time), " UTC."]))
+    return element("footer", join(["Read from ", element("code", location), " at ", utc_time(time), " UTC."]))

@@ -42,6 +42,17 @@
 A step is the number of optimizer steps taken. Together with the data, the seed and the global batch size it is the
 whole position of a run. Attempts form a chain, because each names the checkpoint from which it starts. What an attempt
 wrote counts up to the step from which a later attempt continued, and not beyond (`attempts.lineage`).
+
+The life of a run, with the module that writes or reads each part:
+
+    requests.py      a user submits a RayJob, asks the run to stop, or deletes it
+    outcome.py       a driver begins, and writes the status (status.py) as long as no worker does
+    identity.py      the driver records the identity of the run, or refuses to continue with another one
+    attempts.py      a worker group claims an attempt, and records the checkpoint from which it starts
+    history.py       the workers add metrics and events; incidents.py has the receipt of each start
+    checkpoints.py   the workers commit checkpoints, and before each the rows that its steps consumed (audit.py)
+    logs.py          every process ships its output and, if it fails, its error (failures.py)
+    overview.py      readers list the runs, find the state of a run, or read everything about it
 """
 
 import hashlib

@@ -32,8 +32,8 @@ from sunspot.run.objects import (
     MAX_NUMBER,
     CheckpointName,
     Count,
-    Moment,
-    Workers,
+    SmallCount,
+    Timestamp,
     read_if_exists,
     read_verified,
     with_checksum,
@@ -72,7 +72,7 @@ class Metadata:
     "Unique identity of each rank's process."
     groups: dict[str, str] = field(default_factory=dict)
     "Node group of each host, if the cluster has named the group."
-    world_size: Workers = 0
+    world_size: SmallCount = 0
     driver: str = ""
     "Start of the driver whose workers claimed the attempt (`status.new_driver`)."
     after: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class Attempt:
     "Optimizer steps taken in that checkpoint."
     skipped: tuple[str, ...] = ()
     "Newer checkpoints that could not be used, each with the reason why."
-    time: Moment = field(default_factory=time.time)
+    time: Timestamp = field(default_factory=time.time)
     "Seconds since the epoch."
     metadata: Metadata = Metadata()
     nonce: Annotated[str, Predicate(re.compile("([0-9a-f]{8})?").fullmatch)] = ""
@@ -372,7 +372,7 @@ class FatalError:
 
     type: str
     message: str
-    time: Moment
+    time: Timestamp
 
 
 def record_error(run: Run, attempt: int, error: Exception) -> None:

@@ -35,7 +35,7 @@ from sunspot.run.objects import (
     CheckpointName,
     Count,
     Int64,
-    Moment,
+    Timestamp,
     is_count,
     parse_verified,
     read,
@@ -116,7 +116,7 @@ class Checkpoint:
     metrics: dict[str, Int64 | float | None] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     "Size in bytes, `sha256`, and `version` (`Entry.version`) at the commit, by file name."
-    time: Moment = field(default_factory=time.time)
+    time: Timestamp = field(default_factory=time.time)
     evaluated: bool = True
     "False if the checkpoint ends an epoch that has not been evaluated."
     stopped_early: bool = False

@@ -15,7 +15,7 @@ from sunspot.background import map_parallel
 from sunspot.errors import SunspotError, by_name, format_trace, without_secrets
 from sunspot.run import Run, to_json
 from sunspot.run.logs import STREAM, driver_stream, rank_stream
-from sunspot.run.objects import Count, Moment, Workers, as_event, read, read_or_default
+from sunspot.run.objects import Count, SmallCount, Timestamp, as_event, read, read_or_default
 
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen ")
 """Paths of installed code, which a user looks at last."""
@@ -50,7 +50,7 @@ class Failure:
     "File of the innermost frame in the user's code, or empty."
     line: Count = 0
     function: str = ""
-    time: Moment = field(default_factory=time.time)
+    time: Timestamp = field(default_factory=time.time)
     "Seconds since the epoch."
 
     @property
@@ -130,7 +130,7 @@ NO_STACKS = "left no stacks: it was stopped, or lost with its node"
 class Hang:
     """A rank that stopped taking steps, and ended itself."""
 
-    rank: Workers
+    rank: SmallCount
     detail: str
     "Place at which the rank was hanging, as readable text."
     waiting: bool
@@ -139,10 +139,10 @@ class Hang:
     "True if it waited for rows of Ray Data."
     starting: bool = False
     "True if its group had not claimed an attempt yet. The hang is then recorded with the attempt before."
-    world_size: Workers = 0
+    world_size: SmallCount = 0
     attempt: Count = 0
     step: Count = 0
-    time: Moment = 0.0
+    time: Timestamp = 0.0
     stacks: str = ""
 
     def record(self) -> dict[str, Any]:

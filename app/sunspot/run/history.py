@@ -22,11 +22,11 @@ from sunspot.run import Run, dump_json
 from sunspot.run.attempts import Attempt, FatalError, Span, read_attempts
 from sunspot.run.incidents import display_event
 from sunspot.run.objects import (
+    FiniteFloat,
     Int64,
-    Measure,
     adapter,
     is_count,
-    is_moment,
+    is_timestamp,
     read_or_default,
     read_verified,
     report_damage,
@@ -230,12 +230,12 @@ def _is_event(record: dict[str, Any]) -> bool:
 def _is_placed(record: dict[str, Any]) -> bool:
     """Return True if the fields that say where a record belongs are valid."""
     counts = (record.get("attempt"), record.get("step"), record.get("steps", 0))
-    return all(map(is_count, counts)) and is_moment(record.get("time", 0))
+    return all(map(is_count, counts)) and is_timestamp(record.get("time", 0))
 
 
 FORMS: dict[Kind, tuple[Any, Callable[[dict[str, Any]], bool]]] = {
     "metrics": (dict[str, float | Int64 | str | None], _is_placed),
-    "ranks": (dict[str, float | Int64 | dict[str, list[Measure | Int64 | None]]], _is_of_ranks),
+    "ranks": (dict[str, float | Int64 | dict[str, list[FiniteFloat | Int64 | None]]], _is_of_ranks),
     "events": (dict[str, float | Int64 | bool | str | None], _is_event),
 }
 """Schema of a line and a further check, by kind of journal. Numbers may be NaN or infinite, except those of the

@@ -13,7 +13,7 @@ from typing import Any
 
 from sunspot.formatting import money, plural
 from sunspot.run.attempts import IN_PLACE, Attempt
-from sunspot.run.objects import Count, Measure, Moment, Workers, as_event
+from sunspot.run.objects import Count, FiniteFloat, SmallCount, Timestamp, as_event
 
 RECOVERED, STARTED = "recovered", "started"
 """Name of the event of a receipt in the journal, and the name shown if the start did not follow an incident."""
@@ -70,15 +70,15 @@ class Receipt:
     cause: Cause
     detail: str
     "Details as readable text."
-    noticed: Moment | None
+    noticed: Timestamp | None
     "Time at which the notice arrived or the loss was detected."
-    save_began: Moment | None
-    committed: Moment | None
-    restarted: Moment
+    save_began: Timestamp | None
+    committed: Timestamp | None
+    restarted: Timestamp
     "Time at which the attempt was claimed."
-    first_step: Moment
+    first_step: Timestamp
     "Time at which its first optimizer step was done."
-    left: Moment
+    left: Timestamp
     "Time at which `step` had been taken. No work between this time and `first_step` counts."
     step: Count
     "Step from which the attempt continues."
@@ -86,20 +86,20 @@ class Receipt:
     "Last step that the group before is known to have taken."
     tier: str
     "Source of the state: in place, memory, storage, or beginning."
-    world_before: Workers
-    world_after: Workers
-    launched: Moment | None = None
+    world_before: SmallCount
+    world_after: SmallCount
+    launched: Timestamp | None = None
     "Time at which Ray launched the process of rank 0, after the old group had gone."
-    up: Moment | None = None
+    up: Timestamp | None = None
     "Time at which all processes had answered."
-    formed: Moment | None = None
+    formed: Timestamp | None = None
     "Time at which the processes had formed their process group."
-    loaded: Moment | None = None
+    loaded: Timestamp | None = None
     "Time at which rank 0 had the state and everything else that a step needs."
-    paused_s: Measure = 0.0
+    paused_s: FiniteFloat = 0.0
     "Seconds during which the run had ended and used no nodes."
-    worker_seconds_lost: Measure = 0.0
-    cost: Measure | None = None
+    worker_seconds_lost: FiniteFloat = 0.0
+    cost: FiniteFloat | None = None
     "Cost of the nodes from the loss to the first step, or None if no price is known."
 
     @property

@@ -32,7 +32,7 @@ Record = TypeVar("Record")
 MAX_NUMBER = 10**15
 """Largest count and measure. Sums and products of such numbers stay far below the limits of floats and 64 bits."""
 
-LAST_MOMENT = 253_402_300_799
+MAX_TIMESTAMP = 253_402_300_799
 """Last second of the year 9999, after which Python has no dates."""
 
 CHECKPOINT = re.compile(r"step-[0-9]{8,15}-attempt-[0-9]{4,9}(-[0-9a-f]{8})?")
@@ -44,13 +44,13 @@ RUN = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 Count = Annotated[int, Ge(0), Le(MAX_NUMBER)]
 """A number of steps, rows or bytes."""
 
-Workers = Annotated[int, Ge(0), Le(10**6)]
-"""A number of processes, small enough to iterate over."""
+SmallCount = Annotated[int, Ge(0), Le(10**6)]
+"""A count that is small enough to iterate over, such as a number of processes."""
 
-Measure = Annotated[float, Ge(-MAX_NUMBER), Le(MAX_NUMBER)]
+FiniteFloat = Annotated[float, Ge(-MAX_NUMBER), Le(MAX_NUMBER)]
 """A finite number: seconds, a fraction, rows per second."""
 
-Moment = Annotated[float, Ge(0), Le(LAST_MOMENT)]
+Timestamp = Annotated[float, Ge(0), Le(MAX_TIMESTAMP)]
 """Seconds since the epoch."""
 
 Int64 = Annotated[int, Ge(-(2**63)), Lt(2**63)]
@@ -122,9 +122,9 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
-def is_moment(value: Any) -> bool:
-    """Return True if a value is a `Moment`."""
-    return type(value) in (int, float) and 0 <= value <= LAST_MOMENT
+def is_timestamp(value: Any) -> bool:
+    """Return True if a value is a `Timestamp`."""
+    return type(value) in (int, float) and 0 <= value <= MAX_TIMESTAMP
 
 
 def with_checksum(record: dict[str, Any]) -> bytes:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 from sunspot.run import Run, to_json
-from sunspot.run.objects import CheckpointName, Count, Measure, adapter, read, read_if_usable
+from sunspot.run.objects import CheckpointName, Count, FiniteFloat, adapter, read, read_if_usable
 
 MAX_MISTAKES = 48
 """Largest number of images of mistakes. With these limits the report stays far below 2 MB."""
@@ -43,7 +43,7 @@ class Example:
     "Id of the row in its source."
     label: Count
     predicted: Count | None
-    probability: Measure | None
+    probability: FiniteFloat | None
     "Probability of the predicted class."
     image: bytes
     "PNG of at most MAX_PIXELS in width and height."
@@ -57,7 +57,7 @@ class Predictions:
     step: Count
     rows: Count
     "Number of held-out rows predicted, from the first."
-    accuracy: Measure
+    accuracy: FiniteFloat
     "Fraction of right predictions, 0 to 1."
     classes: Count
     confusion: list[list[Count]]
@@ -89,7 +89,7 @@ class Exhibit:
     title: str
     text: str = ""
     columns: list[str] = field(default_factory=list)
-    rows: list[list[str | Measure | None]] = field(default_factory=list)
+    rows: list[list[str | FiniteFloat | None]] = field(default_factory=list)
     "Rows with one cell for each column."
     images: list[bytes] = field(default_factory=list)
     "Images as PNGs."

@@ -16,7 +16,7 @@ from typing import Any
 
 from sunspot.errors import SunspotError, SupersededError, TerminatedError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import Moment, read, read_if_exists, read_or_default
+from sunspot.run.objects import Timestamp, read, read_if_exists, read_or_default
 
 STOP, DELETION = "stop.json", "delete.json"
 """Names of the objects that exist as long as the run must not train, and while it is being deleted."""
@@ -28,7 +28,7 @@ class Request:
 
     by: str = ""
     "User and host of the request (`describe_requester`). Empty if not known."
-    time: Moment = 0.0
+    time: Timestamp = 0.0
 
 
 class StopRequest:
@@ -156,7 +156,7 @@ class SubmissionRecord:
     "Arguments of `sunspot submit` with which the same job can be submitted again."
     manifest: dict[str, Any] = field(default_factory=dict)
     "RayJob as it was applied."
-    time: Moment = 0.0
+    time: Timestamp = 0.0
     "Time of the submission, in seconds since the epoch."
 
 

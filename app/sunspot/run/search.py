@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import Checkpoint, best_first, in_lineage, list_checkpoints
-from sunspot.run.objects import CheckpointName, Count, Moment, RunName, read, read_if_usable, read_or_default
+from sunspot.run.objects import CheckpointName, Count, RunName, Timestamp, read, read_if_usable, read_or_default
 from sunspot.run.requests import read_stop
 from sunspot.run.status import RunState, read_status
 
@@ -49,7 +49,7 @@ class SearchResults:
     trials: tuple[Trial, ...]
     promoted: RunName | None = None
     "Run of the trial whose best checkpoint was promoted, or None before the promotion."
-    time: Moment = field(default_factory=time.time)
+    time: Timestamp = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         for trial in self.trials:

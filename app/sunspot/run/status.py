@@ -20,9 +20,9 @@ from sunspot.run import Run, to_json
 from sunspot.run.objects import (
     CheckpointName,
     Count,
-    Measure,
-    Moment,
-    Workers,
+    FiniteFloat,
+    SmallCount,
+    Timestamp,
     parse,
     read,
     read_content,
@@ -91,7 +91,7 @@ class Status:
     "The job or process that trains (`attempts.Attempt.owner`)."
     reason: str = ""
     "Reason of the state in one sentence, mostly about how the run ended."
-    began: Moment = 0.0
+    began: Timestamp = 0.0
     "Time at which the owner's driver started, in seconds since the epoch."
     starts: Count = 1
     "Number of consecutive starts of the owner's driver without a new checkpoint in between."
@@ -102,10 +102,10 @@ class Status:
     "Starts of drivers that had written a status when this driver began."
     driver: str = "00000000"
     "Start of the driver whose processes write the status (`new_driver`)."
-    world_size: Workers = 0
+    world_size: SmallCount = 0
     step: Count = 0
     "Optimizer steps taken."
-    heartbeat: Moment | None = None
+    heartbeat: Timestamp | None = None
     "Time of the last step (`step` may lag) or evaluated row, in seconds since the epoch. None before the first."
     epoch: Count = 0
     "Epoch, from 1, to which `step` belongs."
@@ -113,17 +113,17 @@ class Status:
     steps_per_epoch: Count = 0
     checkpoint: CheckpointName | None = None
     "Name of the newest committed checkpoint."
-    checkpoint_time: Moment | None = None
+    checkpoint_time: Timestamp | None = None
     "Time at which that checkpoint was committed, in seconds since the epoch."
     loss: float | None = None
     "Mean over the last training rows, like that of a checkpoint (`RECENT_ROWS`)."
     test_loss: float | None = None
     "Mean over the held-out rows in their newest evaluation."
-    rows_per_s: Measure | None = None
-    step_time_s: Measure | None = None
-    save_s: Measure | None = None
+    rows_per_s: FiniteFloat | None = None
+    step_time_s: FiniteFloat | None = None
+    save_s: FiniteFloat | None = None
     "Seconds from the beginning of the newest save to its commit."
-    notice_s: Measure | None = None
+    notice_s: FiniteFloat | None = None
     "Seconds of a node's notice that a save may use, or None if not known."
     memory_every: Count = 0
     "Optimizer steps between copies in the nodes' shared memory, or 0 if no copies are made."
@@ -131,7 +131,7 @@ class Status:
     "Early warning to the user, such as that a save takes longer than the notice."
     nan_since: Count = 0
     "Step since which the loss or the weights have not been finite (`checkpoints.NAN_SINCE`), or 0."
-    time: Moment = field(default_factory=time.time)
+    time: Timestamp = field(default_factory=time.time)
     "Time at which the status was written, in seconds since the epoch."
     stored: float | None = None
     "Time at which storage received the status, by this machine's clock. None if it was not read from storage."

@@ -151,6 +151,6 @@ def _curve(row: RunRow) -> Html:
     return sparkline(row.curve, description)
 
 
-def _ago(moment: float, now: float) -> Html:
-    exact = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
-    return element("time", f"{in_words(now - moment)} ago", datetime=exact, title=exact)
+def _ago(timestamp: float, now: float) -> Html:
+    exact = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(timestamp))
+    return element("time", f"{in_words(now - timestamp)} ago", datetime=exact, title=exact)
