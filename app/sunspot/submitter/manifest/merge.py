@@ -43,7 +43,7 @@ TYPES: Mapping[str, type] = {
 }
 """Types of the fields that Sunspot reads before the API server has seen them."""
 
-TYPE_NAMES = {str: "text, in quotes", list: "a list of mappings", dict: "a mapping"}
+TYPE_NAMES: Mapping[type, str] = {str: "text, in quotes", list: "a list of mappings", dict: "a mapping"}
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,9 @@ def _merge_items(under: list[dict[str, Any]], over: list[Any], path: str, rules:
 def _has_type(key: str, value: Any) -> bool:
     """Return True unless Sunspot reads this field and the value has another type than it expects."""
     wanted = TYPES.get(key, object)
-    return isinstance(value, wanted) and (wanted is not list or all(isinstance(item, dict) for item in value))
+    if not isinstance(value, wanted):
+        return False
+    return not isinstance(value, list) or wanted is object or all(isinstance(item, dict) for item in value)
 
 
 def _find_reason(reasons: Mapping[str, str], path: str) -> str:
