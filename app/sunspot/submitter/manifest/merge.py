@@ -226,9 +226,10 @@ def _merge_items(under: list[dict[str, Any]], over: list[Any], path: str, rules:
 
 def _has_type(key: str, value: Any) -> bool:
     """Return True unless Sunspot reads this field and the value has another type than it expects."""
-    if TYPES.get(key) is list:
-        return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-    return isinstance(value, TYPES.get(key, object))
+    wanted = TYPES.get(key, object)
+    if not isinstance(value, wanted):
+        return False
+    return not isinstance(value, list) or wanted is object or all(isinstance(item, dict) for item in value)
 
 
 def _find_reason(reasons: Mapping[str, str], path: str) -> str:
