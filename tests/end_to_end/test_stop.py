@@ -147,7 +147,7 @@ def test_what_trains_while_its_run_is_deleted_ends_and_leaves_no_run(
     output = process.communicate(timeout=100)[0]
     assert process.returncode == 6, output
     assert "was deleted while attempt 1 trained" in output
-    assert not read_attempts(run), "it began anew"
+    assert not read_attempts(run), "the run did not start again"
     left = {key.split("/")[1] for key in files()}
     assert not left & {"run.json", "status", "metrics"}
     assert not any(key.endswith("manifest.json") for key in files())

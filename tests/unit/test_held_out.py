@@ -146,14 +146,6 @@ def test_a_run_keeps_its_test_share(run: Run) -> None:
         record_identity(run, load_settings({"TEST_SHARE": "0.2"}).environment(), IDENTITY)
 
 
-def test_a_run_of_an_older_version_continues(run: Run) -> None:
-    older = [name for name in IDENTITY if name != "test_share"]
-    record_identity(run, load_settings().environment(), older)
-    record_identity(run, load_settings().environment(), IDENTITY)
-    with pytest.raises(ConflictError, match=r"SUNSPOT_TEST_SHARE: 0\.0 -> 0\.1"):
-        record_identity(run, load_settings({"TEST_SHARE": "0.1"}).environment(), IDENTITY)
-
-
 def test_a_prediction_finds_the_held_out_rows_again(run: Run, tmp_path: Path) -> None:
     dataset = write_table(tmp_path / "rows.parquet")
     settings = load_settings({"TASK": "tests.tasks.table", "DATASET": dataset, "TEST_SHARE": "0.25"})

@@ -54,7 +54,7 @@ class MemorySnapshot:
     step: Count
     evaluated: bool
     "False if an epoch ends at this step that has not been evaluated."
-    time: Moment
+    time: Timestamp
     "Time at which the step had been taken, in seconds since the epoch."
     size: Count
     crc32: Count

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _look(access: RunAccess) -> tuple[dict[str, Any], RunView | None]:
     """Read the state of the run, and warn of any source that does not answer."""
-    snapshot, view = gather(access)
+    snapshot, view = read_run(access)
     if snapshot.cluster.trouble:
         warn(f"shown from storage alone, without the cluster: {snapshot.cluster.trouble}")
     if snapshot.storage.trouble:
@@ -51,7 +51,7 @@ def _look(access: RunAccess) -> tuple[dict[str, Any], RunView | None]:
     older = [job.name for job in snapshot.cluster.jobs[1:] if job.live]
     if older:
         warn(f"also live, but superseded once {snapshot.cluster.jobs[0].name} trains: {', '.join(older)}")
-    return summarize(access, snapshot, view), view
+    return make_record(access, snapshot, view), view
 
 
 def _print(record: dict[str, Any], view: RunView | None) -> None:
