@@ -178,7 +178,7 @@ def test_a_note_says_that_nested_pictures_belong_to_the_outermost_folder(tmp_pat
 
 def test_a_single_class_is_refused_only_if_the_task_predicts(tmp_path: Path) -> None:
     settings = Settings(dataset=put_files(tmp_path, "images/a.png", "images/b.png"))
-    with refusal(DataError, "one class, images", "a folder of its own", "without `label`"):
+    with refusal(DataError, "one class, images", "a separate folder", "without `label`"):
         make_plan(settings, type("Classifier", (), {"predict": None}))
     assert rows_in(make_plan(settings, object()).source) == 2
 

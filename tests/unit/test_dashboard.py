@@ -406,7 +406,7 @@ def test_without_permission_to_read_the_token_the_dashboard_asks_for_it(
     assert process.answer(port) == (401, "no token")
     code, said = process.end()
     assert code == 0
-    assert f"the dashboard will ask for its token, auth_token of Secret {CLUSTER}, unreadable here: " in said
+    assert f"the dashboard will ask for its token (auth_token of Secret {CLUSTER}), which cannot be read here: " in said
     assert "ask for the Role sunspot-dashboard of k8s/base" in said
 
 

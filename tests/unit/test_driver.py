@@ -87,7 +87,7 @@ def test_a_driver_records_its_outcome(run: Run) -> None:
     with recorded_outcome(Claimant(run, "job", new_driver()), None, 10) as outcome:
         assert state(run)[0] is RunState.STARTING
         outcome.finishing()
-        assert state(run) == (RunState.FINISHING, "all steps are taken; the driver predicts and reports")
+        assert state(run) == (RunState.FINISHING, "all steps are taken; the driver predicts and writes the report")
         outcome.expect(RunState.STOPPED)
     assert state(run)[0] is RunState.STOPPED
     with pytest.raises(SunspotError, match="no luck"), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):

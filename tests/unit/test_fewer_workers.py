@@ -84,7 +84,7 @@ def test_pods_on_lost_nodes_do_not_count_as_running(job: FakeCluster, run: Run, 
     assert (found["fewer workers"]["workers"], found["fewer workers"]["severity"]) == (1, "note")
     assert found["fewer workers"]["step"] == 7
     assert sunspot("status", "run") == 0
-    assert "1 of 3 workers' pods run" in sunspot.out
+    assert "3 worker pods wanted, 1 running" in sunspot.out
     assert "attempt:    2, 1 of 2..3 workers train" in sunspot.out
 
 
@@ -93,7 +93,7 @@ def test_pods_on_lost_nodes_are_found_while_no_worker_trains(job: FakeCluster, r
     put_nodes(job, 1, 2, 3)
     assert list(findings(sunspot)) == ["nodes unavailable", "starting"]
     assert sunspot("status", "run") == 0
-    assert "0 of 3 workers' pods run" in sunspot.out
+    assert "3 worker pods wanted, 0 running" in sunspot.out
 
 
 def test_nodes_that_the_user_may_not_list_are_reported(job: FakeCluster, run: Run, sunspot: Command) -> None:

@@ -144,7 +144,7 @@ def test_a_missing_compiler_is_named_in_one_message(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_lightning_module_is_compiled() -> None:
-    with pytest.raises(SettingsError, match=r"SUNSPOT_COMPILE=default: .*does not compile"):
+    with pytest.raises(SettingsError, match=r"SUNSPOT_COMPILE=default: .*is never compiled"):
         load_task(Settings(task="sunspot.tasks.lightning_mnist", compile="default"))
 
 

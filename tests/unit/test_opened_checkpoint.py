@@ -127,7 +127,7 @@ def test_a_task_file_in_another_folder_is_found_here_and_in_child_processes(
         ),
         (
             "run-1",
-            "`sunspot submit --code FOLDER` brings the folder that has bystandr.py, or name an image that has it",
+            "`sunspot submit --code FOLDER` uploads the folder of bystandr.py, or use an image that contains it",
         ),
     ],
 )

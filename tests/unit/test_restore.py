@@ -442,7 +442,7 @@ def test_a_loaded_state_has_its_metrics_and_pending_work(
         write_manifest(run, replace(manifest, files=files))
     found, node = find_snapshot(run.location), NodeState(run, None, ["node"])
     chosen = begin_attempt(
-        Claimant(run, "me"), SETTINGS, machines(found and found.held), loaders=CheckpointLoaders(node.read)
+        Claimant(run, "me"), SETTINGS, machines(found and found.snapshot), loaders=CheckpointLoaders(node.read)
     )
     assert chosen
     state = load_start(
@@ -593,7 +593,7 @@ def test_a_loss_during_a_restart_to_scale_up_is_recorded_as_a_loss() -> None:
 
 
 def test_the_user_is_warned_if_a_save_takes_longer_than_the_notice() -> None:
-    assert "takes 30 s to commit, and a notice leaves 27 s" in warn_of_notice(30.0, 27)
+    assert "takes 30 s to commit, but a notice leaves 27 s" in warn_of_notice(30.0, 27)
     assert warn_of_notice(25.0, 27), "the notice takes time to arrive"
     for save_s, notice_s in [(10.0, 27), (None, 27), (30.0, 0)]:
         assert not warn_of_notice(save_s, notice_s)

@@ -277,7 +277,6 @@ def test_a_status_from_before_the_job_was_replaced_does_not_count() -> None:
         ("run-1", "run-1@teamb/aaaaaaaaaa", False),
         ("run-1", "run-1@sunspot/bbbbbbbbbb", False),
         ("run-1", "run-2@sunspot/aaaaaaaaaa", False),
-        ("run-1", "run-1#3", True),  # from a version that counted submissions
         ("run-1", "run-1#12345678", False),
     ],
 )

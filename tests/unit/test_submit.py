@@ -411,7 +411,7 @@ def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
         assert told not in sunspot.err
     elif code:
         assert "1 problem, and nothing was sent:\n  pods of the group workers would be refused" in sunspot.err
-        fix = "set cpu_limit" if "limits.cpu" in said else "change the profile, or have the namespace allow it"
+        fix = "set cpu_limit" if "limits.cpu" in said else "change the profile, or ask the owner of the namespace to allow it"
         fix = "it can never fit: request less" if "exceeded quota" in said else fix
         assert f"{told}; {fix}" in sunspot.err
     else:
@@ -839,7 +839,7 @@ def test_the_newest_of_several_rayjobs_decides(cluster: FakeCluster, sunspot: Co
     cluster.set_status("run-new", "Initializing")
     assert sunspot("status", "run", "--json") == 0
     assert (sunspot.json["job"], sunspot.json["state"]) == ("run-new", "pending")
-    assert "also live, and superseded by run-new once that trains: run-old" in sunspot.err
+    assert "also live, but superseded once run-new trains: run-old" in sunspot.err
     write_status(sunspot.run, Status(RunState.RUNNING, "run-new", world_size=2))
     cluster.set_status("run-old", "Failed", "FAILED")
     cluster.set_status("run-new", "Running", "RUNNING")
