@@ -293,7 +293,7 @@ def test_settings_that_lightning_does_not_support_are_refused(source: EmptySourc
     settings = load_settings({"TASK": "sunspot.tasks.lightning_mnist"})
     with pytest.raises(SettingsError, match=r"SUNSPOT_PARALLEL=fsdp: .*never sharded; set it to ddp"):
         load_task(settings.model_copy(update={"parallel": "fsdp"}))
-    with pytest.raises(SettingsError, match=r"`python -m sunspot\.train` only"):
+    with pytest.raises(SettingsError, match=r"only `python -m sunspot\.train` trains a LightningModule"):
         load_task(settings).schedule(0, 1)
     with pytest.raises(SettingsError, match=r"does not define build_model.*nor build_module"):
         load_task(load_settings({"TASK": "json"}))

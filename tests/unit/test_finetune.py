@@ -196,7 +196,7 @@ def test_an_adapter_loads_only_onto_its_base(base: str, texts: str, tmp_path: Pa
     other = settings_of(write_base(tmp_path / "other", seed=1), texts, rank=4, head=head)
     with refusal(ConflictError, "other", "the adapter was trained on", "give the base that it was trained on"):
         load_weights(task.build_model(other, source), state, "checkpoint")
-    with refusal(ConflictError, "do not fit", "weights are only in one"):
+    with refusal(ConflictError, "do not fit", "weights are only in the state_dict or only in the model"):
         load_weights(
             task.build_model(settings_of(base, texts, rank=4, targets=["q_proj"]), source), state, "checkpoint"
         )
