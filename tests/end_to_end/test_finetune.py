@@ -70,7 +70,7 @@ def test_a_killed_adapter_continues_at_another_world_size(program: Program, tmp_
 
     write_base(tmp_path / "base", seed=1)
     open_base.cache_clear()
-    with pytest.raises(ConflictError, match="give the base it was trained on"):
+    with pytest.raises(ConflictError, match="give the base that it was trained on"):
         program.run(NUM_WORKERS=3)
     assert newest(run).step == resumed_at
     write_base(tmp_path / "base")
