@@ -461,7 +461,7 @@ def test_any_file_can_be_used_as_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [({"depth": 3}, "depth=3"), ({"width": 30, "heads": 4}, "4 heads"), ({"tied": 1}, "tied=1"), ({"layers": 0}, "=0")],
+    [({"depth": 3}, "depth=3"), ({"width": 30, "heads": 4}, "heads=4"), ({"tied": 1}, "tied=1"), ({"layers": 0}, "=0")],
 )
 def test_model_sizes_that_do_not_fit_are_refused(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(SettingsError, match=named):

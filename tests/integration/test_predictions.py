@@ -120,7 +120,10 @@ def test_predictions_are_made_once_for_each_checkpoint_and_number_of_rows(
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ("tests.tasks.batch_norm", "no predictions for the report: SUNSPOT_TASK=tests.tasks.batch_norm: does not define"),
+        (
+            "tests.tasks.batch_norm",
+            "no predictions for the report: SUNSPOT_TASK=tests.tasks.batch_norm: does not define",
+        ),
         ("tests.tasks.tiny", "warning: no predictions for the report: storage is full"),
     ],
 )

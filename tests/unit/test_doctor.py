@@ -805,7 +805,7 @@ def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -
     assert list(found) == ["checkpoint gone", "low goodput"]
     assert "SUNSPOT_ACCEPT" in found["checkpoint gone"]["advice"]
     assert sunspot("checkpoints", "verify", "run") == 7
-    assert "`sunspot doctor run` says what helps" in sunspot.err
+    assert "`sunspot doctor run` explains what to do" in sunspot.err
 
 
 def test_leftovers_of_killed_commits_are_not_damage(run: Run, sunspot: Command) -> None:

@@ -324,7 +324,7 @@ HEADER = "{'descr': '|u1', 'fortran_order': False, 'shape': (%s,), }\n"
 def test_a_malformed_array_is_refused_before_memory_is_allocated(content: bytes) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(SettingsError, match="the body: (an array|cannot be read as a NumPy array)"):
+        with pytest.raises(SettingsError, match=r"the body: (an array|cannot be read as a NumPy array)"):
             decode_images(content, SHAPE, "the body")
         assert tracemalloc.get_traced_memory()[1] < 20e6
     finally:

@@ -230,7 +230,9 @@ def test_a_test_rank_that_hangs_is_ended_and_shows_its_stack(tmp_path: Path, mon
 
 
 def test_an_error_in_one_test_rank_ends_the_others(tmp_path: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match="rank 0 of 2 has returned nothing: it raised an error, which is on stderr"):
+    with pytest.raises(
+        pytest.fail.Exception, match="rank 0 of 2 has returned nothing: it raised an error, which is on stderr"
+    ):
         in_processes(tmp_path, 2, lambda group: 1 / dist.get_rank(group))
 
 

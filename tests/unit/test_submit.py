@@ -411,7 +411,11 @@ def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
         assert told not in sunspot.err
     elif code:
         assert "1 problem, and nothing was sent:\n  pods of the group workers would be refused" in sunspot.err
-        fix = "set cpu_limit" if "limits.cpu" in said else "change the profile, or ask the owner of the namespace to allow it"
+        fix = (
+            "set cpu_limit"
+            if "limits.cpu" in said
+            else "change the profile, or ask the owner of the namespace to allow it"
+        )
         fix = "it can never fit: request less" if "exceeded quota" in said else fix
         assert f"{told}; {fix}" in sunspot.err
     else:
