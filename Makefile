@@ -51,13 +51,14 @@ test-all: .venv/dev  ## run all tests that need no cluster; slow tests start onl
 	$(PYTEST) --durations=20 --hypothesis-profile=thorough $(if $(MINUTES),--minutes=$(MINUTES))
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup
 
-lint: .venv/dev  ## check format, lint, types, import layers and parameter lists
+lint: .venv/dev  ## check format, lint, types, import layers, parameter lists and style
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/ruff check --preview --select PLW1514 app  # refuses files in the locale's encoding; only in preview so far
 	$(BIN)/mypy app scripts
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.structure
+	$(BIN)/python -m scripts.language
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
 	$(BIN)/check-jsonschema --builtin-schema vendor.renovate renovate.json
 

@@ -1,0 +1,39 @@
+"""Tests of the check of English and Python style, which is a part of `make lint`."""
+
+import pytest
+
+from scripts.language import find_faults
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ('def f():\n    """Of the newest run."""\n', (2, "begins with")),
+        ('X = 1\n"""Whether it is set."""\n', (2, "begins with")),
+        ("a, b, c = 1, 2, 3\n", (1, "sets 3 names at once")),
+        ("if x := f():\n    pass\n", (1, "assign on a line of its own")),
+        ("# It starts anew.\n", (1, "write again")),
+    ],
+)
+def test_a_fault_is_found_with_its_line(code: str, fault: tuple[int, str]) -> None:
+    [(line, text)] = find_faults(code, is_python=True)
+    assert line == fault[0]
+    assert fault[1] in text
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'def f():\n    """Return the newest run."""\n',
+        "a, b = 1, 2\n",
+        "a, b, c = f()\n",
+        "while x := f():\n    pass\n",
+        "found = [y for x in z if (y := f(x))]\n",
+    ],
+)
+def test_good_style_has_no_faults(code: str) -> None:
+    assert list(find_faults(code, is_python=True)) == []
+
+
+def test_phrases_are_also_found_in_markdown() -> None:
+    assert list(find_faults("# Title\n\nServed by HTTP.\n", is_python=False)) == [(3, '"by HTTP": write over HTTP')]
