@@ -96,7 +96,7 @@ class CommandParser(argparse.ArgumentParser):
                 return [*positional, *options, *words[number:]]
             (options if takes_value or word.startswith("-") else positional).append(word)
             action = None if takes_value else self._option_string_actions.get(word)
-            takes_value = action is not None and action.nargs is None
+            takes_value = action is not None and action.nargs in (None, argparse.OPTIONAL)
         return positional + options
 
 
