@@ -13,6 +13,7 @@ from typing import Any
 from sunspot.code_archive import CODE, SETUP_HOOK
 from sunspot.errors import EndAtOnceError, SunspotError, shorten
 from sunspot.private_folder import private_folder, private_path
+from sunspot.ray_internals.authentication import forget_token
 from sunspot.ray_internals.output import brief_ray
 from sunspot.ray_internals.processes import ray_apart_from_signals
 from sunspot.ray_start_errors import explain_start, refuse_unreachable
@@ -116,8 +117,9 @@ def start_local_ray(**options: Any) -> Any:
 
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         # Without this variable, Ray 2.60 writes a token to ~/.ray/auth_token, which every user may read. The variable
-        # stays set after the session, because Ray keeps using a process's first token.
+        # stays set after the session, so later sessions of this process use the same token.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        forget_token()
     folder = {} if "RAY_TMPDIR" in os.environ else {"_temp_dir": str(_session_folder())}
     return ray.init(address="local", include_dashboard=False, **folder, **options)
 

@@ -58,6 +58,13 @@ def test_a_session_is_private_and_needs_no_home_directory(tmp_path: Path) -> Non
     assert private.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_session_starts_after_another_one_of_the_same_process() -> None:
+    """A notebook may have called `ray.init`, which gives this process a token of its own."""
+    earlier = "import ray\nray.init(address='local', num_cpus=1, include_dashboard=False)\nray.shutdown()\n"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    assert start_session(environment, earlier + SESSION)["with the token"]
+
+
 def start_session(environment: dict[str, str], session: str = SESSION) -> dict[str, Any]:
     """Run a session, and run it again if Ray's own processes were too slow."""
     for last in (False, True):
