@@ -37,6 +37,7 @@ from sunspot.run.attempts import read_attempts
 from sunspot.settings import Settings
 from sunspot.tasks import ADAPTERS, load_task
 from sunspot.tasks.defaults import fill_in
+from sunspot.tasks.signatures import refuse_other_arguments
 from sunspot.train import build
 from sunspot.train.build import describe_new_length
 from sunspot.train.learning_rates import MAKERS_OF_RATES, LearningRates, can_jump, jump, set_options
@@ -176,6 +177,8 @@ def test_several_optimizers_each_follow_their_own_scheduler() -> None:
 def test_a_scheduler_can_get_the_number_of_steps_per_epoch() -> None:
     def build_scheduler(optimizer: Any, settings: Settings, total_steps: int, steps_per_epoch: int) -> Any:
         return MultiStepLR(optimizer, [steps_per_epoch], 0.1)
+
+    refuse_other_arguments("mine", module_of(build_scheduler=build_scheduler))
 
     rates = rates_of(module_of(build_scheduler=build_scheduler), Settings())
     assert [rates.at(step, STEPS)[1]["lr"] for step in (19, 20)] == pytest.approx([0.05, 0.005])

@@ -20,6 +20,9 @@ CALLED_WITH = {
 }
 """Arguments of a task's functions. They are passed by position (`Task`)."""
 
+CALLED_WITH_NAMED = {"build_scheduler": ("steps_per_epoch",)}
+"""Arguments that are passed by name to a function which has them."""
+
 
 def refuse_other_arguments(task: str, module: ModuleType) -> None:
     """Raise `SettingsError` if a function of a task's module cannot be called with the arguments in CALLED_WITH."""
@@ -32,7 +35,8 @@ def refuse_other_arguments(task: str, module: ModuleType) -> None:
         except ValueError:  # a function in C has no signature
             continue
         try:
-            signature.bind(*arguments)
+            named = [each for each in CALLED_WITH_NAMED.get(name, ()) if each in signature.parameters]
+            signature.bind(*arguments, **dict.fromkeys(named))
         except TypeError as error:
             raise SettingsError(
                 f"{PREFIX}TASK={task}: {name}{signature}{place_of_function(function)}, is called as "
