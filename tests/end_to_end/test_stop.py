@@ -49,7 +49,7 @@ def test_a_stopped_run_stands_still_until_it_is_resumed(finished_run: FinishedRu
     [
         (signal.SIGTERM, "job", 1, RunState.FAILED, "told to end by SIGTERM"),
         (signal.SIGTERM, "", 143, RunState.STOPPED, "told to end by SIGTERM: it saves"),
-        (signal.SIGINT, "", 130, RunState.STOPPED, "Ctrl-C again ends it at once"),
+        (signal.SIGINT, "", 130, RunState.STOPPED, "Press Ctrl-C again to end without saving"),
     ],
     ids=["a pod's", "a process's", "Ctrl-C"],
 )

@@ -1,4 +1,4 @@
-"""Writes small runs to a storage as the training program does, but without training."""
+"""Helpers that write small runs to storage like the training program, but without training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from sunspot.storage.local import LocalStorage
 ROWS, BATCH = 22, 5
 
 STEPS_PER_EPOCH = 5
-"""Number of steps in an epoch: four with 5 rows, and one with 2."""
+"""Number of steps per epoch. Four have 5 rows, and the last one has 2."""
 
 
 def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int = STEPS_PER_EPOCH) -> Run:
@@ -46,7 +46,7 @@ def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int =
 
 
 def start(run: Run, owner: str, starts_from: str | None = None, *, at: float | None = None, **metadata: Any) -> Attempt:
-    """Start the next attempt, now or at the time `at`."""
+    """Start the next attempt, now or at time `at`."""
     attempts = read_attempts(run)
     number = attempts[-1].number + 1 if attempts else 1
     begun = {} if at is None else {"time": at}
@@ -74,13 +74,13 @@ def commit(run: Run, attempt: Attempt, step: int, **metrics: Any) -> Checkpoint:
 
 
 def to_columns(ranks: Sequence[Mapping[str, Any]]) -> Columns:
-    """Return the numbers by name, from a dictionary for each rank."""
+    """Return a mapping from names to the values of all ranks, given one dictionary per rank."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {name: [rank.get(name) for rank in ranks] for name in names}
 
 
 def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
-    """Write an attempt's metric history. `ranks` in a record is a list with the numbers of each rank, by name."""
+    """Write an attempt's metric history. A record's `ranks` is a list with one dictionary per rank."""
     journal, ranks = Journal(run, "metrics", attempt.number), RankHistory(run, attempt.number)
     for record in records:
         journal.append({name: value for name, value in record.items() if name != "ranks"})
@@ -91,12 +91,12 @@ def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
 
 
 def journal_keys(run: Run, kind: Kind, attempt: int) -> list[str]:
-    """Return the keys of an attempt's segments of a journal, oldest first."""
+    """Return the storage keys of an attempt's journal segments, oldest first."""
     return [segment.entry.key for segment in list_journal(run, kind) if segment.attempt == attempt]
 
 
 def write_receipt(run: Run, attempt: Attempt, since: int, cause: Cause = Cause.NODE_LOST, **fields: Any) -> Receipt:
-    """Write the receipt of an attempt whose first step was complete 10 s after the last valid step."""
+    """Write the receipt of an attempt that completed its first step 10 s after the last step that counts."""
     times = {"noticed": None, "save_began": None, "committed": None, "restarted": attempt.time}
     times |= {"left": attempt.time - 5, "first_step": attempt.time + 5}
     tier = attempt.metadata.tier or "beginning"
@@ -110,19 +110,19 @@ def write_receipt(run: Run, attempt: Attempt, since: int, cause: Cause = Cause.N
 
 
 def rows_of(step: int) -> list[int]:
-    """Return the rows that a step consumes. An epoch visits each row once, in its own order."""
+    """Return the rows that a step consumes. Each epoch visits every row once, in its own order."""
     epoch, place = divmod(step - 1, STEPS_PER_EPOCH)
     order = random.Random(epoch).sample(range(ROWS), ROWS)
     return order[place * BATCH : (place + 1) * BATCH]
 
 
 def consumed(first: int, last: int) -> dict[int, list[int]]:
-    """Return the rows that the steps `first` .. `last` consume."""
+    """Return the rows that steps `first` to `last` consume."""
     return {step: rows_of(step) for step in range(first, last + 1)}
 
 
 def record_audit(run: Run, attempt: Attempt, steps: dict[int, list[int]]) -> None:
-    """Record the rows that steps consumed in one file: even rows at rank 0, and odd rows at rank 1."""
+    """Write an audit file for steps in which rank 0 consumed the even rows, and rank 1 the odd ones."""
     lines = [(step, row % 2, row) for step, rows in steps.items() for row in rows]
     table = pa.table(
         {
@@ -135,13 +135,13 @@ def record_audit(run: Run, attempt: Attempt, steps: dict[int, list[int]]) -> Non
 
 
 def set_status(run: Run, state: RunState, **more: Any) -> None:
-    """Write the status as the run's own processes do."""
+    """Write a run's status like its own processes."""
     usual = {"owner": "run-1", "total_steps": 10, "attempt": newest_number(run)}
     write_status(run, Status(state, **{**usual, **more}))
 
 
 def age(run: Run, seconds: float, *parts: str) -> None:
-    """Make the run's files below `parts` older by this many seconds."""
+    """Make the run's files in the folder `parts` older by this many seconds."""
     assert isinstance(run.storage, LocalStorage)
     for entry in run.storage.list(run.key(*parts)):
         moment = entry.modified - seconds

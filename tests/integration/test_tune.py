@@ -1,4 +1,4 @@
-"""Searches: real trials on Ray workers, killed and resumed; trials that ASHA gives up; the promoted checkpoint."""
+"""Tests of searches: real trials on Ray workers, ASHA's decisions, and the promoted checkpoint."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SEARCH = {
 
 
 class Search:
-    """Runs `python -m sunspot.tune` on the settings of a test."""
+    """Runs `python -m sunspot.tune` with a test's settings."""
 
     def __init__(self, program: Program, **settings: Any) -> None:
         self._program = program
@@ -70,7 +70,7 @@ class Search:
         self.run = self.trial(0)
 
     def trial(self, number: int) -> Run:
-        """Return the run of a trial, or the search's own run for 0."""
+        """Return a trial's run, or the search's own run for 0."""
         return open_run(self._program.settings["STORAGE_PATH"], f"run-{number:02d}" if number else "run")
 
     def start(self) -> subprocess.Popen[str]:
@@ -87,7 +87,7 @@ class Search:
         )
 
     def main(self, **settings: Any) -> int:
-        """Run the program in this process. Raises the program's errors."""
+        """Run the program in this process. Raises its errors."""
         from sunspot.tune.search import main
 
         with self._program.monkeypatch.context() as patch:
@@ -139,7 +139,7 @@ def test_the_best_of_two_trials_is_promoted(
 
 
 @pytest.mark.slow
-def test_a_killed_search_resumes_where_it_was(
+def test_a_killed_search_resumes_without_repeating_trials(
     program: Program, make_data: MakeData, capsys: pytest.CaptureFixture[str]
 ) -> None:
     search = Search(program, DATASET=make_data(40_000, row_group=2000))
@@ -167,7 +167,7 @@ def test_a_killed_search_resumes_where_it_was(
 
 
 @pytest.mark.slow
-def test_a_search_that_is_stopped_stops_its_trials_and_is_resumed(program: Program, make_data: MakeData) -> None:
+def test_a_stopped_search_stops_its_trials_and_can_be_resumed(program: Program, make_data: MakeData) -> None:
     search = Search(program, DATASET=make_data(2000), EPOCHS=40, TRIALS=2, TASK="tests.tasks.slow")
     process = search.start()
     wait_for_step(search.trial(1), 20, process)
@@ -184,7 +184,7 @@ def test_a_search_that_is_stopped_stops_its_trials_and_is_resumed(program: Progr
     assert find_newest_good(search.run, read_attempts(search.run))[0]
 
 
-def test_a_trial_that_has_ended_is_not_started_again(run: Run) -> None:
+def test_an_ended_trial_is_not_trained_again(run: Run) -> None:
     settings = Settings(epochs=2)
     assert not has_ended(run, settings)
     start(begin(run), "job", settings=settings.environment())
@@ -203,7 +203,7 @@ def test_a_trial_that_has_ended_is_not_started_again(run: Run) -> None:
 
 
 class FakeTrial:
-    """A trial as the scheduler sees it."""
+    """A fake of the Tune trial that a scheduler receives."""
 
     def __init__(self, number: int) -> None:
         self.trial_id = str(number)
@@ -211,7 +211,7 @@ class FakeTrial:
 
 
 class Asha:
-    """The scheduler by itself, with a record of its decisions."""
+    """A scheduler without Tune, with a record of its decisions."""
 
     def __init__(self, trials: int, order: str = "min") -> None:
         self.stopped: dict[int, str] = {}
@@ -237,7 +237,7 @@ class Asha:
 
 
 @pytest.mark.parametrize("order", ["min", "max"])
-def test_asha_stops_the_runs_of_bad_trials(order: str) -> None:
+def test_asha_stops_bad_trials_through_their_runs(order: str) -> None:
     asha, sign = Asha(4, order), 1 if order == "min" else -1
     for number, score in enumerate((0.2, 0.3, 0.1, 0.4), start=1):
         asha.report(number, 0.05, sign * 9.0)  # before the first comparison, nothing counts
@@ -264,7 +264,7 @@ def test_a_metric_that_is_not_finite_ends_a_trial() -> None:
     }
 
 
-def test_storage_that_refuses_a_stop_is_asked_again() -> None:
+def test_a_stop_request_is_repeated_after_a_storage_error() -> None:
     asha = Asha(2)
     asha.refuses = True
     asha.report(1, 0.01, float("nan"))
@@ -273,7 +273,7 @@ def test_storage_that_refuses_a_stop_is_asked_again() -> None:
     assert asha.stopped.keys() == {1}
 
 
-def test_tune_ends_once_the_search_is_stopped_and_no_trial_runs() -> None:
+def test_tune_ends_once_a_stopped_search_has_no_running_trials() -> None:
     asha, stop = Asha(2), [False]
     stopper = StopWhenIdle(asha.scheduler, lambda: stop[0])
     asha.report(1, 0.5, 1.0)
@@ -284,7 +284,7 @@ def test_tune_ends_once_the_search_is_stopped_and_no_trial_runs() -> None:
     assert stopper.stop_all()
 
 
-def test_a_trial_reports_each_part_of_its_run_once(run: Run) -> None:
+def test_a_trial_reports_each_part_of_its_history_once(run: Run) -> None:
     attempt = start(begin(run), "job")
     history = HistoryReplay(run, "loss")
     assert history.new() == [], "nothing has begun"
@@ -299,7 +299,7 @@ def test_a_trial_reports_each_part_of_its_run_once(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("metric", "score"), [("loss", 2.9), ("test_loss", 1.0)])
-def test_a_lucky_step_does_not_decide_the_fate_of_a_trial(run: Run, metric: str, score: float) -> None:
+def test_a_trial_is_judged_by_its_mean_not_by_a_single_step(run: Run, metric: str, score: float) -> None:
     attempt = start(begin(run), "job")
     report(
         run,
@@ -316,7 +316,7 @@ def test_a_lucky_step_does_not_decide_the_fate_of_a_trial(run: Run, metric: str,
 
 @pytest.fixture
 def trial(run: Run) -> Run:
-    """Return a run with two checkpoints, of which the first is better."""
+    """Return a run with two checkpoints, the first of which is better."""
     trial = Run(run.storage, "run-01")
     attempt = start(begin(trial), "search")
     commit(trial, attempt, 5, loss=0.25)
@@ -343,12 +343,12 @@ def test_a_promoted_checkpoint_belongs_to_the_search(run: Run, trial: Run, sunsp
 
 def test_a_damaged_checkpoint_is_not_promoted(run: Run, trial: Run) -> None:
     trial.storage.write(trial.key("checkpoints", "step-00000005-attempt-0001", "model.pt"), b"other bytes")
-    with pytest.raises(DamageError, match=r"model.pt: does not match its manifest"):
+    with pytest.raises(DamageError, match=r"model.pt does not match its manifest"):
         promote(run, "search", {}, trial, "step-00000005-attempt-0001")
     assert find_newest_good(run, read_attempts(run))[0] is None
 
 
-def test_a_search_that_was_taken_over_promotes_nothing(run: Run, trial: Run) -> None:
+def test_a_superseded_search_promotes_nothing(run: Run, trial: Run) -> None:
     begin_attempt(run, "old", {}, None)
     begin_attempt(run, "new", {}, None)
     with pytest.raises(SupersededError):
@@ -356,7 +356,7 @@ def test_a_search_that_was_taken_over_promotes_nothing(run: Run, trial: Run) -> 
     assert not list_checkpoints(run)
 
 
-def test_a_search_that_is_taken_over_while_it_copies_promotes_nothing(
+def test_a_search_superseded_during_the_copy_promotes_nothing(
     run: Run, trial: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = promote(run, "old", {}, trial, "step-00000010-attempt-0001")
@@ -392,7 +392,7 @@ def test_a_trials_results_are_read_from_its_run(trial: Run) -> None:
 
 
 def results() -> SearchResults:
-    """Return the results of four trials, each in another state."""
+    """Return the results of four trials in different states."""
     drawn = [(0.01, "relu"), (0.1, "gelu"), (0.001, "relu"), (0.5, "gelu")]
     states = [RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED, RunState.SUCCEEDED]
     best = [0.9, 0.5, 0.95, None]
@@ -410,12 +410,12 @@ def test_the_best_trial_comes_first_and_failed_trials_are_not_eligible() -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"trials": []}', b'{"trials": [{"state": "asleep"}]}'])
-def test_results_of_another_version_are_ignored(run: Run, content: bytes) -> None:
+def test_search_results_of_another_version_are_ignored(run: Run, content: bytes) -> None:
     run.storage.write(run.key("search.json"), content)
     assert read_results(run) is None
 
 
-def test_the_page_of_a_search_shows_its_trials(run: Run) -> None:
+def test_a_searchs_report_shows_its_trials(run: Run) -> None:
     curves = {f"s-{n:02d}": [(step, 0.1 * n * step / 40) for step in (10, 20, 40)] for n in (1, 2, 3)}
     page = render_search(run, results(), curves, "../{}/report.html").decode()
     assert '<strong><a href="../s-01/report.html">s-01</a> (best)</strong>' in page
@@ -448,7 +448,7 @@ def trials(**settings: Any) -> tuple[Settings, ...]:
         ({}, {"CPU": 1}, 2, 1, {"CPU": 1}),
     ],
 )
-def test_trials_share_the_resources_of_the_cluster(
+def test_trials_share_the_clusters_resources(
     settings: dict[str, Any], there: dict[str, float], nodes: int, at_once: int, each: dict[str, float]
 ) -> None:
     found, given, reason = allocate(trials(**settings), there, nodes)
@@ -457,7 +457,7 @@ def test_trials_share_the_resources_of_the_cluster(
     assert ("no room" in reason) == (0 < at_once < settings.get("concurrent_trials", 0))
 
 
-def test_a_driver_waits_for_the_nodes_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_waits_for_its_jobs_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.tune.trials, "NODES_POLL_EVERY_S", 0.01)
     monkeypatch.setattr(sunspot.tune.trials, "NODES_TIMEOUT_S", 0.5)
     wanted = {"concurrent_trials": 2, "num_workers": "1", "resources_per_worker": {"CPU": 1, "slot": 1}}
@@ -476,7 +476,7 @@ def test_a_driver_waits_for_the_nodes_of_its_job(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_search_in_s3_fails_if_every_trial_fails(program: Program, s3_bucket: str) -> None:
-    """No trial is trained: its run exists already, with other settings."""
+    """No trial can train, because its run already exists with other settings."""
     program.ray_address = ""  # workers get their AWS environment from the process that starts Ray
     program.settings["STORAGE_PATH"] = f"s3://{s3_bucket}/runs"
     search = Search(program, TRIALS=1, RESOURCES_PER_WORKER="")

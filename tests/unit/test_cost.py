@@ -1,4 +1,4 @@
-"""The cost of runs: the sums, compared second by second and by hand, the prices of a profile, and the output."""
+"""Tests of a run's cost: the sums, the prices in profiles, and the output of commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BEGAN = 1_700_000_000
 
 
 def settings(prices: dict[str, Any] = SPOT, **labels: str) -> dict[str, str]:
-    """Return the settings that an attempt has recorded."""
+    """Return the settings that an attempt records."""
     return {"SUNSPOT_PRICES": json.dumps(prices), "SUNSPOT_LABELS": json.dumps(labels)}
 
 
@@ -48,7 +48,7 @@ def hosts(*names: str) -> dict[str, str]:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[Attempt], list[Receipt], int]:
-    """Return attempts on up to four nodes of two groups, receipts of some of them, and the end of the run."""
+    """Return attempts on up to four nodes of two groups, receipts for some of them, and the end of the run."""
     moments = st.integers(0, 40)
     claims = sorted(draw(st.lists(moments, min_size=1, max_size=6)))
     attempts, receipts = [], []
@@ -71,7 +71,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Attempt], list[Receipt], int]:
 
 @given(histories())
 def test_every_second_of_every_node_is_counted_once(history: tuple[list[Attempt], list[Receipt], int]) -> None:
-    """The test computes the same sums second by second and node by node."""
+    """The expected sums are computed second by second and node by node."""
     attempts, receipts, end = history
     nodes = unpriced = lost_nodes = cost = lost = saved = 0.0
     for second in range(int(attempts[0].time), max(end, int(attempts[-1].time))):
@@ -97,7 +97,7 @@ def test_every_second_of_every_node_is_counted_once(history: tuple[list[Attempt]
     assert [(figure or 0) * HOUR for figure in figures] == pytest.approx(expected, abs=1e-6)
 
 
-def test_sums_of_runs_leave_out_unknown_costs() -> None:
+def test_unknown_costs_are_excluded_from_sums() -> None:
     known, unknown = Spending(2.0, 0.0, 3.0, 1.0, 1.5, 4.0), Spending(5.0, 5.0, None, 0.0, None, None)
     assert known + unknown == Spending(7.0, 5.0, 3.0, 1.0, 1.5, 4.0)
     assert unknown + unknown == Spending(10.0, 10.0)
@@ -109,7 +109,7 @@ def test_sums_of_runs_leave_out_unknown_costs() -> None:
 
 @pytest.fixture
 def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageCommand:
-    """Return the command over three ended runs, two with prices and one without."""
+    """Return the command with three ended runs in storage, two with prices and one without."""
     storage = str(tmp_path / "runs")
 
     def ended(name: str, hours: float, **more: Any) -> Run:
@@ -123,7 +123,7 @@ def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageComman
     ended("digits", 2.0, settings=settings(team="vision"))
     ended("plain", 1.0)
     run = ended("words", 10.0, settings=settings(team="text"))
-    # After 4 hours a node is lost with half an hour of work. The second attempt has a node of each group.
+    # After 4 hours, a node is lost along with half an hour of work. The second attempt has a node of each group.
     second = start(
         run,
         "job-1",
@@ -141,7 +141,7 @@ def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageComman
 
 
 DIGITS = {"node_hours": 4.0, "cost": 2 * 2.25, "lost": 0.0, "saved": 2 * (6.25 - 2.25), "cost_per_step": 4.5 / 500}
-"""Cost of two nodes and the head for two hours, at 2.25 an hour, or 6.25 on demand."""
+"""The cost of two nodes and the head for two hours at 2.25 per hour, or 6.25 on demand."""
 
 WORDS = {
     "node_hours": 20.0,
@@ -151,7 +151,7 @@ WORDS = {
     "saved": 3.5 * 6.25 + 5.5 * 7.25 - 40.5,
     "cost_per_step": 40.5 / 1000,
 }
-"""Cost of 4 hours at 2.25 and 6 hours at 5.25. The hour around the change is lost."""
+"""The cost of 4 hours at 2.25 and 6 hours at 5.25. The hour around the change is lost."""
 
 
 def test_the_cost_of_three_runs_matches_sums_by_hand(sunspot: StorageCommand) -> None:
@@ -194,7 +194,7 @@ def test_status_events_and_report_show_the_cost_of_a_run(sunspot: StorageCommand
     assert f"Cost: {line}." in page
 
 
-def test_cost_fails_for_a_storage_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_fails_if_storage_contains_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = StorageCommand(str(tmp_path), capsys)("cost")
     assert (answer.code, answer.err) == (3, f"error: no run in {tmp_path}\n")
 
@@ -202,8 +202,8 @@ def test_cost_fails_for_a_storage_without_runs(tmp_path: Path, capsys: pytest.Ca
 # ----------------------------------------------------------------------------------------------- runs that have no end
 
 
-def test_a_run_that_was_stopped_costs_nothing_until_it_trains_again(tmp_path: Path) -> None:
-    """The same holds between its resumption and the claim of its first workers."""
+def test_a_stopped_run_costs_nothing_until_it_trains_again(tmp_path: Path) -> None:
+    """A resumed run costs nothing until its workers claim an attempt."""
     run = begin(open_run(str(tmp_path), "run"))
     first = start(run, "job-1", at=BEGAN, nodes=hosts("a"), settings=settings())
     state = {"attempt": 1, "driver": first.driver, "time": BEGAN + HOUR}
@@ -247,7 +247,7 @@ def rendered(folder: Path, text: str, **more: str) -> Rendered:
     return render(str(folder / "mine.yaml"), more)
 
 
-def test_prices_and_labels_of_a_profile_reach_the_run(tmp_path: Path) -> None:
+def test_prices_and_labels_in_a_profile_are_recorded_in_the_run(tmp_path: Path) -> None:
     job = rendered(tmp_path, PROFILE)
     known = load_settings(settings_of(job.manifest))
     assert {name: (price.price, price.on_demand_price) for name, price in known.prices.items()} == {
@@ -263,9 +263,7 @@ def test_prices_and_labels_of_a_profile_reach_the_run(tmp_path: Path) -> None:
     assert load_settings(settings_of(dearer.manifest)).prices["workers"].price == 1.75
 
 
-def test_the_highest_cost_of_a_job_is_shown_before_it_is_submitted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submit_shows_a_jobs_highest_possible_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_pods(rendered(tmp_path, PROFILE).pods)
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["head", "1", "0.2", "0.2"],
@@ -294,19 +292,21 @@ def test_the_highest_cost_of_a_job_is_shown_before_it_is_submitted(
         ),
     ],
 )
-def test_wrong_prices_are_refused(tmp_path: Path, text: str, more: dict[str, str], message: str) -> None:
+def test_invalid_prices_in_a_profile_are_rejected(
+    tmp_path: Path, text: str, more: dict[str, str], message: str
+) -> None:
     with pytest.raises(SettingsError) as refused:
         rendered(tmp_path, text, **more)
     assert message in str(refused.value)
 
 
 @pytest.mark.parametrize("value", ["7", '{"workers": {"price": "x"}}', '{"workers": {"cost": 1}}', "{"])
-def test_invalid_prices_in_a_setting_are_refused(value: str) -> None:
+def test_invalid_prices_in_a_setting_are_rejected(value: str) -> None:
     with pytest.raises(SettingsError, match=r"SUNSPOT_PRICES=.*: set it to a JSON object, e.g. "):
         load_settings({"PRICES": value})
 
 
-def test_trials_share_the_head_of_their_search() -> None:
+def test_trials_are_not_charged_for_their_searchs_head() -> None:
     prices = json.dumps({"head": {"price": 1.0}, "workers": {"price": 2.0}})
     given = {"LEARNING_RATE": "uniform(0.1,0.2)", "TRIALS": "2", "RUN_NAME": "tune", "PRICES": prices}
     search = load_search({f"SUNSPOT_{name}": value for name, value in given.items()})

@@ -1,4 +1,4 @@
-"""Damaged objects: every verb and reader ends with a result or one clear error, without a traceback or a hang."""
+"""Tests that damaged objects lead to a result or a single clear error, but never to a traceback or a hang."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS = [
     *("run.json", "status/", "stop.json", "delete.json", "attempts/", "checkpoints/", "metrics/", "ranks/", "events/"),
     *("failures/", "logs/", "audit/", "predictions.json", "tracking/", "submissions/", "search.json"),
 ]
-"""Folder or name of each kind of object in a run. Of checkpoints, only the manifests are damaged."""
+"""The folder or name of each kind of object in a run. In checkpoints, only manifests are damaged."""
 
 SUNSPOT_COMMANDS = [
     *("status run", "status run --json", "list", "logs run --rank 0", "checkpoints ls run --json", "audit run --json"),
@@ -65,7 +65,7 @@ WHOLE = [b"", b"null", b"[]", b"{}", b"0", b"\xff\xfe\x00", b"[" * 100_000, b"9"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a storage with a run that has every kind of object, and a search with this run as a trial."""
+    """Return storage that contains a run with every kind of object, and a search with this run as a trial."""
     folder = tmp_path_factory.mktemp("damage")
     run = trained(open_run(str(folder / "whole"), "run"))
     attempt = read_attempts(run)[-1]
@@ -87,7 +87,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def nodes(value: Any) -> Iterator[Any]:
-    """Yield every object and list in a JSON value."""
+    """Yield every object and array in a JSON value."""
     if isinstance(value, dict | list):
         yield value
         for item in value.values() if isinstance(value, dict) else value:
@@ -96,7 +96,7 @@ def nodes(value: Any) -> Iterator[Any]:
 
 @st.composite
 def changed_json(draw: st.DrawFn, content: bytes) -> bytes:
-    """Return the content with one value of one line replaced or removed."""
+    """Return the content with a value in one of its lines replaced or removed."""
     lines = content.splitlines() if b"}\n{" in content else [content]
     place = draw(st.integers(0, len(lines) - 1))
     record = json.loads(lines[place])
@@ -111,7 +111,7 @@ def changed_json(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 def read_facts(run: Run) -> dict[str, Any]:
-    """Return the facts about a run from their readers, with None if a reader refuses."""
+    """Return everything that can be read about a run, with None for each reader that raises an error."""
     readers: dict[str, Callable[[], Any]] = {
         "attempts": lambda: read_attempts(run),
         "checkpoints": lambda: [checkpoint for checkpoint in list_checkpoints(run) if not checkpoint.damage],
@@ -122,7 +122,7 @@ def read_facts(run: Run) -> dict[str, Any]:
 
 
 def start_again(run: Run) -> None:
-    """Read and write what a driver reads and writes before and after training."""
+    """Perform a driver's reads and writes before and after training."""
     driver = new_driver()
     fatal_error(Claimant(run, "job"))
     with recorded_outcome(Claimant(run, "job", driver), find_newest_good(run, read_attempts(run))[0], 20):
@@ -142,13 +142,13 @@ READERS: list[Callable[[Run], Any]] = [
 MARKERS = {"stop.json": request_stop, "delete.json": mark_deletion}
 
 first_markers: dict[str, bytes] = {}
-"""Content of each marker in the first example."""
+"""The content of each marker in the first example."""
 
 
 @pytest.mark.timeout(3600)
 @settings(max_examples=500 if THOROUGH else 25, suppress_health_check=list(HealthCheck))
 @given(kind=st.sampled_from(KINDS), data=st.data())
-def test_a_damaged_object_ends_in_a_result_or_one_clear_error(whole: Path, kind: str, data: st.DataObject) -> None:
+def test_damage_leads_to_a_result_or_a_single_clear_error(whole: Path, kind: str, data: st.DataObject) -> None:
     shutil.rmtree(whole / "now", ignore_errors=True)
     shutil.copytree(whole / "whole", whole / "now")
     run = open_run(str(whole / "now"), "run")

@@ -1,4 +1,4 @@
-"""The records of a run in storage: its status, its submissions, and its output."""
+"""Tests of a driver's records in storage, its signals and its output."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from sunspot.run.requests import (
     request_stop,
     stop_requested,
 )
-from sunspot.run.status import RunState, Status, new_driver, read_status, write_status
+from sunspot.run.status import RunState, Status, StatusKind, new_driver, read_status, write_status
 from sunspot.settings import Settings
 from sunspot.train.driver import has_failed_for_good, report_result
 from tests.harness import REPOSITORY, s3
@@ -106,7 +106,7 @@ def test_a_driver_records_its_outcome(run: Run) -> None:
 
 @pytest.mark.parametrize("error", [ConflictError("other settings"), SettingsError("a typo"), ZeroDivisionError()])
 @pytest.mark.parametrize("found", [RunState.RUNNING, RunState.STOPPED, RunState.FAILED, RunState.SUCCEEDED])
-def test_a_start_that_fails_before_its_claim_leaves_the_run_as_it_was(
+def test_a_start_that_fails_before_its_claim_does_not_change_the_run(
     run: Run, found: RunState, error: Exception
 ) -> None:
     attempt = start(run, "job")
@@ -131,12 +131,13 @@ def test_a_start_that_fails_after_its_claim_ends_the_run(run: Run) -> None:
     with pytest.raises(SettingsError), recorded_outcome(Claimant(run, "another", driver), None, 10):  # noqa: PT012
         status = read_status(run, driver)
         assert status
-        write_status(run, replace(status, attempt=start(run, "another").number, state=RunState.RUNNING))
+        claimed = replace(status, attempt=start(run, "another").number, state=RunState.RUNNING)
+        write_status(run, claimed, StatusKind.WORKERS)
         raise SettingsError("no good")
     assert state(run) == (RunState.FAILED, "no good")
 
 
-def test_a_retry_that_fails_ends_the_run(run: Run) -> None:
+def test_a_failed_retry_ends_the_run(run: Run) -> None:
     start(run, "job")
     for reason in ("first", "second"):
         with pytest.raises(SunspotError), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
@@ -144,7 +145,7 @@ def test_a_retry_that_fails_ends_the_run(run: Run) -> None:
         assert state(run) == (RunState.FAILED, reason)
 
 
-def test_a_first_start_that_fails_leaves_a_run_only_if_one_was_submitted(tmp_path: Path) -> None:
+def test_a_failed_first_start_leaves_a_run_only_if_it_was_submitted(tmp_path: Path) -> None:
     run = open_run(str(tmp_path), "typo")
     for submitted in (False, True):
         if submitted:
@@ -154,7 +155,7 @@ def test_a_first_start_that_fails_leaves_a_run_only_if_one_was_submitted(tmp_pat
         assert (read_status(run) is not None) == bool(list_runs(run.storage)) == submitted
 
 
-def test_a_second_start_shows_its_status_once_the_first_one_is_gone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_starts_status_counts_once_the_first_is_gone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
     with recorded_outcome(Claimant(run, "another", new_driver()), None, 10):
         assert state(run)[0] is RunState.RUNNING
@@ -164,8 +165,8 @@ def test_a_second_start_shows_its_status_once_the_first_one_is_gone(run: Run, mo
 
 @pytest.mark.parametrize("owner", ["job", "another"])
 @pytest.mark.parametrize("claimed", [False, True])
-def test_a_driver_that_was_frozen_does_not_take_the_run_from_a_newer_one(claimed: bool, owner: str, run: Run) -> None:
-    """The older driver was frozen after its first claim if `claimed`. `owner` is the owner of the newer driver."""
+def test_a_frozen_driver_does_not_take_the_run_from_a_newer_one(claimed: bool, owner: str, run: Run) -> None:
+    """The older driver was frozen after its first claim if `claimed`. `owner` is the newer driver's owner."""
     older, newer, newest = (new_driver() for _ in range(3))
     with ExitStack() as stack:
         stack.enter_context(recorded_outcome(Claimant(run, "job", older), None, 10))
@@ -183,7 +184,7 @@ def test_a_driver_that_was_frozen_does_not_take_the_run_from_a_newer_one(claimed
 
 @pytest.mark.parametrize("claimed", [False, True])
 def test_a_driver_does_not_restart_its_run_after_a_deletion(claimed: bool, run: Run, tmp_path: Path) -> None:
-    """The driver had claimed an attempt if `claimed`, and its next group starts."""
+    """The driver is starting its second group if `claimed`."""
     driver = new_driver()
     with pytest.raises(SupersededError, match="was deleted"), recorded_outcome(Claimant(run, "job", driver), None, 10):  # noqa: PT012
         if claimed:
@@ -206,7 +207,7 @@ def test_a_superseded_driver_leaves_the_status_to_its_successor(run: Run) -> Non
     assert state(run)[0] is RunState.RUNNING
 
 
-def test_starts_without_a_new_checkpoint_are_bounded(run: Run) -> None:
+def test_the_number_of_starts_without_a_new_checkpoint_is_limited(run: Run) -> None:
     attempt = start(run, "job")
     for _ in range(2):
         with recorded_outcome(Claimant(run, "job", new_driver()), None, 2):
@@ -223,7 +224,7 @@ def test_starts_without_a_new_checkpoint_are_bounded(run: Run) -> None:
     assert status.step == 5
 
 
-def test_an_error_that_a_worker_recorded_as_final_ends_the_driver_for_good(run: Run) -> None:
+def test_a_final_error_recorded_by_a_worker_ends_the_driver_for_good(run: Run) -> None:
     claimant = Claimant(run, "job", start(run, "job").driver)
     assert not has_failed_for_good(claimant)
     record_error(run, 1, DamageError("lost"))
@@ -231,7 +232,7 @@ def test_an_error_that_a_worker_recorded_as_final_ends_the_driver_for_good(run: 
     assert not has_failed_for_good(Claimant(Run(run.storage, "another"), "job", ""))
 
 
-def test_the_first_interrupt_asks_to_save_and_the_second_ends_at_once(
+def test_the_first_interrupt_saves_and_the_second_exits_immediately(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     control, request = LocalControl(), StopRequest()
@@ -313,7 +314,7 @@ def test_the_stop_marker_reaches_the_workers(run: Run, monkeypatch: pytest.Monke
     assert request.marked
 
 
-def test_a_stop_stays_until_it_is_cleared(run: Run) -> None:
+def test_a_stop_request_stays_in_force_until_it_is_cleared(run: Run) -> None:
     assert not stop_requested(run)
     request_stop(run, "me")
     request_stop(run, "me again")
@@ -333,7 +334,7 @@ def test_simultaneous_submissions_get_different_numbers(run: Run, monkeypatch: p
     assert newest_submission(run) == SubmissionRecord("a", server="2")
 
 
-def test_logs_contain_no_colours(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_colours_are_removed_from_logs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with shipped_driver_output(run):
         print("\x1b[33m(raylet)\x1b[0m a node died")
     [stream] = list_streams(run)
@@ -341,7 +342,7 @@ def test_logs_contain_no_colours(run: Run, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "(raylet) a node died\n"
 
 
-def test_a_log_of_several_segments_is_read_as_it_was_written(run: Run) -> None:
+def test_a_log_with_several_segments_is_read_completely(run: Run) -> None:
     stream = driver_stream()
     log = LogWriter(run, stream)
     text = bytes(range(256)) * 3000
@@ -358,7 +359,7 @@ def test_a_log_of_several_segments_is_read_as_it_was_written(run: Run) -> None:
     assert read_stream(run, "attempt-0001-rank-0000") == b""
 
 
-def test_output_is_bounded_while_storage_refuses_it(run: Run) -> None:
+def test_waiting_output_is_limited_while_storage_fails(run: Run) -> None:
     stream = driver_stream()
     log = LogWriter(run, stream)
     log.append(b"first line\n")
@@ -379,8 +380,8 @@ def test_output_is_bounded_while_storage_refuses_it(run: Run) -> None:
     assert gap[1].decode() == as_bytes(lost)
 
 
-def test_the_first_and_the_newest_part_of_endless_output_are_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank prints 5 kB a second for an hour, and its output is shipped every 5 s."""
+def test_only_the_first_and_newest_parts_of_endless_output_are_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank prints 5 kB per second for an hour, and its output is shipped every 5 s."""
     now, writes = 0.0, 0
     write = run.storage.write
 
@@ -414,7 +415,7 @@ def test_the_first_and_the_newest_part_of_endless_output_are_kept(run: Run, monk
     )
 
 
-def test_storage_that_hangs_ends_the_command_at_its_limit(s3_proxy: FaultProxy, s3_bucket: str) -> None:
+def test_the_driver_exits_at_its_time_limit_if_storage_hangs(s3_proxy: FaultProxy, s3_bucket: str) -> None:
     s3_proxy.on(lambda request: request.method == "GET", s3.trickle)
     settings = {"SUNSPOT_STORAGE_PATH": f"s3://{s3_bucket}/runs", "SUNSPOT_STORAGE_TIMEOUT_S": "1"}
     command = [sys.executable, "-m", "sunspot.train"]

@@ -1,4 +1,4 @@
-"""The metric history, which is written in small objects that are merged, and read from its end or completely."""
+"""Tests of the metric history: merging its segments, and reading it completely or from the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def steps_in(run: Run, **options: Any) -> list[int]:
 
 
 def written(run: Run, attempt: int, steps: Iterable[int], each: int = 1, size: int = 100) -> Journal:
-    """Write records of about `size` bytes to a journal of an attempt, with a flush after `each` records."""
+    """Write records of about `size` bytes to a journal, and flush after every `each` records."""
     journal = Journal(run, "metrics", attempt)
     for number, step in enumerate(steps, 1):
         journal.append({"step": step, "time": 0.0, "text": "x" * (size - 60)})
@@ -30,14 +30,12 @@ def written(run: Run, attempt: int, steps: Iterable[int], each: int = 1, size: i
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merge segments at sizes that a test reaches."""
+    """Lower the sizes at which segments are merged."""
     monkeypatch.setattr(streams, "SIZES", (250, 2000, 8000))
 
 
-def test_a_journal_merges_its_segments_and_loses_nothing(
-    run: Run, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bytes written grow with the records, few objects are left, and all records can be read at any time."""
+def test_merging_segments_loses_no_records(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few objects are left, all records are readable at any time, and each byte is written only a few times."""
     sizes: list[int] = []
     write, delete = run.storage.write, run.storage.delete_many
     monkeypatch.setattr(run.storage, "write", lambda key, data: (write(key, data), sizes.append(len(data))))
@@ -66,8 +64,8 @@ def test_a_journal_merges_its_segments_and_loses_nothing(
     assert read_journal(run, "events") == []
 
 
-def test_a_reader_takes_no_record_twice(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer dies before it deletes the segments that it has merged, and the next attempt deletes them."""
+def test_records_in_merged_segments_are_read_once(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer dies before it deletes the segments that it has merged. The next attempt deletes them."""
     with monkeypatch.context() as patch:
         patch.setattr(run.storage, "delete_many", lambda keys: None)
         written(run, 1, range(1, 76))
@@ -80,9 +78,7 @@ def test_a_reader_takes_no_record_twice(run: Run, small: None, monkeypatch: pyte
     assert steps_in(run) == list(range(1, 76))
 
 
-def test_segments_that_are_merged_while_they_are_read_are_still_found(
-    run: Run, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_merged_during_a_read_are_still_found(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = written(run, 1, range(1, 109))
     listed, read = list_journal(run, "metrics"), run.storage.read
     given: list[int] = []
@@ -101,7 +97,9 @@ def test_segments_that_are_merged_while_they_are_read_are_still_found(
         list(iter_records(run, "metrics", None, listed))
 
 
-def test_the_newest_record_is_read_from_the_end(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_record_is_found_without_reading_the_whole_history(
+    run: Run, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = Attempt(1, "job", None, 0), Attempt(2, "job", checkpoint_name(900, 1), 900)
     assert newest_record(run, lineage([first])) is None
     written(run, 1, range(1, 1001), each=7)
@@ -117,7 +115,7 @@ def test_the_newest_record_is_read_from_the_end(run: Run, small: None, monkeypat
     assert sum(len(read(key)) for key in asked) < 80_000
 
 
-def test_a_journal_writes_refused_records_later(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_of_records_is_repeated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(key: str, data: bytes) -> None:
         raise StorageError("full")
 

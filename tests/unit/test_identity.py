@@ -1,4 +1,4 @@
-"""The identity of a run: settings, rows and their order, which may never change."""
+"""Tests of a run's identity: its settings, rows and row order, which can never change."""
 
 from __future__ import annotations
 
@@ -38,16 +38,14 @@ def test_the_identity_contains_the_settings_of_the_contract(name: str) -> None:
     assert name in IDENTITY
 
 
-def test_other_content_with_the_same_layout_is_refused(run: Run) -> None:
+def test_other_rows_with_the_same_layout_are_rejected(run: Run) -> None:
     start(run)
     with pytest.raises(ConflictError, match="the data behind sample: 100 rows -> 100 rows, or other content"):
         start(run, replace(ROWS, data="layout-other"))
     start(run)
 
 
-def test_another_order_of_the_rows_is_refused_unless_it_is_accepted(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_row_order_is_rejected_unless_accepted(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     start(run)
     other = replace(ROWS, order="3c4d", shuffled_by="NumPy 3.0.0")
     for accept in ("", "order-1a2b", "order-3c4"):
@@ -67,7 +65,7 @@ def test_a_search_has_no_rows(run: Run) -> None:
 
 
 @pytest.mark.parametrize("loader", ["torch", "ray"])
-def test_the_order_of_a_plan_changes_with_the_shuffling_library(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plans_row_order_depends_on_the_shuffling_library(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings({"LOADER": loader})
     plan = make_plan(settings, load_task(settings))
     found = identify_rows(plan)
@@ -81,7 +79,7 @@ def test_the_order_of_a_plan_changes_with_the_shuffling_library(loader: str, mon
     assert other.order != found.order
 
 
-def test_the_checksum_of_an_order_depends_on_seed_groups_and_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_order_checksum_depends_on_seed_groups_and_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = (WINDOW_ROWS // 2,) * 8
     base = run_order("ray", groups, 0)
     others = [run_order("ray", groups, 1), run_order("ray", groups[:-1], 0), run_order("torch", groups, 0)]
@@ -91,7 +89,7 @@ def test_the_checksum_of_an_order_depends_on_seed_groups_and_shuffle(monkeypatch
     assert base.checksum() != found
 
 
-def test_the_checksum_matches_stored_orders() -> None:
+def test_the_row_order_checksum_matches_stored_values() -> None:
     assert [run_order(loader, (5000, 6000, 700), 7).checksum() for loader in ("torch", "ray")] == PINNED
 
 

@@ -1,4 +1,4 @@
-"""Receipts: the cost of each start of a worker group, and the goodput of a run."""
+"""Tests of receipts, which record what each worker group start cost, and of a run's goodput."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def receipt(number: int, left: float, first_step: float, **fields: Any) -> Recei
         (Cause.JOINED, "recovered"),
     ],
 )
-def test_only_a_start_after_an_incident_is_shown_as_a_recovery(cause: Cause, shown: str) -> None:
+def test_only_starts_after_incidents_are_displayed_as_recoveries(cause: Cause, shown: str) -> None:
     event = receipt(1, 10, 20, cause=cause).record()
     assert event["event"] == "recovered", "readers recognize a receipt by this name"
     named = display_event(json.loads(json.dumps(event)))
@@ -66,7 +66,7 @@ def test_a_receipt_can_be_read_back_from_its_event() -> None:
 
 
 @pytest.mark.parametrize("change", [{"cause": "of a later version"}, {"cause": None}, {"first_step": ...}])
-def test_an_invalid_receipt_does_not_hide_the_others(change: dict[str, Any]) -> None:
+def test_invalid_receipts_are_skipped(change: dict[str, Any]) -> None:
     event = {**receipt(2, 10, 20).record(), **change}
     broken = {name: value for name, value in event.items() if value is not ...}
     assert [r.attempt for r in read_receipts([receipt(3, 30, 40).record(), broken, receipt(1, 0, 1).record()])] == [
@@ -138,13 +138,13 @@ def test_goodput_is_none_without_receipts_or_time() -> None:
     [([(10, 20), (30, 40), (0, 50)], 0.5), ([(0, 30), (20, 50), (50, 60)], 0.4), ([(20, 50), (0, 30)], 0.5)],
     ids=["within another", "in part", "in part, the later one first"],
 )
-def test_time_in_two_losses_is_lost_once(losses: list[tuple[int, int]], expected: float) -> None:
+def test_time_covered_by_two_losses_counts_once(losses: list[tuple[int, int]], expected: float) -> None:
     receipts = [receipt(number, *loss) for number, loss in enumerate(losses, 1)]
     attempts = [attempt(one.attempt, 0) for one in receipts]
     assert goodput(attempts, receipts, 100) == pytest.approx(expected)
 
 
-def test_time_after_a_run_had_ended_is_not_counted() -> None:
+def test_goodput_excludes_time_while_the_run_had_ended() -> None:
     attempts = [attempt(1, 0), attempt(2, 1000)]
     receipts = [receipt(1, 0, 10), receipt(2, 100, 1010, cause=Cause.RESUMED, paused_s=890)]
     assert goodput(attempts, receipts, 1100) == pytest.approx(1 - (10 + 20) / (100 + 110))
@@ -162,7 +162,7 @@ moments = st.integers(0, 60)
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[Attempt], list[Receipt]]:
-    """Return attempts in the order of their claims, and receipts of some, for any time that ends after the claim."""
+    """Return attempts, oldest first, and receipts for some of them."""
     claims = sorted(draw(st.lists(moments, min_size=1, max_size=8)))
     attempts = [attempt(n, claimed, draw(st.integers(0, 4))) for n, claimed in enumerate(claims, 1)]
     chosen = [a for a in attempts if draw(st.booleans())] or attempts[-1:]
@@ -174,7 +174,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Attempt], list[Receipt]]:
 def test_goodput_counts_every_second_of_every_worker_once(
     history: tuple[list[Attempt], list[Receipt]], end: int
 ) -> None:
-    """The test computes the same fraction second by second."""
+    """The expected fraction is computed second by second."""
     attempts, receipts = history
     tail = min((a.time for a in attempts if a.number > receipts[-1].attempt), default=end)
 
@@ -196,7 +196,7 @@ def test_goodput_counts_every_second_of_every_worker_once(
     st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e5)), max_size=6),
     st.floats(0, 1e6),
 )
-def test_goodput_is_between_0_and_1_even_with_wrong_clocks(
+def test_goodput_is_between_0_and_1_despite_clock_skew(
     begun: list[tuple[float, int]], cost: list[tuple[float, float, float]], end: float
 ) -> None:
     attempts = [attempt(n, claimed, size) for n, (claimed, size) in enumerate(begun, 1)]
@@ -205,7 +205,7 @@ def test_goodput_is_between_0_and_1_even_with_wrong_clocks(
     assert found is None or 0 <= found <= 1
 
 
-def test_wrong_clocks_count_no_worker_twice() -> None:
+def test_clock_skew_does_not_count_workers_twice() -> None:
     assert worker_seconds([attempt(1, 0), attempt(2, 30), attempt(3, 20)], 0, 40) == 80
 
 
@@ -230,7 +230,7 @@ def test_wrong_clocks_count_no_worker_twice() -> None:
         *("the first is missing", "a checkpoint without a receipt", "the newest is missing"),
     ],
 )
-def test_missing_receipts_are_found(chain: dict[int, int], stepped: list[int], missing: list[int]) -> None:
+def test_find_gaps_reports_missing_receipts(chain: dict[int, int], stepped: list[int], missing: list[int]) -> None:
     receipts = [receipt(number, 0, 1, since=since) for number, since in chain.items()]
     expected = [f"no receipt of attempt {number}, which took steps" for number in missing]
     assert find_gaps(receipts, stepped) == expected

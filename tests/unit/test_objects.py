@@ -1,4 +1,4 @@
-"""Objects of a run that are damaged, of another version, or not ours: some are left out, others are refused."""
+"""Tests of damaged, foreign and outdated objects in a run, which are left out or rejected."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("content", [pytest.param(content, id=name) for name, content in UNUSABLE.items()])
-def test_a_damaged_status_is_left_out_with_one_warning(
+def test_a_damaged_status_is_ignored_with_a_single_warning(
     run: Run, sunspot: Command, content: bytes, warned: list[str]
 ) -> None:
     begin(run)
@@ -82,7 +82,7 @@ def test_unknown_fields_are_ignored(run: Run) -> None:
     assert (status.step, status.heartbeat) == (3, 5.0)
 
 
-def test_an_object_that_is_too_large_is_not_read(run: Run) -> None:
+def test_reading_a_too_large_object_raises_an_error(run: Run) -> None:
     run.storage.write("run/object.json", b" " * (MAX_OBJECT_BYTES + 1))
     with pytest.raises(DamageError, match=r"object.json cannot be used: it is larger than 16 MiB"):
         read_content(run.storage, "run/object.json")
@@ -99,7 +99,7 @@ def test_a_changed_record_does_not_match_its_checksum(record: dict[str, Any]) ->
         parse_verified(dict[str, Any], with_checksum({**record, "step": 41}).replace(b"41", b"40"), "it")
 
 
-def test_a_changed_identity_is_refused(run: Run) -> None:
+def test_a_modified_identity_is_rejected(run: Run) -> None:
     environment = {"SUNSPOT_SEED": "0", "SUNSPOT_DATASET": "sample"}
     rows = Rows("data", 22, 5, "1a2b", "NumPy")
     record_identity(run, environment, ["seed"], rows)
@@ -113,7 +113,7 @@ def test_a_changed_identity_is_refused(run: Run) -> None:
         record_identity(run, environment, ["seed"], rows)
 
 
-def test_damaged_lines_are_left_out_and_counted(run: Run) -> None:
+def test_damaged_lines_are_skipped_and_counted(run: Run) -> None:
     attempt = start(begin(run), "job")
     report(run, attempt, *({"step": step, "time": 1.0, "loss": math.nan} for step in (1, 2, 3)))
     [key] = journal_keys(run, "metrics", 1)
@@ -150,8 +150,10 @@ def test_damaged_lines_are_left_out_and_counted(run: Run) -> None:
     ],
     ids=str,
 )
-def test_an_impossible_attempt_is_refused(run: Run, sunspot: Command, change: dict[str, Any]) -> None:
-    """An attempt that starts from itself or from a later one would send readers of the lineage into an endless loop."""
+def test_an_attempt_that_starts_from_itself_or_a_later_one_is_rejected(
+    run: Run, sunspot: Command, change: dict[str, Any]
+) -> None:
+    """Readers of the lineage would otherwise loop forever."""
     first = start(begin(run), "job")
     start(run, "job", commit(run, first, 3).name)
     key = run.key("attempts", "0002.json")
@@ -175,7 +177,7 @@ def test_a_damaged_trial_does_not_end_a_search(run: Run) -> None:
     assert (trial.state, trial.best, trial.eligible) == (RunState.SUCCEEDED, None, False)
 
 
-def test_a_changed_attempt_is_refused(run: Run) -> None:
+def test_a_modified_attempt_is_rejected(run: Run) -> None:
     start(begin(run), "job")
     key = run.key("attempts", "0001.json")
     run.storage.write(key, run.storage.read(key).replace(b"job", b"jab"))
@@ -183,8 +185,8 @@ def test_a_changed_attempt_is_refused(run: Run) -> None:
         read_attempts(run)
 
 
-def test_characters_that_cannot_be_written_are_replaced(run: Run) -> None:
-    """Python makes such characters of file names that are not UTF-8."""
+def test_lone_surrogates_are_replaced(run: Run) -> None:
+    """Python produces lone surrogates from file names that are not UTF-8."""
     write_status(begin(run), Status(RunState.FAILED, "job", reason="a\udcffb \N{WRENCH}"))
     status = read_status(run)
     assert status.reason == "a\N{REPLACEMENT CHARACTER}b \N{WRENCH}"
@@ -194,7 +196,7 @@ def test_characters_that_cannot_be_written_are_replaced(run: Run) -> None:
     assert [event["detail"] for event in read_journal(run, "events")] == ["a\N{REPLACEMENT CHARACTER}b"]
 
 
-def test_a_damaged_submission_still_has_its_job(run: Run) -> None:
+def test_the_job_of_a_damaged_submission_is_still_known(run: Run) -> None:
     record_submission(begin(run), SubmissionRecord("run-1234", "sunspot"))
     [entry] = run.storage.list(run.key("submissions"))
     content = run.storage.read(entry.key)
@@ -207,7 +209,7 @@ def test_a_damaged_submission_still_has_its_job(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------------------- listings
 
 
-def test_stray_files_change_nothing(run: Run, sunspot: Command) -> None:
+def test_unrelated_files_in_a_run_are_ignored(run: Run, sunspot: Command) -> None:
     attempt = start(begin(run), "job")
     write_receipt(run, attempt, 0)
     record_submission(run, SubmissionRecord("run-1234"))
@@ -245,7 +247,7 @@ def test_stray_files_change_nothing(run: Run, sunspot: Command) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", "a\nb", "RUN", "x" * 64, "", "a b"])
-def test_folders_with_other_names_are_not_listed_as_runs(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_folders_without_valid_run_names_are_not_listed(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     begin(run)
     entries = run.storage.list("")
     hostile = [entry._replace(key=f"{name}/run.json") for entry in entries]
@@ -256,7 +258,7 @@ def test_folders_with_other_names_are_not_listed_as_runs(run: Run, monkeypatch: 
 # ---------------------------------------------------------------------------------------------------------------- audit
 
 
-def test_a_flipped_audit_record_is_refused(run: Run) -> None:
+def test_a_corrupted_audit_file_is_rejected(run: Run) -> None:
     attempt = start(begin(run), "job")
     record_audit(run, attempt, consumed(1, 3))
     [entry] = run.storage.list(run.key("audit"))
@@ -270,13 +272,13 @@ def test_a_flipped_audit_record_is_refused(run: Run) -> None:
 
 
 def rename_audit(run: Run, new_key: Callable[[str], str]) -> None:
-    """Move the run's only audit record to another key."""
+    """Move the run's only audit file to another key."""
     [entry] = run.storage.list(run.key("audit"))
     run.storage.write(new_key(entry.key), run.storage.read(entry.key))
     run.storage.delete(entry.key)
 
 
-def test_an_audit_record_under_another_name_is_refused(run: Run) -> None:
+def test_a_renamed_audit_file_is_rejected(run: Run) -> None:
     attempt = start(begin(run), "job")
     record_audit(run, attempt, consumed(1, 3))
     rename_audit(run, lambda key: key.replace("00000003", "00000004"))
@@ -284,7 +286,7 @@ def test_an_audit_record_under_another_name_is_refused(run: Run) -> None:
         read_audit(run, lineage(read_attempts(run)))
 
 
-def test_an_audit_record_with_other_columns_is_refused(run: Run) -> None:
+def test_an_audit_file_with_other_columns_is_rejected(run: Run) -> None:
     import pyarrow
 
     start(begin(run), "job")

@@ -1,4 +1,4 @@
-"""Owners of a run that RayJobs of the same name train in two places."""
+"""Tests of a run's owner if RayJobs with the same name train it in two clusters or namespaces."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ RAYJOB = "digits-1a2b3c4d"
 HERE = ("sunspot", "A")
 OTHER_NAMESPACE = ("teamb", "A")
 OTHER_CLUSTER = ("sunspot", "B")
-"""Name of a namespace, and certificates of a cluster."""
+"""A namespace, and the certificates of its cluster."""
 
 
 @pytest.fixture
 def driver(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Return a function that begins a driver in a namespace and cluster, as each try of its RayJob does."""
+    """Return a function that starts a RayJob's driver in a namespace and cluster."""
     certificates = tmp_path / "ca.crt"
     monkeypatch.setattr("sunspot.run.owner.CERTIFICATES", certificates)
     begin(run)
@@ -52,7 +52,7 @@ def driver(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def claim(claimant: Claimant) -> Attempt:
-    """Claim the run for a worker group of a driver, as `elastic/claim.py` does."""
+    """Claim the run for a driver's worker group, like `elastic/claim.py`."""
 
     def make(attempts: list[Attempt]) -> Attempt:
         unclaimed = Attempt(next_number(attempts), claimant.owner, None, 0, nonce=new_nonce(), chosen=False)
@@ -63,7 +63,7 @@ def claim(claimant: Claimant) -> Attempt:
 
 @pytest.mark.parametrize("other", [OTHER_NAMESPACE, OTHER_CLUSTER])
 @pytest.mark.parametrize("submitted", [False, True])
-def test_the_later_of_two_rayjobs_of_one_name_takes_the_run_over_once(
+def test_the_later_of_two_rayjobs_with_the_same_name_takes_over_once(
     run: Run, driver: Driver, other: tuple[str, str], submitted: bool
 ) -> None:
     first_id, second_id = (new_submission(RAYJOB), new_submission(RAYJOB)) if submitted else (RAYJOB, RAYJOB)
@@ -76,7 +76,7 @@ def test_the_later_of_two_rayjobs_of_one_name_takes_the_run_over_once(
         SupersededError, match=f"{RAYJOB} in namespace {other[0]} of cluster .* has owned the run since"
     ):
         ensure_owner(run, trains)  # as before each commit and deletion
-    for _ in range(3):  # for each try of its operator
+    for _ in range(3):  # each time the operator retries the job
         again = driver(HERE, first_id)
         assert again.owner == first.owner
         assert isinstance(fatal_error(again), SupersededError)
@@ -89,7 +89,7 @@ def test_the_later_of_two_rayjobs_of_one_name_takes_the_run_over_once(
     ensure_owner(run, retried)
 
 
-def test_a_rayjob_that_is_submitted_again_supersedes_its_older_processes(run: Run, driver: Driver) -> None:
+def test_a_resubmitted_rayjob_supersedes_its_older_processes(run: Run, driver: Driver) -> None:
     first_id = new_submission(RAYJOB)
     zombie = claim(driver(HERE, first_id))
     claim(driver(OTHER_CLUSTER, new_submission(RAYJOB)))
@@ -100,7 +100,7 @@ def test_a_rayjob_that_is_submitted_again_supersedes_its_older_processes(run: Ru
     assert isinstance(fatal_error(driver(HERE, first_id)), SupersededError)
 
 
-def test_a_run_whose_owner_has_only_a_job_can_be_taken_over(run: Run, driver: Driver) -> None:
+def test_a_run_can_be_taken_over_if_its_owner_is_only_a_job(run: Run, driver: Driver) -> None:
     old = claim(Claimant(run, RAYJOB, "0000beef"))
     now = claim(driver(HERE, new_submission(RAYJOB)))
     ensure_owner(run, now)
@@ -108,7 +108,7 @@ def test_a_run_whose_owner_has_only_a_job_can_be_taken_over(run: Run, driver: Dr
         ensure_owner(run, old)
 
 
-def test_a_driver_outside_kubernetes_has_its_job_as_owner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_outside_kubernetes_the_job_is_the_owner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sunspot.run.owner.CERTIFICATES", tmp_path / "none")
     monkeypatch.delenv("POD_NAMESPACE", raising=False)
     assert new_owner("job") == new_owner("job") == "job"
@@ -127,5 +127,5 @@ def test_a_driver_outside_kubernetes_has_its_job_as_owner(monkeypatch: pytest.Mo
         Owner("job", "", "", "0123456789"),
     ],
 )
-def test_an_owner_is_read_as_it_was_written(owner: Owner) -> None:
+def test_an_owner_can_be_parsed_from_its_text(owner: Owner) -> None:
     assert Owner.parse(str(owner)) == owner

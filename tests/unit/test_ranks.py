@@ -1,4 +1,4 @@
-"""The numbers of each rank are kept separately from the run's curve, and combined when they are old."""
+"""Tests of the numbers of each rank, which have a separate journal and are combined when they are old."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def record(number: int, **more: list[Any]) -> dict[str, Any]:
-    """Return a record of two ranks."""
+    """Return a record with the numbers of two ranks."""
     values: dict[str, list[Any]] = {name: [number + 0.5, 2.0 * number] for name in NAMES}
     values |= {"rows": [number, 2 * number], **more}
     return {"attempt": 1, "step": 10 * number, "time": float(number), "steps": 10, "seconds": 5.0, "ranks": values}
@@ -52,8 +52,8 @@ def test_a_combined_record_keeps_totals_and_extremes() -> None:
     ] == [None, 1.0]
 
 
-def test_old_records_are_combined_and_new_ones_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of records stays limited during a long attempt, and totals cover all of them."""
+def test_old_records_are_combined_but_new_ones_are_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long attempt keeps a limited number of records, but their totals cover every step."""
     monkeypatch.setattr(ranks, "MIN_RECORDS", 8)
     monkeypatch.setattr(ranks, "MIN_BYTES", 2000)
     monkeypatch.setattr("sunspot.run.streams.SIZES", (1000, 4000, 8000))
@@ -79,12 +79,12 @@ def test_old_records_are_combined_and_new_ones_stay(run: Run, monkeypatch: pytes
     assert newest_rank_records(run, lineage([attempt])) == found
 
 
-def test_few_records_are_not_combined() -> None:
+def test_records_are_not_combined_if_there_are_few() -> None:
     text = b"".join(json.dumps(record(number)).encode() + b"\n" for number in range(64))
     assert downsample(text) == text
 
 
-def test_records_of_a_long_run_are_written_once_a_minute(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_runs_rank_records_are_written_once_a_minute(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("sunspot.observe.ranks.TokenBucket", partial(TokenBucket, clock=lambda: now))
     history, spans = RankHistory(run, 1), lineage([start(run, "job")])

@@ -1,4 +1,4 @@
-"""The owner of a run, the steps that count, and the checkpoints that are intact."""
+"""Tests of a run's owner, the steps that count, and intact checkpoints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(tmp_path: Path) -> Run:
     return open_run(str(tmp_path), "run")
 
 
-def test_the_docstring_of_the_package_names_all_files_of_a_run() -> None:
+def test_the_package_docstring_lists_all_files_of_a_run() -> None:
     documented = {
         name.rstrip("/") for name in re.findall(r"^ {8}([a-z-]+(?:\.[a-z]+|/|-[0-9a-f]+))", str(layout.__doc__), re.M)
     }
@@ -74,7 +74,7 @@ def test_the_docstring_of_the_package_names_all_files_of_a_run() -> None:
 # --------------------------------------------------------------------------------------------------------- attempts
 
 
-def test_attempts_are_read_back_as_they_were_claimed(run: Run) -> None:
+def test_a_claimed_attempt_can_be_read_back(run: Run) -> None:
     assert read_attempts(run) == []
     first = Attempt(1, "job", None, 0, metadata=Metadata(host="a"))
     second = Attempt(2, "job", checkpoint_name(7, 1), 7, skipped=("one", "two"))
@@ -84,8 +84,8 @@ def test_attempts_are_read_back_as_they_were_claimed(run: Run) -> None:
     assert read_attempts(run) == [first, second], "the record of an error is not an attempt"
 
 
-def test_an_attempt_is_read_once_unless_its_file_changes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each commit asks for all attempts, and a run on spot nodes may have hundreds."""
+def test_an_attempt_is_read_only_once_unless_its_file_changes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each commit needs all attempts, and a run on spot nodes can have hundreds."""
     opened, open_object = [], type(run.storage).open
     monkeypatch.setattr(type(run.storage), "open", lambda *words: (opened.append(words[1]), open_object(*words))[1])
     for number in (1, 2, 3):
@@ -115,7 +115,7 @@ def test_a_superseded_owner_cannot_claim_the_run_again(run: Run) -> None:
     refuse_if_superseded(read_attempts(run), "third")
 
 
-def test_a_driver_that_lost_the_run_to_another_start_of_its_job_is_superseded(run: Run) -> None:
+def test_a_driver_is_superseded_by_a_later_start_of_its_job(run: Run) -> None:
     for driver in ("first", "second"):
         start(run, "job", driver=driver)
     with pytest.raises(SupersededError, match="attempt 2 of job has owned the run since"):
@@ -124,7 +124,7 @@ def test_a_driver_that_lost_the_run_to_another_start_of_its_job_is_superseded(ru
     refuse_if_superseded(read_attempts(run), "job", "third")
 
 
-def test_an_attempt_is_superseded_by_an_attempt_that_is_not_the_next(run: Run) -> None:
+def test_an_attempt_superseded_twice_reports_the_newest_owner(run: Run) -> None:
     old = start(run, "job")
     start(run, "job")
     start(run, "other")
@@ -140,8 +140,8 @@ def test_the_ten_thousandth_attempt_is_followed_by_another(run: Run) -> None:
     assert read_attempts(run) == [nines, *more]
 
 
-def test_fencing_does_not_trust_the_cache_of_an_nfs_client(run: Run) -> None:
-    """It changes the directory, so that the server's answer tells the client that its cache is out of date."""
+def test_fencing_bypasses_the_nfs_cache(run: Run) -> None:
+    """Changing the directory makes the NFS client drop its outdated cache."""
     attempt = start(run, "job")
     folder = Path(run.storage.locate(run.key("attempts")))
     os.utime(folder, (0, 0))
@@ -150,7 +150,7 @@ def test_fencing_does_not_trust_the_cache_of_an_nfs_client(run: Run) -> None:
     assert [file.name for file in folder.iterdir()] == ["0001.json"], "nothing else is left there"
 
 
-def test_an_error_is_recorded_with_its_class(run: Run) -> None:
+def test_a_recorded_error_keeps_its_class(run: Run) -> None:
     assert read_error(run, 1) is None
     record_error(run, 1, DamageError("optimizer.pt lost"))
     error = read_error(run, 1)
@@ -208,7 +208,7 @@ def test_the_lineage_contains_each_step_once(data: st.DataObject) -> None:
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def test_the_newest_intact_checkpoint_is_found(run: Run) -> None:
+def test_find_newest_good_returns_the_newest_intact_checkpoint(run: Run) -> None:
     assert find_newest_good(run, []) == (None, ())
     attempt = start(run, "job")
     assert find_newest_good(run, [attempt]) == (None, ())
@@ -353,7 +353,7 @@ def test_an_interrupted_deletion_leaves_an_incomplete_checkpoint(run: Run, monke
     assert run.storage.list(run.key("checkpoints", old.name)) == []
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_called_damaged(
+def test_a_checkpoint_deleted_during_verification_is_not_reported_as_damaged(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = start(run, "job")
@@ -371,8 +371,8 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_called_damaged(
 
 
 @pytest.mark.parametrize(("order", "steps"), [("min", [5, 4, 2, 6, 3, 1]), ("max", [4, 2, 5, 6, 3, 1])])
-def test_the_best_checkpoints_come_first_and_the_later_of_equals(order: str, steps: list[int]) -> None:
-    """A checkpoint without a comparable metric ranks below all others."""
+def test_checkpoints_are_ranked_by_metric_then_by_step(order: str, steps: list[int]) -> None:
+    """A checkpoint without a finite metric ranks below all others."""
     losses = {1: None, 2: 1.0, 3: float("nan"), 4: 1.0, 5: 0.5, 6: None}
     checkpoints = [
         Checkpoint(str(step), step, 1, 9, 9, 1, {} if loss is None else {"loss": loss}) for step, loss in losses.items()
@@ -380,8 +380,8 @@ def test_the_best_checkpoints_come_first_and_the_later_of_equals(order: str, ste
     assert [checkpoint.step for checkpoint in best_first(checkpoints, "loss", order)] == steps
 
 
-def test_held_out_rows_rank_checkpoints_if_there_are_any() -> None:
-    """Training rows rank checkpoints until the first evaluation, and if there is no evaluation."""
+def test_checkpoints_are_ranked_by_held_out_rows_if_any() -> None:
+    """Until the first evaluation, the metric of training rows ranks checkpoints."""
     metrics = [{"loss": 0.1}, {"loss": 0.4, "test_loss": 0.3}, {"loss": 0.3}, {"loss": 0.2, "test_loss": 0.5}]
     checkpoints = [Checkpoint(str(step), step, 1, 9, 9, 1, each) for step, each in enumerate(metrics)]
     assert [each.step for each in expired(checkpoints, 1, "loss", "min")] == [0, 2]
@@ -393,7 +393,7 @@ def test_held_out_rows_rank_checkpoints_if_there_are_any() -> None:
 
 
 def audited(run: Run, *attempts: Attempt) -> list[tuple[int, int]]:
-    """Return the step and the row of each record that the audit returns."""
+    """Return the step and the row of each audit record."""
     tables = read_audit(run, lineage(list(attempts)))
     return sorted((line["step"], line["row"]) for table in tables for line in table.to_pylist())
 
@@ -403,7 +403,7 @@ def expected(first: int, last: int) -> list[tuple[int, int]]:
 
 
 def test_an_audit_file_counts_only_up_to_the_end_of_its_span(run: Run) -> None:
-    """The commit of step 4 took so long that the window up to step 7 had closed when the audit was written."""
+    """The audit file was written so late in the commit of step 4 that it includes steps up to 7."""
     first, second = Attempt(1, "job", None, 0), Attempt(2, "job", checkpoint_name(4, 1), 4)
     record_audit(run, first, consumed(1, 7))
     record_audit(run, second, consumed(5, 9))
@@ -411,8 +411,8 @@ def test_an_audit_file_counts_only_up_to_the_end_of_its_span(run: Run) -> None:
     assert audited(run, first, second) == expected(1, 9)
 
 
-def test_steps_in_two_audit_files_count_once(run: Run) -> None:
-    """Storage wrote the first file but reported an error, so the next commit wrote its steps again."""
+def test_steps_repeated_in_two_audit_files_count_once(run: Run) -> None:
+    """Storage wrote the first file but reported an error, so the next commit wrote the same steps again."""
     attempt = Attempt(1, "job", None, 0)
     record_audit(run, attempt, consumed(1, 5))
     record_audit(run, attempt, consumed(1, 8))

@@ -1,4 +1,4 @@
-"""Runs larger than any real run: whatever is too large is reported or cut, and takes neither memory nor time."""
+"""Tests with huge runs, in which oversized data is reported or cut without taking much memory or time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_lines(run: Run, kind: str, content: bytes, first: int = 0, last: int =
 
 
 def sparse(path: Path, size: int) -> None:
-    """Make a file of this size that takes no space on the disk."""
+    """Make a sparse file of this size, which takes no disk space."""
     with open(path, "ab") as file:
         file.truncate(size)
 
@@ -69,7 +69,7 @@ def page_of(run: Run) -> str:
 # ------------------------------------------------------------------------------------------------------------- segments
 
 
-def test_a_segment_that_is_too_large_counts_as_damaged_and_is_not_read(run: Run) -> None:
+def test_a_too_large_segment_counts_as_damaged_and_is_not_read(run: Run) -> None:
     trained(run)
     sparse(write_lines(run, "metrics", b""), MAX_SEGMENT_BYTES + 1)
     sparse(write_lines(run, "events", b""), 700 << 30)
@@ -104,7 +104,7 @@ def test_large_segments_are_not_read_all_at_once(run: Run) -> None:
     assert groups == [3, 1, 1]
 
 
-def test_output_that_is_too_large_is_left_out_with_a_note(run: Run, sunspot: Command) -> None:
+def test_a_too_large_output_segment_is_replaced_by_a_note(run: Run, sunspot: Command) -> None:
     begin(run)
     for stream in ("driver-20261125T000000000Z", "driver-20261126T000000000Z"):
         writer = LogWriter(run, stream)
@@ -124,7 +124,7 @@ def test_output_that_is_too_large_is_left_out_with_a_note(run: Run, sunspot: Com
     assert "the last line" in sunspot.out
 
 
-def test_a_segment_is_given_up_after_a_thousand_unusable_lines(run: Run) -> None:
+def test_a_segment_is_abandoned_after_a_thousand_damaged_lines(run: Run) -> None:
     trained(run)
     path = write_lines(run, "metrics", b"\n" * (8 << 20))
     damaged: list[str] = []
@@ -145,7 +145,7 @@ def test_the_newest_record_is_found_from_the_end(run: Run) -> None:
     assert found["step"] == 199
 
 
-def test_reading_beyond_the_budget_is_refused() -> None:
+def test_reading_beyond_the_budget_raises_an_error() -> None:
     with budget(10, "reading it"):
         spend(10)
         with pytest.raises(TooLargeError, match="reading it: more than"):
@@ -174,7 +174,7 @@ def test_thousands_of_metrics_take_little_time_and_are_counted(run: Run, sunspot
     assert time.monotonic() - began < 60
 
 
-def test_a_series_takes_memory_only_for_its_numbers() -> None:
+def test_a_series_stores_only_its_numbers() -> None:
     series = Series()
     for number in range(2000):
         series.add({"step": float(number), **{f"{number}_{each}": 1.0 for each in range(20)}})
@@ -187,7 +187,7 @@ def test_a_series_takes_memory_only_for_its_numbers() -> None:
     assert series.indexes_with(["7_0", "5_3", "none"]) == [5, 7]
 
 
-def test_two_hundred_metrics_of_five_thousand_epochs_are_all_kept() -> None:
+def test_no_value_of_200_metrics_in_5000_epochs_is_dropped() -> None:
     history = History()
     for epoch in range(5000):
         values = {f"test_metric_{number}": float(number) for number in range(200)}
@@ -219,14 +219,14 @@ def test_rows_are_counted_by_epoch_in_one_pass() -> None:
     assert {(epoch.rows, epoch.missing, epoch.repeated) for epoch in counted} == {(rows, 0, 0)}
 
 
-def test_foreign_rows_are_named_and_counted() -> None:
+def test_audit_reports_and_counts_unknown_rows() -> None:
     step, row = pa.array([1] * 100_000, pa.int32()), pa.array(range(1000, 101_000), pa.int64())
     lines = find_foreign_rows([pa.table({"step": step, "row": row})], EpochLayout(10, 1, 10))
     assert lines[0] == "step 1: row 1000 is not one of 0..9"
     assert lines[5:] == ["and 99995 more like it"]
 
 
-def test_a_small_audit_file_with_too_many_rows_counts_as_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audit_file_with_too_many_rows_counts_as_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = start(begin(run), "job")
     rows = 10_000
     same = {"step": pa.array([1] * rows, pa.int32()), "rank": pa.array([0] * rows, pa.int32()), "row": [0] * rows}
@@ -247,7 +247,7 @@ def rewrite(run: Run, file: str, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("classes", [300_000_000, 10**15])
-def test_predictions_without_a_matrix_of_all_classes_count_as_damaged(run: Run, classes: int) -> None:
+def test_predictions_with_an_incomplete_confusion_matrix_count_as_damaged(run: Run, classes: int) -> None:
     trained(run)
     rewrite(run, "predictions.json", classes=classes, confusion=[])
     assert read_shown(run, Predictions) is None
@@ -261,7 +261,7 @@ def test_predictions_of_a_thousand_classes_are_shown(run: Run) -> None:
     assert "The pairs that are confused most often, 30 of 30; 1000 classes" in page
 
 
-def test_a_matrix_of_three_thousand_classes_is_not_read(run: Run) -> None:
+def test_a_confusion_matrix_of_3000_classes_is_not_read(run: Run) -> None:
     trained(run)
     rewrite(run, "predictions.json", classes=3000, confusion=[[7] * 3000] * 3000)
     assert "predictions.json cannot be used: it is larger than 16 MiB" in page_of(run)
@@ -289,7 +289,7 @@ def test_thousands_of_settings_and_exhibits_are_cut(run: Run) -> None:
     assert "more rows are not shown" in page
 
 
-def test_a_section_without_room_on_the_page_is_named(run: Run) -> None:
+def test_sections_that_do_not_fit_on_the_page_are_listed(run: Run) -> None:
     trained(run)
     images = [b"\x89PNG\r\n\x1a\n" + bytes(200_000)] * 40
     write_shown(run, TaskExhibit(NEWEST, 188, [Exhibit("pictures", images=images)]))
@@ -298,7 +298,7 @@ def test_a_section_without_room_on_the_page_is_named(run: Run) -> None:
     assert "Settings of attempt" in page, "the sections after it are shown"
 
 
-def test_a_search_of_thousands_of_trials_is_drawn_in_part(run: Run) -> None:
+def test_a_search_report_shows_only_some_of_thousands_of_trials(run: Run) -> None:
     begin(run)
     trials = [Trial(f"run-{n}", {"lr": n}, RunState.SUCCEEDED, best=float(n)) for n in range(2000)]
     write_results(run, SearchResults("loss", "min", {"lr": "choice(1)"}, tuple(trials)))
@@ -311,7 +311,7 @@ def test_a_search_of_thousands_of_trials_is_drawn_in_part(run: Run) -> None:
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_compressed_and_overlapping_members_of_a_saved_file_are_refused(tmp_path: Path) -> None:
+def test_checkpoint_files_with_compressed_or_overlapping_members_are_rejected(tmp_path: Path) -> None:
     saved = io.BytesIO()
     torch.serialization.set_crc32_options(True)  # zipfile checks the checksums, and our files have none
     try:

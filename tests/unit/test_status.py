@@ -1,4 +1,4 @@
-"""The status of a run: whose status counts, late writes, and silence in spite of wrong clocks."""
+"""Tests of a run's status: which status counts, late writes, and silence despite clock skew."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from sunspot.run.status import (
     WORKERS_SILENT_AFTER_S,
     RunState,
     Status,
+    StatusKind,
     delete_older_statuses,
     find_own_status,
     list_statuses,
@@ -42,6 +43,7 @@ from sunspot.storage.local import LocalStorage
 from sunspot.storage.s3 import S3Storage
 from sunspot.tracking.delivery import Delivery
 from sunspot.train.driver import report_result
+from sunspot.train.reporter import show_claim
 from tests.harness.runs import begin, start
 
 OLD, NEW = (
@@ -73,11 +75,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-# ---------------------------------------------------------------------------------------------------- whose word counts
+# --------------------------------------------------------------------------------------------------- which status count
 
 
 def freeze_in_write(monkeypatch: pytest.MonkeyPatch, run: Run, act: Any, meanwhile: Any) -> None:
-    """Call `act`, and call `meanwhile` just before the write of `act` reaches storage."""
+    """Call `act`, and call `meanwhile` just before the first write of `act` reaches storage."""
     usual, frozen = LocalStorage.write, []
 
     def write(self: LocalStorage, key: str, data: bytes) -> None:
@@ -92,8 +94,8 @@ def freeze_in_write(monkeypatch: pytest.MonkeyPatch, run: Run, act: Any, meanwhi
     assert frozen
 
 
-def test_a_write_that_arrives_after_a_take_over_is_not_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No check before a write helps if the process is frozen in the middle of the write."""
+def test_a_write_delayed_until_after_a_takeover_is_ignored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check before the write does not help if the process is frozen in the middle of the write."""
     write_status(run, OLD)
     ended = replace(NEW, state=RunState.SUCCEEDED, reason="done")
     freeze_in_write(monkeypatch, run, lambda: write_status(run, OLD), lambda: write_status(run, ended))
@@ -102,7 +104,7 @@ def test_a_write_that_arrives_after_a_take_over_is_not_read(run: Run, monkeypatc
     assert read_state(run) == (RunState.SUCCEEDED, "done")
 
 
-def test_a_driver_that_wakes_up_after_a_take_over_writes_nothing(run: Run, clock: Clock) -> None:
+def test_a_frozen_driver_writes_nothing_after_a_takeover(run: Run, clock: Clock) -> None:
     driver = DriverStatusWriter(run, replace(OLD, state=RunState.STARTING))
     driver.refresh()
     write_status(run, NEW)
@@ -113,8 +115,8 @@ def test_a_driver_that_wakes_up_after_a_take_over_writes_nothing(run: Run, clock
     assert [(entry.key, entry.version) for entry in list_statuses(run)] == before
 
 
-def test_a_restarted_driver_of_the_same_job_has_its_own_status(run: Run) -> None:
-    """The operator starts the job's driver again if the head does not answer, but the old head may come back."""
+def test_each_start_of_a_jobs_driver_has_its_own_status(run: Run) -> None:
+    """The operator restarts the job's driver if the head does not answer, but the old head can come back."""
     frozen = DriverStatusWriter(run, OLD)
     write_status(run, replace(NEW, owner=OLD.owner))
     frozen.end(RunState.FAILED, "no good")
@@ -122,7 +124,7 @@ def test_a_restarted_driver_of_the_same_job_has_its_own_status(run: Run) -> None
     assert found.state is RunState.RUNNING
 
 
-def test_the_workers_of_a_frozen_driver_cannot_claim_the_run_again(run: Run) -> None:
+def test_workers_of_a_replaced_driver_cannot_claim_the_run(run: Run) -> None:
     """Both drivers belong to one job, which owns all three attempts."""
     start(run, "job", driver="aaaaaaaa")
     start(run, "job", driver="aaaaaaaa")
@@ -139,7 +141,7 @@ def test_the_workers_of_a_frozen_driver_cannot_claim_the_run_again(run: Run) -> 
         start(run, "job", driver="aaaaaaaa")
 
 
-def test_late_writes_do_not_restore_a_deleted_run(run: Run, clock: Clock) -> None:
+def test_late_status_writes_do_not_recreate_a_deleted_run(run: Run, clock: Clock) -> None:
     driver = DriverStatusWriter(run, OLD)
     for entry in run.storage.list("run"):
         run.storage.delete(entry.key)
@@ -149,27 +151,74 @@ def test_late_writes_do_not_restore_a_deleted_run(run: Run, clock: Clock) -> Non
     assert run.storage.list("run") == []
 
 
-def test_a_rank_that_wakes_up_does_not_overwrite_the_end(run: Run) -> None:
+def test_rank_0_stops_writing_once_its_driver_has_ended(run: Run) -> None:
     refuse_if_ended(run, OLD)
-    write_status(run, OLD)
+    show_claim(run, OLD)
     refuse_if_ended(run, OLD)
-    write_status(run, replace(OLD, state=RunState.FAILED, reason="MAX_FAILURES"))
+    DriverStatusWriter(run, OLD).end(RunState.FAILED, "MAX_FAILURES")
     with pytest.raises(SupersededError, match="the driver of attempt 7 has ended it"):
         refuse_if_ended(run, OLD)
     refuse_if_ended(run, NEW)
 
 
-def test_a_second_start_is_shown_until_it_withdraws(run: Run) -> None:
+def test_a_write_delayed_until_after_the_end_does_not_hide_the_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has checked that its driver has not ended, and is then frozen before its write reaches storage."""
+    driver = DriverStatusWriter(run, OLD)
+    freeze_in_write(monkeypatch, run, lambda: show_claim(run, OLD), lambda: driver.end(RunState.FAILED, "MAX_FAILURES"))
+    assert read_state(run) == (RunState.FAILED, "MAX_FAILURES")
+
+
+def test_the_driver_and_rank_0_write_separate_objects(run: Run) -> None:
+    driver = DriverStatusWriter(run, OLD)
+    show_claim(run, OLD)
+    driver.finishing()
+    driver.end(RunState.SUCCEEDED, "")
+    names = {f"attempt-0007-aaaaaaaa{kind}.json" for kind in ("", "-workers", "-ended")}
+    assert {entry.key.rpartition("/")[2] for entry in list_statuses(run)} == names
+
+
+def test_a_driver_without_workers_writes_the_attempt_it_claimed(run: Run) -> None:
+    """A search's driver writes its own progress. Its attempt is 0, because another start trained when it began."""
+    write_status(run, OLD)
+    driver = DriverStatusWriter(run, replace(NEW, attempt=0))
+    assert not driver.replace(step=1), "the other start still owns the run"
+    assert driver.replace(step=2, attempt=8)
+    shown = read_status(run)
+    assert (shown.driver, shown.attempt, shown.step) == (NEW.driver, 8, 2)
+    write_status(run, replace(OLD, attempt=9))
+    assert not driver.replace(step=3, attempt=8), "the other start owns the run again"
+    assert not driver.end(RunState.FAILED, "")
+
+
+def test_a_status_written_by_an_older_version_is_read(run: Run) -> None:
+    """The driver and rank 0 wrote the same object in older versions."""
+    written = b"""{
+        "state": "succeeded", "owner": "job", "reason": "", "began": 1.0, "starts": 1, "attempt": 3, "after": [],
+        "driver": "9f3c21ab", "world_size": 2, "step": 40, "heartbeat": 2.0, "epoch": 1, "total_steps": 40,
+        "steps_per_epoch": 40, "checkpoint": null, "checkpoint_time": null, "loss": 0.5, "test_loss": null,
+        "rows_per_s": 9.5, "step_time_s": 2.0, "save_s": null, "notice_s": null, "memory_every": 0, "warning": "",
+        "nan_since": 0, "time": 3.0
+    }"""
+    run.storage.write(run.key("status/attempt-0003-9f3c21ab.json"), written)
+    status = read_status(run)
+    assert (status.state, status.step, status.loss) == (RunState.SUCCEEDED, 40, 0.5)
+    assert read_state(run) == (RunState.SUCCEEDED, "succeeded at step 40")
+    assert find_own_status(run, "9f3c21ab")
+    DriverStatusWriter(run, replace(OLD, attempt=3))
+    assert read_status(run).driver == OLD.driver, "the next driver's status counts"
+
+
+def test_a_second_starts_status_counts_until_it_withdraws(run: Run) -> None:
     write_status(run, OLD)
     second = replace(OLD, state=RunState.STARTING, driver="cccccccc")
     write_status(run, second)
     assert read_status(run, "aaaaaaaa") != read_status(run) == read_status(run, "cccccccc")
-    assert find_own_status(run, "aaaaaaaa"), "the second has claimed nothing, so the first still owns the run"
+    assert find_own_status(run, "aaaaaaaa"), "the first start owns the run until the second claims it"
     withdraw_status(run, "cccccccc")
     assert read_status(run) == read_status(run, "aaaaaaaa")
 
 
-def test_statuses_of_older_attempts_are_deleted(run: Run) -> None:
+def test_status_objects_of_older_attempts_are_deleted(run: Run) -> None:
     for status in (OLD, replace(OLD, attempt=8), NEW):
         write_status(run, status)
     delete_older_statuses(run, 8)
@@ -179,14 +228,63 @@ def test_statuses_of_older_attempts_are_deleted(run: Run) -> None:
     }
 
 
-def test_the_last_write_of_the_newest_attempt_counts() -> None:
-    names = ["attempt-9999-aaaaaaaa", "attempt-10000-bbbbbbbb", "attempt-10000-cccccccc", ".DS_Store"]
-    listed = [Entry(f"run/status/{name}.json", 1, 100.0 - place, "") for place, name in enumerate(names)]
-    listed += [Entry("run/metrics/attempt-99999-aaaaaaaa.json", 1, 999.0, ""), Entry("run/status.json", 1, 999.0, "")]
-    newest = newest_status(listed)
-    assert newest.key == "run/status/attempt-10000-bbbbbbbb.json"
-    assert newest_status(listed[:1]) == listed[0]
-    assert newest_status(listed[3:4]) is None
+A, B = "aaaaaaaa", "bbbbbbbb"
+
+
+@pytest.mark.parametrize(
+    ("written", "counts"),
+    [
+        pytest.param([], None, id="nothing was written"),
+        pytest.param([f"0000-{A}"], f"0000-{A}", id="a driver begins"),
+        pytest.param([f"0000-{A}", f"0001-{A}-workers"], f"0001-{A}-workers", id="its workers claim an attempt"),
+        pytest.param([f"0001-{A}-workers", f"0001-{A}"], f"0001-{A}", id="the driver stands in for silent workers"),
+        pytest.param([f"0001-{A}", f"0001-{A}-workers"], f"0001-{A}-workers", id="the workers write again"),
+        pytest.param([f"0001-{A}-workers", f"0001-{A}", f"0001-{A}-ended"], f"0001-{A}-ended", id="the driver ends"),
+        pytest.param([f"0001-{A}-ended", f"0001-{A}-workers"], f"0001-{A}-ended", id="rank 0 wakes up after the end"),
+        pytest.param([f"0001-{A}-ended", f"0002-{A}-workers"], f"0001-{A}-ended", id="a group claims after the end"),
+        pytest.param([f"0001-{A}-ended", f"0001-{B}"], f"0001-{B}", id="the next driver begins"),
+        pytest.param(
+            [f"0001-{A}-ended", f"0001-{B}", f"0001-{A}-workers"],
+            f"0001-{B}",
+            id="workers of the previous driver wake up",
+        ),
+        pytest.param([f"0001-{A}-workers", f"0001-{B}"], f"0001-{B}", id="the next driver begins after a loss"),
+        pytest.param([f"0002-{B}-workers", f"0001-{A}"], f"0002-{B}-workers", id="the older driver wakes up"),
+        pytest.param([f"0002-{B}-workers", f"0001-{A}-ended"], f"0002-{B}-workers", id="the older driver ends late"),
+        pytest.param([f"0002-{B}-workers", f"0000-{A}"], f"0002-{B}-workers", id="a second start gives precedence"),
+        pytest.param([f"9999-{A}", f"10000-{B}"], f"10000-{B}", id="the attempt has one more digit"),
+        pytest.param([f"0001-{A}-ended", f"0003-{A}-other", ".DS_Store"], f"0001-{A}-ended", id="other files exist"),
+    ],
+)
+def test_exactly_one_status_object_counts(written: list[str], counts: str | None) -> None:
+    """`written` lists the objects in the order of their last writes, and `counts` is the one that counts."""
+    listed = [entry_of(name, time=100.0 + place) for place, name in enumerate(written)]
+    for order in (listed, listed[::-1], sorted(listed)):
+        newest = newest_status(order)
+        assert (newest.key if newest else None) == (entry_of(counts).key if counts else None)
+
+
+def entry_of(name: str, time: float = 0.0) -> Entry:
+    return Entry(f"run/status/attempt-{name}.json" if name[0].isdigit() else f"run/status/{name}", 1, time, "")
+
+
+def test_objects_in_other_folders_are_ignored() -> None:
+    keys = (f"run/metrics/attempt-9999-{A}.json", f"run/logs/status/attempt-9999-{A}.json", "run/status.json")
+    assert newest_status([Entry(key, 1, 0.0, "") for key in keys]) is None
+
+
+def test_the_drivers_status_wins_if_both_writes_have_the_same_time() -> None:
+    """Buckets report modification times in whole seconds."""
+    listed = [entry_of(f"0001-{A}-workers"), entry_of(f"0001-{A}")]
+    assert [newest_status(order) for order in (listed, listed[::-1])] == [listed[1], listed[1]]
+
+
+def test_newest_status_can_select_or_exclude_a_driver() -> None:
+    """A driver's end only hides the driver's own objects."""
+    listed = [entry_of(f"0001-{A}-ended", 1.0), entry_of(f"0002-{B}", 2.0), entry_of(f"0001-{A}-workers", 3.0)]
+    assert newest_status(listed, driver=A) == newest_status(listed, other_than=B) == listed[0]
+    assert newest_status(listed, driver=B) == newest_status(listed, other_than=A) == listed[1]
+    assert newest_status(listed, driver="cccccccc") is None
 
 
 def test_a_late_report_does_not_replace_the_new_owners_report(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,14 +304,14 @@ def test_a_late_report_does_not_replace_the_new_owners_report(run: Run, monkeypa
             pass
 
     freeze_in_write(monkeypatch, run, report_late, take_over)
-    assert b"the new one" in run.storage.read(page), "if it was frozen during the write, it makes the page again"
+    assert b"the new one" in run.storage.read(page), "a driver that was frozen during the write makes the page again"
     run.storage.write(page, b"untouched")
     report_late()
     assert run.storage.read(page) == b"untouched"
 
 
 def test_late_predictions_do_not_replace_the_new_owners_predictions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictions take up to two minutes, in which another owner may take the run over and continue."""
+    """Predictions take up to two minutes, during which another owner can take the run over."""
     write_status(run, OLD)
     made = Predictions("step-00000001-attempt-0001", 1, 1, 1.0, 1, [[1]])
 
@@ -268,7 +366,7 @@ def test_only_the_new_owner_delivers_to_the_tracking_service(run: Run, monkeypat
 # -------------------------------------------------------------------------------------------------------------- silence
 
 
-def test_a_driver_writes_the_status_while_no_worker_does(run: Run, clock: Clock) -> None:
+def test_the_driver_writes_the_status_while_workers_are_silent(run: Run, clock: Clock) -> None:
     driver = DriverStatusWriter(run, replace(OLD, state=RunState.STARTING, reason="no worker trains yet"))
 
     def look(seconds: float) -> Status:
@@ -282,37 +380,38 @@ def test_a_driver_writes_the_status_while_no_worker_does(run: Run, clock: Clock)
     assert look(STATUS_EVERY_S - 2).time == began
     assert look(3).time > began
     driver.refresh()
-    write_status(run, replace(OLD, attempt=8, step=5))  # its workers claim the next attempt and train
+    show_claim(run, replace(OLD, attempt=8, step=5))  # its workers claim the next attempt and train
     assert (look(1).state, look(STATUS_EVERY_S + 1).state) == (RunState.RUNNING, RunState.RUNNING)
-    write_status(run, replace(OLD, attempt=8, step=6, world_size=2))
+    write_status(run, replace(OLD, attempt=8, step=6, world_size=2), StatusKind.WORKERS)
     assert (look(1).step, look(STATUS_EVERY_S + 1).state) == (6, RunState.RUNNING)
     silent = look(WORKERS_SILENT_AFTER_S - STATUS_EVERY_S)
     assert (silent.state, silent.attempt, silent.step, silent.world_size) == (RunState.STARTING, 8, 6, 0)
     assert silent.reason.startswith("no sign of life from its workers since 2")
     later = look(1), look(STATUS_EVERY_S + 1)
     assert later[1].time > later[0].time
-    assert later[1].reason == silent.reason, "the reason still has the time of the last write"
-    write_status(run, replace(OLD, attempt=8, step=6, world_size=2))
+    assert later[1].reason == silent.reason, "the reason still has the time of the workers' last write"
+    write_status(run, replace(OLD, attempt=8, step=6, world_size=2), StatusKind.WORKERS)
     driver.note_end("rank 0: KeyError: 'x', in loss at evil.py:37; starting again")
     look(1)
     why = "its workers ended and will start again: rank 0: KeyError: 'x', in loss at evil.py:37; starting again"
     assert look(WORKERS_SILENT_AFTER_S + 1).reason == why
-    write_status(run, replace(OLD, state=RunState.FINISHING, attempt=8, step=7, reason="all steps are taken"))
+    finished = replace(OLD, state=RunState.FINISHING, attempt=8, step=7, reason="all steps are taken")
+    write_status(run, finished, StatusKind.WORKERS)
     finishing = look(1), look(WORKERS_SILENT_AFTER_S + 1)
     assert [(status.state, status.reason) for status in finishing] == 2 * [(RunState.FINISHING, "all steps are taken")]
     assert finishing[1].time > finishing[0].time
     driver.end(RunState.FAILED, "no good")
-    assert look(0).state is RunState.FAILED
+    assert (look(0).state, look(0).step) == (RunState.FAILED, 7), "the end has the numbers of the workers"
 
 
-def test_a_wrong_clock_of_the_writer_has_no_effect(run: Run) -> None:
+def test_clock_skew_on_the_writer_has_no_effect(run: Run) -> None:
     for wrong_by in (-86400, 86400):
         write_status_as_is(run, replace(OLD, time=time.time() + wrong_by))
         assert read_state(run)[0] is RunState.RUNNING
 
 
 @pytest.mark.parametrize("ahead_s", [-7200, 7200])
-def test_a_wrong_clock_of_the_reader_does_not_make_a_live_run_silent(
+def test_clock_skew_on_the_reader_does_not_make_a_live_run_silent(
     s3_bucket: str, ahead_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = begin(open_run(f"s3://{s3_bucket}/clocks", "run"))
@@ -325,14 +424,12 @@ def test_a_wrong_clock_of_the_reader_does_not_make_a_live_run_silent(
     assert abs(wrong.time() - status.seen) < 5
     assert abs(run.storage.ahead_s + ahead_s) < 5
     assert read_state(run)[0] is RunState.RUNNING
-    wrong.time = lambda: time.time() + ahead_s + SILENT_AFTER_S + 2  # time that has passed by its own clock
+    wrong.time = lambda: time.time() + ahead_s + SILENT_AFTER_S + 2  # time has passed on the reader's own clock
     assert state_from_storage(status, RunSummary("run"), wrong.time())[0] is RunState.SILENT
 
 
-def test_the_cache_of_an_nfs_client_does_not_make_a_run_silent(
-    run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The client shows the names and times that it saw first, until this machine changes the directory."""
+def test_a_stale_nfs_cache_does_not_make_a_run_silent(run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client returns the names and times that it saw first until this machine changes the directory."""
     write_status(run, OLD)
     usual = LocalStorage.list
     seen = LocalStorage.list(run.storage, "run")
@@ -356,7 +453,7 @@ def test_the_cache_of_an_nfs_client_does_not_make_a_run_silent(
     assert state_from_storage(status, listed, time.time())[0] is RunState.RUNNING
 
 
-def test_a_read_only_directory_is_read_without_a_refresh(
+def test_a_status_can_be_read_from_a_read_only_directory(
     run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(storage: LocalStorage, prefix: str) -> None:

@@ -1,58 +1,61 @@
-"""A run in storage: the objects that it consists of, and what each of them is for.
+"""A run in storage: its objects, and the purpose of each.
 
     <STORAGE_PATH>/<RUN_NAME>/
-        run.json                          what the run may never change: its identity settings, its rows and their order
-        status/attempt-0001-3f2a9c1e.json the state of the run, in one small object for each start of a driver and each
-                                          of its attempts (only the newest attempt's is used)
+        run.json                          the run's identity: settings, rows and row order, which can never change
+        status/attempt-0001-3f2a9c1e.json the run's state, written by its driver; one file per driver start and attempt
+        status/attempt-0001-3f2a9c1e-workers.json
+                                          the run's state, written by rank 0 during training
+        status/attempt-0001-3f2a9c1e-ended.json
+                                          the run's state when that driver ended
         stop.json                         exists as long as the run must not train
         delete.json                       exists while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.json
-                                          each RayJob as it was applied, and the cluster to which it was applied
-        attempts/0001.json                one per start of a worker group: who owns the run from here on, and since when
-        attempts/0001-start-9f3c21ab.json the checkpoint from which this attempt has chosen to start
-        attempts/0001-error.json          the error that ended this attempt for good
+                                          a RayJob as it was applied, and the cluster to which it was applied
+        attempts/0001.json                one per worker group start: the run's owner from this time on
+        attempts/0001-start-9f3c21ab.json the checkpoint that the attempt starts from
+        attempts/0001-error.json          the error that ended the attempt for good
         checkpoints/step-00000460-attempt-0001-9f3c21ab/
             model.pt optimizer.pt extra_state.pt
-                                          under PARALLEL=fsdp parts instead of the first two (checkpoint/parts.py)
-            manifest.json                 written last: without a manifest there is no checkpoint
+                                          the state; with PARALLEL=fsdp, parts replace the first two (parts.py)
+            manifest.json                 written last, so a directory without a manifest is not a checkpoint
         metrics/attempt-0001-66c1f0a9b3e52d07-0000000000-0000000311.jsonl
-                                          the metric history, a line per report: lines 0 to 311 of a stream that only
-                                          one process writes (streams.py)
-        ranks/attempt-0001-...            the numbers of each rank, with fewer records the older they are
-        events/attempt-0001-...           what happened to the run besides training
+                                          the metric history, one line per report: here lines 0 to 311 of a stream that
+                                          only one process writes (streams.py)
+        ranks/attempt-0001-...            the numbers of each rank, with old records combined
+        events/attempt-0001-...           everything that happened to the run besides training
         failures/driver-20261121T141013679Z.json
         failures/attempt-0001-rank-0000.json
                                           the error that ended a process, with its traceback
         logs/driver-20261121T141013679Z/000000000000000.log
         logs/attempt-0001-rank-0000/000000000000000.log
-                                          what each process printed, in segments named by their position in the output
+                                          a process's output, in segments named by their position in the output
         audit/attempt-0001-9f3c21ab/00000001-00000460-84d1c07e2b5f9a36.parquet
-                                          the ids of the rows that these optimizer steps consumed (audit.py)
-        predictions.json                  the last checkpoint's predictions of held-out rows, for the report
-        shown.json                        what the task shows of the last checkpoint's model, for the report
-        tracking/mlflow.json              the run of a tracking service that shows this run
-        tracking/mlflow-delivered.json    how much has been delivered to the service
-        code/5f3a...c1.tar                own code that `submit --code` packed, named by its SHA-256
-        report.html                       all of this as a page, written by the last driver
+                                          the ids of the rows that steps 1 to 460 consumed (audit.py)
+        predictions.json                  the last checkpoint's predictions for held-out rows, for the report
+        shown.json                        the task's exhibits of the last checkpoint's model, for the report
+        tracking/mlflow.json              the ID of this run in the tracking service
+        tracking/mlflow-delivered.json    how much of this run the service has received
+        code/5f3a...c1.tar                user code packed by `submit --code`, named after its SHA-256
+        report.html                       the report, written by the last driver
 
-        search.json                       the trials of a search (their runs are beside this one in storage)
-        tensorboard/                      what TRACKING=tensorboard shows
+        search.json                       the trials of a search (their runs are next to this one in storage)
+        tensorboard/                      the files that TRACKING=tensorboard writes
         probe-6f1c...                     exists while nodes check that they can reach the storage
 
-A step is the number of optimizer steps taken. Together with the data, the seed and the global batch size it is the
-whole position of a run. Attempts form a chain, because each names the checkpoint from which it starts. What an attempt
-wrote counts up to the step from which a later attempt continued, and not beyond (`attempts.lineage`).
+A step is the number of optimizer steps taken. The step, the data, the seed and the global batch size fully determine a
+run's position. Attempts form a chain, because each names the checkpoint that it starts from. An attempt's output counts
+up to the step from which a later attempt continued (`attempts.lineage`).
 
-The life of a run, with the module that writes or reads each part:
+The life of a run, with the module for each part:
 
     requests.py      a user submits a RayJob, asks the run to stop, or deletes it
-    outcome.py       a driver begins, and writes the status (status.py) as long as no worker does
-    identity.py      the driver records the identity of the run, or refuses to continue with another one
-    attempts.py      a worker group claims an attempt, and records the checkpoint from which it starts
-    history.py       the workers add metrics and events; incidents.py has the receipt of each start
-    checkpoints.py   the workers commit checkpoints, and before each the rows that its steps consumed (audit.py)
+    outcome.py       a driver begins, and writes the status (status.py) while no worker writes it
+    identity.py      the driver records the run's identity, or refuses to continue if the identity has changed
+    attempts.py      a worker group claims an attempt, and records the checkpoint that it starts from
+    history.py       the workers add metrics and events, including a receipt for each start (incidents.py)
+    checkpoints.py   the workers record the rows that their steps consumed (audit.py), then commit a checkpoint
     logs.py          every process ships its output and, if it fails, its error (failures.py)
-    overview.py      readers list the runs, find the state of a run, or read everything about it
+    overview.py      readers list runs, find a run's state, or read everything about a run
 """
 
 import hashlib
@@ -71,7 +74,7 @@ __all__ = ["Claimant", "Run", "open_run"]
 
 
 RECORDS = ("run.json", "status", "submissions")
-"""Names of the objects that identify a run. A deletion removes these last."""
+"""Names of the files and folders that identify a run. A deletion removes them last."""
 
 FILES = ("stop.json", "delete.json", "search.json", "predictions.json", "shown.json", "report.html")
 """Names of the other files at the top of a run's folder."""
@@ -83,28 +86,28 @@ FOLDERS = (
 """Names of the other folders in a run's folder."""
 
 PROBE = re.compile(r"probe-[0-9a-f]{32}")
-"""Names of the files that nodes write to check that they can reach the storage."""
+"""Pattern for the names of the files that nodes write to check whether they can reach storage."""
 
 
 def is_name_of_run(path: str) -> bool:
-    """Return True if a run writes objects of this name. `path` is a key below the run's folder."""
+    """Return True if a run can write an object at `path`, which is relative to the run's folder."""
     top = path.partition("/")[0]
     return top in (*RECORDS, *FILES, *FOLDERS) or bool(PROBE.fullmatch(top))
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of this name in a storage. It may not exist."""
+    """A run, given by its storage and name. It need not exist."""
 
     storage: Storage
     name: str
 
     def key(self, *parts: str) -> str:
-        """Return the storage key of an object or a folder of this run."""
+        """Return the storage key of one of this run's objects or folders."""
         return "/".join((self.name, *parts))
 
     def entries(self, folder: str) -> list[tuple[str, Entry]]:
-        """Return all objects in a folder of this run, each with its key below the folder."""
+        """Return all objects in one of this run's folders, each with its path relative to the folder."""
         begin = len(self.key(folder, ""))
         return [(entry.key[begin:], entry) for entry in self.storage.list(self.key(folder))]
 
@@ -116,29 +119,29 @@ class Run:
 
 @dataclass(frozen=True)
 class Claimant:
-    """One start of a driver that trains, or is about to train, a run."""
+    """One start of a driver that trains a run or is about to."""
 
     run: Run
     owner: str
-    "The job or the process that trains. It is the same for all starts of a job's driver."
+    "The job or process that trains. All starts of a job's driver have the same owner."
     driver: str = ""
-    "Identity of this start (`status.new_driver`). Empty if the process is not a driver."
+    "The ID of this start (`status.new_driver`), or an empty string if the process is not a driver."
     cancelled: Event = field(default_factory=Event)
-    "Set once the claiming worker group has ended, so that its threads that waited for storage claim nothing."
+    "Set once the worker group has ended, so that its threads still waiting for storage claim nothing."
 
 
 def open_run(storage_path: str, name: str) -> Run:
-    """Return the run `name` below `storage_path`. It may not exist."""
+    """Return the run `name` in the storage at `storage_path`. The run need not exist."""
     return Run(open_storage(storage_path), name)
 
 
 def to_json(value: Any) -> bytes:
-    """Return a value as JSON in the format of all objects of a run."""
+    """Return a value as JSON, formatted like all of a run's objects."""
     return (dump_json(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 def dump_json(value: Any, **options: Any) -> str:
-    """Return JSON that every reader accepts, without lone surrogates."""
+    """Return a value as JSON, with lone surrogates replaced because many JSON readers reject them."""
     text = json.dumps(value, **options)
     if "\\ud" in text:
         plain = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", json.dumps(value, ensure_ascii=False))
@@ -147,7 +150,7 @@ def dump_json(value: Any, **options: Any) -> str:
 
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""Lone surrogates. Python makes them of undecodable file names, and JSON readers refuse them."""
+"""Lone surrogates, which Python produces from undecodable file names."""
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -155,6 +158,6 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def node_memory_directory(location: str, shared_memory: Path = SHARED_MEMORY) -> Path:
-    """Return the directory of this node's copies of the run at `location` (`Run.location`). It may not exist."""
+    """Return the directory for this node's copies of the run at `location` (`Run.location`). It need not exist."""
     name = hashlib.sha256(location.encode()).hexdigest()[:16]
     return private_path(shared_memory) / name

@@ -1,15 +1,14 @@
-"""Attempts: which process owns a run, and which steps count.
+"""Attempts determine which process owns a run, and which steps count.
 
-Each start of a worker group claims the next number in `attempts/` by a conditional write. The newest number owns the
-run. There are no leases and no waiting, because an older attempt finds the newer one before its next commit or
-deletion. (A process that is rank 0 of both may complete the commit that it had begun: `ensure_committer` in
-checkpoints.py.) The new owner chooses the checkpoint to start from only after its claim, and records the choice. So
-what the older attempt deletes after its own newest checkpoint was listed cannot be the chosen one. An attempt that has
-not chosen yet has no steps that count.
+Each start of a worker group claims the next number in `attempts/` with a conditional write, and the newest attempt owns
+the run. No lease is needed, because an older attempt checks for a newer one before each commit or deletion. (A process
+that is rank 0 of both attempts can complete a commit that it has begun: see `checkpoints.ensure_committer`.) The new
+owner chooses its starting checkpoint only after its claim, so the older attempt cannot delete that checkpoint. Until
+then, none of its steps count.
 
-A claim has a nonce, because a run may be deleted and begun again under its name, and then both have an attempt of the
-same number. The names of checkpoints and audit folders contain the nonce, so a process of the deleted run writes beside
-the objects of the new run, never over them.
+Each claim has a nonce, because a run can be deleted and started again under the same name, and both runs then have an
+attempt with the same number. Names of checkpoints and audit folders contain the nonce, so a process of the deleted run
+never overwrites the new run's objects.
 """
 
 import contextlib
@@ -45,16 +44,16 @@ from sunspot.run.status import list_statuses, newest_status
 log = logging.getLogger(__name__)
 
 CLAIM = re.compile(r"(0[0-9]{3}|[1-9][0-9]{3,8})\.json")
-"""Name of the file in `attempts/` with which an attempt claims its number."""
+"""Pattern for the name of the file in `attempts/` with which an attempt claims its number."""
 
 MAX_ATTEMPTS_CACHED = 10_000
-"""Largest number of attempts, of all runs, that a process keeps in memory. Each takes a few kB."""
+"""Largest number of attempts, over all runs, that a process keeps in memory. Each takes a few kB."""
 
 IN_PLACE = "in place"
-"""Tier of an attempt whose workers continue with the state that they already have."""
+"""The tier of an attempt whose workers continue with the state that they already have."""
 
 CLAIM_TRIES = 20
-"""Largest number of claims in a row that a process loses to other processes before it gives up."""
+"""Number of consecutive claims that a process can lose to other processes before an error is raised."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +61,23 @@ class Metadata:
     """The worker group of an attempt, with its settings and versions."""
 
     settings: dict[str, str] = field(default_factory=dict)
-    "Values of the settings, by environment variable."
+    "Values of the settings, keyed by environment variable."
     versions: dict[str, str] = field(default_factory=dict)
     host: str = ""
-    "Host of rank 0."
+    "The host of rank 0."
     nodes: dict[str, str] = field(default_factory=dict)
-    "Host of each rank."
+    "The host of each rank."
     processes: tuple[str, ...] = ()
-    "Unique identity of each rank's process."
+    "A unique ID of each rank's process."
     groups: dict[str, str] = field(default_factory=dict)
-    "Node group of each host, if the cluster has named the group."
+    "The node group of each host, if the cluster has named the group."
     world_size: SmallCount = 0
     driver: str = ""
-    "Start of the driver whose workers claimed the attempt (`status.new_driver`)."
+    "The start of the driver whose workers claimed the attempt (`status.new_driver`)."
     after: tuple[str, ...] = ()
-    "Starts of drivers that had begun before that start."
+    "Driver starts that had begun before this driver's start."
     tier: str = ""
-    "Source of the state: in place, memory, storage, or beginning. Empty if it is not chosen yet."
+    "The source of the state: in place, memory, storage or beginning. Empty if it has not been chosen yet."
 
 
 @dataclass(frozen=True)
@@ -87,20 +86,20 @@ class Attempt:
 
     number: Count
     owner: str
-    "The job or the process that trains. It is the same for all attempts of a job."
+    "The job or process that trains. All attempts of a job have the same owner."
     starts_from: CheckpointName | None
-    "Name of the checkpoint from which the attempt continues, or None if it starts from scratch."
+    "The name of the checkpoint that the attempt starts from, or None if it starts from scratch."
     step: Count
-    "Optimizer steps taken in that checkpoint."
+    "The number of optimizer steps taken before that checkpoint."
     skipped: tuple[str, ...] = ()
-    "Newer checkpoints that could not be used, each with the reason why."
+    "Newer checkpoints that could not be used, each with the reason."
     time: Timestamp = field(default_factory=time.time)
     "Seconds since the epoch."
     metadata: Metadata = Metadata()
     nonce: Annotated[str, Predicate(re.compile("([0-9a-f]{8})?").fullmatch)] = ""
-    "Digits that only this claim has (`new_nonce`)."
+    "Random digits that are unique to this claim (`new_nonce`)."
     chosen: bool = True
-    "False if the attempt owns the run but has not chosen yet where it starts."
+    "False if the attempt has not chosen its starting checkpoint yet."
 
     @property
     def driver(self) -> str:
@@ -109,18 +108,18 @@ class Attempt:
 
     @property
     def label(self) -> str:
-        """Part of the names of what the attempt writes, unique even among attempts of deleted runs of this name."""
+        """A label for the objects that the attempt writes, unique even among deleted runs of the same name."""
         return attempt_label(self.number, self.nonce)
 
     def starting_from(self, name: CheckpointName | None, tier: str, skipped: tuple[str, ...] = ()) -> "Attempt":
-        """Return a copy of this attempt that starts from checkpoint `name`, or from scratch if it is None."""
+        """Return a copy of this attempt that starts from checkpoint `name`, or from scratch if `name` is None."""
         metadata = replace(self.metadata, tier=tier)
         step = step_of(name) if name else 0
         return replace(self, starts_from=name, step=step, skipped=skipped, metadata=metadata, chosen=True)
 
 
 def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
-    """Return the newest attempt's value of the setting `name` (a field of `Settings`), or else the default."""
+    """Return a setting's value in the newest attempt, or its default. `name` is a field of `Settings`."""
     from sunspot.settings import PREFIX, Settings  # pydantic is slow to import, and most verbs do not need it
 
     recorded = attempts[-1].metadata.settings if attempts else {}
@@ -128,7 +127,7 @@ def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
 
 
 def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
-    """Return a setting of the newest attempt as a number. Raises `DamageError` if it is not a number."""
+    """Return a setting's value in the newest attempt as a number. Raises `DamageError` if it is not a number."""
     text = recorded_setting(attempts, name)
     with contextlib.suppress(ValueError):
         number = float(text)
@@ -138,7 +137,7 @@ def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
 
 
 class Span(NamedTuple):
-    """The steps of one attempt that count: those after `after`, up to and including `upto` (None: no upper limit)."""
+    """The steps of an attempt that count: those after `after`, up to and including `upto` unless it is None."""
 
     attempt: int
     after: int
@@ -155,12 +154,12 @@ class Span(NamedTuple):
         return self.after < step and self.reaches(attempt, step)
 
     def reaches(self, attempt: int, step: int) -> bool:
-        """Return True if the span holds `step`, or starts there and may write a pending evaluation of it."""
+        """Return True if the span holds `step`, or starts at it and can therefore still evaluate it."""
         return attempt == self.attempt and self.after <= step and (self.upto is None or step <= self.upto)
 
 
 def read_attempts(run: Run) -> list[Attempt]:
-    """Return all attempts, oldest first. Raises `DamageError` with a remedy if one of them cannot be used."""
+    """Return all attempts, oldest first. Raises `DamageError` with a remedy if an attempt cannot be used."""
     files = _list_files(run)
 
     def read_one(file: str) -> Attempt:
@@ -178,10 +177,10 @@ def read_attempts(run: Run) -> list[Attempt]:
 
 
 def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
-    """Replace each unreadable attempt whose loss ACCEPT names by a claim without steps that count.
+    """Replace each damaged attempt whose loss ACCEPT accepts with a claim that has no steps.
 
-    Its number stays taken, so that what it wrote cannot be mistaken for a later attempt's. `environment` has the
-    settings.
+    The attempt's number stays taken, so its objects cannot be mistaken for those of a later attempt. `environment`
+    holds the settings.
     """
     from sunspot.settings import accepts  # pydantic is slow to import, and most verbs do not need it
 
@@ -192,18 +191,18 @@ def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
             try:
                 _read_chosen(run, file, files)
             except DamageError as error:
-                log.warning(f"start {number} of the run is given up: {error}")
+                log.warning(f"giving up on start {number} of the run: {error}")
                 nowhere = Attempt(number, "nobody", None, 0, nonce=new_nonce(), chosen=False)
                 run.storage.write(run.key("attempts", file), with_checksum(asdict(nowhere)))
 
 
 def _loss_of(number: int) -> str:
-    """Return the word for ACCEPT that gives up an attempt."""
+    """Return the word for ACCEPT that accepts the loss of an attempt."""
     return f"loss-of-{attempt_label(number)}"
 
 
 def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
-    """Return the attempt of a claim, with its chosen start if there is one. `files` has the version of each file."""
+    """Return the attempt in a claim file, including its chosen start if any. `files` maps file names to versions."""
     claimed = _read_version(run, file, files[file])
     chosen = _start_file(claimed)
     return claimed if claimed.chosen or chosen not in files else _read_version(run, chosen, files[chosen])
@@ -211,12 +210,15 @@ def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
 
 @functools.lru_cache(MAX_ATTEMPTS_CACHED)
 def _read_version(run: Run, file: str, version: str) -> Attempt:
-    """Read an attempt once per `version` of its file. Each commit asks for all attempts, and they never change."""
+    """Return the attempt in a file, reading each version once, because every commit needs all attempts."""
     return _read_attempt(run, file)
 
 
 def _read_attempt(run: Run, file: str) -> Attempt:
-    """Return the attempt in a file. It must have the number in the file's name, and start from an earlier attempt."""
+    """Return the attempt in a file.
+
+    Raises `DamageError` if the file's name has another number, or if the attempt does not start from an earlier one.
+    """
     attempt = read_verified(run, Attempt, "attempts", file)
     place = run.storage.locate(run.key("attempts", file))
     if file not in (f"{attempt.number:04d}.json", _start_file(attempt)):
@@ -232,10 +234,10 @@ def _read_attempt(run: Run, file: str) -> Attempt:
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:
-    """Return the spans of steps that lead to the newest attempt that has chosen its start, newest first.
+    """Return the spans of steps that led to the newest attempt with a chosen start, newest first.
 
-    If attempt n starts from a checkpoint of attempt m, the steps of m up to that checkpoint count. Nothing that m wrote
-    later counts, even if it was committed after n began.
+    If attempt n starts from a checkpoint of attempt m, the steps of m count up to that checkpoint. Later steps of m do
+    not count, even if they were committed after n began.
     """
     by_label = {attempt.label: attempt for attempt in attempts if attempt.chosen}
     spans = []
@@ -249,7 +251,7 @@ def lineage(attempts: list[Attempt]) -> list[Span]:
 
 
 def new_nonce() -> str:
-    """Return eight random hexadecimal digits, enough because few claims have the same run name and number."""
+    """Return eight random hexadecimal digits, which suffice because few claims share a run name and number."""
     return uuid.uuid4().hex[:8]
 
 
@@ -259,35 +261,35 @@ def attempt_label(number: int, nonce: str = "") -> str:
 
 
 def checkpoint_name(step: int, attempt: int, nonce: str = "") -> str:
-    """Return the name of a checkpoint, which is unique because an attempt takes each step once."""
+    """Return the name of a checkpoint. It is unique, because an attempt takes each step once."""
     return f"step-{step:08d}-{attempt_label(attempt, nonce)}"
 
 
 def attempt_of(checkpoint: str) -> int:
-    """Return the attempt that wrote a checkpoint, from its name."""
+    """Return the attempt number in a checkpoint's name."""
     return int(checkpoint.split("-")[3])
 
 
 def step_of(checkpoint: str) -> int:
-    """Return the optimizer steps taken in a checkpoint, from its name."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.split("-")[1])
 
 
 def nonce_of(checkpoint: str) -> str:
-    """Return the nonce of the attempt that wrote a checkpoint, from its name."""
+    """Return the attempt's nonce in a checkpoint's name, or an empty string if it has none."""
     return "".join(checkpoint.split("-")[4:])
 
 
 def label_of(checkpoint: str) -> str:
-    """Return the label of the attempt that wrote a checkpoint, from its name."""
+    """Return the attempt's label in a checkpoint's name."""
     return checkpoint.split("-", 2)[2]
 
 
 def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") -> None:
-    """Raise `SupersededError` if `owner` has lost the run to another owner. It never gets the run back.
+    """Raise `SupersededError` if `owner` has lost the run to another owner, which is permanent.
 
-    The error is also raised if this start of a `driver` has lost the run to a later start of the same job. The operator
-    starts another driver if the head does not answer, and the old one may be frozen, even before its first claim.
+    Also raises it if this start of `driver` has lost the run to a later start of the same job. The operator restarts
+    the driver if the head does not answer, but the old driver may only be frozen, even before its first claim.
     """
     if not attempts:
         return
@@ -300,7 +302,7 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
 
 
 def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
-    """Claim the run for `attempt`, and return False if its number is taken.
+    """Claim the run for `attempt`. Return False if its number is already taken.
 
     Raises `SupersededError` if the owner has lost the run, or if the run is being deleted.
     """
@@ -310,11 +312,10 @@ def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
 
 
 def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> list[Attempt]:
-    """Claim the attempt that `make` returns for the attempts so far, and retry if its number is taken.
+    """Claim the attempt that `make` returns, given all attempts so far. If its number is taken, try again.
 
-    Returns all attempts after the claim, oldest first, with the new one last. Returns an empty list if `make` returns
-    None. Raises `ConflictError` after CLAIM_TRIES lost claims, and `SupersededError` like `claim`, or if the run was
-    deleted.
+    Returns all attempts, oldest first, including the new one, or an empty list if `make` returns None. Raises
+    `ConflictError` after CLAIM_TRIES lost claims, and `SupersededError` like `claim` or if the run was deleted.
     """
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
@@ -327,29 +328,30 @@ def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> lis
                 raise _deleted(run, attempt)
             refuse_if_deleted(run)  # a deletion may have begun, and removed what these attempts refer to
             return [*before, attempt]
-    raise ConflictError(
-        f"{run.location}: {CLAIM_TRIES} claims in a row were lost to other processes that train this run"
-    )
+    raise ConflictError(f"{run.location}: lost {CLAIM_TRIES} claims in a row to other processes that train this run")
 
 
 def next_number(attempts: Sequence[Attempt]) -> int:
-    """Return the number to claim after these attempts, oldest first."""
+    """Return the next number to claim. `attempts` are sorted, oldest first."""
     return attempts[-1].number + 1 if attempts else 1
 
 
 def record_start(run: Run, attempt: Attempt) -> None:
-    """Record the start that a claimed `attempt` has chosen. Raises like `ensure_owner`."""
+    """Record the start that a claimed `attempt` has chosen. Raises the errors of `ensure_owner`."""
     key = run.key("attempts", _start_file(attempt))
     run.storage.create(key, with_checksum(asdict(attempt)))
     try:
         ensure_owner(run, attempt)
     except SupersededError:
-        run.storage.delete(key)  # the run may have been deleted, and nothing of it may be left
+        run.storage.delete(key)  # the run may have been deleted, and then no object may be left behind
         raise
 
 
 def ensure_owner(run: Run, attempt: Attempt) -> None:
-    """Raise `SupersededError`, before a commit or a deletion, if a newer attempt has begun or the run is gone."""
+    """Raise `SupersededError` if a newer attempt has begun or the run was deleted.
+
+    Call this before each commit and each deletion.
+    """
     run.storage.refresh(run.key("attempts"))
     if run.storage.exists(_key(run, attempt.number + 1)):
         attempts = read_attempts(run)
@@ -361,7 +363,7 @@ def ensure_owner(run: Run, attempt: Attempt) -> None:
 
 
 def is_of_newest_driver(run: Run, attempt: Attempt) -> bool:
-    """Return True if the driver of `attempt` also made the run's newest attempt, with another worker group."""
+    """Return True if the run's newest attempt belongs to the same driver as `attempt`."""
     newest = read_attempts(run)[-1:]
     return any((each.owner, each.driver) == (attempt.owner, attempt.driver) for each in newest)
 
@@ -376,13 +378,13 @@ class FatalError:
 
 
 def record_error(run: Run, attempt: int, error: Exception) -> None:
-    """Record the error that ended an attempt for good. Later starts of the same job then refuse to train."""
+    """Record the error that ended an attempt for good. Later starts of the same job raise it instead of training."""
     ended = FatalError(type(error).__name__, str(error), time.time())
     run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), with_checksum(asdict(ended)))
 
 
 def read_error(run: Run, attempt: int) -> Exception | None:
-    """Return the error recorded for an attempt as an exception of its class, or None. Raises `DamageError`."""
+    """Return the error that ended an attempt for good, or None. Raises `DamageError` if its record is damaged."""
     ended = read_if_exists(lambda: read_verified(run, FatalError, "attempts", f"{attempt:04d}-error.json"))
     return by_name(ended.type)(ended.message) if ended else None
 
@@ -405,29 +407,28 @@ def _key(run: Run, number: int) -> str:
 
 
 def _start_file(attempt: Attempt) -> str:
-    """Return the name of the file in `attempts/` that records the start that an attempt has chosen."""
+    """Return the name of the file that records an attempt's chosen start."""
     return f"{attempt.number:04d}-start-{attempt.nonce}.json"
 
 
 def _list_files(run: Run) -> dict[str, str]:
-    """Return the version of each file in `attempts/`, by file name."""
+    """Return a mapping from the names of the files in `attempts/` to their versions."""
     return {file: entry.version for file, entry in run.entries("attempts")}
 
 
 def newest_number(run: Run) -> int:
-    """Return the number of the newest attempt, or 0 before the first."""
+    """Return the newest attempt's number, or 0 if there are no attempts."""
     return max(map(_number_of, filter(CLAIM.fullmatch, _list_files(run))), default=0)
 
 
 def _number_of(file: str) -> int:
-    """Return the number of the attempt that a file claims."""
     return int(file.removesuffix(".json"))
 
 
 def fatal_error(claimant: Claimant, attempts: list[Attempt] | None = None) -> Exception | None:
-    """Return the error that bars this owner, or this start of its driver, from training the run, or None.
+    """Return the error that prevents this owner or driver start from training the run, or None.
 
-    `attempts` are the run's attempts if the caller has just read them.
+    `attempts` are the run's attempts, if the caller has just read them.
     """
     run, owner = claimant.run, claimant.owner
     attempts = read_attempts(run) if attempts is None else attempts
@@ -435,7 +436,7 @@ def fatal_error(claimant: Claimant, attempts: list[Attempt] | None = None) -> Ex
         refuse_if_superseded(attempts, owner, claimant.driver)
         refuse_if_deleted(run)
         if claimant.driver and not attempts and not newest_status(list_statuses(run), claimant.driver):
-            raise SupersededError(f"{run.location} was deleted while this job trained it or was about to train it")
+            raise SupersededError(f"{run.location} was deleted while this job was training it or about to start")
     except ConflictError as error:
         return error
     return read_error(run, attempts[-1].number) if attempts and attempts[-1].owner == owner else None

@@ -1,7 +1,7 @@
-"""The audit: which rows each optimizer step consumed, as Parquet tables of `step`, `rank` (int32) and `row` (int64).
+"""The audit: the rows that each optimizer step consumed, in Parquet files with the columns of COLUMNS.
 
-The files of an attempt are segments of a stream (streams.py) whose positions are the attempt's steps. A commit writes
-one segment, and small segments are merged. A digest in each name ties the content to the attempt and its steps.
+An attempt's files are the segments of a stream (streams.py), and cover ranges of steps. Each commit writes one segment,
+and small segments are merged. A digest in each file name ties the content to the attempt and its steps.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NAME = re.compile(
     r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})(-[0-9a-f]{8})?)/(?P<first>[0-9]{8,15})-(?P<last>[0-9]{8,15})"
     rf"-(?P<digest>[0-9a-f]{{{DIGITS}}})\.parquet"
 )
-"""Name of a file below `audit/`."""
+"""Pattern for the paths of files in `audit/`."""
 
 COLUMNS = {"step": "int32", "rank": "int32", "row": "int64"}
 
 
 class AuditWriter:
-    """Writes the rows that the steps of one attempt consumed, in the order of the steps."""
+    """A writer of the rows that an attempt's steps consumed, in step order."""
 
     def __init__(self, run: Run, attempt: str) -> None:
         """`attempt` is the attempt's label (`Attempt.label`)."""
@@ -44,20 +44,20 @@ class AuditWriter:
         )
 
     def write(self, first: int, last: int, consumed: pyarrow.Table) -> None:
-        """Record the rows that the steps `first` to `last` consumed. Raises `StorageError`."""
+        """Write the rows consumed by steps `first` to `last`. Raises `StorageError`."""
         self._segments.write(first, last, _to_parquet(consumed))
 
     def merge(self) -> None:
-        """Merge small files. Errors of storage are ignored, because the next call merges the same files."""
+        """Merge small files. Storage errors are ignored; the next call merges the same files."""
         self._segments.merge()
 
 
 def tidy_audit(run: Run, before: int) -> None:
-    """Merge the small files that attempts older than `before` left. Raises `StorageError`."""
+    """Merge the small files of attempts before number `before`. Raises `StorageError`."""
 
     def read(segment: Segment) -> bytes:
         content = read_segment(run.storage, segment)
-        _parse(run, segment, content)  # or damaged content would get a valid digest
+        _parse(run, segment, content)  # otherwise, damaged content would get a valid digest
         return content
 
     older = [segment for segment in list_all(run.storage, run.key(FOLDER), NAME) if segment.attempt < before]
@@ -65,10 +65,10 @@ def tidy_audit(run: Run, before: int) -> None:
 
 
 def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
-    """Return the rows that the steps in `spans` consumed. Raises `DamageError`.
+    """Return the rows consumed by the steps in `spans`. Raises `DamageError` if a file is damaged.
 
-    Each step counts once. A file may reach past its span, because a commit also writes the windows that have closed
-    since. It may also repeat the start of the file before it, if storage reported a write as failed that had succeeded.
+    Each step counts once. A file can extend past its span, because a commit also writes steps that were taken during
+    the commit. It can also repeat the steps of an earlier file, if storage reported a successful write as failed.
     """
     import pyarrow.compute as pc
 
@@ -95,9 +95,10 @@ def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
 
 
 def _counted(segment: Segment, bounds: Mapping[str, tuple[int, int | None]]) -> tuple[int, int] | None:
-    """Return the first and the last step of a segment that count, or None if no step of it counts.
+    """Return the first and last steps of a segment that count, or None if none of its steps count.
 
-    `bounds` has the steps of each stream that are still wanted: those after the first number, up to the second.
+    `bounds` maps each stream to the range of steps still to be read: the first bound is exclusive, the second inclusive
+    or None.
     """
     if segment.stream not in bounds:
         return None
@@ -108,7 +109,7 @@ def _counted(segment: Segment, bounds: Mapping[str, tuple[int, int | None]]) -> 
 
 
 def _parse(run: Run, segment: Segment, content: bytes) -> pyarrow.Table:
-    """Return the rows of a segment. Raises `DamageError` unless its content is what was written under its name."""
+    """Return the rows in a segment. Raises `DamageError` if its content does not match its name."""
     import pyarrow.compute
     import pyarrow.parquet
 
@@ -157,5 +158,5 @@ def _key(run: Run, attempt: str, first: int, last: int, content: bytes) -> str:
 
 
 def _digest(attempt: str, first: int, last: int, content: bytes) -> str:
-    """Return the digest that ties the content of a file to the attempt and the steps in its name."""
+    """Return the digest for a file's name, computed from its content, attempt and steps."""
     return hashlib.sha256(f"{attempt}/{first:08d}-{last:08d}\n".encode() + content).hexdigest()[:DIGITS]

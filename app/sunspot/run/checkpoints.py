@@ -1,8 +1,8 @@
-"""The checkpoints of a run, and whether their files are intact.
+"""The checkpoints of a run.
 
-A checkpoint directory counts if it contains `manifest.json`, which is written last and deleted first. The checkpoint is
-intact if every file has the size and the SHA-256 in the manifest. A file whose version in storage is the one that
-was recorded at the commit has not been written since, so it need not be read again.
+A checkpoint directory counts if it contains `manifest.json`, which is written last and deleted first. A checkpoint is
+intact if the size and SHA-256 of every file match the manifest. If storage still has the version of a file that was
+recorded at the commit, the file is unchanged and need not be read.
 """
 
 import math
@@ -50,38 +50,42 @@ from sunspot.storage.local import local_path
 MANIFEST = "manifest.json"
 
 ABANDONED_S = 24 * 3600
-"""Seconds without a write after which an incomplete checkpoint is abandoned. Until then a live process may complete it.
-S3 lists a file only once it is complete, but no single file takes a day, and neither does a commit that storage
-keeps refusing."""
+"""Seconds without a write after which an incomplete checkpoint counts as abandoned.
+
+Until then, a live process might still complete it. S3 lists a file only once its upload is complete, but no upload
+takes a day, and a failing commit is not retried for a day.
+"""
 
 SINCE_BEST = "evaluations_since_best"
-"""Name of a checkpoint metric: the number of evaluations since the best one, if EARLY_STOP_EVALUATIONS is set."""
+"""The checkpoint metric that counts evaluations since the best one, if EARLY_STOP_EVALUATIONS is set."""
 
 NAN_SINCE = "nan_since"
-"""Name of a checkpoint metric: the step since which the loss or the weights have not been finite. It is the first step
-of the window in which that was seen."""
+"""The checkpoint metric with the step since which the loss or the weights have not been finite.
+
+It is the first step of the metric window in which this was detected.
+"""
 
 NAN_WINDOWS = "nan_windows"
-"""Name of a checkpoint metric: the number of consecutive windows that ended with a loss that is not finite."""
+"""The checkpoint metric that counts consecutive metric windows that ended with a loss that is not finite."""
 
 NAN_WEIGHTS = "nan_weights"
-"""Name of a checkpoint metric that is 1 if the weights are not finite."""
+"""The checkpoint metric that is 1 if the weights are not finite."""
 
 NAN_ACCEPTED = "nan_accepted"
-"""Name of a checkpoint metric that is 1 if the run began with infinite weights, which are then not checked."""
+"""The checkpoint metric that is 1 if the run began with infinite weights, which are then not checked."""
 
 FILES_AT_ONCE = 2
-"""Number of a checkpoint's files that are read in parallel. Each takes a core for SHA-256, and memory for reading."""
+"""Number of a checkpoint's files to read in parallel. Each read occupies a core with SHA-256, and needs memory."""
 
 Directories = Mapping[str, Mapping[str, Entry]]
-"""The files of each checkpoint directory, by the directory's name (`list_directories`)."""
+"""A mapping from the name of each checkpoint directory to its files (`list_directories`)."""
 
 Inspect = Callable[["Checkpoint", Mapping[str, Entry]], list[str]]
-"""Function that returns the faults of a checkpoint, given the listing of its directory."""
+"""A function that returns a checkpoint's faults, given its manifest and its directory listing."""
 
 
 class Unusable(StrEnum):
-    """Reasons for which training cannot continue from a checkpoint."""
+    """The reasons why training cannot continue from a checkpoint."""
 
     INCOMPLETE = "incomplete"
     DAMAGED = "damaged"
@@ -90,7 +94,7 @@ class Unusable(StrEnum):
 
 
 class SkippedCheckpoint(NamedTuple):
-    """A checkpoint that is skipped because it cannot be used or no longer exists."""
+    """A checkpoint that was skipped because it cannot be used or no longer exists."""
 
     name: str
     kind: Unusable
@@ -102,61 +106,61 @@ class SkippedCheckpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint: the content of its manifest."""
+    """A committed checkpoint, as described by its manifest."""
 
     name: CheckpointName
     step: Count
-    "Optimizer steps taken."
+    "The number of optimizer steps taken."
     epoch: Count
-    "Epoch, from 1, to which the last step belongs."
+    "The epoch of the last step, counted from 1."
     steps_per_epoch: Count
     total_steps: Count
-    "Steps of the whole run, as planned at the time."
+    "The number of steps planned for the whole run at the time of the commit."
     attempt: Count
     metrics: dict[str, Int64 | float | None] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    "Size in bytes, `sha256`, and `version` (`Entry.version`) at the commit, by file name."
+    "A mapping from file names to their `size` in bytes, `sha256` and `version` at the commit (`Entry.version`)."
     time: Timestamp = field(default_factory=time.time)
     evaluated: bool = True
-    "False if the checkpoint ends an epoch that has not been evaluated."
+    "False if the checkpoint ends an epoch that has not been evaluated yet."
     stopped_early: bool = False
-    "True if it ends the run before the last step because evaluations did not improve."
+    "True if the run ended early at this checkpoint, because evaluations did not improve."
     damage: str = ""
-    "Why the manifest itself cannot be used. Empty if it can."
+    "The reason why the manifest cannot be used, or an empty string if it can."
 
     @property
     def bytes(self) -> int:
-        """Size of all files together."""
+        """The total size of all files."""
         return sum(file["size"] for file in self.files.values())
 
     @property
     def finite(self) -> bool:
-        """Return True if the weights are finite, or were not checked because of MAX_NAN_WINDOWS=0."""
+        """True if the weights are finite, or were not checked because of MAX_NAN_WINDOWS=0."""
         return not self.metrics.get(NAN_WEIGHTS)
 
     @property
     def finished(self) -> bool:
-        """Return True if it completes the run, as planned at the time."""
+        """True if this checkpoint completed the run, as planned at the time of the commit."""
         return self.evaluated and (self.step >= self.total_steps or self.stopped_early)
 
     def completes(self, total_steps: int, early_stop: int) -> bool:
-        """Return True if it completes a run of `total_steps`, or ends it early (`is_out_of_patience`)."""
+        """Return True if this checkpoint completes a run of `total_steps`, or ends it early (`is_out_of_patience`)."""
         return self.evaluated and (self.step >= total_steps or is_out_of_patience(self.metrics, early_stop))
 
 
 def is_out_of_patience(metrics: Mapping[str, Any], early_stop: int) -> bool:
-    """Return True if the best evaluation was at least `early_stop` evaluations ago. With 0, return False."""
+    """Return True if the best evaluation was at least `early_stop` evaluations ago. If it is 0, return False."""
     return 0 < early_stop <= int(metrics.get(SINCE_BEST) or 0)
 
 
 def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
-    """Commit a checkpoint. It exists as soon as its manifest is written."""
+    """Commit a checkpoint by writing its manifest."""
     record = {name: value for name, value in asdict(checkpoint).items() if name != "damage"}
     run.storage.write(_key(run, checkpoint.name, MANIFEST), with_checksum(record))
 
 
 def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
-    """List the files of every checkpoint directory. Those with MANIFEST are committed. Other folders are ignored."""
+    """Return a mapping from the name of each checkpoint directory, committed or not, to its files."""
     found: dict[str, dict[str, Entry]] = {}
     for path, entry in run.entries("checkpoints"):
         name, _, file = path.partition("/")
@@ -166,7 +170,7 @@ def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
 
 
 def list_checkpoints(run: Run, directories: Directories | None = None) -> list[Checkpoint]:
-    """Return every committed checkpoint, sorted by step. A checkpoint whose manifest cannot be used has `damage`."""
+    """Return all committed checkpoints, sorted by step. `damage` is set on those with an unusable manifest."""
     directories = list_directories(run) if directories is None else directories
     names = [name for name, files in directories.items() if MANIFEST in files]
     found = map_parallel(lambda name: read_manifest(run, name), by_step(names))
@@ -174,21 +178,21 @@ def list_checkpoints(run: Run, directories: Directories | None = None) -> list[C
 
 
 def by_step(names: Iterable[str]) -> list[str]:
-    """Return the names of checkpoints, sorted by step."""
+    """Return checkpoint names sorted by step."""
     return sorted(names, key=lambda name: (step_of(name), attempt_of(name)))
 
 
 def leads_to_newest(name: str, spans: list[Span]) -> bool:
-    """Return True if a checkpoint leads to the newest attempt. A late commit of a superseded attempt does not."""
+    """Return True if the newest attempt builds on a checkpoint. It ignores late commits of superseded attempts."""
     label, step = label_of(name), step_of(name)
     return any(span.label == label and span.reaches(span.attempt, step) for span in spans)
 
 
 def may_commit(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
-    """Return True if rank 0 of `attempt` may commit the attempt's checkpoint `name`.
+    """Return True if rank 0 of `attempt` is allowed to commit the attempt's checkpoint `name`.
 
-    `attempts` are all attempts of the run. The process may commit as long as it is also rank 0 of each later attempt,
-    and the checkpoint leads to the newest attempt (docs/decisions/0010-commits-outlive-changes-in-place.md).
+    It is allowed if the same process is rank 0 of each later attempt, and the newest attempt builds on the checkpoint
+    (docs/decisions/0010-commits-outlive-changes-in-place.md). `attempts` are all attempts of the run.
     """
     committer = attempt.metadata.processes[:1]
     later_attempts = [later for later in attempts if later.number > attempt.number]
@@ -197,10 +201,10 @@ def may_commit(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
 
 
 def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
-    """Return the newest attempt if rank 0 of `attempt` may commit the checkpoint `name` (`may_commit`).
+    """Return the newest attempt if rank 0 of `attempt` is allowed to commit the checkpoint `name` (`may_commit`).
 
-    Call this before the commit, and before another checkpoint is deleted. While the newest attempt has not chosen its
-    start, nothing may be deleted. Raises `SupersededError` if the process may not commit.
+    Raises `SupersededError` if it is not allowed. Call this before the commit, and before deleting another checkpoint.
+    No checkpoint may be deleted before the newest attempt has chosen its start.
     """
     try:
         ensure_owner(run, attempt)
@@ -213,7 +217,7 @@ def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
 
 
 def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of checkpoints that count, of superseded and of incomplete ones, each sorted by step."""
+    """Return the names of the checkpoints that count, the superseded and the incomplete ones, each sorted by step."""
     committed = by_step(name for name, files in directories.items() if MANIFEST in files)
     counted = [name for name in committed if leads_to_newest(name, spans)]
     superseded = [name for name in committed if not leads_to_newest(name, spans)]
@@ -223,10 +227,10 @@ def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], li
 def why_abandoned(
     name: str, files: Mapping[str, Entry], attempts: list[Attempt], now: float, committed: int = 0
 ) -> str:
-    """Return why an incomplete checkpoint will never be completed, or an empty text if it still may be.
+    """Return why an incomplete checkpoint will never be completed, or an empty string if it still can be.
 
-    A superseded process can still write the manifest. If the checkpoint would then count, its files stay for
-    ABANDONED_S, or until the process that may commit now (`ensure_committer`) has `committed` a later step. `now` is in
+    A superseded process can still write the manifest. If the checkpoint would then count, its files are kept for
+    ABANDONED_S seconds, or until the current committer (`ensure_committer`) has `committed` a later step. `now` is in
     seconds since the epoch.
     """
     if attempt_of(name) < attempts[-1].number and not leads_to_newest(name, lineage(attempts)):
@@ -238,12 +242,12 @@ def why_abandoned(
 
 
 def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpoint]:
-    """Return the checkpoints that lead to the newest attempt."""
+    """Return the checkpoints that the newest attempt builds on."""
     return [checkpoint for checkpoint in checkpoints if leads_to_newest(checkpoint.name, spans)]
 
 
 def read_manifest(run: Run, name: str) -> Checkpoint | None:
-    """Return a checkpoint, with `damage` if its manifest cannot be used, or None if the checkpoint does not exist."""
+    """Return a checkpoint, or None if it does not exist. `damage` is set if its manifest cannot be used."""
     try:
         checkpoint: Checkpoint = parse_verified(
             Checkpoint, read_content(run.storage, _key(run, name, MANIFEST)), MANIFEST
@@ -252,7 +256,7 @@ def read_manifest(run: Run, name: str) -> Checkpoint | None:
             raise DamageError(f"{MANIFEST} cannot be used: it describes another checkpoint")
         files = checkpoint.files.values()
         if not files or not all(is_count(file.get("size")) and isinstance(file.get("sha256"), str) for file in files):
-            raise DamageError(f"{MANIFEST} cannot be used: it lists no file, or a file without size and SHA-256")
+            raise DamageError(f"{MANIFEST} cannot be used: it lists no files, or a file without a size or SHA-256")
         outside = [file for file in checkpoint.files if not is_file_name(file)]
         if outside:
             raise DamageError(
@@ -266,15 +270,15 @@ def read_manifest(run: Run, name: str) -> Checkpoint | None:
 
 
 def is_file_name(name: str) -> bool:
-    """Return True if `name` is a relative path that cannot lead out of its folder."""
+    """Return True if `name` is a relative path that stays inside its folder."""
     return "\0" not in name and not {"", ".", ".."} & {*name.split("/")}
 
 
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
-    """Return the faults of a checkpoint, a line for each. The list is empty if every byte matches the manifest.
+    """Return one line for each fault of a checkpoint. The list is empty if every byte matches the manifest.
 
-    `listed` is the checkpoint's directory in `list_directories`. If it is given, only files are read whose version
-    differs from that at the commit, because they were written since, or because the run was copied.
+    If `listed` is given (the checkpoint's entry in `list_directories`), only files with another version than at the
+    commit are read. Versions change if a file is rewritten or the run is copied.
     """
     if checkpoint.damage:
         return [checkpoint.damage]
@@ -292,14 +296,14 @@ def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | 
 
 
 def find_faults_in_listing(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
-    """Return the faults of a checkpoint that its manifest and the listing of its directory show."""
+    """Return the faults of a checkpoint that can be found without reading its files."""
     if checkpoint.damage:
         return [checkpoint.damage]
     return [fault for file in checkpoint.files if (fault := _fault_in_listing(checkpoint, file, listed))]
 
 
 def is_unchanged(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> bool:
-    """Return True if, according to storage, no file was written since the commit. Its bytes need no comparison then."""
+    """Return True if storage reports no write to any file since the commit, so that no file need be read."""
     files = checkpoint.files.items()
     return all(file in listed and listed[file].version == each.get("version") for file, each in files)
 
@@ -314,7 +318,7 @@ def _fault_in_listing(checkpoint: Checkpoint, file: str, listed: Mapping[str, En
 def compare_bytes(
     run: Run, checkpoint: Checkpoint, file: str, copy: Callable[[bytes | bytearray], Any] | None = None
 ) -> list[str]:
-    """Read a file, compare it with the manifest, and return its faults. `copy` is called with the bytes, too."""
+    """Compare a file with the manifest, and return its faults. `copy` also receives the bytes that are read."""
     expected = checkpoint.files[file]
     try:
         size, sha256 = run.storage.digest(_key(run, checkpoint.name, file), copy)
@@ -332,10 +336,10 @@ def compare_bytes(
 def verify(
     run: Run, names: Sequence[str], directories: Directories | None = None, inspect: Inspect | None = None
 ) -> list[tuple[Checkpoint, list[str]]]:
-    """Return each checkpoint with its faults, except those that a live run deletes at the same time.
+    """Return each checkpoint with its faults. Checkpoints that are deleted in the meantime are omitted.
 
-    Without `directories`, every byte is read (`find_faults`), and one checkpoint at a time. With them, `inspect`
-    replaces `find_faults` if it is given.
+    Without `directories`, every byte is read, one checkpoint at a time. With them, `inspect` is called instead of
+    `find_faults` if it is given.
     """
 
     def check(name: str) -> tuple[Checkpoint, list[str]] | None:
@@ -355,9 +359,9 @@ def find_newest_good(
 ) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
     """Return the newest intact checkpoint of the run's lineage, and the newer ones that were skipped, newest first.
 
-    A checkpoint whose weights are not finite is skipped, too, unless this is true of all intact ones. With
-    `trust_listing`, files that the listing shows to be unchanged are not read (`find_faults`), which is enough for
-    display but not for loading. `inspect` replaces `find_faults`.
+    Checkpoints with weights that are not finite are skipped too, unless all intact checkpoints have such weights. With
+    `trust_listing`, files with an unchanged version are not read, which suffices for display but not for loading.
+    `inspect` is called instead of `find_faults`.
     """
     inspect = inspect or (lambda found, listed: find_faults(run, found, listed if trust_listing else None))
     spans = lineage(attempts)
@@ -383,18 +387,18 @@ def find_newest_good(
 
 
 class Retention(NamedTuple):
-    """Rules for which checkpoints a run keeps besides the newest."""
+    """The rules that decide which checkpoints a run keeps besides the newest."""
 
     keep: int
-    "Number of the best checkpoints that are kept."
+    "The number of best checkpoints to keep."
     metric: str
-    "Metric that ranks the checkpoints."
+    "The metric that ranks the checkpoints."
     order: str
-    "Best value of the metric: `min` or `max`."
+    "`min` if lower values are better, or `max`."
 
 
 def retention(attempts: list[Attempt]) -> Retention:
-    """Return CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER of the newest attempt."""
+    """Return the newest attempt's CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER."""
     return Retention(
         keep=int(recorded_number(attempts, "checkpoints_to_keep")),
         metric=recorded_setting(attempts, "checkpoint_metric"),
@@ -403,16 +407,16 @@ def retention(attempts: list[Attempt]) -> Retention:
 
 
 def ranking_metric(checkpoints: Iterable[Checkpoint], metric: str) -> str:
-    """Return the metric that ranks the checkpoints: CHECKPOINT_METRIC on held-out rows if any checkpoint has it."""
+    """Return the held-out variant of `metric` if any checkpoint has it, or else `metric` itself."""
     held_out = f"{HELD_OUT}{metric}"
     return held_out if any(held_out in checkpoint.metrics for checkpoint in checkpoints) else metric
 
 
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
-    """Return checkpoints from the best by `metric` to the worst, with the later first among equals.
+    """Return the checkpoints sorted by `metric`, best first, and by step, latest first, if metrics are equal.
 
-    `order` is `min` or `max`. A checkpoint whose metric is not finite comes after all others, and one whose weights are
-    not finite comes last.
+    `order` is `min` or `max`. Checkpoints with a metric that is not finite follow, and finally those with weights that
+    are not finite.
     """
     sign = 1 if order == "min" else -1
 
@@ -425,9 +429,9 @@ def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[C
 
 
 def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -> list[Checkpoint]:
-    """Return the checkpoints that retention deletes, given all checkpoints sorted by step.
+    """Return the checkpoints to delete, given all checkpoints sorted by step.
 
-    Retention keeps the newest, the newest with finite weights, and the `keep` best.
+    The newest, the newest with finite weights, and the `keep` best are kept.
     """
     finite = [checkpoint for checkpoint in checkpoints if checkpoint.finite]
     best = best_first(checkpoints, ranking_metric(checkpoints, metric), order)[:keep]
@@ -436,7 +440,7 @@ def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -
 
 
 def delete_checkpoint(run: Run, name: str) -> None:
-    """Delete a checkpoint, its manifest first. If the deletion is interrupted, the rest is incomplete and ignored."""
+    """Delete a checkpoint. Its manifest goes first, so that an interrupted deletion leaves no committed checkpoint."""
     run.storage.delete(_key(run, name, MANIFEST))
     run.storage.delete_many([entry.key for entry in run.storage.list(run.key("checkpoints", name))])
 
@@ -446,9 +450,10 @@ def _key(run: Run, name: str, file: str) -> str:
 
 
 def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
-    """Return the checkpoint named `which`, or the 'newest' or 'best' intact one, and a note on each one passed over.
+    """Return the checkpoint named `which`, or the 'newest' or 'best' intact one, and notes for the user.
 
-    Raises `NotFoundError` if there is no such checkpoint, and `DamageError` if no checkpoint is intact.
+    The notes name the checkpoints that were passed over. Raises `NotFoundError` if there is no such checkpoint, and
+    `DamageError` if no checkpoint is intact.
     """
     if which not in ("newest", "best"):
         refuse_if_absent(run, which, list_directories(run))
@@ -482,40 +487,41 @@ def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
 
 
 def refuse_if_absent(run: Run, name: str, directories: Directories) -> None:
-    """Raise `NotFoundError` with the reason unless `name` is a checkpoint that counts."""
+    """Raise `NotFoundError` if `name` is not a checkpoint that counts. The message gives the reason."""
     counted, superseded, incomplete = classify(directories, lineage(read_attempts(run)))
     location = run.storage.locate(run.key("checkpoints", name))
     if name in superseded:
         raise NotFoundError(
-            f"{location}: written by a superseded attempt; it does not lead to the newest attempt, and is never used"
+            f"{location} was written by a superseded attempt that the newest attempt does not build on, so it is never "
+            "used"
         )
     if name in incomplete:
-        raise NotFoundError(f"{location}: incomplete, because it has no {MANIFEST}, and never used")
+        raise NotFoundError(f"{location} is incomplete, because it has no {MANIFEST}, so it is never used")
     if name not in counted:
         raise NotFoundError(f"{location}: no such checkpoint; `sunspot checkpoints ls {run.name}` lists them")
 
 
 @dataclass(frozen=True)
 class CheckpointDirectory(Run):
-    """A checkpoint directory on its own, which may have been copied or renamed."""
+    """A checkpoint directory outside its run. It can be a copy, and have any name."""
 
     def key(self, *parts: str) -> str:
-        """Return a storage key.
+        """Return the storage key of one of the checkpoint's files.
 
-        Only the file in a run's key is used, because the directory itself is the checkpoint.
+        The first two parts, which lead from a run to a checkpoint, are ignored.
         """
         return "/".join(part for part in (self.name, *parts[2:]) if part)
 
 
 @dataclass(frozen=True)
 class ManifestName:
-    """The part of a manifest that names the checkpoint."""
+    """The field of a manifest that names the checkpoint."""
 
     name: CheckpointName
 
 
 def open_directory(location: str) -> tuple[Run, Checkpoint]:
-    """Return the checkpoint in a directory, given by path or URL. Raises `NotFoundError` if it has no manifest."""
+    """Return the checkpoint at a path or URL. Raises `NotFoundError` if the directory has no manifest."""
     # A symlink that the user names is followed.
     location = location.rstrip("/") if "://" in location else os.path.realpath(local_path(location))
     parent, _, name = location.rpartition("/")
@@ -523,5 +529,5 @@ def open_directory(location: str) -> tuple[Run, Checkpoint]:
     named = read_if_exists(lambda: read(directory, ManifestName, "checkpoints", name, MANIFEST))
     checkpoint = read_manifest(directory, named.name) if named else None
     if checkpoint is None:
-        raise NotFoundError(f"{location}: has no {MANIFEST}, so it is not a checkpoint, or an incomplete one")
+        raise NotFoundError(f"{location} has no {MANIFEST}, so it is not a checkpoint, or it is incomplete")
     return directory, checkpoint

@@ -1,7 +1,7 @@
-"""The cost of a run's nodes: which nodes its attempts had, for how long, and at which recorded price. Pure.
+"""The cost of a run's nodes, computed from its attempts, its receipts and the recorded prices.
 
-An attempt has its nodes from its claim until the next attempt's, or until the end of the run. The time during which
-the run had ended is left out. A cloud bills for more: nodes that start or are idle, disks, and traffic.
+An attempt is charged for its nodes from its claim until the next claim or the end of the run. Time during which the run
+had ended is excluded. A cloud also bills for starting and idle nodes, disks and traffic, which are not included.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from sunspot.settings import NodePrice
 
 FIRST_GROUP = "workers"
-"""Node group in the setting PRICES that is used for a node without a recorded group."""
+"""The node group in the setting PRICES that applies to nodes without a recorded group."""
 
 HOUR_S = 3600
 
 Interval = tuple[float, float]
-"""Beginning and end of a time interval, in seconds since the epoch."""
+"""The beginning and end of a time interval, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class Spending:
-    """Cost of a run, of a part of it, or of several runs. Amounts are in the currency of the prices."""
+    """The cost of a run, part of a run, or several runs, in the currency of the prices."""
 
     node_hours: float = 0.0
-    "Hours of the workers' nodes, without the head."
+    "Hours of the workers' nodes, excluding the head."
     unpriced_hours: float = 0.0
-    "Node hours whose price is not known."
+    "Node hours without a known price."
     cost: float | None = None
-    "Cost of everything that has a price, the head included. None if no price is known."
+    "The cost of everything with a known price, including the head, or None if no price is known."
     lost_hours: float = 0.0
-    "Node hours that incidents lost."
+    "Node hours lost to incidents."
     lost: float | None = None
-    "Cost of the lost node hours."
+    "The cost of the lost node hours."
     saved: float | None = None
-    """Amount by which the same nodes would have been more expensive on demand, without the time that incidents lost.
-    None if no on-demand price is known."""
+    """The amount saved compared with on-demand nodes, which would not have lost time to incidents. None if no on-demand
+    price is known."""
 
     def __add__(self, other: Spending) -> Spending:
         return Spending(
@@ -63,7 +63,7 @@ class Spending:
         return {**asdict(self), "cost_per_step": cost_per_step}
 
     def describe(self, steps: int = 0) -> str:
-        """Return the spending as readable text in one line, empty before a node has worked."""
+        """Return the spending as one line of readable text, or an empty string if nothing was spent."""
         if not self.node_hours and not self.cost:
             return ""
         hours = f"{_hours(self.node_hours)} node hours"
@@ -82,7 +82,7 @@ class Spending:
 
 
 class _Rate(NamedTuple):
-    """The number of an attempt's nodes, and their prices per hour, which are None if not known."""
+    """The number of an attempt's nodes, and their total hourly prices, or None if no price is known."""
 
     nodes: int
     unpriced: int
@@ -91,19 +91,19 @@ class _Rate(NamedTuple):
 
 
 def compute_spending(attempts: Sequence[Attempt], receipts: Sequence[Receipt], end: float) -> Spending:
-    """Return what a run cost until `end` (in seconds since the epoch). Attempts and receipts are oldest first."""
+    """Return a run's spending until `end`, in seconds since the epoch. Attempts and receipts are oldest first."""
     if not attempts:
         return Spending()
     return _spent(attempts, receipts, (attempts[0].time, max(end, *(attempt.time for attempt in attempts))))
 
 
 def cost_of_loss(attempts: Sequence[Attempt], receipt: Receipt) -> float | None:
-    """Return the cost of the time from the loss in a receipt to its first step, or None if no price is known."""
+    """Return the cost of the time from a loss to the first step after it, or None if no price is known."""
     return _spent(attempts, [receipt], (receipt.left, receipt.first_step)).cost
 
 
 def _spent(attempts: Sequence[Attempt], receipts: Sequence[Receipt], span: tuple[float, float]) -> Spending:
-    # The beginnings of all attempts and the end of the last one. They are put in order because clocks may disagree.
+    # The start of each attempt and the end of the last one, made monotonic because clocks can disagree.
     bounds = list(accumulate((*(attempt.time for attempt in attempts), span[1]), max))
     pauses = [(receipt.restarted - receipt.paused_s, receipt.restarted) for receipt in receipts]
     losses = [(receipt.left, receipt.first_step) for receipt in receipts if receipt.cause.incident]
@@ -125,7 +125,7 @@ def _spent(attempts: Sequence[Attempt], receipts: Sequence[Receipt], span: tuple
 
 
 def _hours_of(spans: Sequence[Interval], pauses: Sequence[Interval], bounds: Sequence[float]) -> list[float]:
-    """Return the hours between each two adjacent bounds, in the spans but not in the pauses. Overlaps count once."""
+    """Return the hours between adjacent bounds that are inside spans and outside pauses. Overlaps count once."""
     covered = _until([*spans, *pauses], bounds)
     paused = _until(pauses, bounds)
     until = [one - other for one, other in zip(covered, paused, strict=True)]
@@ -133,7 +133,7 @@ def _hours_of(spans: Sequence[Interval], pauses: Sequence[Interval], bounds: Seq
 
 
 def _until(spans: Iterable[Interval], bounds: Sequence[float]) -> list[float]:
-    """Return the seconds of the spans before each bound."""
+    """Return the number of seconds before each bound that the spans cover."""
     merged = list(without_overlap(span for span in spans if span[0] < span[1]))
     before = [0.0, *accumulate(last - first for first, last in merged)]
     found = []
@@ -145,7 +145,7 @@ def _until(spans: Iterable[Interval], bounds: Sequence[float]) -> list[float]:
 
 
 def _rate(attempt: Attempt) -> _Rate:
-    """Return the hourly prices of an attempt's nodes and of the head. Each host counts once."""
+    """Return the total hourly prices of an attempt's nodes and the head. Each host counts once."""
     from sunspot.settings import HEAD, PREFIX  # pydantic is slow to import, and most verbs do not need it
 
     metadata = attempt.metadata
@@ -165,7 +165,7 @@ def _rate(attempt: Attempt) -> _Rate:
 
 @functools.lru_cache
 def _read_prices(text: str) -> dict[str, NodePrice]:
-    """Return the recorded prices by node group, or an empty dict if they cannot be parsed."""
+    """Return the recorded prices keyed by node group, or an empty dict if they cannot be parsed."""
     from pydantic import ValidationError
 
     from sunspot.run.objects import adapter

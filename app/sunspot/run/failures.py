@@ -1,6 +1,6 @@
-"""The ends of a run's processes: errors with their tracebacks, and hung ranks as their watchdogs reported them.
+"""Records of failed processes: errors with tracebacks, and hung ranks as reported by their watchdogs.
 
-A killed process records nothing.
+A process that is killed leaves no record.
 """
 
 import os
@@ -18,36 +18,36 @@ from sunspot.run.logs import STREAM, driver_stream, rank_stream
 from sunspot.run.objects import Count, SmallCount, Timestamp, as_event, read, read_or_default
 
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen ")
-"""Paths of installed code, which a user looks at last."""
+"""Pattern for paths of installed code, which is the least relevant to users."""
 
 OURS = re.compile(re.escape(f"{Path(__file__).resolve().parent.parent}/") + r"(?!tasks/)")
-"""Paths of Sunspot's code, which a user looks at after their own, and before installed code."""
+"""Pattern for paths of Sunspot's code, which is less relevant to users than their own code."""
 
 FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 MAX_MESSAGE, MAX_TRACEBACK = 2000, 20_000
-"""Largest numbers of characters kept. A message may quote a page, and a recursion has a thousand frames. The end is
-kept, because it says what happened."""
+"""Largest numbers of characters kept, because a message can quote a page and a recursion can have a thousand frames.
+The end is kept, because it describes the error."""
 
 LOST_PEER = re.compile(r"gloo|NCCL|Connection closed by peer|ActorDied|actor died", re.IGNORECASE)
-"""Pattern of the errors of processes that lost a peer. gloo raises a plain RuntimeError for that."""
+"""Pattern for the errors of processes that lost a peer, for which gloo raises a plain RuntimeError."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The error that ended one process of a run."""
+    """The error that ended one of a run's processes."""
 
     attempt: Count
-    "Number of the attempt, or 0 for the driver, which may have several."
+    "The attempt's number, or 0 for the driver, which can have several attempts."
     rank: Count | None
-    "Rank of the process, or None for the driver."
+    "The process's rank, or None for the driver."
     step: Count
-    "Optimizer steps taken."
+    "The number of optimizer steps taken."
     type: str
     message: str
     traceback: str
     file: str = ""
-    "File of the innermost frame in the user's code, or empty."
+    "The file of the innermost frame in the user's code. Empty if the error has no location."
     line: Count = 0
     function: str = ""
     time: Timestamp = field(default_factory=time.time)
@@ -55,7 +55,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The class of the error and the first line of its message. An error of Sunspot's own has only the message."""
+        """The error's class and the first line of its message. Sunspot's own errors have only the message."""
         first = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
         if by_name(self.type).__name__ == self.type:
             return first
@@ -63,20 +63,20 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Return True if the process failed because another one was gone."""
+        """True if the process failed because it lost a peer."""
         return bool(LOST_PEER.search(f"{self.type}: {self.message}"))
 
 
 def describe_failure(error: BaseException, attempt: int, rank: int | None, step: int) -> Failure:
-    """Return the record of an error that ends a process. The place of a remote Ray task's error is found in its text.
+    """Return the record of an error that ends a process.
 
-    An error that Sunspot raises outside the user's code has no place, because its message says what is wrong.
+    An error raised by Sunspot itself has no file and line, because its message says what is wrong.
     """
     kind = type(error).__name__
     message = without_secrets(str(error))
     trace = format_trace(error)
     place = find_place(trace)
-    if not OURS.match(place[0]):  # the folder of an unpacked code archive is named by the archive's hash
+    if not OURS.match(place[0]):  # the folder of an unpacked code archive is named after the archive's hash
         place = (place[0].removeprefix(f"{os.getcwd()}/"), *place[1:])
     elif isinstance(error, SunspotError):
         place = ("", 0, "")
@@ -84,7 +84,7 @@ def describe_failure(error: BaseException, attempt: int, rank: int | None, step:
 
 
 def find_place(text: str) -> tuple[str, int, str]:
-    """Return the file, line and function of the innermost frame in the user's code, or else of the innermost frame."""
+    """Return the file, line and function of the innermost frame, preferably in the user's code, in a traceback."""
     frames = [(file, int(line), function) for file, line, function in FRAME.findall(text)]
     called = [frame for frame in frames if not INSTALLED.search(frame[0])]
     own = [frame for frame in called if not OURS.match(frame[0])]
@@ -98,9 +98,9 @@ def record_failure(run: Run, failure: Failure) -> None:
 
 
 def read_failures(run: Run, damaged: list[str] | None = None) -> list[Failure]:
-    """Return all failures that can be read, oldest first. Raises `StorageError`.
+    """Return all readable failures, oldest first. Raises `StorageError`.
 
-    A message about each failure that cannot be read is added to `damaged`.
+    A message about each damaged failure is added to `damaged`, or logged as a warning if `damaged` is None.
     """
     ours = [file for file, _ in run.entries("failures") if STREAM.fullmatch(file.removesuffix(".json"))]
     found = map_parallel(
@@ -112,33 +112,33 @@ def read_failures(run: Run, damaged: list[str] | None = None) -> list[Failure]:
 # ----------------------------------------------------------------------------------------------------------- hung ranks
 
 HUNG = "hung"
-"""Name of the event of a rank that stopped taking steps."""
+"""The name of the event that records a hung rank."""
 
 BRING_ROWS = (
     "Ray Data brought no rows: the processes that read them are gone or busy, or its object store is full. Give it "
     "more CPUs for reading, in a cluster on nodes that are not reclaimed (data_workers in the profile; `kubectl get "
     "pods` shows which pods are gone), or set a longer SUNSPOT_HANG_TIMEOUT_S"
 )
-"""Reason why ranks got no rows, and the remedy."""
+"""The reason why ranks received no rows, and the remedy."""
 
 
 NO_STACKS = "left no stacks: it was stopped, or lost with its node"
-"""Description of a rank whose watchdog reported nothing although the other ranks waited for it."""
+"""The description of a rank that the others waited for although its watchdog reported nothing."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that stopped taking steps, and ended itself."""
+    """A rank that stopped taking steps and was ended by its watchdog."""
 
     rank: SmallCount
     detail: str
-    "Place at which the rank was hanging, as readable text."
+    "The location at which the rank was hanging, as readable text."
     waiting: bool
-    "True if it waited for other ranks."
+    "True if the rank was waiting for other ranks."
     loading: bool = False
-    "True if it waited for rows of Ray Data."
+    "True if the rank was waiting for rows from Ray Data."
     starting: bool = False
-    "True if its group had not claimed an attempt yet. The hang is then recorded with the attempt before."
+    "True if the rank's group had not claimed an attempt yet. `attempt` is then the previous one."
     world_size: SmallCount = 0
     attempt: Count = 0
     step: Count = 0
@@ -146,34 +146,34 @@ class Hang:
     stacks: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Return the hang as an event of the run."""
+        """Return the hang as one of the run's events."""
         return {**asdict(self), "event": HUNG}
 
 
 def read_hangs(events: Iterable[dict[str, Any]]) -> list[Hang]:
-    """Return the hung ranks among a run's events. Malformed events are skipped."""
+    """Return the hung ranks recorded in a run's events. Malformed events are skipped."""
     return [hang for event in events if event["event"] == HUNG and (hang := as_event(Hang, event))]
 
 
 def find_suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:
-    """Return the ranks of one attempt that probably blocked the others, or an empty list if none can be singled out.
+    """Return the ranks of one attempt that probably blocked the others, or an empty list if there is no clear suspect.
 
-    A hung rank makes all others wait in a collective. So a suspect is a rank that was not waiting, or that left no
-    stacks because its process is stopped or its node is lost.
+    A hung rank makes all others wait in a collective. A suspect is therefore a rank that was not waiting, or one that
+    left no stacks because its process was stopped or its node was lost.
     """
     waiting = {hang.rank: hang.waiting for hang in hangs}
     return [rank for rank in range(world_size) if not waiting.get(rank)] if waiting else []
 
 
 def waited_for_rows(hangs: Sequence[Hang], world_size: int) -> bool:
-    """Return True if the ranks that blocked the others waited for rows of Ray Data, and so did not hang."""
+    """Return True if the ranks that blocked the others were only waiting for rows from Ray Data."""
     loading = {hang.rank for hang in hangs if hang.loading}
     blamed = find_suspects(hangs, world_size)
     return bool(blamed) and loading.issuperset(blamed)
 
 
 def describe_suspects(hangs: Sequence[Hang], world_size: int) -> str:
-    """Return which ranks of one attempt blocked the others, and where. If no rank can be singled out, name all."""
+    """Describe which ranks of one attempt blocked the others, and where, or all hung ranks if there is no suspect."""
     ordered = sorted(hangs, key=lambda hang: hang.rank)
     blamed = find_suspects(ordered, world_size)
     details = [hang.detail for hang in ordered if hang.rank in blamed or not blamed]

@@ -1,9 +1,9 @@
 """The journals of a run: its metric history, the numbers of each rank, and its events.
 
-The numbers of each rank have a journal of their own, because they would be most of the bytes of the metric history. A
-record of them has the `attempt`, `step`, `time`, `steps` and `seconds` of its record in the metric history, and the
-`ranks`, which are the values of all ranks by name. Old records are combined (sunspot/observe/ranks.py). A combined
-record has the number of its `records`, and the time and step of the last of them.
+The numbers of each rank have a separate journal, because they would dominate the size of the metric history. Each of
+its records has the `attempt`, `step`, `time`, `steps` and `seconds` of a record in the metric history, and `ranks`, a
+mapping from names to the values of all ranks. Old records are combined (observe/ranks.py). A combined record has the
+time and step of the last one, and counts them in `records`.
 """
 
 import contextlib
@@ -49,20 +49,20 @@ Kind = Literal["metrics", "ranks", "events"]
 
 
 def model_metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of the model in a record or a checkpoint, by the names that the task gave them."""
+    """Return the model's metrics in a record or checkpoint, keyed by the names that the task gave them."""
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
     return {name: numbers[name] for name in sorted(numbers.keys() - RECORD_NAMES)}
 
 
 def format_metric(value: float) -> str:
-    """Return a metric as text with four decimal places, or four significant digits if it is small."""
+    """Return a metric as text with four decimal places, or with four significant digits if it is small."""
     return f"{value:.4f}" if abs(value) >= 0.01 or not value else f"{value:.4g}"
 
 
 class Journal:
-    """Writer of the lines that one process adds to a journal of an attempt.
+    """A writer of the records that one process adds to a journal.
 
-    A record is a JSON object with at least `attempt`, `step` (optimizer steps taken at its end) and `time`.
+    A record is a JSON object with at least `attempt`, `step` (the number of optimizer steps taken by then) and `time`.
     """
 
     def __init__(self, run: Run, kind: Kind, attempt: int) -> None:
@@ -74,29 +74,29 @@ class Journal:
         self._stream.append(dump_json({"attempt": self._attempt, **record}).encode())
 
     def note(self, event: str, step: int, detail: str, at: float | None = None) -> None:
-        """Add an event that happened after `step`: now, or `at` a time in seconds since the epoch."""
+        """Add an event that happened after `step`, now or at time `at` in seconds since the epoch."""
         self.append({"step": step, "time": time.time() if at is None else at, "event": event, "detail": detail})
 
     def flush(self) -> None:
-        """Write the new records. Raises `StorageError`, and may then be called again."""
+        """Write the new records. Can be called again after a `StorageError`."""
         self._stream.flush()
 
 
 class Journals:
-    """Writers of an attempt's metric history and events, which rank 0 uses."""
+    """Rank 0's writers of the metric history and the events."""
 
     def __init__(self, run: Run, attempt: int) -> None:
         self.metrics = Journal(run, "metrics", attempt)
         self.events = Journal(run, "events", attempt)
 
     def flush(self) -> None:
-        """Write the new records of both journals. Raises `StorageError`, and may then be called again."""
+        """Write the new records of both journals. Can be called again after a `StorageError`."""
         self.metrics.flush()
         self.events.flush()
 
 
 def tidy_journals(run: Run, before: int) -> None:
-    """Merge the small objects that attempts older than `before` left. Raises `StorageError`."""
+    """Merge the small objects of attempts before number `before`. Raises `StorageError`."""
     for kind in FORMS:
         tidy_lines(run.storage, run.key(kind), before)
 
@@ -104,16 +104,16 @@ def tidy_journals(run: Run, before: int) -> None:
 def read_journal(
     run: Run, kind: Kind, spans: Sequence[Span] | None = None, damaged: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the records of a journal, attempt by attempt. With `spans`, only those of steps that count are returned.
+    """Return the records of a journal, sorted by attempt. With `spans`, only records of steps that count are returned.
 
-    Damaged records are left out. A line on each segment with damaged records is added to `damaged`, or logged as a
-    warning if `damaged` is None.
+    Damaged records are left out. One message per affected segment is added to `damaged`, or logged as a warning if
+    `damaged` is None.
     """
     return list(iter_records(run, kind, spans, damaged=damaged))
 
 
 def list_journal(run: Run, kind: Kind, spans: Sequence[Span] | None = None) -> list[Segment]:
-    """Return the segments of a journal, sorted by attempt. With `spans`, only their attempts are returned."""
+    """Return the segments of a journal, sorted by attempt. With `spans`, only those of their attempts are returned."""
     attempts = None if spans is None else {span.attempt for span in spans}
     segments = list_segments(run.storage, run.key(kind))
     return [segment for segment in segments if attempts is None or segment.attempt in attempts]
@@ -126,10 +126,10 @@ def iter_records(
     listed: Sequence[Segment] | None = None,
     damaged: list[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of `read_journal`, reading a few segments at a time so that memory stays bounded.
+    """Yield the same records as `read_journal`, reading only a few segments at a time to bound memory use.
 
-    With `listed` (a result of `list_journal`), only those segments are read. Raises `StorageError` if one of them has
-    been merged since.
+    With `listed` (a result of `list_journal`), only these segments are read. Raises `StorageError` if one of them has
+    been merged in the meantime.
     """
     size = 0
     for segment, text, given in read_segments(
@@ -140,9 +140,7 @@ def iter_records(
             continue
         size += len(text)
         if size > MAX_JOURNAL_BYTES:
-            report_damage(
-                f"{run.storage.locate(run.key(kind))}: it has more than {as_bytes(MAX_JOURNAL_BYTES)}", damaged
-            )
+            report_damage(f"{run.storage.locate(run.key(kind))} has more than {as_bytes(MAX_JOURNAL_BYTES)}", damaged)
             return
         place = run.storage.locate(segment.entry.key)
         downsampled = _count_lines(text) != segment.last - segment.first + 1
@@ -156,7 +154,7 @@ def iter_records(
 def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | None = None) -> dict[str, Any] | None:
     """Return the newest record of the metric history that counts, or None if there is no record.
 
-    Only the end of the history is read. With `listed` (a result of `list_journal`), those segments are tried first.
+    Only the end of the history is read. `listed` is a result of `list_journal`, if the caller has one.
     """
     segments = list_journal(run, "metrics", spans) if listed is None else listed
     for _ in range(READ_TRIES):
@@ -181,7 +179,7 @@ def _count_lines(text: bytes) -> int:
 
 
 def _lines_backwards(text: bytes) -> Iterator[bytes]:
-    """Yield the lines of a text in reverse order, without making a list of them, which could be huge."""
+    """Yield the lines of a text in reverse order, without building a list, which could be huge."""
     end = len(text)
     while end:
         begin = text.rfind(b"\n", 0, end - 1) + 1
@@ -192,7 +190,7 @@ def _lines_backwards(text: bytes) -> Iterator[bytes]:
 def _parse_lines(
     kind: Kind, lines: Iterable[bytes], place: str, troubles: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the valid records of a segment, and report how many lines are damaged."""
+    """Yield the valid records of a segment, and report the number of damaged lines."""
     form, is_usable = FORMS[kind]
     validate = adapter(form).validate_json
     total = damaged = 0
@@ -228,7 +226,7 @@ def _is_event(record: dict[str, Any]) -> bool:
 
 
 def _is_placed(record: dict[str, Any]) -> bool:
-    """Return True if the fields that say where a record belongs are valid."""
+    """Return True if the attempt, step and time of a record are valid."""
     counts = (record.get("attempt"), record.get("step"), record.get("steps", 0))
     return all(map(is_count, counts)) and is_timestamp(record.get("time", 0))
 
@@ -238,14 +236,14 @@ FORMS: dict[Kind, tuple[Any, Callable[[dict[str, Any]], bool]]] = {
     "ranks": (dict[str, float | Int64 | dict[str, list[FiniteFloat | Int64 | None]]], _is_of_ranks),
     "events": (dict[str, float | Int64 | bool | str | None], _is_event),
 }
-"""Schema of a line and a further check, by kind of journal. Numbers may be NaN or infinite, except those of the
-`ranks`. (`float` comes first because most numbers are floats.)"""
+"""A mapping from each kind of journal to the schema of its lines and an additional check. Numbers can be NaN or
+infinite, except those in `ranks`. (`float` comes first because most numbers are floats.)"""
 
 
 # ------------------------------------------------------------------------------------------------- numbers of each rank
 
 Columns = dict[str, list[Any]]
-"""Numbers of all ranks, by name. A number is None if it is not known."""
+"""A mapping from names to the values of all ranks. Unknown values are None."""
 
 
 def to_rows(ranks: Columns) -> list[dict[str, Any]]:
@@ -254,7 +252,7 @@ def to_rows(ranks: Columns) -> list[dict[str, Any]]:
 
 
 def iter_rank_records(run: Run, spans: Sequence[Span], damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records with numbers of each rank whose steps count."""
+    """Yield the records of each rank's numbers for steps that count."""
     newest: dict[int, int] = {}
     for record in iter_records(run, "ranks", spans, damaged=damaged):
         if record["step"] > newest.get(record["attempt"], -1):  # otherwise, it was combined while the journal was read
@@ -263,7 +261,7 @@ def iter_rank_records(run: Run, spans: Sequence[Span], damaged: list[str] | None
 
 
 def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the records with numbers of each rank of the newest attempt that has such records."""
+    """Return the records of each rank's numbers in the newest attempt that has any."""
     recorded = {segment.attempt for segment in list_journal(run, "ranks", spans)}
     for span in spans:
         records = list(iter_rank_records(run, [span])) if span.attempt in recorded else []
@@ -276,7 +274,7 @@ def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]
 
 
 def read_events(run: Run) -> list[dict[str, Any]]:
-    """Return every event, oldest first, each with `time`, `attempt`, `step`, `event` and mostly a `detail`."""
+    """Return all events, oldest first. Each has `time`, `attempt`, `step`, `event` and, usually, `detail`."""
     attempts = read_attempts(run)
     before = [None, *attempts]
     recorded = map(display_event, read_journal(run, "events"))
@@ -296,14 +294,14 @@ def _began(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
 
 
 def _other_code(attempt: Attempt, before: Attempt | None) -> str:
-    """Return a note if an attempt trains with other user code than the attempt before, and an empty text otherwise."""
+    """Return a note if the user code differs from that of the previous attempt, or an empty string if it does not."""
     settings = [each.metadata.settings if each else {} for each in (before, attempt)]
     then, now = (code_in(each.get(CODE, ""))[:12] or "the image's" for each in settings)
     return f", with other code: {then} -> {now}" if before and now != then else ""
 
 
 def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
-    """Yield an event for each error that ended an attempt for good, even if the record of the error cannot be read."""
+    """Yield an event for each error that ended an attempt for good, even if its record is damaged."""
     steps = {f"{attempt.number:04d}": attempt.step for attempt in attempts}
     for file, entry in run.entries("attempts"):
         number = file.removesuffix("-error.json")

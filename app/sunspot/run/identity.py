@@ -1,4 +1,4 @@
-"""The identity of a run: the settings that define its steps, its rows and their order, which may never change."""
+"""The identity of a run: its rows, their order, and the settings that define its steps. It can never change."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -15,38 +15,38 @@ FILE = "run.json"
 
 @dataclass(frozen=True)
 class Rows:
-    """The identity of a run's rows, and of the order in which the run visits them."""
+    """The identity of a run's rows and of their order."""
 
     data: str
-    "Fingerprint of the rows (`sunspot.data.source.Source`)."
+    "The fingerprint of the rows (`sunspot.data.source.Source`)."
     rows: Count
     steps_per_epoch: Count
     order: str
-    "Checksum of the order of the rows (`sunspot.data.order.Order`)."
+    "The checksum of the row order (`sunspot.data.order.Order`)."
     shuffled_by: str
-    "Library that made the order, as readable text: NumPy and its version."
+    "The library that shuffled the rows, such as `NumPy 2.1.0`."
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The settings and rows with which a run was begun, and which it may never change."""
+    """The settings and rows that a run began with, which can never change."""
 
     settings: dict[str, str]
-    "Values of the identity settings, by environment variable."
+    "Values of the identity settings, keyed by environment variable."
     rows: Rows | None = None
-    "Rows of the run. None for a search, because only its trials have rows."
+    "The run's rows, or None for a search, because only its trials have rows."
 
 
 def read_identity(run: Run) -> Identity:
-    """Return the identity of a run. Raises `NotFoundError` before its driver has begun, and `DamageError`."""
+    """Return the identity of a run. Raises `NotFoundError` if it was not recorded yet, or `DamageError`."""
     return read_verified(run, Identity, FILE)
 
 
 def record_identity(run: Run, environment: Mapping[str, str], names: Iterable[str], rows: Rows | None = None) -> None:
-    """Record the identity of a run. Raises `ConflictError` with a diff if the run was begun with another one.
+    """Record the identity of a run: `rows`, and the settings `names` with their values in `environment`.
 
-    `environment` has all settings by variable. The settings called `names` belong to the identity. A search has no
-    `rows`. If ACCEPT names another order of the rows, that order replaces the recorded one. Raises `DamageError`.
+    Raises `ConflictError` with a diff if the run began with another identity, and `DamageError` if the recorded one is
+    damaged. If ACCEPT accepts a new row order, it replaces the recorded one.
     """
     settings = {variable: environment[variable] for variable in _variables(names)}
     if run.storage.create(run.key(FILE), with_checksum(asdict(Identity(settings, rows)))):
@@ -81,7 +81,7 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
 
 
 def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise `ConflictError` if the run was begun with other values of these settings, or with other settings."""
+    """Raise `ConflictError` if the run began with other identity settings, or with other values of them."""
     from sunspot.settings import differences
 
     identity = read_if_exists(lambda: read_identity(run))
@@ -93,7 +93,7 @@ def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Itera
 
 
 def refuse_changes(run: Run, changed: list[str]) -> None:
-    """Raise `ConflictError` if there is a line on a changed setting (`settings.differences`)."""
+    """Raise `ConflictError` if `changed`, the result of `settings.differences`, is not empty."""
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ConflictError(

@@ -1,8 +1,7 @@
-"""Incidents and their cost: a receipt for every start of a worker group.
+"""Incidents and their cost, recorded in a receipt for each start of a worker group.
 
-A receipt is an event of the new attempt, written after its first step. Its times are recorded where things happen.
-Receipts form a chain, because `since` names the attempt of the receipt before. So an attempt that was lost before its
-first step is covered by a later receipt.
+A receipt is an event that the new attempt writes after its first step. Receipts form a chain, because `since` is the
+attempt of the previous receipt. An attempt that is lost before its first step is covered by a later receipt.
 """
 
 import enum
@@ -16,16 +15,16 @@ from sunspot.run.attempts import IN_PLACE, Attempt
 from sunspot.run.objects import Count, FiniteFloat, SmallCount, Timestamp, as_event
 
 RECOVERED, STARTED = "recovered", "started"
-"""Name of the event of a receipt in the journal, and the name shown if the start did not follow an incident."""
+"""The name of a receipt's event in the journal, and the name displayed if no incident preceded the start."""
 
 
 class Cause(enum.StrEnum):
-    """The cause of a worker group's start."""
+    """The reason why a worker group started."""
 
     BEGIN = "begin"
     "The run's first start."
     PREEMPTED = "preempted"
-    "A node was reclaimed, with notice."
+    "A node was reclaimed with notice."
     SCALE_UP = "scale_up"
     "More nodes became available."
     JOINED = "joined"
@@ -34,84 +33,85 @@ class Cause(enum.StrEnum):
     "Nodes of a preferred group became available."
     NODE_LOST = "node lost"
     WORKER_LOST = "worker lost"
-    "A worker's process ended, but its node did not."
+    "A worker's process ended, but its node is still there."
     WORKER_FAILED = "worker failed"
-    "A worker ended with an error of its own."
+    "A worker ended with an error that was not caused by the loss of another worker."
     OUT_OF_MEMORY = "out of memory"
     "A worker was killed because its node, its container or its GPU had too little memory."
     HUNG = "hung rank"
     NO_ROWS = "no rows"
-    "Ranks waited for rows of Ray Data until they were ended like hung ranks."
+    "Ranks waited for rows from Ray Data until they were ended like hung ranks."
     DRIVER_LOST = "driver lost"
-    "The driver before ended without writing a status, because its head or its node was lost."
+    "The previous driver ended without writing a status, because its head or node was lost."
     TAKEN_OVER = "taken over"
-    "Another start trained the run, and this start took the run over."
+    "This start took the run over from another one."
     RESUMED = "resumed"
-    "The driver before had ended for good."
+    "The previous driver had ended for good."
 
     @property
     def incident(self) -> bool:
-        """Return True if the cause is an incident, unlike a start, a resume or a take-over, which are deliberate."""
+        """True for an incident, and False for a deliberate start: the first one, a resume or a take-over."""
         return self not in (Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER)
 
 
 NOTICED = (Cause.PREEMPTED, Cause.SCALE_UP, Cause.JOINED, Cause.MOVED)
-"""Causes that are known before the worker group ends."""
+"""Causes that are known before the previous worker group ends."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """The cost of one start of a worker group. Times are in seconds since the epoch, and None if not observed."""
+    """The cost of a worker group's start. Times are in seconds since the epoch, or None if not observed."""
 
     attempt: Count
-    "Number of the new attempt."
+    "The number of the new attempt."
     since: Count
-    "Attempt of the receipt before, or 0 if this is the first. Attempts in between took no step."
+    "The attempt of the previous receipt, or 0 for the first receipt. Attempts in between took no steps."
     cause: Cause
     detail: str
-    "Details as readable text."
+    "More about the cause, as readable text."
     noticed: Timestamp | None
-    "Time at which the notice arrived or the loss was detected."
+    "The time at which the notice arrived or the loss was detected."
     save_began: Timestamp | None
     committed: Timestamp | None
     restarted: Timestamp
-    "Time at which the attempt was claimed."
+    "The time at which the attempt was claimed."
     first_step: Timestamp
-    "Time at which its first optimizer step was done."
+    "The time at which the attempt completed its first optimizer step."
     left: Timestamp
-    "Time at which `step` had been taken. No work between this time and `first_step` counts."
+    "The time at which `step` was completed. Work between this time and `first_step` is lost."
     step: Count
-    "Step from which the attempt continues."
+    "The step from which the attempt continues."
     last_step: Count
-    "Last step that the group before is known to have taken."
+    "The last step that the previous group is known to have taken."
     tier: str
-    "Source of the state: in place, memory, storage, or beginning."
+    "The source of the state: in place, memory, storage or beginning."
     world_before: SmallCount
     world_after: SmallCount
     launched: Timestamp | None = None
-    "Time at which Ray launched the process of rank 0, after the old group had gone."
+    "The time at which Ray launched rank 0's process, after the old group was gone."
     up: Timestamp | None = None
-    "Time at which all processes had answered."
+    "The time by which all processes had answered."
     formed: Timestamp | None = None
-    "Time at which the processes had formed their process group."
+    "The time by which the process group was formed."
     loaded: Timestamp | None = None
-    "Time at which rank 0 had the state and everything else that a step needs."
+    "The time by which rank 0 had loaded the state and was ready for a step."
     paused_s: FiniteFloat = 0.0
     "Seconds during which the run had ended and used no nodes."
     worker_seconds_lost: FiniteFloat = 0.0
     cost: FiniteFloat | None = None
-    "Cost of the nodes from the loss to the first step, or None if no price is known."
+    "The cost of the nodes from the loss to the first step, or None if no price is known."
 
     @property
     def replayed(self) -> int:
-        """Number of optimizer steps that were taken again."""
+        """The number of optimizer steps that were repeated."""
         return max(0, self.last_step - self.step)
 
     @property
     def beginning(self) -> tuple[float, str]:
-        """The time at which the recovery begins, and the name of that point: the notice or the loss.
+        """The time at which the recovery began, and a name for it.
 
-        It is the last step that counts if neither was observed, or if the other workers kept training from that step.
+        The recovery begins with the notice or the loss. If neither was observed, or if the other workers kept training,
+        it begins after the last step that counts.
         """
         if self.noticed is None or self.tier == IN_PLACE:
             return self.left, "the last step that counts"
@@ -119,15 +119,15 @@ class Receipt:
 
     @property
     def recovery_s(self) -> float:
-        """Seconds from `beginning` to the first step after the recovery."""
+        """Seconds from `beginning` to the end of the first step."""
         return self.first_step - self.beginning[0]
 
     @property
     def phases(self) -> dict[str, float]:
         """Seconds from `beginning` to the end of each observed phase, in order.
 
-        A driver may begin while the group of a lost driver still trains. A phase that ended before that group took its
-        last step that counts is not part of the recovery.
+        Phases that ended before `beginning` are omitted. There can be some if a driver began while the group of a lost
+        driver was still training.
         """
         ends = {
             "old group gone": self.launched,
@@ -140,7 +140,7 @@ class Receipt:
         return {name: end - began for name, end in ends.items() if end is not None and end >= began}
 
     def record(self) -> dict[str, Any]:
-        """Return the receipt as an event of the run."""
+        """Return the receipt as one of the run's events."""
         return {**asdict(self), "event": RECOVERED, "time": self.first_step}
 
 
@@ -152,7 +152,7 @@ def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
 
 
 def display_event(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event as it is displayed. A receipt is called a recovery only if an incident preceded the start."""
+    """Return an event for display. A receipt is called a recovery only if an incident preceded the start."""
     deliberate = event.get("cause") in [cause for cause in Cause if not cause.incident]
     return {**event, "event": STARTED} if event.get("event") == RECOVERED and deliberate else event
 
@@ -179,7 +179,7 @@ def describe_receipt(receipt: Receipt) -> str:
 
 
 def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
-    """Return the worker-seconds between two times. An attempt has its workers from its claim until the next claim."""
+    """Return the worker-seconds between two times, counting each attempt's workers from its claim to the next one."""
     total = 0.0
     claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks may disagree
     for attempt, claimed, until in zip(attempts, claims, [*claims, end][1:], strict=True):
@@ -188,10 +188,9 @@ def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
 
 
 def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> float | None:
-    """Return the fraction of useful worker-seconds from the first receipt's start to `end`, or None without receipts.
+    """Return the useful fraction of all worker-seconds until `end`, or None if there are no receipts.
 
-    Time covered by several receipts is lost only once. A group that has not taken a step yet has done nothing useful.
-    The steps that its start cost are known only after its first step.
+    Time covered by several receipts counts as lost once. The time of a group that has not taken a step yet is lost.
     """
     if not receipts:
         return None
@@ -207,7 +206,7 @@ def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> flo
 
 
 def without_overlap(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the same spans of time without their overlaps, sorted."""
+    """Yield the spans in order, with overlaps removed."""
     reached = float("-inf")
     for first, last in sorted(spans):
         if last > reached:
@@ -216,7 +215,7 @@ def without_overlap(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[floa
 
 
 def find_gaps(receipts: list[Receipt], stepped: Iterable[int]) -> list[str]:
-    """Return a line for each missing receipt. `stepped` are the attempts that are known to have taken a step."""
+    """Return a line for each missing receipt. `stepped` contains the attempts known to have taken a step."""
     wanted = {*stepped, *(receipt.since for receipt in receipts)} - {0}
     missing = wanted - {receipt.attempt for receipt in receipts}
     return [f"no receipt of attempt {number}, which took steps" for number in sorted(missing)]

@@ -1,9 +1,8 @@
-"""The output of a run's processes, shipped to storage every few seconds so that little is lost with a node.
+"""The output of a run's processes, shipped to storage every few seconds so that little is lost if a node dies.
 
-The output of a worker is a file that Ray opened. The output of a driver is a terminal, a pipe, or whatever it was
-started with. A stream is the output of one process: `driver-<start time>` or `attempt-0001-rank-0003`. Storage cannot
-append, so a stream is a series of segments. Only the last segment is written again, until it has SEGMENT_BYTES. If a
-process prints without end, the first and the newest part are kept.
+A stream is the output of one process, and is called `driver-<start time>` or `attempt-0001-rank-0003`. Storage cannot
+append, so a stream consists of segments. Only the last segment is rewritten, until it reaches SEGMENT_BYTES. If a
+process prints endlessly, only its first and its newest output are kept.
 """
 
 import os
@@ -24,52 +23,52 @@ from sunspot.run.streams import Segment, read_segment, read_segments
 from sunspot.standard_streams import mute, print_escapes
 
 SHIP_EVERY_S = 5
-"""Seconds between two writes of output, and the most that a killed process loses. Without output nothing is written."""
+"""Seconds between two writes of new output. A killed process loses at most this much of its output."""
 
 CHUNK = 1 << 20
-"""Number of bytes that are read at a time from a worker's output file."""
+"""Number of bytes to read at a time from a worker's output file."""
 
 SEGMENT_BYTES = 128 << 10
-"""Size from which a segment is complete. It bounds the cost of writing the last segment again. A segment may be larger
-if much was printed between two writes."""
+"""Size at which a segment is complete, which limits the cost of rewriting it. A segment can be larger if much was
+printed between two writes."""
 
 MAX_WAITING = 4 << 20
-"""Largest number of bytes that wait for storage. If there are more, the middle is left out."""
+"""Largest number of bytes that can wait for storage. If there are more, those in the middle are left out."""
 
 FIRST_BYTES, NEWEST_BYTES = 1 << 20, 4 << 20
-"""Bytes of a stream's first and newest segments that are kept."""
+"""Number of bytes to keep of a stream's first and newest segments."""
 
 BURST = 120
-"""Number of writes that a process may make at any rate, at first and after a pause."""
+"""Number of writes that a process can make without waiting, at first and after a pause."""
 
 DRIVER_EVERY_S, RANK_EVERY_S = 10.0, 60.0
-"""Seconds between two writes of a driver and of a rank that have used up BURST. The writes of a thousand ranks
-that print all day would otherwise cost 86 dollars."""
+"""Seconds between two writes by a driver and by a rank, once they have used up BURST. Otherwise, the writes of a
+thousand ranks that print all day would cost 86 dollars."""
 
 TOO_FAST = "the process printed faster than storage could take it"
 
 STREAM = re.compile(r"driver-[0-9TZ]+|attempt-[0-9]{4,9}-rank-[0-9]{4,9}")
 
 SEGMENT = re.compile(r"(?P<begin>[0-9]{15})\.log")
-"""Name of a segment, which is its position in the stream."""
+"""Pattern for the name of a segment, which is its position in the stream."""
 
 
 class LogWriter:
-    """Writer of one process's output to storage."""
+    """A writer of one process's output to storage."""
 
     def __init__(self, run: Run, stream: str) -> None:
         self._run = run
         self._stream = stream
         self._begin = 0
-        "Position of the last segment in the stream."
+        "The position of the last segment in the stream."
         self._tail = bytearray()
-        "Last segment, and the output after it."
+        "The last segment, followed by output that is not in a segment yet."
         self._written = 0
-        "Number of bytes of the tail that are in storage or are being written."
+        "The number of bytes of the tail that are in storage or being written."
         self._lost = 0
-        "Number of bytes left out of the part that is not in storage yet."
+        "The number of bytes left out of the part of the tail that is not in storage yet."
         self._later: list[tuple[int, int]] = []
-        "Position and size of the complete segments in storage after the first FIRST_BYTES."
+        "The position and size of each complete segment in storage after the first FIRST_BYTES."
         self._ending = False
         self._pace = TokenBucket(BURST, DRIVER_EVERY_S if stream.startswith("driver") else RANK_EVERY_S)
         self._lock = threading.Lock()
@@ -87,11 +86,11 @@ class LogWriter:
                 self._tail[begin:end] = _describe_gap(self._lost, TOO_FAST)
 
     def end(self) -> None:
-        """Make every later flush write immediately."""
+        """Make every later call of `flush` write immediately."""
         self._ending = True
 
     def flush(self) -> None:
-        """Write the new output unless it is too early. Raises `StorageError`, and may then be called again."""
+        """Write the new output if a write is due. Can be called again after a `StorageError`."""
         with self._flushing:
             with self._lock:
                 if len(self._tail) == self._written or not (self._ending or self._pace.take()):
@@ -132,19 +131,19 @@ def _describe_gap(size: int, why: str) -> bytes:
 
 
 def driver_stream() -> str:
-    """Return the name of the stream of a driver that starts now. These names sort by time."""
+    """Return the stream name for a driver that starts now. These names sort by time."""
     now = time.time()
     return f"driver-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}{int(now % 1 * 1000):03d}Z"
 
 
 def rank_stream(attempt: int, rank: int) -> str:
-    """Return the name of a worker's stream."""
+    """Return the stream name for a worker."""
     return f"attempt-{attempt:04d}-rank-{rank:04d}"
 
 
 @contextmanager
 def shipped_driver_output(run: Run) -> Iterator[None]:
-    """Ship the output of Python code in this process, and the error that ends the context."""
+    """Context manager that ships the output of this process's Python code, and an error that ends the context."""
     log = LogWriter(run, driver_stream())
     out = cast(TextIO, _Tee(sys.stdout, log))
     err = cast(TextIO, _Tee(sys.stderr, log))
@@ -162,13 +161,13 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
 
 
 def log_shipper() -> Callable[[str], None]:
-    """Return a function that ships text without printing it. It does nothing unless the driver's output is shipped."""
+    """Return a function that ships text without printing it, or does nothing if no driver output is shipped."""
     return sys.stdout.copy if isinstance(sys.stdout, _Tee) else lambda text: None
 
 
 @contextmanager
 def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
-    """Ship what this worker's Python code and libraries write to stdout and stderr."""
+    """Context manager that ships everything this worker writes to stdout and stderr."""
     log = LogWriter(run, rank_stream(attempt, rank))
     for stream in (sys.stdout, sys.stderr):
         print_escapes(stream)
@@ -186,7 +185,7 @@ def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
 
 
 class _Tee:
-    """A text stream that also copies its output to a log. If the stream fails, the run continues."""
+    """A text stream that also copies its output to a log. If the stream fails, only the log is written."""
 
     def __init__(self, stream: TextIO, log: LogWriter) -> None:
         self._stream, self._log = stream, log
@@ -194,7 +193,7 @@ class _Tee:
         print_escapes(stream)
 
     def write(self, text: str) -> int:
-        plain = COLOUR.sub("", text)  # Ray colours its output even if it goes to no terminal
+        plain = COLOUR.sub("", text)  # Ray colours its output even if it does not go to a terminal
         self.copy(plain)
         if not self._failed:
             try:
@@ -211,7 +210,7 @@ class _Tee:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Write only to the log from now on, because the reader of the stream has gone or the disk is full."""
+        """Write only to the log from now on, because the stream's reader is gone or the disk is full."""
         self._failed = True
         mute(self._stream)
         why = error.strerror or error
@@ -226,7 +225,7 @@ class _Tee:
 
 
 class _Tail:
-    """Reader of the new bytes in the file that a descriptor of this process writes to."""
+    """A reader of new bytes in the file behind one of this process's output descriptors."""
 
     def __init__(self, descriptor: int, log: LogWriter) -> None:
         self._log = log
@@ -240,7 +239,7 @@ class _Tail:
 
 
 def list_streams(run: Run) -> dict[str, int]:
-    """Return the sizes of a run's streams in bytes, by name."""
+    """Return a mapping from the names of a run's streams to their sizes in bytes."""
     sizes: dict[str, int] = {}
     for path, entry in run.entries("logs"):
         stream, _, segment = path.partition("/")
@@ -254,18 +253,18 @@ class LogPart(NamedTuple):
 
     data: bytes
     end: int
-    "Position of its end in the stream, from which to continue reading."
+    "The position of the part's end in the stream, from which to continue reading."
 
 
 def read_stream(run: Run, stream: str, offset: int = 0) -> bytes:
-    """Return the bytes of a stream from `offset` on. They are empty if nothing is there yet."""
+    """Return the bytes of a stream from `offset` on, or no bytes if there are none yet."""
     return b"".join(piece.data for piece in read_parts(run, stream, offset))
 
 
 def read_parts(run: Run, stream: str, offset: int = 0) -> Iterator[LogPart]:
-    """Yield the parts of a stream from `offset` on, with a note of what is left out before each.
+    """Yield the parts of a stream from `offset` on. Each gap in the output is replaced by a note.
 
-    A call without new output costs one listing.
+    If there is no new output, this costs one listing.
     """
 
     def find_unread() -> list[Segment]:
@@ -284,7 +283,7 @@ def read_parts(run: Run, stream: str, offset: int = 0) -> Iterator[LogPart]:
 
 
 def read_tail(run: Run, stream: str, size: int) -> bytes:
-    """Return at most the last `size` bytes of a stream."""
+    """Return the last `size` bytes of a stream, or fewer if it is shorter."""
     tail = b""
     for segment in reversed(_list_segments(run, stream)):
         if len(tail) < size:

@@ -1,8 +1,8 @@
-"""Reading and writing of a run's objects: within size limits, and only in the schema that each object must have.
+"""Reads and writes a run's objects, enforcing size limits and a schema for each.
 
-Objects in storage may be damaged, of another version, or not ours at all. If an object that decides what a run is
-(attempts, manifests, `run.json`, audit) is damaged, it is refused with a `DamageError` that names it. If an object only
-informs (status, metrics, events, failures, submissions, predictions, search results, tracking), it is left out with a
+Objects in storage can be damaged, written by another version, or not be Sunspot's at all. A damaged object that defines
+the run (attempts, manifests, `run.json`, audit) raises a `DamageError` that names it. A damaged object that only
+informs users (status, metrics, events, failures, submissions, predictions, search results, tracking) is left out with a
 warning, and training continues.
 """
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 Record = TypeVar("Record")
 
 MAX_NUMBER = 10**15
-"""Largest count and measure. Sums and products of such numbers stay far below the limits of floats and 64 bits."""
+"""Largest allowed count or measurement. Sums of such numbers stay far below the limits of 64-bit integers."""
 
 MAX_TIMESTAMP = 253_402_300_799
-"""Last second of the year 9999, after which Python has no dates."""
+"""The last second of the year 9999, after which Python has no dates."""
 
 CHECKPOINT = re.compile(r"step-[0-9]{8,15}-attempt-[0-9]{4,9}(-[0-9a-f]{8})?")
-"""Pattern of the names of checkpoints."""
+"""Pattern for checkpoint names."""
 
 RUN = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
-"""Pattern of the names of runs, with room for the number of a trial."""
+"""Pattern for run names, including the number that a trial's name ends with."""
 
 Count = Annotated[int, Ge(0), Le(MAX_NUMBER)]
 """A number of steps, rows or bytes."""
@@ -48,7 +48,7 @@ SmallCount = Annotated[int, Ge(0), Le(10**6)]
 """A count that is small enough to iterate over, such as a number of processes."""
 
 FiniteFloat = Annotated[float, Ge(-MAX_NUMBER), Le(MAX_NUMBER)]
-"""A finite number: seconds, a fraction, rows per second."""
+"""A finite number, such as a duration, a fraction or a rate."""
 
 Timestamp = Annotated[float, Ge(0), Le(MAX_TIMESTAMP)]
 """Seconds since the epoch."""
@@ -60,10 +60,10 @@ CheckpointName = Annotated[str, Predicate(CHECKPOINT.fullmatch)]
 RunName = Annotated[str, Predicate(RUN.fullmatch)]
 
 DIGEST = "sha256"
-"""Field of an object with a checksum: the SHA-256 of all its other fields."""
+"""The field that holds an object's checksum, the SHA-256 of all other fields."""
 
 FORMAT, FORMAT_NUMBER = "format", 1
-"""Field of an object with a checksum, and its value: the format of the run's files."""
+"""The field that holds the file format of an object with a checksum, and its value."""
 
 
 def read(run: Run, schema: type[Record], *parts: str) -> Record:
@@ -73,15 +73,15 @@ def read(run: Run, schema: type[Record], *parts: str) -> Record:
 
 
 def read_verified(run: Run, schema: type[Record], *parts: str) -> Record:
-    """Read an object that was made by `with_checksum`. Raises like `read`."""
+    """Read an object written by `with_checksum`. Raises the same errors as `read`."""
     key = run.key(*parts)
     return parse_verified(schema, read_content(run.storage, key), run.storage.locate(key))
 
 
 def read_content(storage: Storage, key: str, most: int = MAX_OBJECT_BYTES) -> bytes:
-    """Return the bytes of an object. Raises `DamageError` if there are more than `most`.
+    """Return the bytes of an object.
 
-    A link that leads out of the storage path also raises `DamageError`.
+    Raises `DamageError` if there are more than `most`, or if the object is a link that leads out of the storage path.
     """
     try:
         with storage.open(key) as stream:
@@ -95,9 +95,10 @@ def read_content(storage: Storage, key: str, most: int = MAX_OBJECT_BYTES) -> by
 
 
 def parse(schema: Any, content: bytes, place: str) -> Any:
-    """Parse JSON as `schema`, a dataclass or another type. Raises `DamageError`, which names the `place`.
+    """Parse JSON as `schema`, a dataclass or another type.
 
-    Values are not converted to other types, and fields that the schema does not have are ignored.
+    Values are not converted to other types, and unknown fields are ignored. Raises `DamageError` with `place` in its
+    message if the content does not match the schema.
     """
     from pydantic import ValidationError
 
@@ -108,7 +109,7 @@ def parse(schema: Any, content: bytes, place: str) -> Any:
 
 
 def parse_verified(schema: Any, content: bytes, place: str) -> Any:
-    """Parse the content of an object that was made by `with_checksum`. Raises like `parse`."""
+    """Parse the content of an object written by `with_checksum`. Raises `DamageError` if the checksum is wrong."""
     record = parse(dict[str, Any], content, place)
     if DIGEST not in record:
         raise DamageError(f"{place} cannot be used: it has no checksum")
@@ -118,28 +119,28 @@ def parse_verified(schema: Any, content: bytes, place: str) -> Any:
 
 
 def is_count(value: Any) -> bool:
-    """Return True if a value is a `Count`."""
+    """Return True if a value is a valid `Count`."""
     return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
 def is_timestamp(value: Any) -> bool:
-    """Return True if a value is a `Timestamp`."""
+    """Return True if a value is a valid `Timestamp`."""
     return type(value) in (int, float) and 0 <= value <= MAX_TIMESTAMP
 
 
 def with_checksum(record: dict[str, Any]) -> bytes:
-    """Return the JSON of an object that must not change, with its format and its own SHA-256."""
+    """Return a record as JSON, with its file format and checksum added."""
     record = {**record, FORMAT: FORMAT_NUMBER}
     return to_json({**record, DIGEST: digest(record)})
 
 
 def digest(record: dict[str, Any]) -> str:
-    """Return the SHA-256 of a record in hexadecimal digits."""
+    """Return the SHA-256 of a record as hexadecimal digits."""
     return hashlib.sha256(to_json(record)).hexdigest()
 
 
 def read_or_default(read: Callable[[], Record], default: Record, damaged: list[str] | None = None) -> Record:
-    """Return the result of `read`, or `default` if the object is damaged, which is reported (`report_damage`)."""
+    """Return the result of `read`. If the object is damaged, report that (`report_damage`) and return `default`."""
     try:
         return read()
     except DamageError as error:
@@ -148,7 +149,7 @@ def read_or_default(read: Callable[[], Record], default: Record, damaged: list[s
 
 
 def read_if_usable(load: Callable[[], Record]) -> Record | None:
-    """Return the result of `load`, or None if the object does not exist, or is damaged, which logs a warning."""
+    """Return the result of `load`, or None if the object does not exist or is damaged. Damage is logged."""
     return read_if_exists(lambda: read_or_default(load, None))
 
 
@@ -169,13 +170,13 @@ def report_damage(text: str, damaged: list[str] | None = None) -> None:
 
 
 def adapter(schema: Any) -> "TypeAdapter[Any]":
-    """Return the adapter that validates and serializes values of `schema`."""
+    """Return the pydantic adapter for `schema`."""
     with _building:  # the first call takes milliseconds, and the many threads of a listing share it
         return _build(schema)
 
 
 def as_event(schema: type[Record], event: Any) -> Record | None:
-    """Return an event of a run as `schema`, or None if it is malformed."""
+    """Return one of a run's events as an instance of `schema`, or None if it is malformed."""
     try:
         return adapter(schema).validate_python(event)
     except ValueError:
@@ -193,7 +194,7 @@ def _build(schema: Any) -> "TypeAdapter[Any]":
 
 
 def _describe(error: Any) -> str:
-    """Return the first error that pydantic found, as text."""
+    """Return the first error in a pydantic `ValidationError` as text."""
     fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in fault["loc"])
     return f"{field}: {fault['msg']}" if field else str(fault["msg"])

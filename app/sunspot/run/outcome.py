@@ -1,4 +1,4 @@
-"""The status of one start of a driver: when it begins, while no worker trains, and how it ends."""
+"""The driver's part of a run's status: its start, its progress while no worker trains, and its end."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from sunspot.run.status import (
     WORKERS_SILENT_AFTER_S,
     RunState,
     Status,
+    StatusKind,
     attempt_of_status,
     driver_of_status,
     find_own_status,
     is_alive,
+    kind_of_status,
     list_statuses,
     load_status,
     load_usable_status,
@@ -41,21 +43,21 @@ from sunspot.storage.base import Entry
 from sunspot.storage.limits import with_deadline
 
 RECORD_S = 60.0
-"""Longest wait, in seconds, for storage to take a driver's status. Without an answer, the driver continues anyway."""
+"""Seconds to wait for storage to accept a driver's status, after which the driver continues anyway."""
 
 DRIVER_CHECK_EVERY_S = 5.0
-"""Seconds between two reads of what other processes write to storage for a driver: its status, and the stop marker."""
+"""Seconds between a driver's checks for the workers' status and the stop marker."""
 
 
 @contextmanager
 def recorded_outcome(
     claimant: Claimant, newest: Checkpoint | None, max_starts: int, stop_request: StopRequest | None = None
 ) -> Iterator[DriverStatusWriter]:
-    """Write the run's status when the driver begins, and again when the context ends, with or without an error.
+    """Context manager that writes the run's status when the driver begins and when it ends.
 
-    In between, the stop marker is read into `stop_request`. Raises `SunspotError` if the same owner has begun more than
-    `max_starts` times in a row without a new checkpoint. This is needed because on a cluster the operator restarts the
-    driver whenever its head is lost, without a limit.
+    Meanwhile, the stop marker is read into `stop_request`. Raises `SunspotError` if the same owner has begun more than
+    `max_starts` times in a row without a new checkpoint, because the operator restarts the driver of a lost head
+    without limit.
     """
     run = claimant.run
     known, before, status = with_deadline(RECORD_S, "writing the status", _begin, claimant, newest)
@@ -96,7 +98,7 @@ def recorded_outcome(
 
 
 def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:
-    """Return the number of the newest attempt, the status before this start, and the writer of this start's status."""
+    """Return the newest attempt's number, the previous status, and the writer of this start's status."""
     run, owner = claimant.run, claimant.owner
     known = newest_number(run)
     before = read_status(run)
@@ -124,11 +126,11 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
 
 
 def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int, error: BaseException) -> bool:
-    """Return True if the start that wrote `begun`, and now ends with `error`, has changed nothing in the run.
+    """Return True if a driver start that ends with `error` should leave the run's previous status in force.
 
-    A start changes nothing until it claims an attempt (after `known`, the newest one before the start). So a typo
-    neither creates a run nor ends one that another start trains or has ended. But if the job of the run was retried,
-    the end of the retry is also the end of the run.
+    `begun` is the start's first status. Until the start claims an attempt (after `known`, the newest one before it), it
+    has changed nothing. A typo therefore neither creates a run nor ends one that another start trains or has ended. If
+    the run's job was retried, however, the end of the retry is also the end of the run.
     """
     if newest_number(run) > known:
         return False
@@ -142,7 +144,7 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
 
 
 class DriverStatusWriter:
-    """Writer of the status while no worker writes it. It stops writing once another process owns the run."""
+    """A writer of the driver's status objects. It stops writing once another process owns the run."""
 
     def __init__(self, run: Run, begun: Status) -> None:
         self._run = run
@@ -152,20 +154,20 @@ class DriverStatusWriter:
         self._changed = time.monotonic()
         self._ended = False
         self._group_ended = ""
-        "Reason why the newest worker group ended. Empty while a group trains, or if the reason is not known."
-        self._outcome = RunState.SUCCEEDED, ""
-        "State and reason of the run if no error ends the driver."
+        "The reason why the newest worker group ended, or an empty string if it is not known."
+        self._outcome: dict[str, Any] = {"state": RunState.SUCCEEDED, "reason": ""}
+        "The fields of the final status if no error ends the driver."
         self._writing = threading.Lock()  # so that no background write comes after the end
         write_status(run, begun)
 
     def refresh(self) -> None:
-        """Show that the driver is alive while no worker is. Reading data and waiting for nodes may take long."""
+        """Write the status if the workers have not written theirs recently, for example because they are starting."""
         with self._writing:
             if not self._ended:
                 self._refresh()
 
     def note_end(self, why: str) -> None:
-        """Set the reason why the newest worker group ended. The status shows it until a worker writes the status."""
+        """Record why the newest worker group ended, for the status until a worker writes its own."""
         self._group_ended = why
 
     def _refresh(self) -> None:
@@ -190,7 +192,7 @@ class DriverStatusWriter:
         write_status(self._run, self._last)
 
     def _take_precedence(self) -> None:
-        """Show this start if the other one, to which it gave precedence (attempt 0), is now silent or has ended."""
+        """Write this start's status if the start that it gave precedence to (attempt 0) is now silent or has ended."""
         own = newest_status(list_statuses(self._run), self.begun.driver)
         other = read_status(self._run)
         if own and attempt_of_status(own) == 0 and other and not is_alive(other, time.time()):
@@ -198,23 +200,23 @@ class DriverStatusWriter:
             write_status(self._run, self._last)
 
     def finishing(self) -> None:
-        """Show that no worker is needed from now on."""
+        """Write that all steps are taken, and only predictions and the report are missing."""
         self.replace(
             state=RunState.FINISHING,
             reason="all steps are taken; the driver predicts and writes the report",
             world_size=0,
         )
 
-    def expect(self, state: RunState, reason: str = "") -> None:
-        """Set the state, and the reason if it is unusual, in which the run ends unless an error ends the driver."""
-        self._outcome = state, reason
+    def expect(self, state: RunState, reason: str = "", **fields: Any) -> None:
+        """Set the fields of the final status, which is written when the driver ends without an error."""
+        self._outcome = {"state": state, "reason": reason, **fields}
 
     def end_as_expected(self) -> None:
         """Write that the driver ended without an error."""
-        self.end(*self._outcome)
+        self.end(**self._outcome)
 
     def withdraw(self) -> None:
-        """Delete this start's status, so that the one before it counts again. Raises `StorageError`."""
+        """Delete this start's status, so that the previous one counts again. Raises `StorageError`."""
         self._ended = True
 
         def delete() -> None:
@@ -223,21 +225,26 @@ class DriverStatusWriter:
 
         with_deadline(RECORD_S, "withdrawing the status", delete)
 
-    def end(self, state: RunState, reason: str) -> bool:
-        """Write how the driver ended, unless another process owns the run. Return True if it was written."""
+    def end(self, state: RunState, reason: str, **fields: Any) -> bool:
+        """Write the final status, unless another process owns the run. Return True if it was written."""
         self._ended = True
-        return self.replace(state=state, reason=reason)
+        return self._write(StatusKind.ENDED, state=state, reason=reason, **fields)
 
     def replace(self, **fields: Any) -> bool:
-        """Update fields of the status, unless another process owns the run. Return True if they were written."""
+        """Update fields of the status, unless another process owns the run. Return True if they were written.
 
+        A driver without workers passes the attempt that it has claimed as `attempt`.
+        """
+        return self._write(StatusKind.DRIVER, **fields)
+
+    def _write(self, kind: StatusKind, **fields: Any) -> bool:
         def write() -> bool:
             with self._writing:
-                entry = find_own_status(self._run, self._last.driver)
+                entry = find_own_status(self._run, self._last.driver, fields.get("attempt", 0))
                 if entry:
                     self._load(entry)
                     self._last = replace(self._last, **fields)
-                    write_status(self._run, self._last)
+                    write_status(self._run, self._last, kind)
             return entry is not None
 
         with suppress(StorageError):
@@ -245,4 +252,6 @@ class DriverStatusWriter:
         return False
 
     def _load(self, entry: Entry) -> None:
-        self._last = read_if_usable(lambda: load_status(self._run.storage, entry)) or self._last
+        """Read the status object if the workers wrote it. The driver remembers what it wrote itself."""
+        if kind_of_status(entry) is StatusKind.WORKERS:
+            self._last = read_if_usable(lambda: load_status(self._run.storage, entry)) or self._last

@@ -1,7 +1,7 @@
-"""Owners of runs: the RayJob or the process that trains a run, and the namespace and cluster that it is in.
+"""Owners of runs: the RayJob or process that trains a run.
 
-A RayJob's name is unique only in one namespace of one cluster, and only until the job is deleted and created again. So
-an owner also has the namespace, the cluster and the submission. Attempts and statuses record an owner as the text
+A RayJob's name is unique only within a namespace, and only until the job is deleted and created again. An owner
+therefore also has a cluster, a namespace and a submission. Attempts and statuses store it as the text
 `JOB#SUBMISSION@NAMESPACE/CLUSTER`, without the parts that are not known.
 """
 
@@ -13,28 +13,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 CERTIFICATES = Path("/etc/sunspot/cluster-ca.crt")
-"""The file in which a pod finds the ConfigMap `kube-root-ca.crt` (k8s/rayjob.yaml), if its namespace has one."""
+"""The path of the cluster's CA certificates in a pod, mounted from the ConfigMap `kube-root-ca.crt` if it exists."""
 
 POD_NAMESPACE = "POD_NAMESPACE"
-"""The environment variable that holds a pod's namespace (k8s/rayjob.yaml)."""
+"""The environment variable that contains a pod's namespace (k8s/rayjob.yaml)."""
 
 CLUSTER_DIGITS = 10
-"""Hexadecimal digits of a cluster's identity. Two of 1,000 clusters share one with a probability below 10^-6."""
+"""Number of hexadecimal digits in a cluster's ID. Among 1,000 clusters, a collision has a probability below 10^-6."""
 
 
 class Owner(NamedTuple):
-    """A RayJob that trains a run, or a process outside a cluster, of which only `job` is known."""
+    """A RayJob that trains a run, or a process outside a cluster, which only has a `job`."""
 
     job: str
     submission: str = ""
-    "Digits unique to each submission by `sunspot submit`. Empty if something else applied the job."
+    "Digits that are unique to each `sunspot submit`. Empty if another tool applied the job."
     namespace: str = ""
     cluster: str = ""
-    "Identity of the Kubernetes cluster (`cluster_identity`)."
+    "The ID of the Kubernetes cluster (`cluster_identity`)."
 
     @classmethod
     def parse(cls, text: str) -> "Owner":
-        """Parse an owner as attempts and statuses record it."""
+        """Parse the text that attempts and statuses store."""
         name, _, place = text.partition("@")
         job, _, submission = name.partition("#")
         namespace, _, cluster = place.partition("/")
@@ -47,28 +47,28 @@ class Owner(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The namespace and the cluster as readable text, or an empty text if neither is known."""
+        """The namespace and cluster as readable text, or an empty string if neither is known."""
         parts = [f"namespace {self.namespace}"] if self.namespace else []
         return " of ".join([*parts, f"cluster {self.cluster}"] if self.cluster else parts)
 
     def describe(self) -> str:
-        """Return the job and its place as readable text."""
+        """Return the job, namespace and cluster as readable text."""
         return f"{self.job} in {self.place}" if self.place else self.job
 
     def record(self) -> dict[str, str]:
-        """Return the cluster, the namespace and the job under their names in JSON documents."""
+        """Return the cluster, namespace and job as fields for a JSON document."""
         return {"cluster": self.cluster, "namespace": self.namespace, "job": self.job}
 
 
 def new_submission(job: str) -> str:
-    """Return a job's identity (the setting JOB_ID) for a new submission, which no other submission has."""
+    """Return a unique JOB_ID for a new submission of a job."""
     return str(Owner(job, uuid.uuid4().hex[:8]))
 
 
 def new_owner(job_id: str) -> str:
-    """Return the owner for which a driver claims runs: the RayJob of this pod, or else this process.
+    """Return the owner for which a driver claims runs: this pod's RayJob, or this process if `job_id` is empty.
 
-    `job_id` is the setting JOB_ID. The owner is the same for every retry of a RayJob.
+    `job_id` is the setting JOB_ID. All retries of a RayJob have the same owner.
     """
     if not job_id:
         return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -81,9 +81,9 @@ def new_owner(job_id: str) -> str:
 
 
 def cluster_identity(certificates: str) -> str:
-    """Return the identity of a Kubernetes cluster: a digest of the CA certificates that each of its namespaces has.
+    """Return the ID of a Kubernetes cluster, which is a digest of its CA certificates, or empty if they are unknown.
 
-    `certificates` is the content of `ca.crt` in the ConfigMap `kube-root-ca.crt`. If it is empty, so is the identity.
+    `certificates` is the content of `ca.crt` in the ConfigMap `kube-root-ca.crt` that every namespace has.
     """
     content = certificates.strip()
     return hashlib.sha256(content.encode()).hexdigest()[:CLUSTER_DIGITS] if content else ""

@@ -1,4 +1,4 @@
-"""The model of a finished run, as the report shows it: predictions of held-out rows, and exhibits of the task."""
+"""A finished run's model as shown in the report: predictions for held-out rows, and the task's exhibits."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
@@ -7,69 +7,69 @@ from sunspot.run import Run, to_json
 from sunspot.run.objects import CheckpointName, Count, FiniteFloat, adapter, read, read_if_usable
 
 MAX_MISTAKES = 48
-"""Largest number of images of mistakes. With these limits the report stays far below 2 MB."""
+"""Largest number of images of wrong predictions. These limits keep the report far below 2 MB."""
 
 MAX_RIGHT = 24
-"""Largest number of images of right predictions."""
+"""Largest number of images of correct predictions."""
 
 MAX_SAMPLES = 24
 """Largest number of images of sample rows."""
 
 MAX_PIXELS = 64
-"""Largest width and height of a kept image, enough to see what it shows."""
+"""Largest width and height of an image in pixels, enough to recognize its content."""
 
 MAX_PARTS = 20
-"""Largest number of a task's exhibits."""
+"""Largest number of exhibits of a task."""
 
 MAX_ROWS = 50
-"""Largest number of rows in an exhibited table."""
+"""Largest number of rows in an exhibit's table."""
 
 MAX_CHARACTERS = 2000
-"""Largest number of characters in an exhibited text or cell."""
+"""Largest number of characters in an exhibit's text or in a table cell."""
 
 MAX_IMAGES = 48
-"""Largest number of exhibited images, of all exhibits together."""
+"""Largest total number of images in all exhibits."""
 
 AS_BASE64 = {"val_json_bytes": "base64", "ser_json_bytes": "base64"}
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row with its image and, unless it is a sample, its prediction."""
+    """A row with its image and, except for sample rows, its prediction."""
 
     __pydantic_config__: ClassVar = AS_BASE64
 
     row: Count
-    "Id of the row in its source."
+    "The row's id in its source."
     label: Count
     predicted: Count | None
     probability: FiniteFloat | None
-    "Probability of the predicted class."
+    "The probability of the predicted class."
     image: bytes
-    "PNG of at most MAX_PIXELS in width and height."
+    "A PNG, at most MAX_PIXELS wide and high."
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """A summary of a checkpoint's predictions of held-out rows."""
+    """A summary of a checkpoint's predictions for held-out rows."""
 
     checkpoint: CheckpointName
     step: Count
     rows: Count
-    "Number of held-out rows predicted, from the first."
+    "The number of held-out rows that were predicted, starting with the first."
     accuracy: FiniteFloat
-    "Fraction of right predictions, 0 to 1."
+    "The fraction of correct predictions, 0 to 1."
     classes: Count
     confusion: list[list[Count]]
-    "Number of rows by label, then by predicted class."
+    "The number of rows for each label (first index) and predicted class (second index)."
     mistakes: list[Example] = field(default_factory=list)
-    "Wrong predictions, the most certain first."
+    "Wrong predictions, most confident first."
     right: list[Example] = field(default_factory=list)
-    "Right predictions, spread over the classes."
+    "Correct predictions, spread over the classes."
     samples: list[Example] = field(default_factory=list)
     "Training rows without predictions."
     names: list[str] = field(default_factory=list)
-    "Names of the classes, if they have names."
+    "The names of the classes, or an empty list if they have none."
 
     def __post_init__(self) -> None:
         if len(self.confusion) != self.classes or any(len(row) != self.classes for row in self.confusion):
@@ -90,9 +90,9 @@ class Exhibit:
     text: str = ""
     columns: list[str] = field(default_factory=list)
     rows: list[list[str | FiniteFloat | None]] = field(default_factory=list)
-    "Rows with one cell for each column."
+    "The table's rows, with one cell for each column."
     images: list[bytes] = field(default_factory=list)
-    "Images as PNGs."
+    "PNG images."
 
 
 @dataclass(frozen=True)
@@ -110,19 +110,19 @@ Shown = TypeVar("Shown", Predictions, TaskExhibit)
 
 
 def write_shown(run: Run, shown: Predictions | TaskExhibit) -> None:
-    """Write the run's predictions or its task's exhibits in place of earlier ones. Raises `StorageError`."""
+    """Write the run's predictions or exhibits, replacing earlier ones. Raises `StorageError`."""
     schema = type(shown)
     run.storage.write(run.key(FILES[schema]), to_json(adapter(schema).dump_python(shown, mode="json", warnings=False)))
 
 
 def read_shown(run: Run, schema: type[Shown]) -> Shown | None:
-    """Return the run's `Predictions` or `TaskExhibit`, or None if there are none or they are damaged.
+    """Return the run's predictions or exhibits, or None if there are none or they are damaged.
 
-    Raises `StorageError`.
+    Raises `StorageError` if storage fails.
     """
     return read_if_usable(lambda: load_shown(run, schema))
 
 
 def load_shown(run: Run, schema: type[Shown]) -> Shown:
-    """Return the run's `Predictions` or `TaskExhibit`. Raises `NotFoundError`, `DamageError` or `StorageError`."""
+    """Return the run's predictions or exhibits. Raises `NotFoundError`, `DamageError` or `StorageError`."""
     return read(run, schema, FILES[schema])

@@ -1,8 +1,8 @@
-"""Requests by users: to stop a run, to delete it, or to train it (the records of submitted RayJobs).
+"""Requests by users to stop a run or to delete it, and records of submitted RayJobs.
 
-The requests to stop and to delete are small objects that exist as long as the request is in force. The record of a
-submission says what was submitted and where, for users to read. Nothing is ever applied to a cluster from a record,
-because anyone who can write to storage could have written it.
+A request to stop or delete is a small object that exists as long as the request is in force. The record of a submission
+tells users what was submitted and where. A record is never applied to a cluster, because anyone who can write to
+storage could have written it.
 """
 
 import getpass
@@ -19,50 +19,50 @@ from sunspot.run import Run, to_json
 from sunspot.run.objects import Timestamp, read, read_if_exists, read_or_default
 
 STOP, DELETION = "stop.json", "delete.json"
-"""Names of the objects that exist as long as the run must not train, and while it is being deleted."""
+"""Names of the requests to stop and to delete a run."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a stop or a deletion."""
+    """A request to stop or delete a run."""
 
     by: str = ""
-    "User and host of the request (`describe_requester`). Empty if not known."
+    "The user and host that made the request (`describe_requester`), or an empty string if not known."
     time: Timestamp = 0.0
 
 
 class StopRequest:
-    """The requests to stop its run that this process has received."""
+    """The requests to stop that a process has received for its run."""
 
     def __init__(self) -> None:
         self.marked = False
-        "True if the marker of `sunspot stop` was found. Then later starts may not train either."
+        "True if the marker of `sunspot stop` was found. Later starts then do not train either."
         self.signal: signal.Signals | None = None
-        "SIGINT (Ctrl-C), SIGTERM or SIGHUP if this process received one. Then a later start resumes the run."
+        "SIGINT (Ctrl-C), SIGTERM or SIGHUP if the process received one. A later start then resumes the run."
 
     @property
     def asked(self) -> bool:
-        """Return True if the run has to stop for any reason."""
+        """True if the run has to stop for any reason."""
         return self.marked or self.signal is not None
 
     def read_marker(self, run: Run) -> None:
-        """Look in storage for the marker of `sunspot stop`. Once found, it counts for the rest of this start."""
+        """Check storage for the marker of `sunspot stop`. Once found, it stays in force for this process."""
         self.marked = self.marked or stop_requested(run)
 
     def note_signal(self, number: int) -> None:
-        """Note that this process got a signal. SIGINT replaces an earlier signal. Safe to call in a signal handler."""
+        """Record a signal that this process received. SIGINT replaces an earlier signal. Safe in a signal handler."""
         if self.signal is None or number == signal.SIGINT:
             self.signal = signal.Signals(number)
 
     def note_marker(self) -> None:
-        """Note that the run has its stop marker, as another process has seen."""
+        """Record that another process has found the run's stop marker."""
         self.marked = True
 
     def raise_signal(self, kept: str, job: str) -> None:
         """Raise the error that ends this process if it received a signal. Call this once everything is saved.
 
-        `kept` says what was saved. On a cluster, where there is a `job`, the process fails, so that the operator starts
-        it again on another node.
+        `kept` describes what was saved. `job` is the setting JOB_ID. If it is set, the error means a failure, so that
+        the operator starts the job again on another node.
         """
         if self.signal is None:
             return
@@ -73,7 +73,7 @@ class StopRequest:
 
 
 def describe_requester() -> str:
-    """Return the user and host of this process as readable text. In a container, the user may be only a number."""
+    """Return this process's user and host as readable text. In a container, the user can be a number."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # OSError from Python 3.13 on
@@ -82,27 +82,27 @@ def describe_requester() -> str:
 
 
 def request_stop(run: Run, by: str) -> None:
-    """Ask the run to save and stop, whichever job trains it now or later."""
+    """Ask the run to save and stop, whether it trains now or later."""
     run.storage.write(run.key(STOP), to_json(asdict(Request(by, time.time()))))
 
 
 def read_stop(run: Run) -> Request | None:
-    """Return the request to stop, or None. A damaged request is still in force."""
+    """Return the request to stop, or None if there is no request. A damaged request is still in force."""
     return read_if_exists(lambda: read_or_default(lambda: read(run, Request, STOP), Request()))
 
 
 def stop_requested(run: Run) -> bool:
-    """Return True if the run has to stop and stay stopped."""
+    """Return True if the run has a request to stop."""
     return run.storage.exists(run.key(STOP))
 
 
 def clear_stop(run: Run) -> None:
-    """Remove the request to stop, so that the run may train again."""
+    """Delete the request to stop, so that the run can train again."""
     run.storage.delete(run.key(STOP))
 
 
 def resume_hint(arguments: str, on_cluster: bool) -> str:
-    """Return how to continue a stopped run with `sunspot resume` and its `arguments`.
+    """Return a hint on how to continue a stopped run with `sunspot resume` and its `arguments`.
 
     On a cluster, `resume` itself starts the job again. On a single machine, the user has to start training again.
     """
@@ -123,14 +123,14 @@ def refuse_if_deleted(run: Run) -> None:
     """Raise `SupersededError` if the run is being deleted."""
     if deletion_begun(run):
         raise SupersededError(
-            f"{run.location} is being deleted, so nothing may train it; `sunspot delete {run.name}` completes that"
+            f"{run.location} is being deleted, so it cannot be trained; `sunspot delete {run.name}` completes this"
         )
 
 
 def clear_deletion(run: Run) -> None:
     """Delete the record of a deletion, as its last step.
 
-    A delayed call does not delete the record of a later deletion.
+    A delayed call does not affect the record of a later deletion.
     """
     for entry in run.storage.list(run.key(DELETION)):
         run.storage.delete(entry.key, entry.version)
@@ -139,29 +139,29 @@ def clear_deletion(run: Run) -> None:
 # ---------------------------------------------------------------------------------------------------------- submissions
 
 SUBMISSION = re.compile(r"[0-9]{4,9}-[a-z0-9]([-a-z0-9]*[a-z0-9])?\.json")
-"""Names of the files in `submissions/`."""
+"""Pattern for the names of files in `submissions/`."""
 
 
 @dataclass(frozen=True)
 class SubmissionRecord:
-    """A submitted RayJob and its cluster. Fields that are not known are empty."""
+    """A submitted RayJob and its cluster. Unknown fields are empty."""
 
     job: str
     namespace: str = ""
     cluster: str = ""
-    "Identity of the Kubernetes cluster (`owner.cluster_identity`)."
+    "The ID of the Kubernetes cluster (`owner.cluster_identity`)."
     server: str = ""
-    "Address of the cluster's API server."
+    "The address of the cluster's API server."
     arguments: tuple[str, ...] = ()
-    "Arguments of `sunspot submit` with which the same job can be submitted again."
+    "The arguments of `sunspot submit`, with which the job can be submitted again."
     manifest: dict[str, Any] = field(default_factory=dict)
-    "RayJob as it was applied."
+    "The RayJob as it was applied."
     time: Timestamp = 0.0
-    "Time of the submission, in seconds since the epoch."
+    "The time of the submission, in seconds since the epoch."
 
 
 def record_submission(run: Run, submission: SubmissionRecord) -> str:
-    """Write the record of a submission and return its storage key. Raises `StorageError`."""
+    """Write the record of a submission, and return its storage key. Raises `StorageError`."""
     content = to_json(asdict(submission))
     number = len(list_submissions(run)) + 1
     while not run.storage.create(key := run.key("submissions", f"{number:04d}-{submission.job}.json"), content):
@@ -170,7 +170,7 @@ def record_submission(run: Run, submission: SubmissionRecord) -> str:
 
 
 def newest_submission(run: Run) -> SubmissionRecord | None:
-    """Return the record of the newest submission, or None. If the record cannot be read, it has only the job."""
+    """Return the record of the newest submission, or None. If the record is damaged, only `job` is set."""
     keys = list_submissions(run)
     if not keys:
         return None
@@ -180,12 +180,12 @@ def newest_submission(run: Run) -> SubmissionRecord | None:
 
 
 def submitted_job(key: str) -> str:
-    """Return the name of the RayJob whose submission has this storage key."""
+    """Return the name of the RayJob in the storage key of a submission."""
     file = key.rpartition("/")[2]
     return file.partition("-")[2].rpartition(".")[0]
 
 
 def list_submissions(run: Run) -> list[str]:
-    """Return the storage keys of the records, oldest first."""
+    """Return the storage keys of the run's submissions, oldest first."""
     ours = [file for file, _ in run.entries("submissions") if SUBMISSION.fullmatch(file)]
     return [run.key("submissions", file) for file in sorted(ours, key=lambda file: int(file.partition("-")[0]))]

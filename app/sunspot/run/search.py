@@ -1,4 +1,4 @@
-"""The results of a search: `search.json` in the run of the search, and the state of its trials in their own runs."""
+"""The results of a search: `search.json` in the search's run, computed from the runs of its trials."""
 
 import math
 import time
@@ -22,19 +22,19 @@ class Trial:
 
     run: RunName
     settings: dict[str, Any]
-    "Value of the trial for each dimension of the search space."
+    "The trial's value for each dimension of the search space."
     state: RunState
     reason: str = ""
     step: Count = 0
     total_steps: Count = 0
     best: float | None = None
-    "Metric of its best checkpoint, or None if no checkpoint has it as a number."
+    "The metric of the best checkpoint, or None if no checkpoint has a number for it."
     checkpoint: CheckpointName | None = None
-    "Name of its best checkpoint."
+    "The name of the best checkpoint."
 
     @property
     def eligible(self) -> bool:
-        """Return True if its best checkpoint may be promoted. Failed trials are not trusted."""
+        """True if the best checkpoint can be promoted. Failed trials are not trusted."""
         return self.best is not None and self.state in (RunState.SUCCEEDED, RunState.STOPPED)
 
 
@@ -45,10 +45,10 @@ class SearchResults:
     metric: str
     order: Literal["min", "max"]
     space: dict[str, str]
-    "Expression of each dimension."
+    "The expression of each dimension."
     trials: tuple[Trial, ...]
     promoted: RunName | None = None
-    "Run of the trial whose best checkpoint was promoted, or None before the promotion."
+    "The run whose checkpoint was promoted, or None before the promotion."
     time: Timestamp = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
@@ -59,13 +59,13 @@ class SearchResults:
 
     @property
     def ranking(self) -> list[Trial]:
-        """The trials from the best to the worst, with those without the metric last."""
+        """The trials from best to worst, with those that cannot be promoted last."""
         sign = 1 if self.order == "min" else -1
         return sorted(self.trials, key=lambda t: (not t.eligible, t.best is None, sign * (t.best or 0.0)))
 
 
 def write_results(run: Run, results: SearchResults) -> None:
-    """Write the results of a search in place of earlier ones. Raises `StorageError`."""
+    """Write the results of a search, replacing earlier ones. Raises `StorageError`."""
     run.storage.write(run.key(FILE), to_json(asdict(results)))
 
 
@@ -75,14 +75,17 @@ def read_results(run: Run) -> SearchResults | None:
 
 
 def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, error: str = "") -> Trial:
-    """Return a trial as its run shows it. `error` is the error that ended its driver, if any. Raises `StorageError`."""
+    """Return a trial's results from its run. `error` is the error that ended its driver, if any.
+
+    Raises `StorageError` if storage fails.
+    """
     status = read_status(run)
     if status is None:
         state = RunState.FAILED if error else RunState.PENDING
         return Trial(run.name, dict(settings), state, error)
     state, reason = status.state, status.reason
     if error and state is not RunState.FAILED:
-        state, reason = RunState.FAILED, error  # the status is out of date, or of another start
+        state, reason = RunState.FAILED, error  # the status is outdated, or belongs to another start
     if state is RunState.STOPPED:
         stop = read_stop(run)
         reason = f"by {stop.by}" if stop and stop.by else reason
@@ -95,7 +98,7 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
 
 
 def find_best_checkpoint(run: Run, metric: str, order: str) -> Checkpoint | None:
-    """Return the best checkpoint with the metric as a number, or None. Its files are not verified."""
+    """Return the best checkpoint, or None if no checkpoint has a number for the metric. Does not verify its files."""
     found = in_lineage(list_checkpoints(run), lineage(read_attempts(run)))
     comparable = [checkpoint for checkpoint in found if math.isfinite(_number(checkpoint, metric))]
     return best_first(comparable, metric, order)[0] if comparable else None

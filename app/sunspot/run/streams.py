@@ -1,9 +1,9 @@
-"""Append-only streams in storage that cannot append: lines, the rows of steps (audit.py), or output (logs.py).
+"""Append-only streams, of lines, audit rows (audit.py) or output (logs.py), in storage that cannot append.
 
-A stream is a series of segments, and the name of each says which lines or steps it contains. New lines make a small
-segment. Small segments that together reach one of SIZES are written again as one segment, and deleted once it is there.
-So each line is written at most 1 + len(SIZES) times, and the number of small objects is bounded. If a reader finds a
-segment together with the smaller ones that were merged into it, it leaves out the smaller ones.
+A stream consists of segments, and each segment's name contains its range of lines or steps. New lines become a small
+segment. Once small segments together reach one of SIZES, they are merged into one segment and then deleted. Each line
+is thus written at most 1 + len(SIZES) times, and the number of small objects is bounded. A reader ignores segments that
+were merged but not deleted yet.
 """
 
 import re
@@ -24,10 +24,10 @@ from sunspot.run.size_limits import MAX_BYTES_AT_ONCE, MAX_SEGMENT_BYTES, spend
 from sunspot.storage.base import Entry, Storage
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
-"""Sizes of merged segments in bytes. A segment of the last size is not written again, and not kept in memory."""
+"""Sizes of merged segments in bytes. A segment of the last size is not merged again, nor kept in memory."""
 
 READ_TRIES = 5
-"""Number of listings of a stream whose segments are merged while it is read."""
+"""Number of times to list a stream that keeps changing while it is read."""
 
 NAME = re.compile(
     r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})-[0-9a-f]{16})-(?P<first>[0-9]{10})-(?P<last>[0-9]{10})\.jsonl"
@@ -35,29 +35,29 @@ NAME = re.compile(
 
 
 class Segment(NamedTuple):
-    """A segment in a listing."""
+    """A segment, as found in a listing."""
 
     attempt: int
     stream: str
     first: int
-    "Number of its first line or step. Lines are counted from 0."
+    "The number of its first line (from 0) or step."
     last: int
-    "Number of its last line or step."
+    "The number of its last line or step."
     entry: Entry
 
 
 def new_stream(attempt: int) -> str:
-    """Return a unique name for a stream. The streams of an attempt sort by the time at which they begin."""
+    """Return a unique name for a stream. An attempt's streams sort by creation time."""
     return f"attempt-{attempt:04d}-{time.time_ns() // 1000:013x}{uuid.uuid4().hex[:3]}"
 
 
 def list_segments(storage: Storage, folder: str) -> list[Segment]:
-    """Return the segments that make up the streams in a folder, sorted by attempt, stream and line."""
+    """Return the segments in a folder, sorted by attempt, stream and line, without those that were merged."""
     return without_merged_parts(list_all(storage, folder))
 
 
 def list_all(storage: Storage, folder: str, name: re.Pattern[str] = NAME) -> list[Segment]:
-    """Return all segments in a folder whose names match `name`, including those that were merged into others."""
+    """Return all segments in a folder with names that match `name`, including those that were merged."""
     found = []
     for entry in storage.list(folder):
         match = name.fullmatch(entry.key.removeprefix(f"{folder}/"))
@@ -69,7 +69,7 @@ def list_all(storage: Storage, folder: str, name: re.Pattern[str] = NAME) -> lis
 
 
 def without_merged_parts(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the segments, sorted, without those whose lines are also in another segment."""
+    """Return the segments sorted, without those that are completely contained in another segment."""
     found: list[Segment] = []
     for segment in sorted(segments, key=lambda each: (each.attempt, each.stream, each.first, -each.last)):
         if not found or found[-1].stream != segment.stream or segment.last > found[-1].last:
@@ -80,11 +80,12 @@ def without_merged_parts(segments: Iterable[Segment]) -> list[Segment]:
 def read_segments(
     storage: Storage, folder: str, find: Callable[[], list[Segment]], listed: Sequence[Segment] | None = None
 ) -> Iterator[tuple[Segment, bytes | DamageError, int]]:
-    """Yield the segments that `find` lists, each with its content and the first line that no earlier segment contained.
+    """Yield the segments that `find` returns, each with its content and the number of its first new line.
 
-    A segment that is too large has an error in place of its content. Only a few segments are read at a time, so a long
-    stream need not fit in memory. If a segment was merged since it was listed, `find` is called again. With `listed`,
-    only those segments are read. Raises `StorageError` if segments keep disappearing.
+    Lines before the first new line were in an earlier segment. The content of a segment that is too large is an error.
+    Only a few segments are read at a time, so a long stream need not fit in memory. If a segment was merged in the
+    meantime, `find` is called again. With `listed`, only these segments are read. Raises `StorageError` if segments
+    keep disappearing.
     """
     todo = deque(find() if listed is None else listed)
     tries = READ_TRIES
@@ -107,14 +108,14 @@ def read_segments(
 
 
 def _first_few(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the segments to read together: the first, and the next ones as long as all fit in memory."""
+    """Return the segments to read in parallel: at least one, and more if they fit in MAX_BYTES_AT_ONCE."""
     few = list(islice(segments, AT_ONCE))
     sizes = accumulate(min(each.entry.size, MAX_SEGMENT_BYTES) for each in few)
     return few[: max(1, sum(size <= MAX_BYTES_AT_ONCE for size in sizes))]
 
 
 def read_segment(storage: Storage, segment: Segment) -> bytes:
-    """Read a segment. Raises `DamageError`, without reading it, if it is larger than MAX_SEGMENT_BYTES."""
+    """Read a segment. Raises `DamageError` if it is larger than MAX_SEGMENT_BYTES, without reading it."""
     if segment.entry.size > MAX_SEGMENT_BYTES:
         place = storage.locate(segment.entry.key)
         size = as_bytes(segment.entry.size)
@@ -131,14 +132,14 @@ def _read_or_damage(storage: Storage, segment: Segment) -> bytes | DamageError:
 
 
 def list_again(storage: Storage, folder: str, find: Callable[[], list[Segment]]) -> list[Segment]:
-    """Return the result of `find` after a segment has disappeared, with a fresh listing from NFS."""
+    """Return the result of `find`, bypassing an NFS client's cache, after a segment has disappeared."""
     with suppress(StorageError):  # this user may not be allowed to write
         storage.refresh(folder)
     return find()
 
 
 class _Written(NamedTuple):
-    """A segment that its writer may merge."""
+    """A segment that its writer can still merge."""
 
     first: int
     last: int
@@ -147,11 +148,11 @@ class _Written(NamedTuple):
 
 
 Join = Callable[[Sequence[bytes]], bytes]
-"""Function that joins the contents of several segments into one."""
+"""A function that joins the contents of several segments into one."""
 
 
 class StreamWriter:
-    """Writes the segments of a stream one after another, and merges small ones."""
+    """A writer that appends segments to a stream, and merges small ones."""
 
     def __init__(
         self,
@@ -160,9 +161,9 @@ class StreamWriter:
         join: Join = b"".join,
         downsample: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """`key` returns the storage key of a segment from its first line, its last line and its content.
+        """`key` returns the storage key of a segment, given its first line, last line and content.
 
-        `downsample` shortens the stream whenever its size has doubled.
+        `downsample` is called to shorten the content of the stream whenever its size has doubled.
         """
         self._storage = storage
         self._key = key
@@ -170,16 +171,16 @@ class StreamWriter:
         self._downsample = downsample
         self._thin_at = SIZES[-1]
         self.open: list[_Written] = []
-        "Segments that may be merged."
+        "Segments that can still be merged."
         self._merged: list[str] = []
-        "Keys of segments to delete because they were merged into others."
+        "Keys of merged segments that have to be deleted."
 
     def write(self, first: int, last: int, content: bytes) -> None:
-        """Write the next segment. If this raises `StorageError`, the writer forgets the segment."""
+        """Write the next segment. If this raises `StorageError`, the segment is not part of the stream."""
         self.open.append(self._write(first, last, content))
 
     def merge(self) -> None:
-        """Merge small segments. If storage refuses, nothing is lost, and the next call tries again."""
+        """Merge small segments. Storage errors are ignored; the next call tries again."""
         with suppress(StorageError):
             self._merge()
             if self._merged:
@@ -199,7 +200,7 @@ class StreamWriter:
             self._thin_at = max(SIZES[-1], 2 * len(text))
 
     def _replace(self, parts: Sequence[_Written], content: bytes) -> None:
-        """Replace the newest segments by one segment."""
+        """Replace the newest segments with one segment."""
         merged = self._write(parts[0].first, parts[-1].last, content)
         self._merged += [each.key for each in parts if each.key != merged.key]
         self.open[-len(parts) :] = [merged]
@@ -211,15 +212,15 @@ class StreamWriter:
 
 
 class LineWriter:
-    """Writes a stream of lines."""
+    """A writer of a stream of lines."""
 
     def __init__(self, storage: Storage, key: str, downsample: Callable[[bytes], bytes] | None = None) -> None:
-        """`key` is the storage key of the stream, and `downsample` is that of `StreamWriter`."""
+        """`key` is the storage key of the stream. `downsample` is passed to `StreamWriter`."""
         self._segments = StreamWriter(storage, lambda first, last, _: _name(key, first, last), downsample=downsample)
         self._lines: list[bytes] = []
         "Lines that are not in storage yet."
         self._next = 0
-        "Number of the first of these lines."
+        "The number of the first of these lines."
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
 
@@ -229,7 +230,7 @@ class LineWriter:
             self._lines.append(line + b"\n")
 
     def flush(self) -> None:
-        """Write the new lines. Raises `StorageError`, and may then be called again."""
+        """Write the new lines. Can be called again after a `StorageError`."""
         with self._flushing:
             with self._lock:
                 count = len(self._lines)
@@ -247,7 +248,7 @@ def _name(stream: str, first: int, last: int) -> str:
 
 
 def tidy_lines(storage: Storage, folder: str, before: int) -> None:
-    """Merge the segments of lines that attempts older than `before` left in a folder. Raises `StorageError`."""
+    """Merge the line segments of attempts before number `before` in a folder. Raises `StorageError`."""
     tidy(
         storage,
         [segment for segment in list_all(storage, folder) if segment.attempt < before],
@@ -262,16 +263,16 @@ def tidy(
     join: Join = b"".join,
     read: Callable[[Segment], bytes] | None = None,
 ) -> None:
-    """Merge the segments that attempts left unmerged when they ended. Raises `StorageError`.
+    """Merge the segments that ended attempts left unmerged. Raises `StorageError`.
 
-    A frozen process of such an attempt may still merge the same segments. Then their lines are in two segments, which
-    does no harm. `read` returns the content of a segment, and raises `DamageError` if it is damaged.
+    A frozen process of such an attempt can still merge the same segments, which harmlessly duplicates their lines.
+    `read` returns the content of a segment, or raises `DamageError`.
     """
     read = read or (lambda segment: read_segment(storage, segment))
     current = without_merged_parts(listed)
     storage.delete_many([segment.entry.key for segment in listed if segment not in set(current)])
     for group in _neighbours(each for each in current if each.entry.size < SIZES[-1]):
-        # Another process may have merged the segments, or one may be damaged, which readers report.
+        # Another process may have merged the segments, or a segment may be damaged, which readers report.
         with suppress(NotFoundError, DamageError):
             content = join(map_parallel(read, group))
             first, last = group[0], group[-1]
@@ -280,7 +281,7 @@ def tidy(
 
 
 def _neighbours(segments: Iterable[Segment]) -> list[list[Segment]]:
-    """Return groups of adjacent segments: each begins with the line after the last one of the segment before."""
+    """Return groups of segments to merge, each with contiguous lines of one stream."""
     groups: list[list[Segment]] = []
     for segment in segments:
         newest = groups[-1][-1] if groups else None

@@ -31,7 +31,15 @@ from sunspot.run.audit import tidy_audit
 from sunspot.run.checkpoints import NAN_SINCE, NAN_WINDOWS
 from sunspot.run.history import Columns, Journals, model_metrics, tidy_journals
 from sunspot.run.incidents import Cause, describe_receipt, goodput
-from sunspot.run.status import STATUS_EVERY_S, RunState, Status, delete_older_statuses, refuse_if_ended, write_status
+from sunspot.run.status import (
+    STATUS_EVERY_S,
+    RunState,
+    Status,
+    StatusKind,
+    delete_older_statuses,
+    refuse_if_ended,
+    write_status,
+)
 from sunspot.storage.limits import with_deadline
 
 log = logging.getLogger(__name__)
@@ -218,7 +226,7 @@ class Reporter:
         committed = self._checkpoints.newest
         if committed:
             self._status = replace(self._status, checkpoint=committed.name, checkpoint_time=committed.time)
-        write_status(self._run, replace(self._status, heartbeat=self._heartbeat))
+        write_status(self._run, replace(self._status, heartbeat=self._heartbeat), StatusKind.WORKERS)
         if not self._tidied:
             self._tidied = True
             tidy_journals(self._run, self._start.attempt.number)
@@ -373,4 +381,4 @@ def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> 
 def show_claim(run: Run, status: Status) -> None:
     """Write the first status of a claimed attempt. The reporter writes it again if this fails."""
     with suppress(StorageError):
-        with_deadline(SHOW_CLAIM_S, "writing the status", write_status, run, status)
+        with_deadline(SHOW_CLAIM_S, "writing the status", write_status, run, status, StatusKind.WORKERS)

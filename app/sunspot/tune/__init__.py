@@ -1,11 +1,11 @@
-"""A search over settings: each trial is a run of its own, and the best trial's checkpoint becomes the search's.
+"""A search over settings, in which each trial is a run, and the search keeps the best trial's checkpoint.
 
 `python -m sunspot.tune` takes these steps:
 
-1. `search.main` reads the search space, opens the search's run and takes it over, or resumes it.
+1. `search.main` reads the search space, and begins or resumes the search's own run.
 2. `trials.await_nodes` waits for nodes, and divides their resources among the trials.
-3. `trials.run_trials` trains the trials with Ray Tune. Its scheduler, ASHA, gives up bad trials early; their runs are
-   stopped as a user would stop them, and keep their checkpoints.
+3. `trials.run_trials` trains the trials with Ray Tune. Tune's ASHA scheduler stops bad trials early. Their runs are
+   stopped as if by a user, and keep their checkpoints.
 4. `promotion.promote` copies the best trial's checkpoint into the search's run.
-5. `search.RunningSearch.publish_results` writes the table of results and the report.
+5. `search.RunningSearch.publish_results` prints the results and writes the report.
 """

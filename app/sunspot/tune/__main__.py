@@ -1,4 +1,4 @@
-"""`python -m sunspot.tune`: train a run for each of several settings, and keep the best one's checkpoint."""
+"""The entry point `python -m sunspot.tune`."""
 
 from sunspot.command_line import CommandParser
 from sunspot.errors import run_and_exit
@@ -8,8 +8,8 @@ from sunspot.settings import Settings
 from sunspot.tune.search import main
 
 DESCRIPTION = """\
-Train a run for each of several settings drawn from a search space, and keep the best one's checkpoint.
-A setting with an expression in the place of its value spans the space: SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2)"""
+Train several runs with settings drawn from a search space, and keep the checkpoint of the best run.
+Settings with an expression as their value form the search space: SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2)"""
 
 if __name__ == "__main__":
     print_logs()

@@ -1,4 +1,4 @@
-"""Makes the best trial's checkpoint the search's own: copies and verifies each file, and writes the manifest last."""
+"""Copies the best trial's checkpoint into the search's run, verifying each file and writing the manifest last."""
 
 import socket
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from sunspot.run.checkpoints import (
 
 
 def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: Checkpoint | None) -> Attempt:
-    """Take over the search with a new attempt, which keeps the checkpoint `origin` if the search has one.
+    """Claim a new attempt of the search, which starts from its checkpoint `origin`, if any.
 
     Raises `SupersededError` if another process has taken over the search.
     """
@@ -55,15 +55,15 @@ def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: 
 
 
 def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, name: str) -> Checkpoint:
-    """Make the checkpoint `name` of `trial`, trained with `environment`, the only checkpoint of the search.
+    """Make a copy of the trial's checkpoint `name` the only checkpoint of the search `run`.
 
-    This may be repeated, for example after the process was killed. Raises `DamageError` if the checkpoint does not
-    match its manifest, `NotFoundError` if it was deleted, `StorageError` if storage fails, and `SupersededError` if
-    another process has taken over the search.
+    `environment` holds the trial's settings. If a call is interrupted, it can be repeated. Raises `DamageError` if the
+    checkpoint does not match its manifest, `NotFoundError` if it was deleted, `StorageError` if storage fails, and
+    `SupersededError` if another process has taken over the search.
     """
     wanted = read_manifest(trial, name)
     if wanted is None:
-        raise NotFoundError(f"{trial.storage.locate(trial.key('checkpoints', name))}: no longer there")
+        raise NotFoundError(f"{trial.storage.locate(trial.key('checkpoints', name))} was deleted")
     if wanted.damage:
         raise DamageError(f"{name}: {wanted.damage}")
     current, _ = find_newest_good(run, read_attempts(run))
@@ -89,10 +89,10 @@ def _content(checkpoint: Checkpoint) -> Any:
 
 
 def _copy(trial: Run, wanted: Checkpoint, run: Run, name: str, file: str) -> dict[str, Any]:
-    """Copy one file, and return its entry for the manifest."""
+    """Copy a file, and return its entry for the manifest."""
     key = trial.key("checkpoints", wanted.name, file)
     expected = wanted.files[file]
     copied = upload(run, name, file, lambda writer: trial.storage.digest(key, writer.write))
     if (copied["size"], copied["sha256"]) != (expected["size"], expected["sha256"]):
-        raise DamageError(f"{trial.storage.locate(key)}: does not match its manifest")
+        raise DamageError(f"{trial.storage.locate(key)} does not match its manifest")
     return copied

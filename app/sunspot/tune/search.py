@@ -1,7 +1,7 @@
-"""`python -m sunspot.tune`: train a run for each of several settings, and keep the best one's checkpoint.
+"""The driver of a search.
 
-A search is itself a run, with a status, logs, results and, at its end, one checkpoint. Its trials are separate runs,
-called `<RUN_NAME>-01` and so on. The same command resumes an interrupted search.
+A search is itself a run, with a status, logs, results and finally one checkpoint. Its trials are separate runs, called
+`<RUN_NAME>-01` and so on. The same command resumes an interrupted search.
 """
 
 import logging
@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sunspot.background import Background, map_parallel
 from sunspot.code_archive import enter_code
@@ -29,9 +30,10 @@ from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
 from sunspot.run.identity import record_identity
+from sunspot.run.outcome import DriverStatusWriter, recorded_outcome
 from sunspot.run.requests import StopRequest, refuse_if_deleted, resume_hint, stop_requested
 from sunspot.run.search import SearchResults, Trial, read_trial, write_results
-from sunspot.run.status import STATUS_EVERY_S, RunState, Status, find_own_status, new_driver, read_status, write_status
+from sunspot.run.status import STATUS_EVERY_S, RunState, find_own_status, new_driver
 from sunspot.search_space import Search, in_words, load_search
 from sunspot.storage.limits import retry_storage
 from sunspot.storage.prove import prove
@@ -41,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Read the search, open its run, train the trials, and promote the best one's checkpoint."""
+    """Train the trials of a search, and promote the best trial's checkpoint."""
     search = load_search(os.environ)
     if not search.dimensions:
         raise SettingsError(
@@ -50,10 +52,9 @@ def main() -> int:
         )
     refuse_unusable(search.settings)
 
-    # Imported late, because torch and Ray take seconds, and a wrong setting is reported at once.
+    # Imported late, because torch and Ray take seconds to import, and wrong settings should be reported at once.
     from sunspot.plan import with_absolute_paths
     from sunspot.run.logs import shipped_driver_output
-    from sunspot.run.outcome import recorded_outcome
     from sunspot.run.owner import new_owner
     from sunspot.train.driver import on_exit
 
@@ -78,26 +79,26 @@ def main() -> int:
         # A search has no checkpoint before its end, so its driver may start again for every trial.
         starts = settings.max_driver_starts * settings.trials
         with recorded_outcome(running.claimant, promoted, starts, running.stop_request) as outcome:
-            outcome.expect(train_and_promote(running, promoted))
+            train_and_promote(running, promoted, outcome)
     return 0
 
 
 @dataclass
 class RunningSearch:
-    """A search with the process that runs it, and its progress so far."""
+    """A search that this process runs, and its progress."""
 
     search: Search
     claimant: Claimant
     errors: dict[int, str] = field(default_factory=dict)
-    "Error of each trial that has ended, by its number; empty for a trial without an error."
+    "The error of each ended trial, keyed by its number, or an empty string if it had none."
     promoted: str | None = None
-    "Name of the run whose best checkpoint has become the search's."
+    "The name of the run whose checkpoint was promoted."
     stop_request: StopRequest = field(default_factory=StopRequest)
 
     def end_trial(self, number: int, error: str) -> None:
-        """Record and print how a trial has ended.
+        """Record and print how a trial ended.
 
-        Nothing is printed if storage fails; the results have the same line.
+        Nothing is printed if storage fails, because the results will have the same line.
         """
         self.errors[number] = error
         with suppress(StorageError):
@@ -107,20 +108,17 @@ class RunningSearch:
             line = f"{trial.run}  step {trial.step}{best}  {in_words(trial.settings)}  {trial.state}{reason}"
             print(visible(line), flush=True)
 
-    def update_status(self, attempt: Attempt) -> None:
-        """Write the search's progress.
+    def show_progress(self, attempt: Attempt, outcome: DriverStatusWriter) -> None:
+        """Write the number of ended trials to the status.
 
-        Raises `StorageError`, or `SupersededError` if another process has taken it over.
+        Raises `SupersededError` if another process has taken over the search, and `StorageError` if storage fails.
         """
-        run = self.claimant.run
-        ensure_owner(run, attempt)
-        status = read_status(run, self.claimant.driver)
-        if status:
-            reason = f"{len(self.errors)} of {len(self.search.trials)} trials have ended"
-            write_status(run, replace(status, state=RunState.RUNNING, attempt=attempt.number, reason=reason))
+        ensure_owner(self.claimant.run, attempt)
+        reason = f"{len(self.errors)} of {len(self.search.trials)} trials have ended"
+        outcome.replace(state=RunState.RUNNING, attempt=attempt.number, reason=reason)
 
     def read_trial(self, number: int) -> Trial:
-        """Read a trial's results from its run. Raises `StorageError` if storage fails."""
+        """Return a trial's results from its run. Raises `StorageError` if storage fails."""
         search = self.search
         settings = search.settings
         error = self.errors.get(number, "")
@@ -128,16 +126,49 @@ class RunningSearch:
         return read_trial(run, search.samples[number - 1], settings.checkpoint_metric, settings.checkpoint_order, error)
 
     def read_results(self) -> SearchResults:
-        """Read the results of all trials from their runs. Raises `StorageError` if storage fails."""
+        """Return the results of all trials from their runs. Raises `StorageError` if storage fails."""
         settings = self.search.settings
         trials = map_parallel(self.read_trial, range(1, settings.trials + 1))
         space = {dimension.name: dimension.text for dimension in self.search.dimensions}
         return SearchResults(settings.checkpoint_metric, settings.checkpoint_order, space, tuple(trials), self.promoted)
 
-    def publish_results(self) -> None:
-        """Print the results as a table, and write the results and the report into the run.
+    def promote_best(self) -> Checkpoint:
+        """Copy the best checkpoint of all trials into the search, and return the copy.
 
-        A failure is only a warning.
+        Raises `SunspotError` if no trial has a usable checkpoint.
+        """
+        from sunspot.tune.promotion import promote
+
+        run, settings = self.claimant.run, self.search.settings
+        limit_s = settings.storage_timeout_s
+        ranking = retry_storage(limit_s, "reading the trials", self.read_results).ranking
+        if not any(trial.state is RunState.SUCCEEDED for trial in ranking):
+            lines = "\n".join(f"  {trial.run}: {trial.state}: {trial.reason}" for trial in ranking)
+            raise SunspotError(f"no trial succeeded:\n{lines}")
+        for trial in [trial for trial in ranking if trial.eligible and trial.checkpoint]:
+            environment = next(s for s in self.search.trials if s.run_name == trial.run).environment()
+            source = (Run(run.storage, trial.run), str(trial.checkpoint))
+            try:
+                checkpoint = retry_storage(
+                    limit_s, "promoting a checkpoint", promote, run, self.claimant.owner, environment, *source
+                )
+            except (DamageError, NotFoundError) as error:
+                log.warning(f"{trial.run} skipped: {error}")
+                continue
+            self.promoted = trial.run
+            where = run.storage.locate(run.key("checkpoints", checkpoint.name))
+            print(f"  checkpoint: {where}, the best of {trial.run}")
+            return checkpoint
+        raise SunspotError(
+            f"no trial has a checkpoint with a number for the metric {settings.checkpoint_metric} "
+            "(SUNSPOT_CHECKPOINT_METRIC); set another metric, and the same command promotes the best checkpoint "
+            "without training again"
+        )
+
+    def publish_results(self) -> None:
+        """Print the results as a table, and write the results and the report to the run.
+
+        Any error is only logged as a warning.
         """
         run = self.claimant.run
         try:
@@ -163,8 +194,8 @@ def _table(results: SearchResults) -> Iterator[list[str]]:
         yield [trial.run, str(trial.state), steps, best, *values[:-1], values[-1] + mark]
 
 
-def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> RunState:
-    """Train the trials that have not ended, and promote the best trial's checkpoint."""
+def train_and_promote(running: RunningSearch, promoted: Checkpoint | None, outcome: DriverStatusWriter) -> None:
+    """Train the trials that have not ended, and promote the best trial's checkpoint, unless the search is stopped."""
     import ray
 
     from sunspot.elastic.control import ControlChannel, open_control
@@ -182,7 +213,8 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
         raise fatal
     if stop_requested(run):
         print(f"  stopped by `sunspot stop`; {resume_hint(run.name, bool(running.search.settings.job_id))}")
-        return RunState.STOPPED
+        outcome.expect(RunState.STOPPED)
+        return
     enter_code(running.search.settings.code)
     if starts_own_session():
         refuse_impossible(running.search.trials[0])
@@ -199,7 +231,7 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
 
             def update() -> None:
                 try:
-                    running.update_status(attempt)
+                    running.show_progress(attempt, outcome)
                 except SupersededError as error:
                     superseded.append(error)
                     control.send(ControlChannel.request_stop)
@@ -218,9 +250,11 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     stop_request.raise_signal(kept, search.settings.job_id)
     if stop_request.marked:
         print(f"  stopped by `sunspot stop`; {resume_hint(run.name, bool(running.search.settings.job_id))}")
-        return RunState.STOPPED
-    promote_best(running)
-    return RunState.SUCCEEDED
+        outcome.expect(RunState.STOPPED)
+        return
+    best = running.promote_best()
+    number = max(attempt.number, best.attempt)  # a checkpoint that was promoted before has an older attempt
+    outcome.expect(RunState.SUCCEEDED, attempt=number, **status_after_promotion(best))
 
 
 def print_plan(search: Search, concurrency: str) -> None:
@@ -236,7 +270,7 @@ def print_plan(search: Search, concurrency: str) -> None:
 
 
 def ranked_by_held_out(search: Search) -> Search:
-    """Return the search with its trials ranked by the metric of held-out rows, if there are such rows."""
+    """Return the search with its metric computed on held-out rows, if there are any."""
     from sunspot.plan import make_plan
     from sunspot.tasks import load_task
 
@@ -248,56 +282,15 @@ def ranked_by_held_out(search: Search) -> Search:
     return replace(search, settings=search.settings.model_copy(update=metric), trials=trials)
 
 
-def promote_best(running: RunningSearch) -> None:
-    """Copy the best checkpoint of all trials into the search. Raises `SunspotError` if no trial has a usable one."""
-    from sunspot.tune.promotion import promote
-
-    run, settings = running.claimant.run, running.search.settings
-    metric = settings.checkpoint_metric
-    limit_s = settings.storage_timeout_s
-    ranking = retry_storage(limit_s, "reading the trials", running.read_results).ranking
-    if not any(trial.state is RunState.SUCCEEDED for trial in ranking):
-        lines = "\n".join(f"  {trial.run}: {trial.state}: {trial.reason}" for trial in ranking)
-        raise SunspotError(f"no trial succeeded:\n{lines}")
-    for trial in [trial for trial in ranking if trial.eligible and trial.checkpoint]:
-        environment = next(s for s in running.search.trials if s.run_name == trial.run).environment()
-        source = Run(run.storage, trial.run)
-        try:
-            checkpoint = retry_storage(
-                limit_s,
-                "promoting a checkpoint",
-                promote,
-                run,
-                running.claimant.owner,
-                environment,
-                source,
-                str(trial.checkpoint),
-            )
-        except (DamageError, NotFoundError) as error:
-            log.warning(f"{trial.run} skipped: {error}")
-            continue
-        status = read_status(run, running.claimant.driver)
-        if status:
-            write_status(run, _promoted_status(status, checkpoint))
-        running.promoted = trial.run
-        print(f"  checkpoint: {run.storage.locate(run.key('checkpoints', checkpoint.name))}, the best of {trial.run}")
-        return
-    raise SunspotError(
-        f"no trial has a checkpoint whose metric {metric} (SUNSPOT_CHECKPOINT_METRIC) is a number; set another metric, "
-        "and the same command promotes the best checkpoint without training again"
-    )
-
-
-def _promoted_status(status: Status, checkpoint: Checkpoint) -> Status:
-    return replace(
-        status,
-        attempt=checkpoint.attempt,
-        step=checkpoint.step,
-        epoch=checkpoint.epoch,
-        total_steps=checkpoint.total_steps,
-        steps_per_epoch=checkpoint.steps_per_epoch,
-        checkpoint=checkpoint.name,
-        checkpoint_time=checkpoint.time,
-        loss=checkpoint.metrics.get("loss"),
-        test_loss=checkpoint.metrics.get("test_loss"),
-    )
+def status_after_promotion(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the status fields that describe a promoted checkpoint."""
+    return {
+        "step": checkpoint.step,
+        "epoch": checkpoint.epoch,
+        "total_steps": checkpoint.total_steps,
+        "steps_per_epoch": checkpoint.steps_per_epoch,
+        "checkpoint": checkpoint.name,
+        "checkpoint_time": checkpoint.time,
+        "loss": checkpoint.metrics.get("loss"),
+        "test_loss": checkpoint.metrics.get("test_loss"),
+    }

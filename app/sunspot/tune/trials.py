@@ -1,8 +1,8 @@
-"""Trials of a search: each is a run inside a trial of Ray Tune, and Tune's ASHA scheduler decides which continue.
+"""The trials of a search, each of which is a run inside a Ray Tune trial.
 
-Tune stores nothing, because a trial's state is in its run. When a search resumes, trials that have ended are not
-trained again; their history is replayed to the scheduler. The others resume from their checkpoints. Tune does not kill
-a trial that ASHA gives up. The trial's run is stopped as a user would stop it: it saves, and stays stopped.
+Tune's ASHA scheduler decides which trials continue. Tune stores nothing, because a trial's state is in its run. When a
+search resumes, ended trials only replay their history to the scheduler, and the others resume from their checkpoints. A
+trial that ASHA rejects is not killed. Its run is stopped as if by a user: it saves, and stays stopped.
 """
 
 import math
@@ -36,21 +36,20 @@ from sunspot.settings import PREFIX, Settings
 from sunspot.train.driver import train_run
 
 REDUCTION = 3
-"""Factor by which ASHA reduces the trials at each comparison: the best third continues."""
+"""Factor by which each of ASHA's comparisons reduces the number of trials. The best third continues."""
 
 COMPARISONS = 2
-"""Number of comparisons: after a ninth and a third of a run, early enough that a bad trial has cost little."""
+"""Number of comparisons. They happen after a ninth and a third of a run, so a bad trial costs little."""
 
 FULL_RUN = REDUCTION**COMPARISONS
-"""Length of a complete run in ASHA's unit of time. Trials may differ in steps and epochs, so they are compared at the
-same fraction of their runs, where their learning rate schedules have progressed equally."""
+"""Length of a complete run in ASHA's unit of time. Trials are compared at equal fractions of their runs, because they
+can differ in steps and epochs, and the schedules of their learning rates have then progressed equally."""
 
 MIN_PROGRESS = 0.01
-"""Smallest fraction of a run between two reports to Tune: a history may be long, and Tune takes about 20 reports per
-second."""
+"""Smallest fraction of a run between two reports to Tune, which handles only about 20 reports per second."""
 
 TRIAL_POLL_EVERY_S = 2.0
-"""Seconds between two reads of the run's history and the search's command by a trial."""
+"""Seconds between a trial's checks of its run's history and of the search's commands."""
 
 TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the history is in the run
@@ -61,16 +60,16 @@ TUNE_ENVIRONMENT = {
 }
 
 PROGRESS = "progress"
-"""Key in a trial's report for the finished part of its run, from 0 to FULL_RUN."""
+"""The key in a trial's report for the completed part of its run, from 0 to FULL_RUN."""
 
 SCORE = "score"
-"""Key in a trial's report for the metric of the search."""
+"""The key in a trial's report for the metric of the search."""
 
 ERROR = "error"
-"""Key in a trial's report for its error; empty without one, and until the trial ends."""
+"""The key in a trial's report for its error, which is empty before the trial ends or without an error."""
 
 NODES_TIMEOUT_S = 60.0
-"""Largest number of seconds to wait for a job's nodes. Without them, a search trains fewer trials at a time."""
+"""Seconds to wait for a job's nodes, after which the search trains fewer trials at a time."""
 
 NODES_POLL_EVERY_S = 1.0
 
@@ -79,17 +78,17 @@ class Allocation(NamedTuple):
     """A division of the cluster's resources among the trials."""
 
     at_once: int
-    "Number of trials that train at once."
+    "The number of trials that train at once."
     trials: tuple[Settings, ...]
-    "Settings of the trials, with the resources of their workers."
+    "The settings of the trials, including the resources of their workers."
     reason: str
-    "Description of both for the user."
+    "A description of the allocation for the user."
 
 
 def await_nodes(trials: tuple[Settings, ...], observe: Callable[[], tuple[dict[str, float], int]]) -> Allocation:
     """Wait for nodes, and return the allocation of their resources.
 
-    `observe` returns the cluster's resources and its number of nodes. On Kubernetes, a restarted driver may be running
+    `observe` returns the cluster's resources and its number of nodes. On Kubernetes, a restarted driver can be running
     before its nodes are back, so this waits up to NODES_TIMEOUT_S seconds for them.
     """
     settings = trials[0]
@@ -105,7 +104,7 @@ def await_nodes(trials: tuple[Settings, ...], observe: Callable[[], tuple[dict[s
 
 
 def allocate(trials: tuple[Settings, ...], cluster: dict[str, float], nodes: int) -> Allocation:
-    """Divide the cluster's resources among the trials. `cluster` is Ray's sum over all `nodes` nodes."""
+    """Divide the cluster's resources among the trials. `cluster` has the total resources of all `nodes` nodes."""
     settings = trials[0]
     workers = settings.num_workers.most
     wanted = settings.concurrent_trials
@@ -127,21 +126,21 @@ def allocate(trials: tuple[Settings, ...], cluster: dict[str, float], nodes: int
 
 
 class Trials(NamedTuple):
-    """Trials of a search, with everything that a trial's process needs to train its run."""
+    """The trials of a search, with everything that a trial's process needs to train its run."""
 
     settings: tuple[Settings, ...]
     identity: tuple[str, ...]
-    "Names of the settings that may not change during a trial."
+    "The names of the settings that must not change during a trial."
     owner: str
     control: ControlClient
-    "Channel by which the search stops the trials (elastic/control.py)."
+    "The channel through which the search stops the trials (elastic/control.py)."
 
 
 def run_trials(trials: Trials, at_once: int, stopped: Callable[[], bool], on_end: Callable[[int, str], None]) -> None:
     """Train all trials, `at_once` at a time, until each has ended or the search is `stopped`.
 
-    `on_end(number, error)` is called when a trial has ended; numbers count from 1. A trial's error is only passed to
-    `on_end` and never raised, because one failure must not stop the search.
+    `on_end(number, error)` is called when a trial ends. Numbers start at 1. A trial's error is passed to `on_end` and
+    not raised, because a failed trial must not stop the search.
     """
     settings = trials.settings[0]
     scheduler = StoppingAsha(
@@ -171,7 +170,7 @@ def run_trials(trials: Trials, at_once: int, stopped: Callable[[], bool], on_end
 
 
 def run_trial(config: dict[str, Any], trials: Trials) -> None:
-    """Run a trial for Tune: train its run, and report the run's history from its beginning."""
+    """Train a trial's run, and report the run's whole history to Tune."""
     print_logs()
     settings = trials.settings[config["trial"] - 1]
     run = open_run(settings.storage_path, settings.run_name)
@@ -193,7 +192,10 @@ def run_trial(config: dict[str, Any], trials: Trials) -> None:
 
 
 def _train(settings: Settings, trials: Trials, stop_request: StopRequest) -> str:
-    """Train the run and return its error, or ''. The run's status has the error too, unless another process owns it."""
+    """Train the run and return its error, or an empty string.
+
+    The error is also in the run's status unless another process owns the run.
+    """
     run = open_run(settings.storage_path, settings.run_name)
     try:
         refuse_other_settings(
@@ -203,7 +205,7 @@ def _train(settings: Settings, trials: Trials, stop_request: StopRequest) -> str
             return ""
         state = train_run(settings, trials.owner, stop_request, trials.identity)
         if state is RunState.SUCCEEDED and stop_requested(run):
-            clear_stop(run)  # ASHA gave up the trial just as it ended
+            clear_stop(run)  # ASHA rejected the trial just as it ended
     except SunspotError as error:
         return f"{type(error).__name__}: {error}"
     except Exception as error:
@@ -212,7 +214,7 @@ def _train(settings: Settings, trials: Trials, stop_request: StopRequest) -> str
 
 
 def has_ended(run: Run, settings: Settings) -> bool:
-    """Return True if nothing is left to train. A driver would only count another start without a new checkpoint."""
+    """Return True if nothing is left to train, so that no driver need start."""
     status = read_status(run)
     if status and status.state is RunState.STOPPED:
         return stop_requested(run)
@@ -224,23 +226,23 @@ def has_ended(run: Run, settings: Settings) -> bool:
 
 
 class HistoryReplay:
-    """Turns a run's history into results for the scheduler. Each part of the run is reported once."""
+    """Converts a run's history into results for the scheduler, and returns each result once."""
 
     def __init__(self, run: Run, metric: str) -> None:
         self._run, self._metric = run, metric
         self._status_time = 0.0
-        "Time of the status that was read last."
+        "The time of the status that was read last."
         self._reported = 0.0
-        "Progress up to which results were returned."
+        "The progress up to which results were returned."
         self._read = 0.0
-        "Progress up to which records were read."
+        "The progress up to which records were read."
         self._values: list[tuple[int, float]] = []
-        "Rows and metric of each record since the last result."
+        "The number of rows and the metric of each record since the last result."
         self._segments: set[Segment] = set()
-        "Segments of the history that have been read. A long run has many."
+        "The segments of the history that have been read."
 
     def new(self) -> list[dict[str, float]]:
-        """Return the results since the last call. Without new results, this takes a small listing and one read."""
+        """Return the results since the last call. If there are none, this costs a small listing and one read."""
         status = read_status(self._run)
         if not status or not status.total_steps or status.time == self._status_time:
             return []
@@ -264,8 +266,7 @@ class HistoryReplay:
         return found
 
     def _score(self) -> float:
-        """Return the metric since the last result: the newest if it is of held-out rows, else the mean over all
-        rows."""
+        """Return the metric's newest value for held-out rows, or its mean over training rows since the last result."""
         rows = sum(rows for rows, _ in self._values)
         if self._metric.startswith(HELD_OUT) or not rows:
             return self._values[-1][1]
@@ -273,21 +274,21 @@ class HistoryReplay:
 
 
 def stop_trial(settings: Settings, by: str) -> None:
-    """Ask a trial's run to save and stop, unless it was already asked. Raises `StorageError` if storage fails."""
+    """Ask a trial's run to save and stop, unless this was done before. Raises `StorageError` if storage fails."""
     run = open_run(settings.storage_path, settings.run_name)
     if not stop_requested(run):
         request_stop(run, by)
 
 
 class DropOnPickle:
-    """Base of objects that are pickled without their state. Tune saves such a pickle, but nothing reads it."""
+    """A base class for objects that are pickled without their state. Tune saves such a pickle, but nothing reads it."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # connections cannot be pickled
 
 
 class StoppingAsha(DropOnPickle, ASHAScheduler):
-    """ASHA scheduler that stops a trial through its run, and tells Tune that every trial continues."""
+    """An ASHA scheduler that stops trials through their runs, and tells Tune that every trial continues."""
 
     def __init__(self, order: str, stop: Callable[[int, str], None], on_end: Callable[[int, str], None]) -> None:
         super().__init__(
@@ -301,13 +302,13 @@ class StoppingAsha(DropOnPickle, ASHAScheduler):
         )
         self._stop, self._on_end = stop, on_end
         self.running: set[int] = set()
-        "Numbers of the trials that have begun and not ended. Tune must not end these."
+        "The numbers of the trials that have begun and not ended, which Tune must not end."
         self._given_up: set[int] = set()
         self._to_stop: dict[int, str] = {}
-        "Trials that were given up but whose runs have no stop marker yet, with the reason."
+        "The reason for each rejected trial that could not be asked to stop yet, keyed by the trial's number."
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Receive a trial's result, and stop the trial's run if ASHA would end the trial."""
+        """Process a trial's result, and stop the trial's run if ASHA would end the trial."""
         number = trial.config["trial"]
         self.running.add(number)
         if number not in self._given_up and SCORE in result:
@@ -323,14 +324,14 @@ class StoppingAsha(DropOnPickle, ASHAScheduler):
         return str(TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        """Record that the trial has ended, with or without an error."""
+        """Record that a trial has ended, with or without an error."""
         number = trial.config["trial"]
         self.running.discard(number)
         self._to_stop.pop(number, None)
         self._on_end(number, result.get(ERROR, ""))
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        """Record that Tune has given up the trial, because its driver was lost too often."""
+        """Record that Tune has abandoned a trial because its driver was lost too often."""
         self.on_trial_complete(tune_controller, trial, {ERROR: "its driver was lost"})
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
@@ -342,7 +343,7 @@ class StoppingAsha(DropOnPickle, ASHAScheduler):
 
 
 class StopWhenIdle(DropOnPickle, tune.Stopper):
-    """Ends Tune once the search is stopped and no trial is running, because Tune would kill running trials."""
+    """A stopper that ends Tune only when no trial is running, because Tune would kill running trials."""
 
     def __init__(self, scheduler: StoppingAsha, stopped: Callable[[], bool]) -> None:
         self._scheduler, self._stopped = scheduler, stopped
@@ -352,5 +353,5 @@ class StopWhenIdle(DropOnPickle, tune.Stopper):
         return False
 
     def stop_all(self) -> bool:
-        """Return True if Tune should end."""
+        """Return True if the search is stopped and no trial is running."""
         return self._stopped() and not self._scheduler.running
