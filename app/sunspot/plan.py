@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from sunspot.data.held_out import RowSubset
 from sunspot.data.order import MIN_ROWS, Steps, forward_passes, largest_pass, run_order
@@ -13,6 +12,7 @@ from sunspot.errors import DataError, SettingsError
 from sunspot.formatting import plural
 from sunspot.settings import READING_SHARE, Settings
 from sunspot.storage.local import local_path
+from sunspot.tasks.task import Task
 
 MAX_NAMED_CLASSES = 20
 """Largest number of classes whose names the plan lists."""
@@ -77,13 +77,13 @@ class Resources:
     reason: str
 
 
-def make_plan(settings: Settings, task: Any) -> Plan:
+def make_plan(settings: Settings, task: Task) -> Plan:
     """Return the plan of a run with this task, from its settings and the size of its data.
 
     Raises `DataError` if the data are not enough to train on, and `SettingsError` if a setting does not fit them.
     """
     source, test = open_rows_of_task(settings, task)
-    unrated = hasattr(task, "train") and not hasattr(task, "loss")
+    unrated = task.train is not None and task.loss is None
     test = None if unrated else test
     rows = rows_in(source)
     if rows < MIN_ROWS:
@@ -91,7 +91,7 @@ def make_plan(settings: Settings, task: Any) -> Plan:
             f"{settings.dataset}: it has {plural(rows, 'training row')}, but at least {MIN_ROWS} are needed"
         )
     data = ModelData.of(source)
-    if len(data.class_names) == 1 and hasattr(task, "predict"):
+    if len(data.class_names) == 1 and task.predict:
         raise DataError(
             f"{settings.dataset}: all training rows are in one class, {data.class_names[0]}, so there is nothing to "
             "classify; put the rows of each class into a separate folder, or give them labels (a task without classes "
@@ -102,10 +102,9 @@ def make_plan(settings: Settings, task: Any) -> Plan:
             f"SUNSPOT_EARLY_STOP_EVALUATIONS={settings.early_stop_evaluations}: the run has no evaluations, because "
             "its data have no held-out rows, or its task has no loss; leave it at 0"
         )
-    full_batch = hasattr(task, "full_batch")
-    if full_batch:  # each step ends with a checkpoint, so there is nothing to copy in between
+    if task.full_batch:  # each step ends with a checkpoint, so there is nothing to copy in between
         settings = settings.model_copy(update={"snapshot_cost": 0.0})
-    steps = Steps(rows, rows if full_batch else settings.global_batch_size)
+    steps = Steps(rows, rows if task.full_batch else settings.global_batch_size)
     by_epochs = settings.epochs * steps.per_epoch
     total = steps.total(settings.epochs, settings.max_steps)
     shape = "x".join(map(str, source.shape))
@@ -149,13 +148,13 @@ def describe_batch(steps: Steps) -> str:
     return f"{steps.rows} rows, all that the dataset has (SUNSPOT_GLOBAL_BATCH_SIZE={steps.batch})"
 
 
-def describe_ways_to_evaluate(task: Any) -> str:
+def describe_ways_to_evaluate(task: Task) -> str:
     """Return a description of the ways in which a run of this task can get held-out rows."""
     own = "return train and test from build_dataset"
     share = "hold out a tenth of the rows with SUNSPOT_TEST_SHARE=0.1"
-    if hasattr(task, "build_trainer"):
+    if "test_share" in task.unread:
         return own
-    if hasattr(task, "build_dataset"):
+    if task.build_dataset:
         return f"{own}, or {share}"
     return f"put them into test/ beside train/, set SUNSPOT_TEST_DATASET, or {share}"
 

@@ -68,7 +68,7 @@ def train_stock(config: dict[str, Any]) -> None:
     world = context.get_world_size()
     rank = context.get_world_rank()
 
-    task = load_task(settings)
+    task: Any = load_task(settings)
     model = ray.train.torch.prepare_model(task.build_model(settings, plan.source))
     bare = model.module if world > 1 else model
     optimizer = task.build_optimizer(bare, settings)
@@ -152,7 +152,7 @@ def train_torchft(config: dict[str, Any]) -> None:
     storage = open_storage(settings.storage_path)
     context = ray.train.get_context()
     world = context.get_world_size()
-    task = load_task(settings)
+    task: Any = load_task(settings)
     bare = task.build_model(settings, plan.source)
     inner = task.build_optimizer(bare, settings)
     rates = [group["lr"] for group in inner.param_groups]

@@ -165,7 +165,7 @@ def _milliseconds(
     device: torch.device,
 ) -> float:
     """Return the milliseconds per step after the warm-up. `batches` are repeated until there are enough steps."""
-    task = load_task(settings())
+    task: Any = load_task(settings())
     model = prepare(task.build_model(settings(), make_plan(settings(), task).source))
     optimizer = task.build_optimizer(model, settings())
     began, step = 0.0, 0

@@ -149,14 +149,14 @@ def test_the_task_learns() -> None:
     import torch
 
     from sunspot.data.source import EmptySource
-    from sunspot.tasks.defaults import fill_in
+    from sunspot.tasks.defaults import PlainTask
 
     module = ModuleType("my_task")
     text = find_example("python", "# my_task.py")
     assert text.count("\n") < 40
     exec(text, vars(module))
     settings = Settings(task_args={"hidden": 32}, learning_rate=0.01)
-    task = fill_in(module, settings)
+    task = PlainTask(module, settings)
     torch.manual_seed(0)
     model = task.build_model(settings, EmptySource((1, 28, 28), 10))
     optimizer = task.build_optimizer(model, settings)

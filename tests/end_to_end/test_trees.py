@@ -11,7 +11,7 @@ from sunspot.client import Run as Client
 from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import read_journal
-from sunspot.tasks.trees_adapter import KINDS
+from sunspot.tasks.tree_models import KINDS
 from tests.harness.program import Program
 from tests.harness.training import (
     MakeData,

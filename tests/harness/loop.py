@@ -88,7 +88,7 @@ def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Work
 
     def keep(model: torch.nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage) -> CheckpointManager:
         task = load_task(plan.settings)
-        more_files = getattr(task, "checkpoint_files", None)
+        more_files = task.checkpoint_files
         saved = SavedObjects(model, optimizer, average, functools.partial(more_files, model) if more_files else None)
         place = WorkerPlace(group, dist.get_rank(group), len(nodes))
         return CheckpointManager(run, start.attempt, plan, saved, place=place, windows=state.ledger)

@@ -155,7 +155,7 @@ def test_a_module_has_the_same_rates_as_in_lightning_itself() -> None:
     """This holds from any step, and for epochs of ten steps, which are not a multiple of a scheduler's frequency."""
     import lightning
 
-    from sunspot.tasks.lightning_adapter import LightningTask
+    from sunspot.adapters.lightning import LightningTask
     from tests.tasks.spoiled_lightning import EveryFourthStep
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -178,7 +178,7 @@ def test_a_module_has_the_same_rates_as_in_lightning_itself() -> None:
 
 def test_an_optimizer_that_counts_in_its_groups_continues_counting(source: EmptySource) -> None:
     """Prodigy and optimizers without a schedule do that."""
-    from sunspot.tasks.lightning_adapter import LightningTask
+    from sunspot.adapters.lightning import LightningTask
     from tests.tasks import spoiled_lightning
 
     class Counting(torch.optim.SGD):
@@ -225,9 +225,9 @@ def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypat
         ("LogsMany", "log one number for the batch"),
     ],
 )
-def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, source: EmptySource) -> None:
+def test_an_untrainable_module_is_named(name: str, message: str, source: EmptySource) -> None:
     # Imported by the tests that use it, because Lightning takes seconds, and collecting tests imports every file.
-    from sunspot.tasks.lightning_adapter import LightningTask
+    from sunspot.adapters.lightning import LightningTask
     from tests.tasks import spoiled_lightning
 
     module = ModuleType("my_task")
@@ -247,14 +247,14 @@ def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, sourc
 @pytest.fixture
 def log_value(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return the `self.log` of a LightningModule."""
+    from sunspot.adapters.lightning import LogCapture
     from sunspot.log import WARNED
-    from sunspot.tasks.lightning_adapter import LogCapture
 
     monkeypatch.setattr("sunspot.log.WARNED", set(WARNED))
     return LogCapture()
 
 
-def test_lightnings_log_refuses_a_reserved_name(log_value: Callable[..., Any]) -> None:
+def test_lightnings_log_rejects_a_reserved_name(log_value: Callable[..., Any]) -> None:
     for name in ("train_step", "rows", "val_time", "learning_rate", ""):
         with pytest.raises(SettingsError, match=rf"self.log\('{name}'\) records a metric with the name"):
             log_value(name, 1.0)
@@ -277,7 +277,7 @@ def test_lightnings_x_axis_is_ignored_with_a_warning(
     ]
 
 
-def test_two_lightning_names_that_become_one_cause_a_warning(
+def test_lightning_names_that_collide_cause_a_warning(
     log_value: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
@@ -289,7 +289,7 @@ def test_two_lightning_names_that_become_one_cause_a_warning(
     ]
 
 
-def test_unsupported_lightning_features_are_refused(source: EmptySource) -> None:
+def test_unsupported_lightning_features_are_rejected(source: EmptySource) -> None:
     settings = load_settings({"TASK": "sunspot.tasks.lightning_mnist"})
     with pytest.raises(SettingsError, match=r"SUNSPOT_PARALLEL=fsdp: .*never sharded; set it to ddp"):
         load_task(settings.model_copy(update={"parallel": "fsdp"}))
@@ -301,12 +301,12 @@ def test_unsupported_lightning_features_are_refused(source: EmptySource) -> None
 
 @pytest.mark.parametrize(("clip_norm", "given"), [(0.0, None), (1.5, 1.5)])
 def test_the_trainer_clips_gradients(clip_norm: float, given: float | None) -> None:
-    from sunspot.tasks.lightning_adapter import make_trainer
+    from sunspot.adapters.lightning import make_trainer
 
     assert make_trainer(Settings(clip_norm=clip_norm), Steps(100, 10), accelerator="cpu").gradient_clip_val == given
 
 
-def test_a_value_that_is_logged_in_some_steps_is_averaged_over_their_rows() -> None:
+def test_a_value_logged_in_some_steps_is_averaged_over_their_rows() -> None:
     sums = Sums()
     sums.add({"loss": torch.ones(4)})
     sums.add({"loss": torch.ones(2), "norm": torch.full((2,), 5.0)})

@@ -75,14 +75,14 @@ def test_a_checkpoint_is_a_transformers_model_directory(trained: Path) -> None:
     assert all(torch.equal(weights[name.removeprefix("model.")], held[name]) for name in trains)
 
 
-def test_held_out_rows_are_evaluated_with_the_metrics_of_the_trainer(trained: Path) -> None:
+def test_held_out_rows_are_evaluated_with_the_trainers_metrics(trained: Path) -> None:
     checked = read(trained, "checked")
     assert checked["test_loss"] > 0
     assert checked["margins_mean"] == checked["test_margins_mean"] == 2.5
     assert checked["grad_norm"] > 0
 
 
-def test_a_trainer_whose_state_no_checkpoint_could_hold_is_refused(trained: Path) -> None:
+def test_a_trainer_with_state_that_checkpoints_lack_is_rejected(trained: Path) -> None:
     messages = {
         "auto_find_batch_size": "its arguments contain auto_find_batch_size=True; leave it out",
         "enable_jit_checkpoint": "its arguments contain enable_jit_checkpoint=True; leave it out",

@@ -8,8 +8,8 @@ import torch
 
 from sunspot.data.source import Source
 from sunspot.settings import Settings
+from sunspot.tasks.tree_models import Trees
 from sunspot.tasks.trees import build_trees as build
-from sunspot.tasks.trees_adapter import Trees
 
 
 def build_trees(settings: Settings, source: Source) -> Trees:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sunspot.errors import SettingsError
 from sunspot.settings import Settings
-from sunspot.tasks import load_task
+from sunspot.tasks import Task, load_task
 from sunspot.train.randomness import augment
 from sunspot.train.run import TrainingRun
 from tests.harness.documentation import find_example
@@ -33,9 +33,8 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_row_is_augmented_in_the_same_way_on_every_worker() -> None:
-    task: Any = SimpleNamespace(
-        augment_row=lambda row: {"image": row["image"] + torch.rand(3) + np.random.rand()},
-    )
+    module = SimpleNamespace(augment_row=lambda row: {"image": row["image"] + torch.rand(3) + np.random.rand()})
+    task = Task(module, Settings())
     batch = {"row": torch.tensor([7, 3, 5]), "image": torch.zeros(3, 3), "label": torch.arange(3)}
     whole = augment(task, batch, 0, 1, DRAW)
     for place in range(3):
@@ -63,7 +62,7 @@ def test_losses_do_not_depend_on_the_number_of_workers(example: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("build", "why"), [("build_module", "LightningModule has hooks"), ("build_trees", "all rows")])
-def test_hooks_that_would_never_be_called_are_refused(
+def test_hooks_that_would_never_be_called_are_rejected(
     build: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / f"hooked_{build}.py").write_text(f"def {build}(settings, source): ...\ndef augment_row(row): ...\n")

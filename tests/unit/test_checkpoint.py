@@ -66,6 +66,7 @@ from sunspot.settings import Settings
 from sunspot.storage.base import Writer
 from sunspot.storage.limits import CURRENT_DEADLINE
 from sunspot.storage.local import LocalStorage
+from sunspot.tasks import Task
 from sunspot.train.learning_rates import LearningRates, set_options
 from tests.harness import REPOSITORY, s3
 from tests.harness.logs import keep_warnings
@@ -163,7 +164,8 @@ def test_a_checkpoint_contains_the_state_at_its_step(run: Run) -> None:
 
 def test_a_learning_rate_computed_with_numpy_is_restored(run: Run) -> None:
     trainee = Trainee(run)
-    task: Any = SimpleNamespace(schedule=lambda step, total_steps: 0.5 * (1 + np.cos(np.pi * step / total_steps)))
+    module = SimpleNamespace(schedule=lambda step, total_steps: 0.5 * (1 + np.cos(np.pi * step / total_steps)))
+    task = Task(module, Settings())
     plan = Plan(Settings(), EmptySource((1, 40), 10), None, Steps(1000, 10), 100)
     rates = LearningRates(plan, task, trainee.optimizer)
     set_options(trainee.optimizer, rates.at(1, 3))

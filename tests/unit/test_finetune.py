@@ -216,7 +216,7 @@ def test_an_adapter_loads_only_onto_its_base(base: str, texts: str, tmp_path: Pa
         ({"rank": 4, "targets": ["nowhere"]}, "targets=['nowhere']"),
     ],
 )
-def test_wrong_arguments_are_refused(base: str, texts: str, arguments: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_rejected(base: str, texts: str, arguments: dict[str, Any], said: str) -> None:
     settings = settings_of(base, texts, **arguments)
     task: Any = load_task(settings)
     with refusal(SettingsError, "SUNSPOT_TASK_ARGS", said):
@@ -224,7 +224,7 @@ def test_wrong_arguments_are_refused(base: str, texts: str, arguments: dict[str,
 
 
 @pytest.mark.parametrize("lacks", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_directory_without_a_model_is_refused(base: str, tmp_path: Path, lacks: str) -> None:
+def test_a_directory_without_a_model_is_rejected(base: str, tmp_path: Path, lacks: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(base, folder)
     (folder / lacks).unlink()
@@ -254,7 +254,7 @@ def test_damaged_weights_and_tokenizers_are_named(base: str, texts: str, tmp_pat
         task.find_sources(settings)
 
 
-def test_a_model_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_exist_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with refusal(SettingsError, "base='nobody/nothing'", "the hub did not provide it"):
         open_base("nobody/nothing")

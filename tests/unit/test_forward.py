@@ -53,7 +53,7 @@ def test_passes_do_not_grow_when_workers_are_lost(rows: int, batch: int, workers
     assert plan_of(rows, global_batch_size=batch).pass_rows == 0
 
 
-def test_rows_that_fill_up_a_pass_do_not_affect_the_step(group: dist.ProcessGroup) -> None:
+def test_padding_rows_do_not_affect_the_step(group: dist.ProcessGroup) -> None:
     settings = Settings(task="tests.tasks.tiny", global_batch_size=8, num_workers=1)
     found = []
     for chosen in (settings, settings.model_copy(update={"compile": "default"})):

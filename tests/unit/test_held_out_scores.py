@@ -109,7 +109,7 @@ def test_all_rows_are_scored_once_on_any_number_of_workers(plan_of: Callable[[st
         ("{'hits': 1}", "returned hits, which loss returns for each row; rename one"),
     ],
 )
-def test_an_invalid_result_of_compute_metrics_is_refused(
+def test_an_invalid_result_of_compute_metrics_is_rejected(
     returned: str, says: str, plan_of: Callable[[str], Plan], group: dist.ProcessGroup
 ) -> None:
     plan = plan_of(f"def compute_metrics(scores, rows): return {returned}")
@@ -117,7 +117,7 @@ def test_an_invalid_result_of_compute_metrics_is_refused(
         evaluate_rank(plan, group)
 
 
-def test_scores_that_need_too_much_memory_are_refused(
+def test_scores_that_need_too_much_memory_are_rejected(
     plan_of: Callable[[str], Plan], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.train.held_out_scores, "MAX_BYTES", 3000)
@@ -125,7 +125,7 @@ def test_scores_that_need_too_much_memory_are_refused(
         evaluate_rank(plan_of(ALL_ROWS), group)
 
 
-def test_rows_that_fill_up_a_pass_are_not_scored(plan_of: Callable[[str], Plan], group: dist.ProcessGroup) -> None:
+def test_padding_rows_are_not_scored(plan_of: Callable[[str], Plan], group: dist.ProcessGroup) -> None:
     plan = plan_of(ALL_ROWS)
     learner = make_worker(plan, group).learner
     compiled = plan.settings.model_copy(update={"compile": "default"})

@@ -20,7 +20,7 @@ from sunspot.tasks import load_task
 from tests.harness.state_files import through_a_file
 
 if TYPE_CHECKING:
-    from sunspot.tasks.keras_adapter import KerasModule
+    from sunspot.adapters.keras import KerasModule
 
 SOURCE = EmptySource((1, 6, 6), 3)
 ROWS = 30
@@ -154,18 +154,18 @@ def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_pat
     assert np.allclose(loaded(images), scores, atol=1e-6)
 
 
-def test_the_state_of_another_model_is_refused(task: Any) -> None:
+def test_the_state_of_another_model_is_rejected(task: Any) -> None:
     with pytest.raises(ConflictError, match=r"a checkpoint: its weights do not fit.*variables of other shapes"):
         load_weights(build(outputs=4), build().state_dict(), "a checkpoint")
 
 
-def test_a_setting_that_keras_does_not_read_is_refused(task: Any) -> None:
+def test_a_setting_that_keras_ignores_is_rejected(task: Any) -> None:
     with pytest.raises(SettingsError, match=r"SUNSPOT_CLIP_NORM=1\.0: small_keras has a Keras model, which does not"):
         load_task(Settings(task="small_keras", clip_norm=1.0))
 
 
 @pytest.mark.parametrize(("given", "peak"), [(1e-3, 0.03), (0.5, 0.5)])
-def test_the_peak_rate_is_that_of_the_models_optimizer_unless_a_setting_is_given(
+def test_a_setting_overrides_the_peak_rate_of_the_keras_optimizer(
     keras: Any, task: Any, given: float, peak: float
 ) -> None:
     settings, make = Settings(task="small_keras", learning_rate=given), task.build_keras
@@ -182,7 +182,7 @@ def test_the_peak_rate_is_that_of_the_models_optimizer_unless_a_setting_is_given
     assert load_task(settings).build_optimizer(model, settings).param_groups[0]["lr"] == peak
 
 
-def test_a_schedule_of_keras_is_refused(keras: Any, task: Any) -> None:
+def test_a_keras_schedule_is_rejected(keras: Any, task: Any) -> None:
     make = task.build_keras
 
     def build_keras(settings: Settings, source: Any) -> Any:
@@ -195,7 +195,7 @@ def test_a_schedule_of_keras_is_refused(keras: Any, task: Any) -> None:
         load_task(settings_for()).build_optimizer(build(), settings_for())
 
 
-def test_a_model_that_is_not_compiled_is_refused(keras: Any, task: Any) -> None:
+def test_a_model_that_is_not_compiled_is_rejected(keras: Any, task: Any) -> None:
     task.build_keras = lambda settings, source: keras.Sequential([keras.layers.Dense(3)])
     with pytest.raises(SettingsError, match=r"build_keras returned a Sequential; return a keras\.Model with its input"):
         build()

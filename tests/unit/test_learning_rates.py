@@ -35,8 +35,8 @@ from sunspot.plan import Plan
 from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.settings import Settings
-from sunspot.tasks import ADAPTERS, load_task
-from sunspot.tasks.defaults import fill_in
+from sunspot.tasks import load_task
+from sunspot.tasks.defaults import PlainTask
 from sunspot.tasks.signatures import refuse_other_arguments
 from sunspot.train import build
 from sunspot.train.build import describe_new_length
@@ -57,7 +57,7 @@ def plan_of(settings: Settings, total_steps: int = STEPS) -> Plan:
 
 def rates_of(module: Any, settings: Settings, total_steps: int = STEPS) -> LearningRates:
     """Return the learning rates of a task whose model is a single layer."""
-    task = fill_in(module, settings)
+    task = PlainTask(module, settings)
     optimizer, _ = build.build_optimizer(settings, task, nn.Linear(2, 2))
     return LearningRates(plan_of(settings, total_steps), task, optimizer)
 
@@ -96,7 +96,7 @@ def test_each_group_has_the_same_options_as_in_a_plain_loop_at_every_step(kind: 
     expected = play_plain_loop(module, settings)
     assert expected[3] != expected[4]
 
-    task = fill_in(module, settings)
+    task = PlainTask(module, settings)
     rel = 1e-10 if makes == "SGD" else 1e-5  # a rate that is a tensor is a float32
     for order in (range(STEPS), range(17, STEPS), [30, 30, 5, 39, 0]):
         optimizer, _ = build.build_optimizer(settings, task, nn.Linear(2, 2))
@@ -117,7 +117,7 @@ def test_each_group_has_the_same_options_as_in_a_plain_loop_at_every_step(kind: 
 
 
 @pytest.mark.parametrize("kind", ["OneCycleLR", "CosineAnnealingWarmRestarts"])
-def test_a_killed_run_with_a_scheduler_ends_with_the_weights_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
+def test_a_killed_run_with_a_scheduler_ends_like_a_plain_loop(kind: str, tmp_path: Path) -> None:
     settings = Settings(
         **{"storage_path": str(tmp_path), "run_name": "run", "task": "tests.tasks.scheduled", "seed": 3},
         **{"task_args": {"scheduler": kind, "width": 2}, "global_batch_size": 50, "max_steps": 12},
@@ -228,7 +228,7 @@ def test_a_run_that_resumes_late_does_not_compute_all_earlier_rates() -> None:
     assert len(asked) < 5
 
 
-def test_a_scheduler_that_sets_the_rate_when_it_is_made_begins_with_that_rate() -> None:
+def test_a_scheduler_starts_from_the_rate_set_by_its_constructor() -> None:
     class Begun(ExponentialLR):
         def __init__(self, optimizer: Any) -> None:
             for group in optimizer.param_groups:
@@ -244,7 +244,7 @@ def test_a_scheduler_that_sets_the_rate_when_it_is_made_begins_with_that_rate() 
     assert rates.at(7, STEPS)[1]["lr"] == pytest.approx(expected[7][1]["lr"]) == pytest.approx(0.5 * 0.9**7)
 
 
-def test_a_scheduler_that_was_stepped_when_it_was_built_continues_from_there() -> None:
+def test_a_scheduler_stepped_by_build_scheduler_continues_from_there() -> None:
     def build_scheduler(optimizer: Any, settings: Settings, total_steps: int) -> Any:
         scheduler = ExponentialLR(optimizer, 0.9)
         optimizer.step()
@@ -268,7 +268,7 @@ def build_for_another(optimizer: Any) -> Any:
         (build_for_another, "a ConstantLR of another optimizer; make it with the optimizer that"),
     ],
 )
-def test_a_scheduler_that_cannot_set_the_rates_is_refused(build: Callable[[Any], Any], says: str) -> None:
+def test_a_scheduler_that_cannot_set_the_rates_is_rejected(build: Callable[[Any], Any], says: str) -> None:
     rates = rates_of(module_of(build_scheduler=lambda optimizer, *_: build(optimizer)), Settings(task="mine"))
     with pytest.raises(SettingsError, match=f"TASK=mine: its build_scheduler returned {says}"):
         rates.at(0, STEPS)
@@ -318,7 +318,7 @@ def test_a_long_run_is_described_from_some_of_its_steps() -> None:
     assert "2.2e-02 at most" in line
 
 
-def test_a_rate_that_jumps_because_the_run_has_another_length_is_reported() -> None:
+def test_a_changed_run_length_reports_the_jump_of_the_rate() -> None:
     def describe(module: Any, before: int) -> str:
         rates = rates_of(module, Settings(), 120)
         learner: Any = SimpleNamespace(rates=rates, task=rates._task, plan=plan_of(Settings(), 120))
@@ -334,14 +334,14 @@ def test_a_rate_that_jumps_because_the_run_has_another_length_is_reported() -> N
     assert not describe(module_of(schedule=lambda *_: 1.0), 80)
 
 
-def test_a_task_whose_optimizer_has_a_scheduler_already_is_refused() -> None:
+def test_an_optimizer_that_already_has_a_scheduler_is_rejected() -> None:
     def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         MultiplicativeLR(optimizer, lambda _: 0.5)
         return optimizer
 
     settings = Settings(task="mine")
-    task = fill_in(module_of(build_optimizer=build_optimizer), settings)
+    task = PlainTask(module_of(build_optimizer=build_optimizer), settings)
     with pytest.raises(SettingsError, match=r"TASK=mine: its build_optimizer makes a scheduler.* build_scheduler"):
         task.build_optimizer(nn.Linear(2, 2), settings)
 
@@ -350,10 +350,9 @@ def test_a_task_whose_optimizer_has_a_scheduler_already_is_refused() -> None:
     ("library", "why"),
     [("build_keras", "Keras model brings"), ("build_trainer", "its Trainer"), ("build_trees", "trees")],
 )
-def test_a_scheduler_is_refused_if_the_library_has_its_own(
+def test_a_scheduler_is_rejected_if_the_library_has_its_own(
     library: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ADAPTERS, library, ADAPTERS[library]._replace(location="builtins:dict"))
     (tmp_path / f"mine_{library}.py").write_text(f"def {library}(*_): ...\ndef build_scheduler(*_): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SettingsError, match=f"build_scheduler would never be called: .*{why}"):

@@ -96,7 +96,7 @@ def test_an_own_loop_may_not_log_a_reserved_name(
 
 def test_a_trainers_own_figures_are_left_out_and_other_names_are_kept() -> None:
     pytest.importorskip("transformers")
-    from sunspot.tasks.transformers_adapter import measured as measured_by_trainer
+    from sunspot.adapters.transformers import measured as measured_by_trainer
 
     logs = {"loss": 1.0, "epoch": 0.1, "learning_rate": 1e-3, "grad_norm": 2.0, "eval_rewards/chosen": 3.0, "step": 4}
     assert measured_by_trainer(logs) == {"grad_norm": 2.0, "rewards_chosen": 3.0, "step": 4.0}, (

@@ -21,7 +21,7 @@ from sunspot.parallel.gradients import clip_gradients
 from sunspot.parallel.sharding import shard_model
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
-from sunspot.tasks.defaults import build_optimizer, fill_in, learning_rate_factor
+from sunspot.tasks.defaults import PlainTask, build_optimizer, learning_rate_factor
 from sunspot.train import build
 from tests.harness.loop import train_ranks
 
@@ -49,29 +49,29 @@ def test_a_fraction_of_the_steps_is_a_warm_up(share: float, total: int) -> None:
         assert found == learning_rate_factor(steps, step, total)
 
 
-def test_a_task_with_two_functions_gets_an_optimizer_and_a_schedule_by_the_settings() -> None:
+def test_a_minimal_task_gets_the_default_optimizer_and_schedule() -> None:
     module = ModuleType("mine")
     module.build_model, module.loss = (lambda *_: nn.Linear(2, 2)), None
     settings = Settings(schedule="cosine", warmup_steps=1, weight_decay=0.1, learning_rate=0.5)
-    task = fill_in(module, settings)
+    task = PlainTask(module, settings)
     assert [task.schedule(step, 3) for step in range(3)] == pytest.approx([0.5, 1.0, 0.5])
     decays = {len(g["params"][0].shape): (g["weight_decay"], g["lr"]) for g in _groups(task, settings)}
     assert decays == {2: (0.1, 0.5), 1: (0.0, 0.5)}
     module.schedule = lambda step, total_steps: 7.0
     with pytest.raises(SettingsError, match=r"SUNSPOT_SCHEDULE=cosine: .* brings its own schedule"):
-        fill_in(module, settings)
-    assert fill_in(module, Settings(weight_decay=0.1)).schedule(0, 1) == 7.0
+        PlainTask(module, settings)
+    assert PlainTask(module, Settings(weight_decay=0.1)).schedule(0, 1) == 7.0
 
 
 def test_a_task_with_its_own_scheduler_has_no_other_schedule() -> None:
     module, settings = ModuleType("mine"), Settings(task="mine")
     module.build_scheduler = lambda optimizer, *_: None
-    assert not hasattr(fill_in(module, settings), "schedule")
+    assert PlainTask(module, settings).schedule is None
     with pytest.raises(SettingsError, match=r"SUNSPOT_WARMUP_STEPS=3: .* brings its own schedule"):
-        fill_in(module, Settings(warmup_steps=3))
+        PlainTask(module, Settings(warmup_steps=3))
     module.schedule = lambda step, total_steps: 1.0
     with pytest.raises(SettingsError, match="both schedule and build_scheduler"):
-        fill_in(module, settings)
+        PlainTask(module, settings)
 
 
 def _groups(task: Any, settings: Settings) -> Any:
@@ -80,7 +80,7 @@ def _groups(task: Any, settings: Settings) -> Any:
 
 @pytest.mark.parametrize("task", ["sunspot.tasks.mnist", "sunspot.tasks.gpt", "sunspot.tasks.lightning_mnist"])
 @pytest.mark.parametrize(("name", "value"), [("schedule", "cosine"), ("warmup_steps", 3), ("weight_decay", 0.1)])
-def test_a_setting_that_the_task_does_not_read_is_refused(task: str, name: str, value: Any) -> None:
+def test_a_setting_that_the_task_ignores_is_rejected(task: str, name: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=f"SUNSPOT_{name.upper()}={value}: {task} brings its own"):
         load_task(Settings(task=task, **{name: value}))
     load_task(Settings(task=task, clip_norm=1))
@@ -91,7 +91,7 @@ def test_a_resumed_run_uses_the_current_rate_and_decay() -> None:
     before = Settings(weight_decay=0.1)
     today = Settings(weight_decay=0.3, learning_rate=0.5)
     saved = build_optimizer(model, before).state_dict()
-    optimizer, _ = build.build_optimizer(today, fill_in(ModuleType("mine"), today), model)
+    optimizer, _ = build.build_optimizer(today, PlainTask(ModuleType("mine"), today), model)
     build.load_rest(TrainingState(optimizer=saved), model, optimizer)
     found = [(group["weight_decay"], group["lr"], group["initial_lr"]) for group in optimizer.param_groups]
     assert found == [(0.3, 0.5, 0.5), (0.0, 0.5, 0.5)]
@@ -112,7 +112,7 @@ def test_a_restored_state_has_the_memory_layout_of_the_parameters(
         torch.manual_seed(0)
         model = shard_model(nn.Conv2d(3, 4, 3), settings, torch.device("cpu"))
         for _ in range(2):
-            optimizer, _ = build.build_optimizer(settings, fill_in(module, settings), model)
+            optimizer, _ = build.build_optimizer(settings, PlainTask(module, settings), model)
             build.load_rest(state, model, optimizer)
             for _ in range(2):
                 optimizer.zero_grad()
@@ -152,7 +152,7 @@ def test_clipping_uses_the_norm_of_the_complete_step_and_model(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_gradients_that_are_sent_in_bf16_are_rounded(parallel: str, tmp_path: Path) -> None:
+def test_gradients_sent_in_bf16_are_rounded(parallel: str, tmp_path: Path) -> None:
     """Rounding changes them little. A single worker sends no gradients."""
     exact = train_ranks(tmp_path / "exact", 2, **TINY)
     rounded = train_ranks(tmp_path / "rounded", 2, **TINY, parallel=parallel, gradient_precision="bf16")

@@ -23,7 +23,7 @@ from sunspot.parallel.sharding import shard_model
 from sunspot.plan import make_plan
 from sunspot.settings import Settings
 from sunspot.tasks import gan, load_task
-from sunspot.tasks.defaults import Optimizers, fill_in
+from sunspot.tasks.defaults import Optimizers, PlainTask
 from sunspot.train.loop import train
 from sunspot.train.worker import GroupStart
 from tests.harness import REPOSITORY
@@ -84,7 +84,7 @@ def train(run):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_an_own_loop_takes_the_same_steps_as_the_default_loop(
+def test_a_custom_loop_takes_the_same_steps_as_the_default_loop(
     parallel: str, tmp_path: Path, own: Callable[..., str]
 ) -> None:
     """This includes a step that has too few rows for all workers."""
@@ -170,7 +170,7 @@ CHANGES = "optimizer.param_groups[0]['lr'] = 0.5 ** run.position"
         ("after", CHANGES, "changed the learning rate from .* to 1 between two steps"),
     ],
 )
-def test_rates_that_a_loop_sets_are_refused_if_they_would_be_replaced(
+def test_a_loop_cannot_set_rates_that_would_be_replaced(
     where: str, what: str, says: str, group: dist.ProcessGroup, own: Callable[..., str]
 ) -> None:
     task = own(OWN_RATES.format(**{"before": "", "in_step": "", "after": "", where: what}))
@@ -215,7 +215,7 @@ def train(run):
     assert importlib.import_module(task).drawn[3] == drawn[3]
 
 
-def test_module_modes_that_a_task_has_set_are_kept(own: Callable[..., str], group: dist.ProcessGroup) -> None:
+def test_a_task_keeps_the_modes_that_it_sets_on_modules(own: Callable[..., str], group: dist.ProcessGroup) -> None:
     """But a model that is completely in evaluation mode was loaded like that, and is put into training mode."""
     task = own("""
 import tests.tasks.tiny
@@ -292,14 +292,14 @@ def test_the_docs_show_the_loop_of_the_gan_task() -> None:
         assert line.strip() in ["...", *(each.partition("  #")[0] for each in lines)]
 
 
-def test_impossible_models_and_optimizers_are_refused() -> None:
+def test_invalid_models_and_optimizers_are_rejected() -> None:
     settings = Settings(task="sunspot.tasks.gan", parallel="fsdp")
     with pytest.raises(SettingsError, match=r"PARALLEL=fsdp: sunspot.tasks.gan has several models .ModuleDict"):
         shard_model(gan.build_model(settings, EmptySource((1, 8, 8), 3)), settings, torch.device("cpu"))
     module, model = ModuleType("mine"), nn.Linear(1, 1)
     module.build_optimizer = lambda model, _: {n: torch.optim.SGD(model.parameters(), 1) for n in "ab"}
     with pytest.raises(SettingsError, match=r"build_optimizer: .*more than one parameter group"):
-        fill_in(module, settings).build_optimizer(model, settings)
+        PlainTask(module, settings).build_optimizer(model, settings)
 
 
 BEGIN = "def train(run):\n    for batch in run.batches():\n        "
@@ -315,7 +315,9 @@ BEGIN = "def train(run):\n    for batch in run.batches():\n        "
         (BEGIN + "run.log({'loss': run.model[0].bias.sum()}); run.step(); break", "returned at step 1 of 12"),
     ],
 )
-def test_an_invalid_loop_is_refused(text: str, message: str, own: Callable[..., str], group: dist.ProcessGroup) -> None:
+def test_an_invalid_loop_is_rejected(
+    text: str, message: str, own: Callable[..., str], group: dist.ProcessGroup
+) -> None:
     worker = make_worker(plan_without_evaluation(Settings(task=own(text), **BATCH)), group)
     with pytest.raises(SettingsError, match=message):
         train(worker)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sunspot import __version__, extras, storage, tasks
+from sunspot import __version__, extras, storage
+from sunspot.adapters import ADAPTERS
 from tests.harness import REPOSITORY
 
 NAME_THE_IMAGE = ["Makefile", "README.md", "docker/Dockerfile", "docs", "k8s", "scripts", "tests/unit/golden"]
@@ -87,7 +88,10 @@ def test_a_message_names_the_command_that_installs(clone: bool, said: str, monke
 def test_every_extra_in_a_message_exists() -> None:
     declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {found for _, found in lines(["app"], r"how_to_install\([\"'](\w+)[\"']\)")}
-    named |= {*(extra for _, _, extra in storage.BACKENDS.values() if extra), *tasks.EXTRAS.values()}
+    named |= {
+        *(extra for _, _, extra in storage.BACKENDS.values() if extra),
+        *(adapter.extra for adapter in ADAPTERS.values()),
+    }
     assert {"train", "trees", "gcs", "azure", "hf"} <= named <= declared.keys()
 
 

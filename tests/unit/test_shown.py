@@ -23,7 +23,7 @@ from sunspot.run.predictions import MAX_IMAGES, MAX_ROWS, Exhibit, TaskExhibit, 
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.tasks.texts import SHOWN
-from sunspot.tasks.trees_adapter import KINDS
+from sunspot.tasks.tree_models import KINDS
 from tests.harness.runs import begin, start
 from tests.harness.trained import trained
 

@@ -29,6 +29,7 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
 from sunspot.settings import Settings
+from sunspot.tasks import Task
 from sunspot.train.build import build_optimizer
 from sunspot.train.evaluate import evaluate
 from sunspot.train.learner import Learner
@@ -64,7 +65,7 @@ def evaluating(
         model=torch.nn.Linear(1, 1),
         loader=SimpleNamespace(test=test),
         padding_batch={"row": torch.zeros(2, dtype=torch.int64)},
-        task=SimpleNamespace(loss=loss),
+        task=Task(SimpleNamespace(loss=loss), chosen),
         average=WeightAverage(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1), 0),
         undo=Mock(warnings=list, put_back=lambda: True),
         passes=passes,
@@ -248,7 +249,7 @@ def test_the_end_of_an_epoch_is_saved_before_its_evaluation(
     assert outlived[1].metrics.items() >= record.items(), "a repeated evaluation adds to this record"
 
 
-def test_an_epoch_whose_end_a_loss_interrupts_is_still_evaluated(group: dist.ProcessGroup) -> None:
+def test_an_epoch_is_evaluated_even_if_a_worker_is_lost_at_its_end(group: dist.ProcessGroup) -> None:
     """The group ends before its members have agreed on what is due after the step."""
     worker = Recorded(evaluating(group, 1), Command())
     worker._decisions = Mock(agree=Mock(side_effect=RuntimeError("Connection closed by peer")))
@@ -392,7 +393,7 @@ def test_a_warm_up_step_leaves_no_trace(needs_others: bool) -> None:
         return model(batch["x"]).sum(1), {}
 
     optimizer = torch.optim.Adam(model.parameters())
-    task: Any = SimpleNamespace(loss=loss)
+    task = Task(SimpleNamespace(loss=loss), plan.settings)
     learner = Learner(plan, task, WorkerPlace(), model, optimizer, WeightAverage(optimizer, 0), *[MagicMock()] * 2)
     before = [buffer.clone() for buffer in model.buffers()]
     learner.warm_up()

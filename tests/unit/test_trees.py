@@ -20,7 +20,7 @@ from sunspot.errors import ConflictError, SettingsError
 from sunspot.plan import make_plan
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
-from sunspot.tasks.trees_adapter import KINDS, Trees
+from sunspot.tasks.tree_models import KINDS, Trees
 from tests.harness.state_files import through_a_file
 
 ROWS, CLASSES = 120, 3
@@ -88,7 +88,7 @@ def test_trees_learn(library: str) -> None:
     assert sum(trees.importance().get(number, 0) for number in range(4)) > 0.6 * sum(trees.importance().values())
 
 
-def test_the_state_is_the_librarys_own_file(library: str) -> None:
+def test_the_state_is_the_librarys_model_file(library: str) -> None:
     rows, trees = make_rows(), build(library)
     trees.begin(rows, 1)
     trees.boost()
@@ -105,7 +105,7 @@ def test_the_state_is_the_librarys_own_file(library: str) -> None:
     assert np.allclose(scores, trees(rows).numpy(), atol=1e-6)
 
 
-def test_the_state_of_another_library_is_refused(library: str) -> None:
+def test_the_state_of_another_library_is_rejected(library: str) -> None:
     for state in ({"weight": torch.zeros(3)}, {"_extra_state": torch.zeros(3, dtype=torch.uint8)}):
         with pytest.raises(ConflictError, match="run:other: its weights do not fit the model that the task builds"):
             load_weights(build(library), state, "run:other")
@@ -158,7 +158,7 @@ def test_columns_must_be_names(columns: Any) -> None:
     ],
     ids=lambda value: json.dumps(value.task_args) if isinstance(value, Settings) else "",
 )
-def test_wrong_options_give_one_message(settings: Settings, said: str) -> None:
+def test_invalid_options_raise_one_error(settings: Settings, said: str) -> None:
     for name in KINDS:
         pytest.importorskip(name, reason="the extra `trees` is not installed")
     with pytest.raises(SettingsError, match=re.escape(said)):
@@ -166,14 +166,14 @@ def test_wrong_options_give_one_message(settings: Settings, said: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_library_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SettingsError, match=rf"{name} is not installed; add EXTRAS=trees to"):
         build(name)
 
 
 @pytest.mark.parametrize("given", [{"parallel": "fsdp"}, {"learning_rate": 0.1, "loader": "ray"}])
-def test_settings_that_trees_do_not_read_are_refused(given: dict[str, Any]) -> None:
+def test_settings_that_trees_ignore_are_rejected(given: dict[str, Any]) -> None:
     said = ", ".join(f"SUNSPOT_{name.upper()}={value}" for name, value in given.items())
     with pytest.raises(SettingsError, match=f"{said}: sunspot.tasks.trees boosts trees, which do not read it"):
         load_task(Settings(task="sunspot.tasks.trees", **given))

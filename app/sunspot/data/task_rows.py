@@ -22,10 +22,9 @@ def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | N
 
 def open_without_test_share(settings: Settings, task: Any) -> tuple[Source, Source | None]:
     """Open the same rows as `open_rows_of_task`, but ignore TEST_SHARE."""
-    find = getattr(task, "find_sources", None)
-    if find:
-        return _check_sources(find(settings), settings.task)
-    if hasattr(task, "build_dataset"):
+    if task.find_sources:
+        return _check_sources(task.find_sources(settings), settings.task)
+    if task.build_dataset:
         from sunspot.data.torch_dataset import open_datasets
 
         return open_datasets(settings)

@@ -220,7 +220,7 @@ def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use
 
     Raises the errors of `restore_model`, and `SettingsError` for a task without `answer`.
     """
-    answer = getattr(load_task(loaded.settings), "answer", None)
+    answer = load_task(loaded.settings).answer
     if answer is None:
         raise SettingsError(
             f"{PREFIX}TASK={loaded.settings.task}: defines no answer(model, prompts, tokens) -> texts, so its models "

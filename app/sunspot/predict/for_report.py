@@ -74,7 +74,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
     try:
         load_predict(plan.settings)
     except SettingsError as error:
-        if not hasattr(load_task(plan.settings), "show"):  # the report shows that instead
+        if not load_task(plan.settings).show:  # the report shows that instead
             print(f"  no predictions for the report: {error}", flush=True)
         return
     try:
@@ -199,7 +199,7 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
 
     Nothing is stored if another driver has taken over the run since this start of `driver`.
     """
-    if not checkpoint.finished or not plan.settings.predict_rows or not hasattr(load_task(plan.settings), "show"):
+    if not checkpoint.finished or not plan.settings.predict_rows or not load_task(plan.settings).show:
         return
     try:
         kept = read_shown(run, TaskExhibit)

@@ -1,4 +1,4 @@
-"""Fine-tunes pretrained language models from Hugging Face, either all weights or only LoRA's (extra `hf`).
+"""Fine-tunes pretrained language models from Hugging Face, with or without LoRA (extra `hf`).
 
 TASK_ARGS:
   `base`      path or URL of the model's directory, or its name on the hub (docs/finetune.md)
@@ -42,10 +42,10 @@ for package in ("peft", "tokenizers", "transformers"):  # fail in the driver if 
 HEADS = {"text": "AutoModelForCausalLM", "classes": "AutoModelForSequenceClassification"}
 
 ROWS_AT_ONCE = 4
-"""Number of rows to score at a time for the report. With 512 tokens and 32,000 words each, they take 0.26 GB."""
+"""Batch size for the report. With 512 tokens per row and 32,000 words, the scores take 0.26 GB."""
 
 WRITTEN, WRITTEN_TOKENS = 3, 32
-"""Number of texts that the model continues for the report, and number of tokens that it adds to each."""
+"""Number of texts that the model continues for the report, and number of tokens added to each text."""
 
 
 class Arguments(BaseModel):
@@ -64,10 +64,10 @@ class Arguments(BaseModel):
 
 
 class FineTuned(PretrainedModel):
-    """Pretrained language model with its base, arguments and data."""
+    """A pretrained language model with its base, arguments and data."""
 
     def __init__(self, model: Any, base: Base, arguments: Arguments, data: ModelData) -> None:
-        sha256 = base.sha256 if arguments.rank > 0 else ""  # reads every byte of the base, so only for LoRA
+        sha256 = base.sha256 if arguments.rank > 0 else ""  # only for LoRA, because hashing reads the whole base
         super().__init__(model, f"{PREFIX}TASK_ARGS: base={base.location!r}", sha256)
         self.base = base
         self.arguments = arguments
@@ -75,7 +75,10 @@ class FineTuned(PretrainedModel):
         self.config = model.config
 
     def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-        """Return scores of the next token, [B, T, vocabulary], or of classes, [B, classes], for int64 [B, T]."""
+        """Return the scores of the next token, [B, T, vocabulary], or of the classes, [B, classes].
+
+        `tokens` are int64 [B, T].
+        """
         if "attention_mask" in more:  # a classifier uses the last token that is not padding
             tokens = tokens.masked_fill(more["attention_mask"] == 0, self.config.pad_token_id)
         return self.model(input_ids=tokens, use_cache=False, return_dict=False, **more)[0]
@@ -111,9 +114,9 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """Return the cross-entropy of a text's class, or its mean over a row's tokens, in nats.
+    """Return the cross-entropy of each text's class, or the mean over each row's tokens, in nats.
 
-    The first token of each text does not count, because no earlier token predicts it.
+    Each text's first token is ignored, because no earlier token predicts it.
     """
     tokens, there = batch["tokens"].long(), find_tokens(batch)
     if "label" in batch:
@@ -136,7 +139,7 @@ def find_tokens(batch: Batch) -> torch.Tensor:
 
 
 def predict(model: FineTuned, batch: Batch) -> torch.Tensor:
-    """Return the scores of the texts' classes, float [B, classes]. Raises `SettingsError` for head="text"."""
+    """Return the scores of each text's classes, float [B, classes]. Raises `SettingsError` if `head` is "text"."""
     if model.arguments.head != "classes":
         raise SettingsError("a language model cannot predict rows; give it a text with --prompt")
     return model(batch["tokens"].long(), attention_mask=find_tokens(batch).long())
@@ -144,9 +147,9 @@ def predict(model: FineTuned, batch: Batch) -> torch.Tensor:
 
 @torch.inference_mode()
 def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
-    """Return exhibits for the report: the easiest and the hardest rows.
+    """Return the rows with the lowest and the highest loss, for the report.
 
-    For a language model, add the perplexity, and texts that the model continues.
+    For a language model, also return the perplexity and some texts that the model continues.
     """
     decode = load_tokenizer((model.base.folder / "tokenizer.json").read_bytes()).decode
     starts = range(0, len(rows["tokens"]), ROWS_AT_ONCE)
@@ -167,7 +170,7 @@ def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
 
 
 def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """Return the files that peft needs to load a checkpoint, or transformers if WEIGHTS is safetensors."""
+    """Return the files that peft, or transformers if WEIGHTS is safetensors, needs to load a checkpoint."""
     if not model.adapted:
         return {"config.json": model.config.to_json_string().encode(), **model.base.tokenizer_files()}
     named = {"location": model.base.location, "sha256": model.sha256}
@@ -176,7 +179,7 @@ def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[s
 
 @torch.inference_mode()
 def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
-    """Return each prompt's class, or its continuation by at most `tokens` tokens. Each token is the most probable."""
+    """Return the class of each prompt, or its greedy continuation of at most `tokens` tokens."""
     tokenizer = load_tokenizer((model.base.folder / "tokenizer.json").read_bytes())
     device = next(model.parameters()).device
     answers = []
@@ -195,7 +198,7 @@ def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
 
 
 def read_arguments(settings: Settings) -> Arguments:
-    """Return TASK_ARGS with the defaults filled in. Raises `SettingsError` if an argument is wrong."""
+    """Return TASK_ARGS with defaults. Raises `SettingsError` if an argument is invalid."""
     try:
         given = Arguments(**settings.task_args)
     except ValidationError as error:
@@ -220,7 +223,7 @@ def _load(base: Base, arguments: Arguments, classes: int, dtype: torch.dtype) ->
         )
     except Exception as error:  # damaged files and those of other programs raise all kinds of errors
         raise base_error(base.location, f"transformers cannot load it: {shorten(error)}") from error
-    if arguments.head == "text" and loaded["missing_keys"]:  # they would be random, as only a classifier's head may be
+    if arguments.head == "text" and loaded["missing_keys"]:  # only a classifier's head may start from random weights
         raise base_error(base.location, f"its weights lack {min(loaded['missing_keys'])}")
     model.train()  # transformers leaves a model that it has loaded in evaluation mode
     if model.config.pad_token_id is None:
@@ -239,7 +242,9 @@ def _adapt(model: Any, base: Base, arguments: Arguments) -> Any:
     )
     model.name_or_path = base.location  # adapter_config.json must not contain the path of this machine's copy
     try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft uses an old name of transformers
+        with warnings.catch_warnings(
+            action="ignore", category=FutureWarning
+        ):  # peft uses a deprecated transformers API
             return get_peft_model(model, config)
     except ValueError as error:
         raise SettingsError(f"{PREFIX}TASK_ARGS: targets={arguments.targets!r}: {error}") from error

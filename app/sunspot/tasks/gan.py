@@ -1,7 +1,7 @@
-"""Trains a small GAN on images, with two models and two optimizers in its own loop (docs/own-loop.md).
+"""Trains a small GAN on images in a loop of its own, with two models and two optimizers (docs/own-loop.md).
 
-A generator makes images from noise, and a discriminator learns to distinguish them from real images (Goodfellow et al.,
-2014). TASK_ARGS: `noise` (64), `width` (256).
+The generator makes images from noise, and the discriminator learns to distinguish them from real images (Goodfellow et
+al., 2014). TASK_ARGS: `noise` (64), `width` (256).
 """
 
 import math
@@ -21,7 +21,7 @@ BETAS = (0.5, 0.999)
 """Betas of Adam, with less momentum than usual so that the two models do not oscillate (Radford et al., 2016)."""
 
 SMOOTHING = 0.1
-"""Label smoothing of real images, so that the discriminator does not become too certain (Salimans et al., 2016)."""
+"""Label smoothing for real images, which keeps the discriminator from becoming too certain (Salimans et al., 2016)."""
 
 SHOWN = 48
 """Number of images that the report shows."""
@@ -63,7 +63,7 @@ def train(run: TrainingRun) -> None:
         run.optimizer.zero_grad()
         (generator_loss.sum() * run.weight).backward()
         run.optimizer["generator"].step()
-        run.optimizer.zero_grad()  # the generator's loss has also left gradients in the discriminator
+        run.optimizer.zero_grad()  # the generator's backward pass also leaves gradients in the discriminator
 
         told_apart = torch.stack([scores[0] > 0, scores[1] < 0]).float().mean(dim=0)
         run.log({"loss": generator_loss, "discriminator_loss": discriminator_loss, "told_apart": told_apart})
@@ -71,7 +71,7 @@ def train(run: TrainingRun) -> None:
 
 
 def show(model: nn.ModuleDict, rows: Batch) -> dict[str, torch.Tensor]:
-    """Return images that the generator makes from noise, which is always the same."""
+    """Return images that the generator makes from fixed noise."""
     generator = model["generator"]
     size = next(generator.parameters()).shape[1]
     noise = 2 * torch.rand(SHOWN, size, generator=torch.Generator().manual_seed(0)) - 1

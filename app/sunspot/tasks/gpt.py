@@ -1,6 +1,6 @@
 """A small GPT that predicts bytes of text. TASK_ARGS can make it large enough for sharding (PARALLEL=fsdp).
 
-Its pre-norm blocks are those of GPT-2 (Radford et al., 2019). DATASET is the path of a text file, or `sample` for the
+It uses the pre-norm blocks of GPT-2 (Radford et al., 2019). DATASET is the path of a text file, or `sample` for the
 language reference that comes with Python. TASK_ARGS: `layers` (4), `width` (128), `heads` (4), `context` (128 bytes),
 and `tied` (true if the output layer shares the weights of the byte embedding).
 """
@@ -32,7 +32,7 @@ INIT_STD = 0.02
 
 
 class GPT(nn.Module):
-    """A transformer with causal attention that computes the scores of the next byte."""
+    """A causal transformer that predicts the next byte."""
 
     def __init__(self, vocabulary: int, layers: int, width: int, heads: int, context: int, tied: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention, and then a two-layer MLP at each position. Maps float [B, T, width] to the same shape."""
+    """Causal self-attention followed by a two-layer MLP. Input and output are float [B, T, width]."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimiz
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """Return the mean cross-entropy of each row's bytes, in nats, and as metrics the accuracy and the bits per byte."""
+    """Return the mean cross-entropy of each row in nats, and metrics with its accuracy and bits per byte."""
     text = batch["text"].long()
     scores = model(text[:, :-1])
     targets = text[:, 1:]
@@ -100,7 +100,7 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
 
 
 def show(model: nn.Module, rows: Batch) -> dict[str, Any]:
-    """Return the perplexity of the rows for each byte, and the rows with the lowest and the highest loss."""
+    """Return the perplexity per byte, and the rows with the lowest and the highest loss."""
     losses, _ = loss(model, rows)
     texts = [bytes(text).decode(errors="replace") for text in rows["text"].tolist()]
     return {
@@ -110,7 +110,7 @@ def show(model: nn.Module, rows: Batch) -> dict[str, Any]:
 
 
 def read_sizes(settings: Settings) -> dict[str, Any]:
-    """Return TASK_ARGS, with defaults for missing ones. Raises `SettingsError` if one is not valid."""
+    """Return TASK_ARGS with defaults. Raises `SettingsError` if an argument is invalid."""
     sizes = {**DEFAULTS, **settings.task_args}
     wrong = [
         f"{name}={value!r}"

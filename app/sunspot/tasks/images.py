@@ -1,4 +1,4 @@
-"""Functions for tasks on images: normalization, a classifier's loss and prediction, and a learning rate schedule."""
+"""Normalization, loss, prediction and learning rate schedule for image classifiers."""
 
 import math
 
@@ -9,11 +9,11 @@ from torch.nn import functional
 from sunspot.data.source import Batch
 
 WARMUP = 0.1
-"""Fraction of the steps during which the rate rises. At the full rate, Adam's first steps would upset batch norm."""
+"""Fraction of the steps used for warm-up. Without warm-up, Adam's first steps would upset batch norm."""
 
 
 def schedule(step: int, total_steps: int) -> float:
-    """Return the factor of the learning rate: linear warm-up, then cosine decay (Loshchilov and Hutter, 2017)."""
+    """Return the factor on the learning rate, with linear warm-up and cosine decay (Loshchilov and Hutter, 2017)."""
     done = (step + 0.5) / total_steps
     return done / WARMUP if done < WARMUP else 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
 
@@ -29,5 +29,5 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:
-    """Return uint8 images [B, C, H, W] as float32 from -1 to 1, on the same device."""
+    """Scale uint8 images [B, C, H, W] to float32 values from -1 to 1."""
     return images.float().div_(127.5).sub_(1)

@@ -1,4 +1,4 @@
-"""Classifies digits, or any other images, with a small convolutional network in Keras."""
+"""Classifies digits or other images with a small convolutional network in Keras."""
 
 import keras
 from keras import layers

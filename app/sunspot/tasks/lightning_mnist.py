@@ -1,4 +1,4 @@
-"""Classifies digits with an ordinary LightningModule, whose logged values become the run's metric history."""
+"""Classifies digits with an ordinary LightningModule. The values that it logs become the run's metric history."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ __all__ = ["Digits", "build_module", "predict"]
 
 
 class Digits(lightning.LightningModule):
-    """A small convolutional network without batch norm, so that losses are the same for any number of workers."""
+    """A small convolutional network without batch norm, so the losses do not depend on the number of workers."""
 
     def __init__(self, channels: int, classes: int, width: int, learning_rate: float) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Opens pretrained models from Hugging Face in a directory, a bucket or the hub, and identifies them by a hash.
+"""Opens pretrained Hugging Face models in a directory, in a bucket or on the hub, and identifies them by a hash.
 
-A checkpoint holds all weights of such a model. If peft adapts the model, it holds only the trained weights and the hash
-of the base.
+A checkpoint holds all weights of the model. If peft adapts the model, the checkpoint holds only the trained weights and
+the hash of the base.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ from sunspot.settings import PREFIX
 from sunspot.storage import open_storage
 
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
-"""Suffixes of a model's files to fetch: its configuration, weights and tokenizer, but no pickled weights."""
+"""Suffixes of the files to fetch. Pickled weights are excluded."""
 
 EXTRA_STATE = "_extra_state"
-"""Key under which PyTorch stores a module's extra state in its state_dict. Here, it is the hash of the base."""
+"""Key of the extra state in a PyTorch state_dict. Here, the extra state is the hash of the base."""
 
 ADAPTER = "adapter_model.safetensors"
 
 READ_AT_ONCE = 2
-"""Number of weight files to hash at once. SHA-256 takes a core for each."""
+"""Number of weight files to fetch or hash in parallel. Hashing a file occupies a core."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """Pretrained model whose files are on this machine."""
+    """A pretrained model on this machine's disk."""
 
     location: str
     "Location as the user gave it."
@@ -50,7 +50,7 @@ class Base:
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the configuration and the weights. Computing it reads every byte."""
+        """SHA-256 of the configuration and the weights. Computing it reads all of these files."""
         files = [self.folder / "config.json", *self.weights]
         digests = dict(zip((file.name for file in files), map_parallel(_digest, files, READ_AT_ONCE), strict=True))
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
@@ -61,7 +61,7 @@ class Base:
         return json.loads((self.folder / "config.json").read_bytes())
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """Return the files, such as the tokenizer's, that make a checkpoint with weights a complete model."""
+        """Return the tokenizer's and other files that a checkpoint needs to be a complete model."""
         names = [file.name for file in self.folder.iterdir() if file.suffix in SUFFIXES and file not in self.weights]
         omitted = ("config.json", "adapter_config.json")
         kept = sorted(name for name in names if name not in omitted and not name.endswith(".safetensors.index.json"))
@@ -70,9 +70,9 @@ class Base:
 
 @lru_cache(maxsize=2)
 def open_base(location: str) -> Base:
-    """Return the model at a path, at a URL, or of a name on the hub. Each machine fetches it once.
+    """Return the model with this path, URL or name on the hub. Each machine fetches a model once.
 
-    Raises `SettingsError` if it cannot be fetched or is incomplete.
+    Raises `SettingsError` if the model cannot be fetched or is incomplete.
     """
     if not location or not isinstance(location, str):
         raise base_error(location, "it does not name a model")
@@ -110,7 +110,7 @@ def base_error(location: str, problem: str) -> SettingsError:
 
 
 def _download(location: str) -> Path:
-    """Copy a directory of a bucket to this machine, and return the copy. A changed listing gets a new copy."""
+    """Copy a directory from a bucket and return the copy. If the listing has changed, the directory is copied again."""
     storage = open_storage(location)
     entries = [entry for entry in storage.list("") if "/" not in entry.key and entry.key.endswith(SUFFIXES)]
     if not entries:
@@ -139,12 +139,12 @@ def _digest(file: Path) -> str:
 
 
 class PretrainedModel(nn.Module):
-    """Pretrained model whose checkpoints hold the trained weights, and the hash of a frozen base if it has one."""
+    """A pretrained model. Its checkpoints hold the trained weights, and the hash of the frozen base if there is one."""
 
     def __init__(self, model: Any, base: str, sha256: str) -> None:
-        """Wrap a model. `base` names its frozen base in messages, and `sha256` is the hash of this base.
+        """Wrap a model. `base` is the name of the frozen base in messages, and `sha256` is its hash.
 
-        `sha256` is empty if all weights are trained.
+        If all weights are trained, `sha256` is empty.
         """
         super().__init__()
         self.model, self.sha256 = model, sha256
@@ -167,7 +167,7 @@ class PretrainedModel(nn.Module):
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # two overloads there
-        """Return the state_dict of transformers if all weights are trained, or else the trained weights."""
+        """Return all weights, or only the trained weights if peft adapts the model."""
         if not self.adapted:
             return self.model.state_dict(*args, **kwargs)
         state = super().state_dict(*args, **kwargs)
@@ -187,7 +187,7 @@ class PretrainedModel(nn.Module):
     def adapter_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """Return the files that peft needs to load a checkpoint with this state_dict.
 
-        The result is empty if all weights are trained.
+        Returns an empty dict if all weights are trained.
         """
         if not self.adapted:
             return {}
@@ -204,5 +204,5 @@ class PretrainedModel(nn.Module):
 
 
 def _plain(value: Any) -> Any:
-    """Return a replacement for a value that JSON cannot hold: a list for a set, and a text for an enumeration."""
+    """Convert a value for JSON: a set to a sorted list, and any other value to a string."""
     return sorted(value) if isinstance(value, set) else str(value)

@@ -1,4 +1,4 @@
-"""Checks that the functions of a task can be called with the arguments that they will get."""
+"""Checks that a task's functions accept the arguments with which they are called."""
 
 import inspect
 from types import ModuleType
@@ -18,14 +18,14 @@ CALLED_WITH = {
     "schedule": ("step", "total_steps"),
     "train": ("run",),
 }
-"""Arguments of a task's functions. They are passed by position (`Task`)."""
+"""Positional arguments of each function."""
 
 CALLED_WITH_NAMED = {"build_scheduler": ("steps_per_epoch",)}
 """Arguments that are passed by name to a function which has them."""
 
 
 def refuse_other_arguments(task: str, module: ModuleType) -> None:
-    """Raise `SettingsError` if a function of a task's module cannot be called with the arguments in CALLED_WITH."""
+    """Raise `SettingsError` if a function in a task's module does not accept its arguments in CALLED_WITH."""
     for name, arguments in CALLED_WITH.items():
         function = getattr(module, name, None)
         if not callable(function):
@@ -45,6 +45,6 @@ def refuse_other_arguments(task: str, module: ModuleType) -> None:
 
 
 def place_of_function(function: Any) -> str:
-    """Return `, defined at FILE:LINE` for a function, or an empty text for another callable such as a method."""
+    """Return `, defined at FILE:LINE` for a function, or an empty string for other callables."""
     own = inspect.unwrap(function)
     return f", defined at {own.__code__.co_filename}:{own.__code__.co_firstlineno}" if inspect.isfunction(own) else ""

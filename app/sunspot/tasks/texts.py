@@ -1,15 +1,15 @@
-"""Tables of texts that language models show in the report."""
+"""Tables of texts in language models' reports."""
 
 from typing import Any
 
 import torch
 
 SHOWN = 5
-"""Number of texts with the lowest loss, and also with the highest loss, in the report."""
+"""Number of texts shown with the lowest loss, and with the highest loss."""
 
 
 def by_loss(losses: torch.Tensor, **columns: list[Any]) -> list[dict[str, Any]]:
-    """Return the rows with the lowest and the highest loss, each with its loss. `losses` are float [rows]."""
+    """Return the rows with the lowest and the highest losses. `losses` has shape [rows]."""
     order = losses.argsort().tolist()
     chosen = dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]])
     return [

@@ -1,7 +1,7 @@
 """Trains gradient-boosted trees, one round per epoch: SUNSPOT_TASK_ARGS={"library": "lightgbm", "num_leaves": 31}.
 
-Each row is an image, or the numbers in `columns`. With `columns`, `label` is a class if `classes` is true, or else a
-number. Further arguments are the library's own parameters.
+Each row is an image, or the numbers in `columns`. With `columns`, `label` is a class if `classes` is true, and
+otherwise a number. All other arguments are passed to the library.
 """
 
 from sunspot.data.columns import Column
@@ -10,13 +10,13 @@ from sunspot.data.source import Source
 from sunspot.data.table import open_table
 from sunspot.errors import SettingsError
 from sunspot.settings import Settings
-from sunspot.tasks.trees_adapter import KINDS, Trees
+from sunspot.tasks.tree_models import KINDS, Trees
 
 __all__ = ["build_trees", "find_sources"]
 
 
 def find_sources(settings: Settings) -> tuple[Source, Source | None]:
-    """Return the sources of images, or of a table if TASK_ARGS has `columns`."""
+    """Return sources of images, or of a table's rows if TASK_ARGS has `columns`."""
     columns, classes = settings.task_args.get("columns"), settings.task_args.get("classes", False)
     if not columns:
         return find_images(settings)
@@ -27,7 +27,7 @@ def find_sources(settings: Settings) -> tuple[Source, Source | None]:
 
 
 def build_trees(settings: Settings, source: Source) -> Trees:
-    """Build trees of the `library` in TASK_ARGS, by default xgboost."""
+    """Build trees with the `library` in TASK_ARGS, which is xgboost by default."""
     options = {name: value for name, value in settings.task_args.items() if name not in ("columns", "classes")}
     library = options.pop("library", "xgboost")
     if library not in KINDS:

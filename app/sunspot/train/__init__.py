@@ -11,8 +11,8 @@ In the order in which things happen:
    (`elastic.claim.agree_on_start`), and builds the worker from the state that the group starts from.
 5. `build.build_worker` builds the `learner.Learner` (model, optimizer and rows), the checkpoint manager, and on rank 0
    the `reporter.Reporter`.
-6. `loop.take_step` takes each step through `run.TrainingRun`. `lightning` and `transformers` have the loops of these
-   libraries, and a task may bring its own.
+6. `loop.take_step` takes each step through `run.TrainingRun`. A task may bring its own loop, and the adapter of a
+   library may run the library's loop (`sunspot.adapters`).
 7. `worker.Worker` ends each step (`finish_step`), and then saves, evaluates, reports, stops or restarts.
    `Worker.wait_before_change` keeps parameters unchanged until the copy of the previous state is complete.
 8. If a worker is lost, the others leave the broken step: `undo.StepUndo` takes it back, `Survivor.leave` keeps the

@@ -1,4 +1,4 @@
-"""Times an all-reduce between two pods: with NCCL among all of their GPUs, or with gloo if they have none.
+"""Times an all-reduce between two pods, with NCCL between all of their GPUs or with gloo if they have no GPUs.
 
 The pods meet through the run's storage. The first pod serves a torch store, and writes the address to the storage.
 """
@@ -29,7 +29,7 @@ NAME = "network"
 """Name of the check."""
 
 GRADIENTS = 100_000_000
-"""Bytes of the large all-reduce, about as many as the gradients of ResNet-50 (25.6 million numbers in fp32)."""
+"""Bytes in the large all-reduce, about the size of ResNet-50's gradients (25.6 million numbers in fp32)."""
 
 TIMES = 10
 """Number of times that each all-reduce is repeated. The first one includes connecting."""
@@ -48,10 +48,10 @@ LOOK_S = 1.0
 """Seconds between two checks for the other pod."""
 
 ANSWER_S = 60.0
-"""Maximum number of seconds that the other pod may take to answer, and that each all-reduce may take."""
+"""Maximum number of seconds for the other pod's answer, and for each all-reduce."""
 
 RDMA = Path("/dev/infiniband")
-"""Directory of a pod's InfiniBand, RoCE or EFA devices, if it has requested any."""
+"""Directory of a pod's InfiniBand, RoCE or EFA devices, if the pod has requested them."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Timing:
     small_s: float
     "Seconds for one number."
     network: str = ""
-    "NCCL's name of the network between nodes: Socket, IB or Libfabric. Empty if NCCL did not name it."
+    "NCCL's name for the network between nodes (Socket, IB or Libfabric), or an empty string if it is unknown."
 
 
 def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Check:

@@ -1,6 +1,6 @@
 """Leaves out nodes with broken GPUs: at the start of a run, when nodes join it, and after a loss.
 
-A node is left out by draining it: Ray places nothing there from then on, and the node ends once it is idle.
+A node is left out by draining it. Ray then schedules nothing on the node, which ends once it is idle.
 """
 
 import logging
@@ -25,7 +25,7 @@ from sunspot.train.probe import PROBE_TIMEOUT_S, Problems, ask_nodes, list_probl
 log = logging.getLogger(__name__)
 
 HARDWARE_ERRORS = {214: "an uncorrectable error of its memory (ECC)", 220: "an uncorrectable error of NVLink"}
-"""Faults of the hardware by CUDA's error code. A GPU may still answer after one of them."""
+"""Hardware faults, keyed by CUDA error code. The GPU can still respond after such a fault."""
 
 SUSPECT_TIMEOUT_S = 30.0
 """Maximum number of seconds to wait for a node's answer after a loss. Ray notices a lost node in half this time."""
@@ -38,7 +38,7 @@ class RequiredResources:
     per_worker: dict[str, float]
     "Amount of each resource that one worker needs."
     least: int
-    "Smallest number of workers that the run trains with."
+    "Minimum number of workers."
 
     def refuse_loss(self, broken: Sequence[str], nodes: Sequence[Mapping[str, Any]], reason: str) -> None:
         """Raise `SunspotError`, with this `reason`, if the run cannot continue without the `broken` nodes.
@@ -55,7 +55,7 @@ class RequiredResources:
 
 
 def find_broken_gpus(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S) -> Problems:
-    """Return the problems of the GPUs that these nodes promise, by node."""
+    """Return GPU problems, keyed by node."""
     promised = {str(node["NodeID"]): (ceil(gpus),) for node in nodes if (gpus := node["Resources"].get("GPU"))}
     return ask_nodes("their GPUs", find_gpu_problem, promised, 1, timeout_s)
 
@@ -118,7 +118,7 @@ class BrokenInTraining:
     control: ControlClient
     required: RequiredResources
     group_ends: bool = False
-    "True if the loss of one rank ends its group. Otherwise the others keep training and must still hear of notices."
+    "True if the loss of one rank ends its group. Otherwise the others keep training and must still receive notices."
 
     def __call__(self, suspects: Suspects) -> list[str]:
         """Leave out the suspect nodes whose GPU is broken, and return a line about each.

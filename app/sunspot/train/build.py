@@ -1,4 +1,4 @@
-"""Builds a worker, with its learner, its checkpoints and its reports, from the state that its group starts from."""
+"""Builds a worker with its learner, checkpoint manager and reporter."""
 
 import logging
 import math
@@ -62,18 +62,18 @@ from sunspot.train.worker import GroupStart, RegroupError, Worker
 log = logging.getLogger(__name__)
 
 RECOMPUTED_OPTIONS = ("lr", "initial_lr", "weight_decay", "fused")
-"""Options of an optimizer's groups that are not restored, because settings or the device decide them at each start."""
+"""Optimizer options that are not restored, because settings or the device determine them at each start."""
 
 COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
-"""Variable that names the compiler for torch.compile, and the default compilers, by type of device."""
+"""The variable that names torch.compile's compiler, and the default compilers, keyed by device type."""
 
 EVALUATION_TRIES = 3
-"""Number of groups that try an evaluation before it is left out. Notices may come faster than it can complete."""
+"""Number of attempts at an evaluation before it is skipped, because notices can come too fast to complete it."""
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """The setup of a worker whose group has claimed the run: everything that it needs to be built."""
+    """Everything that is needed to build a worker after its group has claimed the run."""
 
     plan: Plan
     run: Run
@@ -83,13 +83,13 @@ class WorkerSetup:
     watchdog: Watchdog
     control: ControlClient
     outputs: ExitStack
-    "Contexts whose end writes the rest of the log, the metrics and the status to storage."
+    "Contexts that write the rest of the log, the metrics and the status to storage when they are closed."
     survivor: Survivor | None = None
-    "This process, if it outlives its groups, with the learner that it keeps."
+    "This process and the learner that it keeps, or None if the process ends with its group."
 
 
 def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
-    """Build the worker of a process whose group has claimed the run. `phases` are the times of its start so far."""
+    """Build the worker after its group has claimed the run. `phases` are the durations of its start so far."""
     plan = setup.plan
     start = setup.start
     place = setup.place
@@ -190,7 +190,7 @@ def build_learner(
 
 
 def prepare_learner(plan: Plan, control: ControlClient) -> Learner:
-    """Build the learner of a process that joins other workers, alone and without their state, while they train."""
+    """Build the learner of a replacement without the other workers' state, while they train."""
     place = WorkerPlace(device=ray.train.torch.get_device())
     if place.device.type == "cuda":
         await_device_memory(place.device, ray.get_runtime_context().get_node_id(), control)
@@ -201,7 +201,7 @@ def prepare_learner(plan: Plan, control: ControlClient) -> Learner:
 
 
 def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
-    """Build the task's model on its device, with the weights of the state, or initialized by the seed.
+    """Build the task's model on its device, with the state's weights or with initial weights from the seed.
 
     If the state is in parts (fsdp), `load_rest` loads its weights later.
     """
@@ -232,7 +232,7 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
 
 
 def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> tuple[Optimizer, WeightAverage]:
-    """Build the task's optimizer, which keeps RECOMPUTED_OPTIONS when it loads a state, and the average of weights."""
+    """Build the task's optimizer and the weight average. Loading a state does not change RECOMPUTED_OPTIONS."""
     optimizer = task.build_optimizer(model, settings)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
@@ -249,7 +249,7 @@ def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> t
 
 
 def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Load what `build_model` did not load: the optimizer's state, and the weights if the state is in parts."""
+    """Load the optimizer's state. Also load the weights if the state is in parts, which `build_model` does not load."""
     if state.optimizer:
         values = state.optimizer
         if optimizer.param_groups[0]["params"][0].is_cpu and state.tier != IN_PLACE:
@@ -261,7 +261,7 @@ def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer
 
 
 def refuse_uninitialized(model: torch.nn.Module, settings: Settings) -> None:
-    """Raise `SettingsError` for tensors that get their shape in the first forward pass, as in `nn.LazyLinear`."""
+    """Raise `SettingsError` if a tensor gets its shape in the first forward pass, as in `nn.LazyLinear`."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
@@ -283,7 +283,7 @@ def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> No
 
 
 def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: torch.device) -> None:
-    """Make a model compile itself in its first passes, as COMPILE says. The names of its tensors stay the same.
+    """Set a model to compile itself in its first passes, as configured by COMPILE. Its tensors keep their names.
 
     Under fsdp each block is compiled alone, because parameters are gathered between blocks. Raises `SettingsError` if
     no compiler is installed.
@@ -306,7 +306,7 @@ def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: t
 
 
 def find_compiler_problem(device: torch.device) -> str:
-    """Return why torch.compile would fail here, or an empty text if it would not."""
+    """Return why torch.compile would fail here, or an empty string."""
     variable, *names = COMPILERS[device.type]
     if any(map(shutil.which, filter(None, (os.environ.get(variable), *names)))):
         return ""
@@ -317,7 +317,7 @@ def find_compiler_problem(device: torch.device) -> str:
 
 
 def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
-    """Make this worker's loader, as LOADER says. Raises `ConflictError` if its row order differs from the driver's."""
+    """Create the loader configured by LOADER. Raises `ConflictError` if its row order differs from the driver's."""
     if plan.order and plan.find_order() != plan.order:
         raise ConflictError(
             f"{socket.gethostname()}: NumPy {np.__version__} gives another order of the rows than the driver's, so "
@@ -333,7 +333,7 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
         gather=lambda mine: gather_objects(mine, place.group),
         finish=lambda act: run_on_all_ranks(place.group, act),
     )
-    loader = TorchLoader(plan.data, device, workers, hasattr(task, "full_batch"))
+    loader = TorchLoader(plan.data, device, workers, task.full_batch)
     if device.type == "cuda":
         print(
             f"rows: on {device}"
@@ -363,9 +363,9 @@ def open_journals(run: Run, start: StartPoint) -> Journals:
 
 
 def describe_new_length(learner: Learner, step: int, before: int) -> str:
-    """Return a text if the learning rate jumps because the run's length was `before` steps (0 if unknown)."""
+    """Describe a jump of the learning rate because the run's length was `before` steps, which is 0 if unknown."""
     now = learner.plan.total_steps
-    if before in (0, now) or hasattr(learner.task, "begin_schedule"):  # a library's schedulers are objects
+    if before in (0, now) or learner.task.library_loop:  # a library's schedulers are objects
         return ""
     old, new = (learner.rates.at(min(step, total - 1), total) for total in (before, now))
     for was, will in zip(old, new, strict=True):
@@ -380,11 +380,10 @@ def describe_new_length(learner: Learner, step: int, before: int) -> str:
 def describe_rates(learner: Learner) -> list[str]:
     """Return lines about the learning rates of the whole run. Raises `SettingsError` if a step has no rate."""
     task = learner.task
-    if hasattr(task, "begin_schedule"):
+    if task.library_loop:
         return []
     lines = learner.rates.describe(learner.plan.total_steps)
-    own_loop = hasattr(task, "train") and not hasattr(task, "find_library")
-    return [f"{line}, unless its train(run) sets another rate" for line in lines] if own_loop else lines
+    return [f"{line}, unless its train(run) sets another rate" for line in lines] if task.has_own_loop else lines
 
 
 def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
@@ -397,7 +396,7 @@ def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
 
 
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
-    """Return True if the evaluation of the epoch that ends here is left out, because EVALUATION_TRIES groups failed.
+    """Return True if this epoch's evaluation is skipped, because EVALUATION_TRIES groups failed to complete it.
 
     A group does not count if all of its processes are in the next one, because it only made room for more workers. The
     evaluation at the end of the run is always repeated, because no step waits for it.
@@ -409,7 +408,7 @@ def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
 
 
 def all_continue(before: Attempt, after: Attempt) -> bool:
-    """Return True if all processes of an attempt are known to train in the next attempt."""
+    """Return True if all of an attempt's processes are known to train in the next attempt."""
     processes = set(before.metadata.processes)
     return bool(processes) and processes <= set(after.metadata.processes)
 

@@ -18,7 +18,7 @@ LOOK_EVERY_S = 0.25
 """Seconds between two checks of the free memory."""
 
 SLACK = 0.02
-"""Fraction of a GPU's memory that need not be free again, because CUDA contexts and NCCL buffers vary in size."""
+"""Fraction of a GPU's memory that may stay in use, because CUDA contexts and NCCL buffers vary in size."""
 
 
 def await_device_memory(device: torch.device, node: str, control: ControlClient) -> None:

@@ -132,9 +132,8 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
     plan = replace(make_plan(settings, task), one_machine=starts_own_session())
     if plan.one_machine:
         refuse_impossible(plan.settings)
-    find_library = getattr(task, "find_library", None)
-    if find_library:
-        find_library(plan.settings, plan.source)  # raises an error if it is not installed, before the run exists
+    if task.find_ray_trainer:
+        task.find_ray_trainer(plan.settings, plan.source)  # fails before the run exists if it is not installed
     rows = identify_rows(plan)
     limit_s = settings.storage_timeout_s
     with_deadline(limit_s, "writing its identity", record_identity, run, settings.environment(), identity, rows)

@@ -1,4 +1,4 @@
-"""Evaluates the held-out rows on all workers, and ends a run that no longer improves."""
+"""Evaluates held-out rows on all workers, and ends runs that no longer improve."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +20,11 @@ from sunspot.train.held_out_scores import HeldOutScores
 from sunspot.train.learner import Learner, row_losses
 
 BEST = "best_evaluation"
-"""Name of the best result so far in a checkpoint's metrics, beside SINCE_BEST."""
+"""Key of the best result so far in a checkpoint's metrics."""
 
 
 class Evaluation(NamedTuple):
-    """Outcome of an evaluation, which has results unless it was interrupted to stop or to restart."""
+    """The outcome of an evaluation. It has no results if a stop or a restart interrupted the evaluation."""
 
     results: dict[str, float] | None = None
     """Mean loss and metrics over the held-out rows (`test_loss`, `test_accuracy`, ...), and the metrics that the task
@@ -46,7 +46,7 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
     model = learner.model
     group = learner.place.group
     sums = Sums()
-    scores = HeldOutScores(learner) if hasattr(learner.task, "compute_metrics") else None
+    scores = HeldOutScores(learner) if learner.task.compute_metrics else None
     assert group
     settings = learner.plan.settings
     together = settings.parallel == "fsdp"
@@ -80,7 +80,7 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode, and then each of its modules back in the mode that it had before."""
+    """Context manager that puts the model in evaluation mode and restores each module's previous mode."""
     trained = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -93,11 +93,11 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 class Patience:
     """Ends a run after several evaluations in a row without an improvement.
 
-    All workers know the same results, so they all decide the same.
+    All workers get the same results, so they make the same decision.
     """
 
     def __init__(self, settings: Settings, before: Mapping[str, Any]) -> None:
-        """`before` are the metrics of the state that training continues from."""
+        """`before` holds the metrics of the state from which training continues."""
         self._limit = settings.early_stop_evaluations
         self._order = settings.checkpoint_order
         self._metric = HELD_OUT + settings.checkpoint_metric.removeprefix(HELD_OUT)

@@ -18,7 +18,7 @@ SIDE = 1024
 """Number of rows and of columns in the matrices that are multiplied."""
 
 WRITTEN = 0x5A5AA5A5
-"""Number that is written into each GPU's memory, and read again."""
+"""Number that is written to each GPU's memory and read back."""
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 """Variables that name the GPUs of a process, or the MIG instances."""
@@ -92,7 +92,7 @@ def find_device_problem(driver: Any, number: int) -> str:
 
 
 def try_gpus(promised: int) -> Check:
-    """Return the result of multiplying matrices on each GPU, and of comparing the products with the known ones."""
+    """Multiply matrices on each GPU and compare the products with the expected ones. Returns the result."""
     name = "GPU"
     problem = find_gpu_problem(promised)
     if problem:

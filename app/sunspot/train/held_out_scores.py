@@ -17,10 +17,10 @@ from sunspot.tasks import find_predict
 from sunspot.train.learner import Learner, fill_up
 
 MAX_BYTES = 1 << 30
-"""Largest size in bytes of the scores and columns of all held-out rows, of which rank 0 briefly has two copies."""
+"""Maximum size in bytes of all held-out rows' scores and columns. Rank 0 briefly holds two copies of them."""
 
 SCORES = "scores of predict"
-"""Key of the scores beside the names of the columns."""
+"""Key of the scores."""
 
 
 class HeldOutScores:
@@ -30,7 +30,7 @@ class HeldOutScores:
         self._learner = learner
         self._task: Any = learner.task
         self._who = f"SUNSPOT_TASK={learner.plan.settings.task}: its compute_metrics"
-        self._predict = find_predict(learner.task, learner.plan.settings)
+        self._predict = find_predict(learner.task)
         self._parts: list[Batch] = []
 
     def predict(self, batch: Batch, counts: bool) -> None:
@@ -81,7 +81,7 @@ class HeldOutScores:
             raise SettingsError(f"{self._who} returned {name} as a {kind}; return one number for each name") from error
 
     def _refuse_size(self, rows: int) -> None:
-        """Raise `SettingsError` if all held-out rows would need too much memory, judging by the newest batch."""
+        """Raise `SettingsError` if all held-out rows would need too much memory, as estimated from the newest batch."""
         test = self._learner.plan.test
         assert test
         newest = sum(column.nbytes for column in self._parts[-1].values())

@@ -1,4 +1,4 @@
-"""Makes a process a worker of the run: it joins a group, claims the run with that group, and builds what it trains."""
+"""Makes a process a worker of the run, which joins a group, claims the run with the group, and builds its model."""
 
 import os
 import socket
@@ -259,7 +259,7 @@ def set_up_process(config: WorkerConfig, survivor: Survivor | None) -> None:
 
 
 def ends_alone(survivor: Survivor | None, rank: int) -> bool:
-    """Return True if the end of this process does not end its group, because it is a replacement that has not trained.
+    """Return True if this process can end without ending its group, because it is a replacement that has not trained.
 
     Rank 0 always ends its group. The processes of the previous group get the lowest ranks (`Membership`), so if a
     replacement has rank 0, no other process is left that could train.

@@ -1,4 +1,4 @@
-"""The objects that compute a step on one worker, its model, optimizer and rows, and the forward pass over the rows."""
+"""A worker's model, optimizer and loader, and its forward pass."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -33,13 +33,13 @@ class Loader(Protocol):
         ...
 
     def test(self, batch_size: int) -> Iterator[Batch]:
-        """Yield this worker's part of the held-out rows. Each row is on exactly one worker."""
+        """Yield this worker's share of the held-out rows. No two workers get the same row."""
         ...
 
 
 @dataclass
 class Learner:
-    """The objects that compute a step on this worker, but do not save or report it."""
+    """A worker's model, optimizer and loader, which compute steps but do not save or report them."""
 
     plan: Plan
     task: Task
@@ -56,16 +56,16 @@ class Learner:
         group = next(number for number, rows in enumerate(source.row_groups) if rows)
         columns = {"row": first, **source.read(group, first)}
         self.padding_batch = {name: torch.tensor(values, device=self.place.device) for name, values in columns.items()}
-        "Batch of a worker without rows in a step. It repeats the first row, because batch norm needs several."
+        "Batch for a worker without rows in a step. It repeats the first row, because batch norm needs several rows."
         self.undo = StepUndo(self.model, self.optimizer)
 
     def warm_up(self) -> None:
-        """Take a step and discard it, so that compiling and allocating memory does not delay the other workers later.
+        """Take a step and discard it, so that compilation and memory allocation do not delay the other workers later.
 
-        Their state will replace everything that the step changes. A task with a loop of its own is not warmed up, and
-        neither is one whose loss needs the other workers, because it raises an error here.
+        The other workers' state will replace everything that the step changes. Tasks with their own loop are not warmed
+        up, and neither are tasks with a loss that needs the other workers, because such a loss raises an error here.
         """
-        if hasattr(self.task, "train"):
+        if self.task.train:
             return
         settings = self.plan.settings
         device = self.place.device
@@ -89,27 +89,28 @@ class Learner:
         cast(TorchLoader, self.loader).move(place.world_size, place.rank)
         self.undo.stepped.begin_group()
         for parameter in self.model.parameters():
-            parameter.grad = None  # discards the gradients of the step that was broken off
+            parameter.grad = None  # discard the gradients of the aborted step
 
     def saved(self) -> SavedObjects:
-        """Return the objects that checkpoints hold, with the files that the task adds."""
-        files = getattr(self.task, "checkpoint_files", None)
+        """Return the objects to save in checkpoints, including the task's extra files."""
+        files = self.task.checkpoint_files
         more_files = partial(files, self.model) if files else None
         return SavedObjects(self.model, self.optimizer, self.average, more_files, self.undo.stepped)
 
 
 def in_precision(learner: Learner) -> AbstractContextManager[None]:
-    """Return an autocast context, as PRECISION says."""
+    """Return an autocast context, as configured by PRECISION."""
     bf16 = learner.plan.settings.precision == "bf16"
     return torch.autocast(learner.place.device.type, torch.bfloat16, enabled=bf16)
 
 
 def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """Return the task's loss of each row of a batch, [B], and its metrics, [B] each.
+    """Return the task's loss and metrics for each row of a batch, all of shape [B].
 
-    Under COMPILE every pass has the same number of rows, so that one graph serves all of them. Short passes repeat
-    rows, whose losses are dropped. The repeated rows matter only to layers such as batch norm, which mix rows.
+    With COMPILE, every pass has the same number of rows, so one graph suffices. Short passes repeat rows, and the
+    repeated rows' losses are dropped. Repeated rows only affect layers that mix rows, such as batch norm.
     """
+    assert learner.task.loss
     rows = len(batch["row"])
     batch = fill_up(learner, batch)
     with in_precision(learner):
@@ -120,7 +121,7 @@ def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[
 
 
 def fill_up(learner: Learner, batch: Batch) -> Batch:
-    """Return a batch with enough rows for a pass under COMPILE. It begins with the given rows, and repeats them."""
+    """Return a batch with enough rows for a pass with COMPILE, by repeating the given rows."""
     rows = len(batch["row"])
     if rows >= learner.plan.pass_rows:
         return batch
@@ -129,9 +130,9 @@ def fill_up(learner: Learner, batch: Batch) -> Batch:
 
 
 def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tensor, Batch]:
-    """Return the loss and the metrics of each row, as the task's `loss` has `returned` them.
+    """Return the loss and the metrics of each row that the task's `loss` `returned`.
 
-    Raises `SettingsError` if they are not one number for each row, or if a metric's name is not allowed.
+    Raises `SettingsError` if any of them is not one number per row, or if a metric's name is not allowed.
     """
     losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     values = {"the losses": losses, **metrics} if isinstance(metrics, Mapping) else {"its metrics": metrics}

@@ -27,41 +27,42 @@ OF_STEP = (
     *(lr_scheduler.LambdaLR, lr_scheduler.LinearLR, lr_scheduler.MultiStepLR, lr_scheduler.OneCycleLR),
     *(lr_scheduler.PolynomialLR, lr_scheduler.StepLR),
 )
-"""PyTorch schedulers that can compute the rate of a step without the previous steps. Their subclasses may not."""
+"""PyTorch schedulers, but not their subclasses, that can compute a step's rate without the previous steps."""
 
 MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
-"""Schedulers that set the optimizer's rate when they are made. In a sequence, earlier schedulers start from it."""
+"""Schedulers that set the optimizer's rate when they are created. Earlier schedulers in a sequence start from it."""
 
 EXAMINED_STEPS = 10_000
-"""Number of initial steps, and of steps spread over the run, that `describe` examines in half a second."""
+"""Number of steps that `describe` examines at the start, and again spread over the run. They take half a second."""
 
 MAX_NAMED_GROUPS = 6
-"""Largest number of groups that `describe` names."""
+"""Maximum number of groups that `describe` names."""
 
 Options = dict[str, Any]
-"""Options of a group by name: `lr`, which is a float, and others that a scheduler sets, such as `momentum`."""
+"""Options of a group, keyed by name. `lr` is a float. A scheduler may set others, such as `momentum`."""
 
 
 class LearningRates:
     """The learning rates of an optimizer's groups, as a function of the step."""
 
     def __init__(self, plan: Plan, task: Task, optimizer: Optimizer) -> None:
-        """Keep the rates that `optimizer` was built with. Call this before it loads a state."""
+        """Keep the rates with which `optimizer` was built. Call this before the optimizer loads a state."""
         self._plan = plan
         self._task = task
         self._built = stand_in_for(optimizer)
         self._played: dict[int, PlayedSchedulers] = {}
-        "Played schedulers by the number of steps in the run."
+        "Played schedulers, keyed by the number of steps in the run."
 
     def at(self, step: int, total_steps: int) -> list[Options]:
         """Return the options of each group at a step, counted from 0, in a run of `total_steps` steps.
 
         Raises `SettingsError` if the task's schedulers cannot be used.
         """
-        if hasattr(self._task, "build_scheduler"):
+        if self._task.build_scheduler:
             if total_steps not in self._played:
                 self._played[total_steps] = PlayedSchedulers(self._plan, self._task, self._built, total_steps)
             return self._played[total_steps].at(step)
+        assert self._task.schedule
         # A task may compute rates with NumPy, whose numbers could not be loaded from a checkpoint.
         factor = float(self._task.schedule(step, total_steps))
         return [{"lr": float(group["lr"]) * factor} for group in self._built.param_groups]
@@ -96,7 +97,7 @@ class LearningRates:
             ) from error
 
     def _names(self) -> Iterator[str]:
-        """Yield a name for each group: its number, after the name of its optimizer if there are several."""
+        """Yield a name for each group. It is the group's number, with its optimizer's name if there are several."""
         several = self._built.named if isinstance(self._built, Optimizers) else {"": self._built}
         for name, optimizer in several.items():
             for number in range(1, len(optimizer.param_groups) + 1):
@@ -130,7 +131,7 @@ class PlayedSchedulers:
         return [set_by_scheduler(group, before) for group, before in groups]
 
     def _begin(self) -> None:
-        """Build the schedulers, which are then at the first step."""
+        """Build the schedulers, starting at the first step."""
         self._optimizer = stand_in_for(self._built)
         self._step = 0
         self._schedulers = self._build_schedulers()
@@ -205,7 +206,7 @@ def stand_in_for(optimizer: Optimizer) -> Optimizer:
 
 
 def set_by_scheduler(group: Options, built: Options) -> Options:
-    """Return the rate of a stand-in's group, and the other options of `built` that a scheduler has set there."""
+    """Return the rate of a stand-in's group, and the other options of `built` that a scheduler has set in the group."""
     others = (group.were_set if isinstance(group, Group) else set()) & built.keys() - {"params", "lr", "initial_lr"}
     return {"lr": float(group["lr"]), **{name: group[name] for name in others}}
 
@@ -226,9 +227,9 @@ def can_jump(scheduler: LRScheduler) -> bool:
 
 
 def jump(scheduler: LRScheduler, step: int) -> None:
-    """Set the rate of a scheduler's optimizer to that of a step, counted from 0.
+    """Set the rate of a scheduler's optimizer for a step, counted from 0.
 
-    This uses private methods, because the public way to a step, `step(epoch)`, is deprecated and warns.
+    This uses private methods, because the public `step(epoch)` is deprecated and warns.
     """
     while isinstance(scheduler, SequentialLR):
         number = bisect_right(scheduler._milestones, step)
@@ -238,6 +239,6 @@ def jump(scheduler: LRScheduler, step: int) -> None:
 
 
 def join_names(names: list[str]) -> str:
-    """Return the names of groups as text. If there are many, the text ends with the number of the others."""
+    """Join the names of groups. If there are many, some are only counted."""
     more = len(names) - MAX_NAMED_GROUPS
     return ", ".join(names[:MAX_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")

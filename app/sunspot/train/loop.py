@@ -11,7 +11,7 @@ from sunspot.train.worker import Worker
 
 
 def train_loop(config: WorkerConfig) -> None:
-    """Train on one worker, in a single group or, if its process outlives its groups, in one group after another.
+    """Train on one worker in a single group, or in successive groups if its process outlives them.
 
     Ray Train calls this on every worker.
     """
@@ -29,7 +29,7 @@ def train_loop(config: WorkerConfig) -> None:
 
 
 def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
-    """Train in one worker group after another, until the run ends. Raises the error that ends this process."""
+    """Train in successive worker groups until the run ends. Raises the error that ends this process."""
     while True:
         try:
             train_in_group(config, survivor)
@@ -60,21 +60,14 @@ def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> No
 def train(worker: Worker) -> None:
     """Train until the run ends or is stopped, with the task's own loop, a library's Trainer, or the loop below."""
     task = worker.learner.task
-    if hasattr(task, "build_module"):
-        from sunspot.train.lightning import (
-            train as train_by_lightning,
-        )  # imported here because only tasks with a LightningModule need it
-
-        train_by_lightning(worker)
-    elif hasattr(task, "build_trainer"):
-        from sunspot.train.transformers import train as train_by_transformers
-
-        train_by_transformers(worker)
-    else:
-        run = TrainingRun(worker)
-        with closing(run):
-            getattr(task, "train", take_steps)(run)
-            run.refuse_early_end()
+    if task.library_loop:
+        task.library_loop(worker)
+        return
+    run = TrainingRun(worker)
+    with closing(run):
+        take = task.train or take_steps
+        take(run)
+        run.refuse_early_end()
 
 
 def take_steps(run: TrainingRun) -> None:

@@ -1,7 +1,7 @@
 """Detects a loss or weights that are not finite, and decides when they end a run.
 
-The loss is checked only when the means of a window are read anyway, and the weights only when they are saved. So no
-step waits for the device.
+The loss is checked only when a window's means are read, and the weights only when they are saved. No step has to wait
+for the device.
 """
 
 import math
@@ -21,13 +21,13 @@ from sunspot.run.checkpoints import NAN_ACCEPTED, NAN_SINCE, NAN_WEIGHTS, NAN_WI
 from sunspot.settings import PREFIX, Settings
 
 MIN_BYTES = 2
-"""Smallest size in bytes of the numbers that are checked, because torch cannot sum 8-bit numbers."""
+"""Minimum size in bytes of the numbers to check, because torch cannot sum 8-bit numbers."""
 
 
 class NanWatch:
-    """Counts consecutive windows of metrics that end with a loss that is not finite.
+    """Counts consecutive metric windows that end with a loss that is not finite.
 
-    All workers know the same means, and agree on the rest, so they all decide the same.
+    All workers get the same means and agree on the rest, so they make the same decision.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NanWatch:
         self._group, self._model = group, model
         names = (NAN_SINCE, NAN_WINDOWS, NAN_WEIGHTS, *([] if weights_checked else [NAN_ACCEPTED]))
         self.state = {name: before[name] for name in names if before.get(name)}
-        "Entries for records and checkpoint metrics, so that a restart continues counting. Empty if all is finite."
+        "Entries for records and checkpoint metrics, which let a restart continue counting. Empty if all is finite."
         # A task may train with weights that are infinite on purpose, such as a mask.
         known = NAN_WEIGHTS in self.state or not self._limit
         if weights_checked and not known and not has_finite_weights(model):
@@ -81,7 +81,7 @@ class NanWatch:
 
     @property
     def _accepted(self) -> dict[str, int]:
-        """The entry that stays for good if some weights are infinite on purpose."""
+        """The entry that remains if some weights are infinite on purpose."""
         return {NAN_ACCEPTED: 1} if NAN_ACCEPTED in self.state else {}
 
     @property
@@ -106,7 +106,7 @@ class NanWatch:
 
 
 def names_of_losses(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of the losses in a record: `loss`, or if a loop logs no `loss`, all names that end with it."""
+    """Return the name `loss` if the record has it, otherwise all names that end with `loss`."""
     return [LOSS] if LOSS in record else [name for name in record if name.endswith(LOSS)]
 
 
@@ -114,7 +114,7 @@ def has_finite_weights(model: torch.nn.Module) -> bool:
     """Return True if the weights that this worker trains are finite. This waits for the device.
 
     The sum of finite weights is finite, unless they are so large that the model is useless anyway. If a model has no
-    parameters, such as a Keras model, this checks the state that its checkpoints contain.
+    parameters of its own, this checks the state that its checkpoints contain.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sums: dict[torch.device, list[torch.Tensor]] = {}

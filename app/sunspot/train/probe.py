@@ -21,13 +21,13 @@ PROBE_TIMEOUT_S = 120
 """Maximum number of seconds to wait for a node's answer, for which Ray starts a process there."""
 
 MAX_PROBES = 256
-"""Largest number of nodes that are asked at once. Each node makes about ten small storage requests."""
+"""Maximum number of nodes to probe at once. Each node makes about ten small storage requests."""
 
 MAX_NODES_NAMED = 3
-"""Largest number of nodes that a message names for one problem. The others are counted."""
+"""Maximum number of nodes that a message names for one problem. The others are counted."""
 
 MAX_PROBLEMS_NAMED = 3
-"""Largest number of problems that a message names."""
+"""Maximum number of problems that a message names."""
 
 PROBE_KEY = re.compile(r"probe-[0-9a-f]{32}")
 """Pattern of a probe's key, which is the only difference between messages about the same problem."""
@@ -56,7 +56,7 @@ def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, obje
 
 
 Problems = dict[str, str]
-"""Problem of each node that has one, by Ray's id of the node."""
+"""Problems, keyed by Ray node ID."""
 
 
 def ask_nodes(

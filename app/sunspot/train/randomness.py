@@ -1,6 +1,6 @@
-"""Random numbers as a function of the seed and of a step, row or rank, so that no generator's state is stored.
+"""Computes random numbers from the seed and a step, row or rank, so no generator's state is stored.
 
-A task's `augment_row` and `augment` therefore change a training row in the same way at any number of workers.
+A task's `augment_row` and `augment` change each training row in the same way for any number of workers.
 """
 
 import random
@@ -20,7 +20,7 @@ DRAW_STREAM = 2
 
 
 def seed_of(*words: int) -> int:
-    """Return the 32-bit seed that these words make. Zeros at their end make no difference."""
+    """Combine the words into a 32-bit seed. Trailing zeros make no difference."""
     return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 
@@ -39,13 +39,11 @@ def seed_generators(*words: int) -> None:
 
 
 def augment(task: Task, batch: Batch, seed: int, epoch: int, draw: Callable[..., torch.Tensor]) -> Batch:
-    """Return a batch with the columns that the task's `augment_row` and `augment`, if it has them, have changed."""
-    by_row = getattr(task, "augment_row", None)
-    if by_row:
-        batch = {**batch, **_augment_rows(by_row, batch, seed, epoch)}
-    by_batch = getattr(task, "augment", None)
-    if by_batch:
-        batch = {**batch, **by_batch(batch, draw)}
+    """Return a batch after the task's `augment_row` and `augment`, if it defines them."""
+    if task.augment_row:
+        batch = {**batch, **_augment_rows(task.augment_row, batch, seed, epoch)}
+    if task.augment:
+        batch = {**batch, **task.augment(batch, draw)}
     return batch
 
 

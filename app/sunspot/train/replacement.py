@@ -19,19 +19,19 @@ from sunspot.run.failures import describe_failure, record_failure
 from sunspot.train.joining import FAILURE_S, WorkerConfig
 
 TRIES_ON_NODE = 2
-"""Number of replacements that fail on one node before the node is left out."""
+"""Number of failed replacements on a node after which the node is left out."""
 
 PAUSE_S = 10.0
 """Seconds before the end of a replacement whose node cannot be left out. They double with each replacement."""
 
 MAX_DOUBLINGS = 6
-"""Largest number of times that the pause doubles, to 640 s."""
+"""Maximum number of times that the pause doubles, up to 640 s."""
 
 
 def end_replacement(error: Exception, config: WorkerConfig) -> NoReturn:
     """Report why this process cannot train, and end it, so that Ray replaces it like any lost process.
 
-    Raising the error instead would end all workers, because Ray Train would take it for an error of the training.
+    Raising the error instead would end all workers, because Ray Train would treat it as a training error.
     """
     try:
         report(error, config)

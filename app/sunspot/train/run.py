@@ -162,9 +162,9 @@ class TrainingRun:
             return row_losses(self._learner, self.model, batch)
 
     def refuse_detached(self, losses: torch.Tensor) -> None:
-        """Raise `SettingsError` for a loss without a gradient, before PyTorch raises an error that names no task."""
+        """Raise `SettingsError` if the loss has no gradient, because PyTorch's own error would not name the task."""
         if not losses.requires_grad:
-            place = place_of_function(getattr(self._learner.task, "loss", None))
+            place = place_of_function(self._learner.task.loss)
             raise SettingsError(
                 f"SUNSPOT_TASK={self.settings.task}: its loss{place}: it has no gradient, because it depends on no "
                 "parameter that trains; compute it from the model's output without detach(), item(), NumPy or "
@@ -218,7 +218,7 @@ class TrainingRun:
             hook.remove()
 
     def refuse_early_end(self) -> None:
-        """Raise `SettingsError` if a loop has returned before the run ends or is stopped."""
+        """Raise `SettingsError` if a loop returned before the run ended or was stopped."""
         if self.position < self.total_steps and not self.stopped:
             raise self._error(f"returned at step {self.position} of {self.total_steps}; take all of run.batches()")
 

@@ -180,7 +180,7 @@ def check_plan(plan: Plan, checked: TaskCheck) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        workers = 1 if hasattr(load_task(plan.settings), "full_batch") else plan.settings.num_workers.least
+        workers = 1 if load_task(plan.settings).full_batch else plan.settings.num_workers.least
         device = torch.device("cpu") if plan.settings.use_gpu == "false" else ray.train.torch.get_device()
         group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         place, checked.device = WorkerPlace(group, 0, workers, device), str(device)
@@ -237,7 +237,7 @@ def build(rows: "FewRows", attempt: Attempt, state: TrainingState) -> "CheckedWo
     watchdog = Watchdog(run, 0, 1, 0, lambda *_: None)
     group_start = GroupStart(attempt.step, True, {})
     worker = CheckedWorker(learner, group_start, checkpoints, commands, watchdog, telemetry, None, ExitStack())
-    if not hasattr(learner.task, "begin_schedule"):  # Lightning computes gradients inside the optimizer's step
+    if not learner.task.library_loop:  # a library may compute gradients inside the optimizer's step
         for optimizer in optimizers_in(learner.optimizer):
             optimizer.register_step_pre_hook(lambda each, *_: worker.note_step(each))
     return worker
@@ -263,7 +263,7 @@ class CheckedWorker(Worker):
         super().begin_step(step)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note, before an optimizer's step, which parameters have already changed and which have no gradient."""
+        """Before an optimizer's step, record which parameters have already changed and which have no gradient."""
         self.learner.undo.before_change(optimizer)
         named = self.learner.model.named_parameters()
         idle = {name for name, each in named if each.requires_grad and each.grad is None}
@@ -273,7 +273,7 @@ class CheckedWorker(Worker):
     def averages(self) -> bool:
         """True if the run will have several workers. The check then uses DDP, which may raise errors of its own."""
         plan = self.learner.plan
-        return plan.settings.num_workers.most > 1 and not hasattr(self.learner.task, "full_batch")
+        return plan.settings.num_workers.most > 1 and not self.learner.task.full_batch
 
     def describe_idle(self) -> str:
         """Return a warning that names the parameters without a gradient. Empty if all have a gradient."""
@@ -344,7 +344,7 @@ def refuse_infinite(learner: Learner, taken: Step) -> None:
 
 def find_losses(learner: Learner) -> torch.Tensor:
     """Return the loss of each row of the first step, with the model in evaluation mode. Empty without a `loss`."""
-    if not hasattr(learner.task, "loss"):
+    if not learner.task.loss:
         return torch.empty(0)
     [batch] = learner.loader.train(1, 0, 1)
     torch.manual_seed(0)
@@ -365,7 +365,7 @@ def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) ->
 
 def predict(learner: Learner, checked: TaskCheck) -> None:
     """Predict the newest rows with the task. Raises `SettingsError` if the results do not have the shape of scores."""
-    if not hasattr(learner.task, "predict"):
+    if not learner.task.predict:
         return
     settings = learner.plan.settings
     rows = {name: column.to(learner.place.device) for name, column in checked.batch.items()}

@@ -95,9 +95,6 @@ Ray would resize the group without a notice, and lose the steps since its last c
 itself.
 """
 
-LIBRARIES = {"xgboost": "XGBoost", "lightgbm": "LightGBM", "tensorflow": "Tensorflow"}
-"""Prefix of the names of Ray's trainer and of its configuration, by library."""
-
 
 def first_step(storage_path: str, run_name: str) -> int:
     """Return the step that the newest worker group starts from. Ray calls this when it makes the group's streams."""
@@ -314,8 +311,7 @@ def can_outlive(plan: Plan) -> bool:
     if settings.survivors == "off":  # checked first, so that the task need not be loaded
         return False
     task = load_task(settings)
-    own_loop = not hasattr(task, "begin_schedule") and not hasattr(task, "find_library")
-    return own_loop and settings.loader == "torch" and not settings.node_groups
+    return not task.needs_all_workers and settings.loader == "torch" and not settings.node_groups
 
 
 def start_again(
@@ -422,13 +418,14 @@ def make_trainer(config: WorkerConfig, resources: Resources, workers: WorkerRang
 
 def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
     """Return Ray's trainer for the plan's task, and its argument for the backend. Imports only the task's library."""
-    find_library = getattr(load_task(plan.settings), "find_library", None)
-    if not find_library:
+    task = load_task(plan.settings)
+    if not task.find_ray_trainer:
         return TorchTrainer, {"torch_config": BackendConfig(timeout_s=timeout_s)}
-    library = find_library(plan.settings, plan.source)
-    name = f"ray.train.{library}:{LIBRARIES[library]}"
-    config = BackendConfig(timeout_s=timeout_s, library=pkgutil.resolve_name(f"{name}Config")())
-    return pkgutil.resolve_name(f"{name}Trainer"), {f"{library}_config": config}
+    location = task.find_ray_trainer(plan.settings, plan.source)
+    library = location.partition(":")[0].rpartition(".")[2]
+    make_config = pkgutil.resolve_name(f"{location.removesuffix('Trainer')}Config")
+    config = BackendConfig(timeout_s=timeout_s, library=make_config())
+    return pkgutil.resolve_name(location), {f"{library}_config": config}
 
 
 def make_streams(plan: Plan, resources: Resources) -> StepStreams:

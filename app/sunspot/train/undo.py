@@ -35,7 +35,7 @@ Later they are compared only after a loss, and parameters that have changed are 
 """
 
 IMMUTABLE = (int, float, str, bool, type(None))
-"""Types of values in an optimizer's state that need no copy."""
+"""Types in an optimizer's state that need no copy."""
 
 
 class StepUndo:
@@ -78,7 +78,7 @@ class StepUndo:
         self._in_step = False
 
     def accept(self) -> None:
-        """Keep the state after a step or an evaluation, and note which frozen parameters it has changed."""
+        """Keep the state after a step or an evaluation, and record which frozen parameters have changed."""
         if self._moving and self._in_step:
             self._compare_changes()
         if self._unowned:
@@ -91,14 +91,14 @@ class StepUndo:
         self.keep()
 
     def begin_step(self) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         # The loop may have changed something since the last step, or DDP may have broadcast rank 0's parameters.
         if self._changed() or self._have_buffers_changed():
             self.keep()
         self._in_step = True
 
     def before_change(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer is about to take its step."""
+        """Record that an optimizer is about to take its step."""
         if not self._in_step:
             return
         if self._compared < COMPARISONS and not self._turns.has_begun(optimizer):
@@ -108,7 +108,7 @@ class StepUndo:
         self._turns.begin(optimizer)
 
     def put_back(self) -> bool:
-        """Put back the state that was kept, and return True if all of it could be put back. This never raises."""
+        """Restore the kept state, and return True if all of it could be restored. This never raises."""
         changed = set(self._changed())
         try:
             changed |= self._find_unseen()
@@ -185,7 +185,7 @@ class StepUndo:
         return [each for each, count, before in counts if count != before]
 
     def _compare_changes(self) -> None:
-        """Note the moving parameters that this step has changed more or less often than previous steps."""
+        """Record the moving parameters that this step has changed more or less often than previous steps."""
         for (name, each), before in zip(self._parameters.items(), self._versions, strict=True):
             if each in self._moving and each._version > before:
                 changes = each._version - before
@@ -224,13 +224,15 @@ class OptimizerTurns:
         self._begun: list[Optimizer] = []
         "Optimizers that have begun their step within the current step of the run, in order."
         self._followed = set[Optimizer]()
-        "Optimizers after which another one has been seen to take its step."
+        "Optimizers after which another optimizer has taken its step."
         self._copies: dict[Optimizer, OptimizerCopy] = {}
         self.returned = set[torch.nn.Parameter]()
         "The parameters that were put back."
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer begins its step. If another one is known to follow, copy its parameters and state."""
+        """Record that an optimizer begins its step.
+
+        If another optimizer is known to step after this one, copy this one's parameters and state."""
         self._followed.update(each for each in self._begun if each is not optimizer)
         if optimizer in self._followed and not self._begun.count(optimizer):
             self._copies.setdefault(optimizer, OptimizerCopy(optimizer)).take()

@@ -58,7 +58,7 @@ DEADLINE_MARGIN_S = 1.0
 
 @dataclass(frozen=True)
 class GroupStart:
-    """State from which a worker group trains, with the objects that its worker keeps from the previous group."""
+    """The state from which a worker group trains, with objects that its worker keeps from the previous group."""
 
     step: int
     "Optimizer steps taken so far."
@@ -73,13 +73,13 @@ class GroupStart:
     window: MetricWindow | None = None
     "Window of metrics that the process has kept from the previous group."
     is_closed: Callable[[], bool] | None = None
-    "Function that returns True once the group has ended. None if the process ends with its group."
+    "Function that returns True once the group has ended, or None if the process ends with its group."
     weights_checked: bool = True
     "True if the weights come from a checkpoint. They were checked for NaN when the checkpoint was saved."
 
 
 class RegroupError(Exception):
-    """Raised when a worker leaves its group. Its process stays, and joins the next group."""
+    """Raised if a worker leaves its group and its process will join the next group."""
 
 
 @dataclass
@@ -263,7 +263,7 @@ class Worker:
             run_on_all_ranks(self._group, self.checkpoints.drain)
 
     def begin_step(self, step: Step) -> None:
-        """Note that a step begins, before its forward pass. Raises `RegroupError` if the group has ended."""
+        """Record that a step begins, before its forward pass. Raises `RegroupError` if the group has ended."""
         self._leave_closed_group()
         if self._undo:
             self._undo.begin_step()
@@ -282,8 +282,8 @@ class Worker:
         the parameters themselves while the next forward and backward passes run. A change during that time would mix
         two steps in one checkpoint, and the checkpoint would still pass verification.
 
-        `TrainingRun.before_change` is the only caller. A hook on each torch optimizer calls it, and the callbacks of
-        Lightning and transformers do. `optimizer` is the optimizer that is about to take its step, if there is one.
+        `TrainingRun.before_change` is the only caller. A hook on each torch optimizer and the callbacks of libraries'
+        Trainers call it. `optimizer` is the optimizer that is about to take its step, if there is one.
         """
         self.wait_for_copy()
         if self.group_start.await_sums:

@@ -111,7 +111,7 @@ def plain(workload: Workload, device: torch.device, precision: str) -> float:
     """Return the milliseconds per step of the simplest loop, with all rows on the device already."""
     with tempfile.TemporaryDirectory() as folder:
         settings = workload.settings(folder, device)
-        task = load_task(settings)
+        task: Any = load_task(settings)
         plan = make_plan(settings, task)
         rows = {name: column.to(device) for name, column in load_rows(plan.source).items()}
     model = task.build_model(settings, plan.source).to(device)

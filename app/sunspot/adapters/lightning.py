@@ -1,6 +1,6 @@
-"""Adapts a LightningModule to the functions of a task (`sunspot.tasks.Task`).
+"""Adapter for tasks that train a LightningModule.
 
-Only this file and train/lightning.py import Lightning. Both are only imported for a task that defines `build_module`.
+Only this file and lightning_loop.py import Lightning. They are imported only for tasks that define `build_module`.
 """
 
 import inspect
@@ -21,7 +21,8 @@ from sunspot.errors import SettingsError, shorten
 from sunspot.log import warn_once
 from sunspot.metric_names import LOSS, refuse_names
 from sunspot.settings import Settings
-from sunspot.tasks.defaults import refuse_unread, unread_without_defaults
+from sunspot.tasks.defaults import unread_without_defaults
+from sunspot.tasks.task import LOOP_FUNCTIONS, RATE_FUNCTIONS, Task
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +34,24 @@ UNREAD_SETTINGS = {
     "parallel": "has a LightningModule, which is never sharded; set it to ddp",
     "compile": "has a LightningModule, which is never compiled; set it to off, and use torch.compile in build_module",
 }
-"""Reason for refusing each setting that does not work with a LightningModule."""
+"""Reasons, keyed by the settings that do not work with a LightningModule."""
+
+UNCALLED = {
+    **dict.fromkeys(LOOP_FUNCTIONS, "its LightningModule has hooks for it"),
+    **dict.fromkeys(
+        RATE_FUNCTIONS, "configure_optimizers of its LightningModule returns the optimizer and its schedulers"
+    ),
+}
+"""Reasons, keyed by the functions that are never called."""
 
 SET_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
-"""Optimizer options that PyTorch's schedulers set."""
+"""Optimizer options that PyTorch's schedulers change."""
 
 X_AXES = ("step", "epoch")
-"""Names by which modules log the x axis for Lightning's own loggers, which Sunspot does not use."""
+"""Names of the x axis in values that modules log for Lightning's own loggers, which Sunspot does not use."""
 
 
-class LightningTask:
+class LightningTask(Task):
     """Adapter for a task that defines `build_module(settings, source)`, which returns a `LightningModule`.
 
     `training_step` returns the mean loss of its batch, and `validation_step` returns or logs it. Without a
@@ -50,27 +59,29 @@ class LightningTask:
     Values from other hooks are dropped.
     """
 
-    def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt the module of a task. Raises `SettingsError` for settings that do not work with a LightningModule."""
-        self._module, self._settings = module, settings
-        refuse_unread(settings, UNREAD_SETTINGS)
+    uncalled = UNCALLED
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the task's module, such as `find_sources` or `predict`."""
-        return getattr(self._module, name)
+    def __init__(self, module: ModuleType, settings: Settings) -> None:
+        """Adapt a task's module. Raises `SettingsError` if a setting does not work with a LightningModule."""
+        super().__init__(module, settings, UNREAD_SETTINGS)
+
+    def library_loop(self, worker: Any) -> None:
+        from sunspot.adapters.lightning_loop import train
+
+        train(worker, self)
 
     def build_model(self, settings: Settings, source: Source) -> LightningModule:
         """Build the LightningModule. Raises `SettingsError` if it uses features that are not supported."""
-        model = self._module.build_module(settings, source)
+        model = self.module.build_module(settings, source)
         if not isinstance(model, LightningModule):
-            raise self._error(f"build_module returned a {type(model).__name__}; return a lightning.LightningModule")
+            raise self.error(f"build_module returned a {type(model).__name__}; return a lightning.LightningModule")
         missing = [name for name in ("training_step", "configure_optimizers") if not defines(model, name)]
         if missing:
-            raise self._error(f"its {type(model).__name__} does not define {', '.join(missing)}")
+            raise self.error(f"its {type(model).__name__} does not define {', '.join(missing)}")
         if not model.automatic_optimization:
-            raise self._error("manual optimization hides when a step is taken; leave automatic_optimization on")
+            raise self.error("manual optimization hides when a step is taken; leave automatic_optimization on")
         if defines(model, "configure_model"):
-            raise self._error("configure_model would add weights that no checkpoint has; add them in build_module")
+            raise self.error("configure_model would add weights that no checkpoint has; add them in build_module")
         model.log = LogCapture()  # type: ignore[assignment, method-assign]
         self._steps = Steps(rows_in(source), settings.global_batch_size)
         return model
@@ -84,14 +95,14 @@ class LightningTask:
         try:
             trainer.strategy.setup_optimizers(trainer)
         except Exception as error:  # Lightning's own and the module's
-            raise self._error(f"configure_optimizers: {shorten(error)}") from error
+            raise self.error(f"configure_optimizers: {shorten(error)}") from error
         [optimizer] = trainer.strategy.optimizers  # Lightning itself refuses more
         parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if parameters.isdisjoint(model.parameters()):
-            raise self._error("configure_optimizers returned no optimizer of the module's parameters")
+            raise self.error("configure_optimizers returned no optimizer of the module's parameters")
         self._schedulers = trainer.strategy.lr_scheduler_configs
         if any(config.reduce_on_plateau for config in self._schedulers):
-            raise self._error(
+            raise self.error(
                 "its scheduler follows a metric (ReduceLROnPlateau), but learning rates must be a function of the "
                 "step, so that a run can resume from any step; choose another scheduler"
             )
@@ -105,12 +116,10 @@ class LightningTask:
 
     def schedule(self, step: int, total_steps: int) -> float:
         """Raise `SettingsError`, because a LightningModule's schedulers are objects (`begin_schedule`)."""
-        raise self._error(
-            "only `python -m sunspot.train` trains a LightningModule; choose a task in plain PyTorch here"
-        )
+        raise self.error("only `python -m sunspot.train` trains a LightningModule; choose a task in plain PyTorch here")
 
     def begin_schedule(self, model: LightningModule, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Bring all scheduled options to their state after `step` optimizer steps.
+        """Set all scheduled options to their values after `step` optimizer steps.
 
         Replay the schedulers of the current `configure_optimizers` from the beginning, because checkpoints do not store
         them.
@@ -155,7 +164,7 @@ class LightningTask:
         loss = logged_loss if loss is None else loss
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-            raise self._error(
+            raise self.error(
                 f"a step's loss is a {type(loss).__name__}{shape}; return the mean loss of the batch as a tensor of "
                 "one number, or a dict with this tensor as 'loss'"
             )
@@ -163,12 +172,9 @@ class LightningTask:
         each = {name: value.reshape(()).expand(rows) for name, value in means.items()}
         return each.pop("loss"), each, output
 
-    def _error(self, text: str) -> SettingsError:
-        return SettingsError(f"SUNSPOT_TASK={self._settings.task}: {text}")
-
 
 class LogCapture:
-    """Replaces a module's `log` in training and evaluation, and keeps the values for the metric history."""
+    """A replacement for a module's `log` that keeps the values for the metric history."""
 
     def __init__(self) -> None:
         self._values: Batch = {}

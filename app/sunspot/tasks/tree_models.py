@@ -1,7 +1,6 @@
-"""Adapts the gradient-boosted trees of XGBoost and LightGBM to the functions of a task (`sunspot.tasks.Task`).
+"""Gradient-boosted trees of XGBoost and LightGBM as PyTorch modules, which sunspot/adapters/boosted_trees.py trains.
 
-The trees become a PyTorch module whose state is the library's own model, as bytes. A step is a round, which sees all
-rows and adds a tree, or a tree for each class. Either library is imported only when a model of it is built.
+A module's state is the content of the library's own model file. A library is imported when one of its models is built.
 """
 
 import importlib
@@ -9,55 +8,42 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from sunspot.data.source import Batch, Source, model_inputs
 from sunspot.errors import SettingsError, shorten
 from sunspot.extras import how_to_install
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks import TrainingRun
-from sunspot.tasks.defaults import build_empty_optimizer, refuse_unread
 
 SET_HERE = {
     "xgboost": ("objective", "num_class", "seed", "nthread"),
     "lightgbm": ("objective", "num_class", "seed", "num_threads", "metric", "tree_learner", "machines"),
 }
-"""Parameters that follow from the data, the settings and the workers, so that a task may not set them."""
+"""Parameters that tasks must not set, because the data, the settings and the workers determine them."""
 
 DEFAULT_RATES = {"xgboost": 0.3, "lightgbm": 0.1}
 """Each library's default learning rate."""
 
-UNREAD_SETTINGS = dict.fromkeys(
-    (
-        *("global_batch_size", "micro_batch_size", "learning_rate", "weight_decay", "clip_norm", "schedule"),
-        *("warmup_steps", "precision", "parallel", "compile", "loader", "ema"),
-    ),
-    f"boosts trees, which do not read it; leave it out (their library's own parameters are in {PREFIX}TASK_ARGS)",
-)
-"""Reason for refusing each setting that trees do not read."""
-
 MIN_PROBABILITY = 1e-30
-"""Smallest probability to take the logarithm of, so that it is finite."""
+"""Lower bound of probabilities, which keeps their logarithms finite."""
 
 ADDRESSES = re.compile(r"^\[(?:machines|local_listen_port): .*\]\n", re.MULTILINE)
-"""Lines in LightGBM's file that hold the addresses of this group's workers."""
-
-MAX_FEATURES_SHOWN = 20
-"""Largest number of features that the report lists."""
+"""Lines in a LightGBM model file that contain the addresses of the group's workers."""
 
 
 class Trees(torch.nn.Module, ABC):
-    """Trees of all rounds so far. Outputs are scores before softmax, [B, classes], or values, [B], without classes."""
+    """The trees of all rounds so far.
+
+    Outputs are scores before softmax, [B, classes], or values, [B], if there are no classes.
+    """
 
     def __init__(self, library: str, options: Mapping[str, Any], settings: Settings, source: Source) -> None:
-        """Prepare the library. `options` are its own parameters.
+        """Import and check the library. `options` are the library's own parameters.
 
-        Raises `SettingsError` if the library is not installed or refuses the options.
+        Raises `SettingsError` if the library is not installed or rejects the options.
         """
         super().__init__()
         task = f"{PREFIX}TASK={settings.task}"
@@ -86,15 +72,15 @@ class Trees(torch.nn.Module, ABC):
 
     @abstractmethod
     def _check(self) -> None:
-        """Complete the options and train on made-up rows, so that the library raises an error if they are wrong."""
+        """Complete the options and check them by training on artificial rows."""
 
     @abstractmethod
     def begin(self, batch: Batch, world_size: int) -> None:
-        """Set the rows that this worker uses in every round."""
+        """Set the rows on which this worker trains in every round."""
 
     @abstractmethod
     def boost(self) -> torch.Tensor:
-        """Add a round together with all other workers, and return the scores of this worker's rows."""
+        """Train one round together with all other workers, and return the scores of this worker's rows."""
 
     @property
     @abstractmethod
@@ -103,11 +89,11 @@ class Trees(torch.nn.Module, ABC):
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return the content of the library's own model file, or nothing before the first round."""
+        """Return the content of the library's model file. It is empty before the first round."""
 
     @abstractmethod
     def from_bytes(self, content: bytes) -> None:
-        """Continue from the content of a model file."""
+        """Load the content of a model file."""
 
     @abstractmethod
     def _score(self, features: np.ndarray) -> np.ndarray:
@@ -115,7 +101,7 @@ class Trees(torch.nn.Module, ABC):
 
     @abstractmethod
     def importance(self) -> dict[int, float]:
-        """Return the gain of each used feature over all trees, by the number of the feature."""
+        """Return the total gain of each used feature, keyed by the feature's index."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         if not self.rounds:
@@ -124,7 +110,7 @@ class Trees(torch.nn.Module, ABC):
         return torch.from_numpy(np.ascontiguousarray(self._score(features_of(batch)), np.float32))
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return the library's file as uint8 [bytes]."""
+        """Return the content of the library's model file as a uint8 tensor."""
         return torch.frombuffer(bytearray(self.to_bytes() or b"\0"), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
@@ -245,84 +231,9 @@ class LightGBMTrees(Trees):
 KINDS: dict[str, type[Trees]] = {"xgboost": XGBoostTrees, "lightgbm": LightGBMTrees}
 
 
-class TreesTask:
-    """Adapter for a task that defines `build_trees(settings, source) -> Trees`."""
-
-    full_batch = True
-    "True because every step sees all rows. A row stays on the same worker in all rounds of a group."
-
-    def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt the module of a task. Raises `SettingsError` for settings that trees do not read."""
-        self._module = module
-        refuse_unread(settings, UNREAD_SETTINGS)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the task's module, such as `find_sources`."""
-        return getattr(self._module, name)
-
-    def find_library(self, settings: Settings, source: Source) -> str:
-        """Return the name of the library in Ray Train."""
-        return self.build_model(settings, source).library
-
-    def build_model(self, settings: Settings, source: Source) -> Trees:
-        return self._module.build_trees(settings, source)
-
-    def build_optimizer(self, model: Trees, settings: Settings) -> torch.optim.Optimizer:
-        return build_empty_optimizer(model.learning_rate)
-
-    def train(self, run: TrainingRun) -> None:
-        """Add rounds until the run ends or is stopped."""
-        trees = run.model
-        for number, batch in enumerate(run.batches()):
-            if not run.weight:
-                raise SettingsError(
-                    f"{PREFIX}NUM_WORKERS={run.settings.num_workers}: the data have too few rows for {run.world_size} "
-                    "workers, and trees need rows on each worker; start fewer workers"
-                )
-            if number == 0:
-                trees.begin(batch, run.world_size)
-            run.optimizer.step()  # waits until the state has been copied, because the trees change from here on
-            losses, metrics = rate(trees.boost(), batch["label"])
-            run.log({"loss": losses, **metrics})
-            run.step()
-
-    def schedule(self, step: int, total_steps: int) -> float:
-        return 1.0
-
-    def loss(self, model: Trees, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        return rate(model(batch), batch["label"])
-
-    def predict(self, model: Trees, batch: Batch) -> torch.Tensor:
-        return model(batch)
-
-    def show(self, model: Trees, rows: Batch) -> dict[str, Any]:
-        """Return a table of the features with the largest gain, for the report."""
-        gains = sorted(model.importance().items(), key=lambda feature: -feature[1])
-        names = names_of(rows)
-        total = sum(gain for _, gain in gains)
-        table = [{"feature": names[number], "share": gain / total} for number, gain in gains[:MAX_FEATURES_SHOWN]]
-        return {"Features by gain": table}
-
-
-def rate(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Batch]:
-    """Return the log loss of each row, [B], and the accuracy. Without classes, return only the squared error."""
-    if scores.ndim == 1:
-        return (scores - labels).square(), {}
-    return functional.cross_entropy(scores, labels, reduction="none"), {"accuracy": scores.argmax(1) == labels}
-
-
 def without_stack(error: Exception) -> Exception:
     """Return an error without the stack trace that XGBoost puts into its text."""
     return type(error)(re.split(r"\s*Stack trace:", str(error))[0])
-
-
-def names_of(batch: Batch) -> list[str]:
-    """Return the name of each feature: its column, and the index if the column has several features."""
-    names = list[str]()
-    for name, column in model_inputs(batch).items():
-        size = math.prod(column.shape[1:])
-        names += [f"{name}[{place}]" for place in range(size)] if column.ndim > 1 else [name]
-    return names
 
 
 def features_of(batch: Batch) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""The training loop of a task with a Trainer of transformers, which takes the steps of a `TrainingRun`.
+"""The training loop of tasks with a Trainer of transformers.
 
-Accelerate wraps the model, as in a script. So the Trainer's arguments decide about precision, about work that only one
-process of a node does, and about DDP. Accelerate finds Ray Train's process group and environment.
+Accelerate wraps the model, as in an ordinary script. The Trainer's arguments therefore control precision, DDP, and work
+that only one process per node does. Accelerate uses Ray Train's process group and environment.
 """
 
 from collections import deque
@@ -13,22 +13,22 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from sunspot.adapters.transformers import TrainedModel, TrainerTask, measured
 from sunspot.data.order import MIN_ROWS
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX
-from sunspot.tasks.transformers_adapter import TrainedModel, TrainerTask, measured
 from sunspot.train.run import LibraryRun
 from sunspot.train.worker import Worker
 
 UNCOUNTED = -100
-"""Label of a token that does not count in the loss, by convention of PyTorch and transformers."""
+"""Label of tokens that PyTorch and transformers ignore in the loss."""
 
 
-def train(worker: Worker) -> None:
-    """Train like `sunspot.train.loop.train`, with the task's Trainer."""
+def train(worker: Worker, task: TrainerTask) -> None:
+    """Train with the task's Trainer."""
     if worker.repeat_evaluation() or worker.group_start.step >= worker.learner.plan.total_steps:
         return
-    run = TrainerRun(worker)
+    run = TrainerRun(worker, task)
     with closing(run):
         run.trainer.train()
     if run.position < run.total_steps and not run.stopped:
@@ -40,20 +40,19 @@ def train(worker: Worker) -> None:
 
 
 class TrainerRun(LibraryRun):
-    """A run whose steps are taken by a Trainer, which gets the run's rows.
+    """A run that feeds its rows to a Trainer, which takes the steps.
 
-    A step is one step of the Trainer, which accumulates gradients. Every step has the same number of passes on every
-    worker.
+    The Trainer accumulates gradients over the passes of a step. All workers make the same number of passes per step.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, task: TrainerTask) -> None:
         super().__init__(worker)
         plan = worker.learner.plan
         self._model = cast(TrainedModel, self.model)
         self.trainer = trainer = self._model.trainer
         self._per_step = plan.passes(self.world_size)
         self._ahead: deque[tuple[int, float]] = deque()
-        "Number of rows and weight of each pass whose rows the Trainer has fetched."
+        "Number of rows and weight of each pass that the Trainer has fetched but not begun."
         trainer.args.max_steps = self.total_steps
         trainer.args.gradient_accumulation_steps = self._per_step
         self._count = trainer.get_batch_samples
@@ -63,9 +62,9 @@ class TrainerRun(LibraryRun):
         trainer.get_batch_samples = self.count_samples
         trainer.training_step = self.make_pass
         trainer.compute_loss = self.weighted_loss
-        # Metrics stay this worker's. The history averages them, because workers may have different numbers of rows.
+        # Metrics are not gathered here. The history averages them, because workers can have different numbers of rows.
         trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda values, *_, **__: values
-        trainer.add_callback(StepCallback(self, cast(TrainerTask, worker.learner.task)))
+        trainer.add_callback(StepCallback(self, task))
 
     def __len__(self) -> int:
         """Number of passes in an epoch."""
@@ -84,7 +83,7 @@ class TrainerRun(LibraryRun):
                 yield inputs
 
     def count_samples(self, iterator: Iterator[Any], number: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Return the passes of a step, and the number of items of all workers by which their losses are divided."""
+        """Return the passes of a step, and the number of items over all workers, which divides the losses."""
         samples, items = self._count(iterator, number, device)
         if items is not None:
             items = torch.as_tensor(items, device=device)
@@ -92,7 +91,7 @@ class TrainerRun(LibraryRun):
         return samples, items
 
     def make_pass(self, model: torch.nn.Module, inputs: Any, items: Any = None) -> torch.Tensor:
-        """Make one forward and backward pass."""
+        """Make a forward and backward pass."""
         self._begin_pass(*self._ahead.popleft())
         self.trainer.current_gradient_accumulation_steps = 1  # the weights of rows account for the number of passes
         return self._pass(model, inputs, items)
@@ -100,10 +99,10 @@ class TrainerRun(LibraryRun):
     def weighted_loss(
         self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the part of a pass in the step's loss, times the number of workers, because gradients are averaged.
+        """Return a pass's contribution to the step's loss, times the number of workers, because gradients are averaged.
 
-        A loss that is divided by the items of the whole step has this value already. The mean loss of a pass is
-        multiplied by the weights of its rows.
+        If the Trainer divides losses by the items of the whole step, its loss already has this value. Otherwise, the
+        pass's mean loss is multiplied by the weights of its rows.
         """
         if not self.in_step:  # the mean loss of held-out rows
             return self._loss(model, inputs, return_outputs=return_outputs)
@@ -120,14 +119,14 @@ class TrainerRun(LibraryRun):
         return (loss, outputs) if return_outputs else loss
 
     def _is_divided(self, items: Any) -> bool:
-        """Return True if the Trainer divides a loss by the items of a step, by the same rule as its `training_step`."""
+        """Return True if the Trainer divides losses by a step's items. The rule is that of its `training_step`."""
         scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
         accepts = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
         return items is not None and (accepts if scaled is None else scaled)
 
 
 class StepCallback(TrainerCallback):
-    """Begins at the run's position, waits before parameters change, and ends the last step of each epoch."""
+    """A callback that starts at the run's position, waits before parameters change, and ends each epoch's last step."""
 
     def __init__(self, run: TrainerRun, task: TrainerTask) -> None:
         self._run = run

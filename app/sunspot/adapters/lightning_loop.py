@@ -8,10 +8,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
 
+from sunspot.adapters.lightning import LightningTask, count_from, defines, make_trainer
 from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.source import Batch
 from sunspot.parallel.gradients import FiniteGradients, prepare
-from sunspot.tasks.lightning_adapter import LightningTask, count_from, defines, make_trainer
 from sunspot.train.run import LibraryRun
 from sunspot.train.worker import Worker
 
@@ -19,14 +19,13 @@ BETWEEN_STEPS = (
     *("on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_after_backward"),
     *("on_before_zero_grad", "configure_callbacks"),
 )
-"""Hooks between two optimizer steps, in which a module may change parameters itself."""
+"""Hooks in which a module may change parameters between two optimizer steps."""
 
 
-def train(worker: Worker) -> None:
-    """Train like `sunspot.train.loop.train`, with Lightning's Trainer."""
+def train(worker: Worker, task: LightningTask) -> None:
+    """Train with Lightning's Trainer."""
     learner = worker.learner
     step = worker.group_start.step
-    task = cast(LightningTask, learner.task)
     module = cast(LightningModule, learner.model)
     task.begin_schedule(module, learner.optimizer, step)
     if worker.repeat_evaluation():

@@ -21,10 +21,9 @@ import tensorflow as tf
 import torch
 
 from sunspot.data.source import Batch, Source, model_inputs
-from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks import TrainingRun
-from sunspot.tasks.defaults import build_empty_optimizer, learning_rate_factor, refuse_unread
+from sunspot.tasks.defaults import build_empty_optimizer, learning_rate_factor
+from sunspot.tasks.task import RATE_FUNCTIONS, Task, TrainingRun
 
 # torch imports Triton with its first optimizer. Both TensorFlow and Triton contain LLVM. If Triton is loaded second,
 # their options clash and the process aborts (TensorFlow 2.21, torch 2.15). Nothing here needs Triton.
@@ -34,7 +33,10 @@ UNREAD_SETTINGS = dict.fromkeys(
     ("micro_batch_size", "weight_decay", "clip_norm", "precision", "parallel", "compile", "ema", "weights"),
     "has a Keras model, which does not read it; leave it out",
 )
-"""Reason for refusing each setting that Keras does not read."""
+"""Reasons, keyed by the settings that Keras ignores."""
+
+UNCALLED = dict.fromkeys(RATE_FUNCTIONS, "its Keras model brings its optimizer, and settings scale the rate")
+"""Reasons, keyed by the functions that are never called."""
 
 
 class KerasModule(torch.nn.Module):
@@ -99,47 +101,43 @@ class KerasModule(torch.nn.Module):
         return {"model": self.keras.variables, "optimizer": self.keras.optimizer.variables}
 
 
-class KerasTask:
+class KerasTask(Task):
     """Adapter for a task that defines `build_keras(settings, source)`, which returns a compiled `keras.Model`."""
 
+    uncalled = UNCALLED
+
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt the module of a task. Raises `SettingsError` for settings that Keras does not read."""
-        self._module = module
+        """Adapt a task's module. Raises `SettingsError` if a setting is set that Keras ignores."""
+        super().__init__(module, settings, UNREAD_SETTINGS)
         self.schedule = functools.partial(learning_rate_factor, settings)
-        refuse_unread(settings, UNREAD_SETTINGS)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the task's module, such as `find_sources`."""
-        return getattr(self._module, name)
-
-    def find_library(self, settings: Settings, source: Source) -> str:
-        """Return the name of the library in Ray Train."""
-        return "tensorflow"
+    def find_ray_trainer(self, settings: Settings, source: Source) -> str:
+        return "ray.train.tensorflow:TensorflowTrainer"
 
     def build_model(self, settings: Settings, source: Source) -> KerasModule:
         """Build the same model on all workers. Raises `SettingsError` if `build_keras` returns no compiled model."""
         keras.utils.set_random_seed(settings.seed)
 
         def build() -> keras.Model:
-            model = self._module.build_keras(settings, source)
+            model = self.module.build_keras(settings, source)
             if not isinstance(model, keras.Model) or not model.built or not model.compiled:
-                raise SettingsError(
-                    f"{PREFIX}TASK={settings.task}: build_keras returned a {type(model).__name__}; return a "
-                    "keras.Model with its input's shape, after model.compile(optimizer, loss)"
+                raise self.error(
+                    f"build_keras returned a {type(model).__name__}; return a keras.Model with its input's shape, "
+                    "after model.compile(optimizer, loss)"
                 )
             return model
 
         return KerasModule(build)
 
     def build_optimizer(self, model: KerasModule, settings: Settings) -> torch.optim.Optimizer:
-        """Build an optimizer that only holds the peak rate: LEARNING_RATE if it is set, or else Keras's rate.
+        """Build an optimizer that only holds the peak rate, which is LEARNING_RATE if it is set, or Keras's own rate.
 
         Raises `SettingsError` if the Keras optimizer has its own schedule.
         """
         own = model.built_rate
         if not isinstance(own, float):
-            raise SettingsError(
-                f"{PREFIX}TASK={settings.task}: the optimizer of its Keras model has a learning rate schedule "
+            raise self.error(
+                "the optimizer of its Keras model has a learning rate schedule "
                 f"({type(model.keras.optimizer).__name__} with {own.get('class_name')}), but {PREFIX}SCHEDULE and "
                 f"{PREFIX}WARMUP_STEPS set the rate of each step; give the optimizer a number instead"
             )
@@ -151,7 +149,7 @@ class KerasTask:
         """Train until the run ends or is stopped."""
         for batch in run.batches():
             learning_rate = run.optimizer.param_groups[0]["lr"]
-            run.optimizer.step()  # waits until the state has been copied, because the variables change from here on
+            run.optimizer.step()  # wait until a checkpoint has copied the state, because the variables change below
             losses, outputs = run.model.take_step(batch, learning_rate, run.weight / run.world_size)
             run.log({"loss": losses, **rate(outputs, batch)})
             run.step()
@@ -164,7 +162,7 @@ class KerasTask:
         return model(batch)
 
     def checkpoint_files(self, model: KerasModule, state: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return the model in the format that `keras.models.load_model` reads."""
+        """Return the model as a file that `keras.models.load_model` can load."""
         copy = keras.models.clone_model(model.keras)
         for variable, value in zip(copy.variables, state["_extra_state"]["model"], strict=True):
             variable.assign(value.numpy())
@@ -184,9 +182,9 @@ def join_workers() -> tf.distribute.Strategy:
 
 
 def inputs_of(batch: Batch) -> Any:
-    """Return all columns except `row` and `label`. A single column is an array, and several are a dict by name.
+    """Return the columns except `row` and `label` as an array, or as a dict of arrays if there are several.
 
-    Images are [B, H, W, C], as Keras expects.
+    Images have the shape [B, H, W, C], as Keras expects.
     """
     columns = {name: column.numpy(force=True) for name, column in model_inputs(batch).items()}
     if "image" in columns:
@@ -195,7 +193,7 @@ def inputs_of(batch: Batch) -> Any:
 
 
 def rate(outputs: torch.Tensor, batch: Batch) -> Batch:
-    """Return the accuracy of each row, or nothing for a task without classes."""
+    """Return the accuracy of each row, or an empty dict for a task without classes."""
     return {"accuracy": outputs.argmax(1) == batch["label"].cpu()} if outputs.ndim > 1 else {}
 
 

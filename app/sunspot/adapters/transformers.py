@@ -1,7 +1,6 @@
-"""Adapts a Trainer of transformers or TRL to the functions of a task (`sunspot.tasks.Task`).
+"""Adapter for tasks that train with a Trainer of transformers or TRL.
 
-Only this file and train/transformers.py use the Trainer. Both are only imported for a task that defines
-`build_trainer`.
+Only this file and transformers_loop.py use the Trainer. They are imported only for tasks that define `build_trainer`.
 """
 
 import hashlib
@@ -21,10 +20,11 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from sunspot.data.source import HELD_OUT, Batch, RowNumbers, Source, number_rows, rows_in
 from sunspot.data.torch_dataset import find_splits
-from sunspot.errors import ConflictError, SettingsError
+from sunspot.errors import ConflictError
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.defaults import refuse_unread, unread_without_defaults
+from sunspot.tasks.defaults import unread_without_defaults
 from sunspot.tasks.pretrained import ADAPTER, PretrainedModel
+from sunspot.tasks.task import LOOP_FUNCTIONS, RATE_FUNCTIONS, Task
 
 IN_ARGUMENTS = (
     "has a Trainer, which does not read it; leave it out, and see max_grad_norm, torch_compile and bf16 among its own "
@@ -36,7 +36,14 @@ UNREAD_SETTINGS = {
     **dict.fromkeys(("clip_norm", "compile", "gradient_precision", "loader", "parallel"), IN_ARGUMENTS),
     "test_share": "has a Trainer; return a dict of train and test from build_dataset",
 }
-"""Reason for refusing each setting that a Trainer does not read."""
+"""Reasons, keyed by the settings that a Trainer ignores."""
+
+UNCALLED = {
+    **dict.fromkeys(LOOP_FUNCTIONS, "its Trainer loops over the rows that build_dataset returns"),
+    **dict.fromkeys(RATE_FUNCTIONS, "its Trainer builds the optimizer and its scheduler from its arguments"),
+    "compute_metrics": "its Trainer evaluates held-out rows",
+}
+"""Reasons, keyed by the functions that are never called."""
 
 REFUSED = (
     *("auto_find_batch_size", "deepspeed", "enable_jit_checkpoint", "fp16", "fsdp", "load_best_model_at_end"),
@@ -70,31 +77,34 @@ class TrainedModel(PretrainedModel):
         return loader.collate_fn(fetch(ids) if fetch else [loader.dataset[row] for row in ids])
 
 
-class TrainerTask:
+class TrainerTask(Task):
     """Adapter for a task that defines `build_dataset(settings)` and `build_trainer(settings, dataset) -> Trainer`.
 
-    `build_dataset` returns a map-style dataset, or a dict with the datasets `train` and `test`, which has the held-out
-    rows. Its result is passed to `build_trainer`.
+    `build_dataset` returns a map-style dataset, or a dict of the datasets `train` and `test` (the held-out rows). Its
+    result is passed to `build_trainer`.
     """
 
+    uncalled = UNCALLED
+
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt the module of a task.
+        """Adapt a task's module.
 
-        Raises `SettingsError` if it does not define `build_dataset`, and for settings that a Trainer does not read.
+        Raises `SettingsError` if the module does not define `build_dataset`, or if a setting is set that a Trainer
+        ignores.
         """
-        self._module, self._settings = module, settings
-        if not hasattr(module, "build_dataset"):
-            raise self._error("defines build_trainer, but not build_dataset(settings), which returns the rows; add it")
         mixed_precision = {"precision": IN_ARGUMENTS} if settings.precision == "bf16" else {}
-        refuse_unread(settings, UNREAD_SETTINGS | mixed_precision)
+        super().__init__(module, settings, UNREAD_SETTINGS | mixed_precision)
+        if not self.build_dataset:
+            raise self.error("defines build_trainer, but not build_dataset(settings), which returns the rows; add it")
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the task's module, such as `build_trainer` or `answer`."""
-        return getattr(self._module, name)
+    def library_loop(self, worker: Any) -> None:
+        from sunspot.adapters.transformers_loop import train
+
+        train(worker, self)
 
     def find_sources(self, settings: Settings) -> tuple[RowNumbers, RowNumbers | None]:
-        """Return sources that hold the row numbers of `build_dataset`."""
-        return self._number(self._module.build_dataset(settings))
+        """Return sources of the row numbers of the datasets from `build_dataset`."""
+        return self._number(self.module.build_dataset(settings))
 
     def build_model(self, settings: Settings, source: Source) -> TrainedModel:
         """Build the Trainer with this machine's rows.
@@ -102,7 +112,7 @@ class TrainerTask:
         Raises `SettingsError` if the Trainer uses features that are not supported, and `ConflictError` if the rows
         differ from the driver's.
         """
-        dataset = self._module.build_dataset(settings)
+        dataset = self.module.build_dataset(settings)
         here, held_out = self._number(dataset)
         if source.row_groups and source.fingerprint != here.fingerprint:
             raise ConflictError(
@@ -112,14 +122,14 @@ class TrainerTask:
         if not torch.cuda.is_available():
             os.environ["ACCELERATE_USE_CPU"] = "true"  # otherwise, Accelerate makes each worker without a GPU a run
         set_seed(settings.seed)  # reading the rows may have drawn random numbers
-        trainer = self._module.build_trainer(settings, dataset)
+        trainer = self.module.build_trainer(settings, dataset)
         if not isinstance(trainer, Trainer):
-            raise self._error(f"build_trainer returned a {type(trainer).__name__}; return a transformers.Trainer")
+            raise self.error(f"build_trainer returned a {type(trainer).__name__}; return a transformers.Trainer")
         self._refuse(trainer, [rows_in(here), rows_in(held_out) if held_out else 0])
         silence(trainer)
         model = TrainedModel(trainer, settings.task)
         if model.adapted and settings.weights != "pt":
-            raise self._error(f"with peft, each checkpoint has the weights as {ADAPTER}; set {PREFIX}WEIGHTS to pt")
+            raise self.error(f"with peft, each checkpoint has the weights as {ADAPTER}; set {PREFIX}WEIGHTS to pt")
         return model
 
     def build_optimizer(self, model: TrainedModel, settings: Settings) -> torch.optim.Optimizer:
@@ -127,7 +137,7 @@ class TrainerTask:
         return model.trainer.create_optimizer()
 
     def begin_schedule(self, scheduler: LRScheduler, step: int) -> None:
-        """Bring a new scheduler to its state after `step` optimizer steps, because checkpoints do not store it."""
+        """Advance a new scheduler to its state after `step` optimizer steps, because checkpoints do not store it."""
         with warnings.catch_warnings():
             # The scheduler steps before the optimizer on purpose.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step")
@@ -135,19 +145,19 @@ class TrainerTask:
                 scheduler.step()
 
     def loss(self, model: TrainedModel, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """Return the loss of held-out rows and the values that the Trainer logs. Each row gets the batch's mean."""
+        """Return the mean loss of held-out rows and the values that the Trainer logs, repeated for each row."""
         trainer, rows = model.trainer, len(batch["row"])
         with trainer.accelerator.autocast():
             loss, _, _ = trainer.prediction_step(trainer.model, model.collate(batch), prediction_loss_only=True)
         if loss is None:
-            raise self._error("its Trainer computes no loss for held-out rows; name their labels in label_names")
+            raise self.error("its Trainer computes no loss for held-out rows; name their labels in label_names")
         logs: dict[str, float] = {}
         trainer.log(logs)  # a Trainer of TRL adds its measurements
         del trainer.state.log_history[-1:]
         return loss.expand(rows), {name: loss.new_full((rows,), value) for name, value in measured(logs).items()}
 
     def checkpoint_files(self, model: TrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-        """Return the files that peft needs to load a checkpoint, or transformers if WEIGHTS is safetensors."""
+        """Return the files that peft, or transformers if WEIGHTS is safetensors, needs to load a checkpoint."""
         config = None if model.adapted else getattr(model.model, "config", None)
         with tempfile.TemporaryDirectory() as folder:
             for part in filter(None, (config, model.trainer.processing_class)):
@@ -156,37 +166,37 @@ class TrainerTask:
         return files | model.adapter_files(state)
 
     def _number(self, dataset: Any) -> tuple[RowNumbers, RowNumbers | None]:
-        splits = find_splits(dataset, self._settings.task)
-        set_seed(self._settings.seed)  # the rows may be augmented at random
+        splits = find_splits(dataset, self.settings.task)
+        set_seed(self.settings.seed)  # the rows may be augmented at random
         return number_rows(splits.train), number_rows(splits.test, held_out=True) if splits.test is not None else None
 
     def _refuse(self, trainer: Trainer, rows: list[int]) -> None:
-        """Raise `SettingsError` if the Trainer would not train on exactly these numbers of training and held-out rows.
+        """Raise `SettingsError` if the Trainer uses unsupported features.
 
-        Also raises it if the Trainer uses other features that are not supported.
+        Also raise it if the Trainer has other numbers of training and held-out rows than `rows`.
         """
         name, args = type(trainer).__name__, trainer.args
         own = [each for each in ROW_METHODS if getattr(type(trainer), each) is not getattr(Trainer, each)]
         if own:
-            raise self._error(
+            raise self.error(
                 f"its {name} chooses rows itself ({own[0]}), which another number of workers could not repeat"
             )
         given = [f"{each}={value!r}" for each in REFUSED if (value := getattr(args, each, None))]
         if given:
-            raise self._error(
+            raise self.error(
                 f"its arguments contain {given[0]}; leave it out: checkpoints would lack shards, loss scales, and any "
                 "other state that the Trainer keeps or saves itself"
             )
         if "lomo" in args.optim or "layerwise" in args.optim:
-            raise self._error(f"optim={args.optim.value!r} changes weights within the backward pass; choose another")
+            raise self.error(f"optim={args.optim.value!r} changes weights within the backward pass; choose another")
         plateau = args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
         if plateau or isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
-            raise self._error(
+            raise self.error(
                 "its scheduler follows a metric, but learning rates must be a function of the step; choose another "
                 "scheduler"
             )
         if trainer.compute_metrics or trainer.model_init:
-            raise self._error(
+            raise self.error(
                 "compute_metrics and model_init would never be called; leave them out: the loss measures held-out "
                 "rows, and build_trainer makes the model"
             )
@@ -194,17 +204,14 @@ class TrainerTask:
             ("train", "eval"), (trainer.train_dataset, trainer.eval_dataset), rows, strict=True
         ):
             if count(dataset) != there:
-                raise self._error(
+                raise self.error(
                     f"its {name} has {max(0, count(dataset))} rows as {kind}_dataset, but build_dataset returned "
                     f"{there}; pass these rows to it, and pack or leave out rows in build_dataset"
                 )
 
-    def _error(self, text: str) -> SettingsError:
-        return SettingsError(f"{PREFIX}TASK={self._settings.task}: {text}")
-
 
 def silence(trainer: Trainer) -> None:
-    """Turn off a Trainer's own saving, evaluation and reports, and count a step's tokens over all workers."""
+    """Disable a Trainer's own saving, evaluation and reports. Count each step's tokens over all workers."""
     args = trainer.args
     args.save_strategy = SaveStrategy.NO
     args.eval_strategy = IntervalStrategy.NO
@@ -215,14 +222,14 @@ def silence(trainer: Trainer) -> None:
 
 
 def measured(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a Trainer's log that Sunspot's records do not contain anyway."""
+    """Return the numbers in a Trainer's log, except those that Sunspot records itself."""
     known = ("epoch", "learning_rate", "loss", "num_input_tokens_seen", "num_tokens")
     numbers = {name.removeprefix("eval_"): value for name, value in logs.items() if isinstance(value, (int, float))}
     return {name.replace("/", "_"): float(value) for name, value in numbers.items() if name not in known}
 
 
 def count(dataset: Any) -> int:
-    """Return the number of rows in a dataset: 0 without a dataset, and -1 if the dataset does not know."""
+    """Return the number of rows in a dataset, 0 if it is None, or -1 if it has no length."""
     try:
         return 0 if dataset is None else len(dataset)
     except TypeError:
@@ -230,7 +237,7 @@ def count(dataset: Any) -> int:
 
 
 def hash_frozen(model: torch.nn.Module) -> str:
-    """Return a SHA-256 of the frozen weights, computed from the sums of their bits, which are equal on all devices."""
+    """Return a SHA-256 hash of the sums of the frozen weights' bits, which are the same on all devices."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     frozen = {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
     sums = [(name, [*each.shape], int(each.view(bits[each.element_size()]).sum())) for name, each in frozen.items()]

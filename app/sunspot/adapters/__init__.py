@@ -1,0 +1,48 @@
+"""Adapters that train tasks with other libraries instead of Sunspot's own loop in PyTorch.
+
+A task's module names its library by defining a function such as `build_keras`. `sunspot.tasks.load_task` looks the
+function up in ADAPTERS, and calls the adapter with the module and the settings.
+
+To write an adapter:
+1. Write a module here with a subclass of `sunspot.tasks.Task`, and add it to ADAPTERS below. The program
+   needs no other change. The library's extra belongs in pyproject.toml.
+2. Define `build_model`, which returns a `torch.nn.Module`. Checkpoints hold its state_dict, so wrap another library's
+   model in a module with a `get_extra_state` and a `set_extra_state` for the library's variables (keras.py).
+3. Define `build_optimizer`. If the library has its own optimizer, return `build_empty_optimizer` (tasks/defaults.py).
+4. Choose how the steps are taken. Either define `train(run)`, which loops over `run.batches()` (keras.py). It calls
+   `run.optimizer.step()` before anything changes the model's state, because that call waits until a checkpoint has
+   copied the state. Or, if the library has a Trainer with a loop of its own, define `library_loop(worker)` with a
+   `sunspot.train.run.LibraryRun` (lightning_loop.py). It calls `before_change` before each optimizer step, and
+   `end_step` after each step.
+5. If another Ray trainer than TorchTrainer must start the workers, define `find_ray_trainer`.
+6. Name what the library ignores: functions of the module in `uncalled`, and settings in `unread`.
+
+Adapters import from everything below `tune/`, and nothing imports them: loading finds them by name. A library is
+imported only for the tasks that use it.
+"""
+
+from typing import NamedTuple
+
+
+class Adapter(NamedTuple):
+    """Adapter of a library, and the packages that it needs."""
+
+    location: str
+    "Module and name of the subclass of `Task`."
+    extra: str
+    "Extra of sunspot-train that installs the packages."
+    packages: tuple[str, ...]
+    "Packages that tasks for this library may import."
+
+
+ADAPTERS = {
+    "build_module": Adapter(
+        "sunspot.adapters.lightning:LightningTask", "lightning", ("lightning", "pytorch_lightning", "torchmetrics")
+    ),
+    "build_keras": Adapter("sunspot.adapters.keras:KerasTask", "tensorflow", ("keras", "tensorflow")),
+    "build_trainer": Adapter(
+        "sunspot.adapters.transformers:TrainerTask", "hf", ("huggingface_hub", "peft", "tokenizers", "transformers")
+    ),
+    "build_trees": Adapter("sunspot.adapters.boosted_trees:TreesTask", "trees", ("lightgbm", "xgboost")),
+}
+"""Adapter for each function by which a task names its library. A task defines at most one of these functions."""
