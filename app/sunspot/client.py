@@ -14,7 +14,7 @@ from sunspot.report.search import render_stored
 from sunspot.run import Run as StoredRun
 from sunspot.run.history import read_events
 from sunspot.run.logs import read_stream
-from sunspot.run.overview import read_view
+from sunspot.run.seen import read_details
 from sunspot.settings import load_settings, setting_text, with_place
 from sunspot.submitter.checkpoint_list import list_checkpoints
 from sunspot.submitter.cluster.api import try_connect
@@ -177,7 +177,7 @@ class Run:
 
     def cost(self) -> dict[str, Any]:
         """Return the cost of the run's nodes so far, which is `cost` in `status`."""
-        view = read_view(self._stored())
+        view = read_details(self._stored())
         return view.spending.record(view.step)
 
     def doctor(self) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from sunspot.run.failures import read_failures
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Cause, describe_receipt, read_receipts
 from sunspot.run.logs import list_streams
-from sunspot.run.overview import read_state, read_view
+from sunspot.run.overview import read_state
+from sunspot.run.seen import read_details
 from sunspot.run.status import RunState, read_status
 from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.doctor.diagnose import examine
@@ -198,7 +199,7 @@ def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(program: Progra
     assert re.fullmatch(rf"by .+-{second.pid}-\w+, from .+-{first.pid}-\w+ at step [0-9]+", takeover.detail)
     assert all(at >= 0 for at in takeover.phases.values())
     assert describe_receipt(takeover) in output
-    view = read_view(run)
+    view = read_details(run)
     assert (view.incidents, view.restarts) == ([], 1)
     assert not any(
         "driver lost" in line for line in (output, render(read_report(run, view.state, view.reason)).decode())

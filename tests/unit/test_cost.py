@@ -17,7 +17,7 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.cost import Spending, compute_spending, cost_of_loss
 from sunspot.run.incidents import Cause, Receipt
-from sunspot.run.overview import read_view
+from sunspot.run.seen import read_details
 from sunspot.run.status import RunState, Status, new_driver, write_status, write_status_as_is
 from sunspot.search_space import load_search
 from sunspot.settings import load_settings
@@ -154,7 +154,7 @@ WORDS = {
 """The cost of 4 hours at 2.25 and 6 hours at 5.25. The hour around the change is lost."""
 
 
-def test_the_cost_of_three_runs_matches_sums_by_hand(sunspot: StorageCommand) -> None:
+def test_the_costs_of_three_runs_match_sums_by_hand(sunspot: StorageCommand) -> None:
     found = sunspot("cost", "--json").json
     runs = {run["run"]: run for run in found["runs"]}
     for name, expected in (("digits", DIGITS), ("words", WORDS)):
@@ -181,7 +181,7 @@ def test_costs_are_summed_by_label(sunspot: StorageCommand) -> None:
     assert [line.split()[0] for line in lines] == ["team", "text", "vision", "without", "all"]
 
 
-def test_status_events_and_report_show_the_cost_of_a_run(sunspot: StorageCommand) -> None:
+def test_status_events_and_report_show_a_runs_cost(sunspot: StorageCommand) -> None:
     status = sunspot("status", "words", "--json").json
     assert {key: status["cost"][key] for key in WORDS} == pytest.approx(WORDS)
     assert "labels:     team=text" in sunspot("status", "words").out
@@ -208,12 +208,12 @@ def test_a_stopped_run_costs_nothing_until_it_trains_again(tmp_path: Path) -> No
     first = start(run, "job-1", at=BEGAN, nodes=hosts("a"), settings=settings())
     state = {"attempt": 1, "driver": first.driver, "time": BEGAN + HOUR}
     write_status_as_is(run, Status(RunState.STOPPED, "job-1", **state))
-    assert read_view(run).spending.node_hours == pytest.approx(1.0)
+    assert read_details(run).spending.node_hours == pytest.approx(1.0)
     write_status(run, Status(RunState.STARTING, "job-2", attempt=1, driver=new_driver()))
-    assert read_view(run).spending.node_hours == 0.0, "it has no records that would show a later sign of life"
+    assert read_details(run).spending.node_hours == 0.0, "it has no records that would show a later sign of life"
 
 
-def test_a_loss_costs_the_nodes_until_the_first_step() -> None:
+def test_an_incident_costs_node_time_until_the_first_step() -> None:
     run = [
         Attempt(n, "job", None, 0, time=time, metadata=Metadata(nodes=hosts("a"), settings=settings()))
         for n, time in ((1, 0), (2, 2 * HOUR))

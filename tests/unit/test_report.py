@@ -1,4 +1,4 @@
-"""The report: what it shows of a run, what it reports as missing, and how a browser shows it."""
+"""Tests of the report: its content, its messages about missing parts, and its display in a browser."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VOID = ("meta", "img", "br", "path", "circle", "rect", "wbr")
 
 
 class Page(HTMLParser):
-    """A parsed report. The parser refuses elements that are not closed in the order in which they were opened."""
+    """A parsed report. The parser rejects elements that are closed in the wrong order."""
 
     def __init__(self, page: bytes) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def damage(run: Run, checkpoint: str, file: str = "model.pt") -> None:
 # -------------------------------------------------------------------------------------------------------------- content
 
 
-def test_the_figures_match_the_run(run: Run) -> None:
+def test_the_report_shows_the_runs_figures(run: Run) -> None:
     page = made(trained(run))
     figures = page.figures
     assert (figures["test_accuracy"], figures["accuracy"]) == (0.9805, 0.9917)
@@ -113,7 +113,7 @@ def test_the_figures_match_the_run(run: Run) -> None:
         assert words in page.text
 
 
-def test_the_curves_over_steps_and_time_mark_the_restart(run: Run) -> None:
+def test_curves_mark_the_restart_over_steps_and_time(run: Run) -> None:
     charts = made(trained(run)).charts
     for name in (
         "Loss over steps",
@@ -130,8 +130,8 @@ def test_the_curves_over_steps_and_time_mark_the_restart(run: Run) -> None:
     assert "0.0393 at 4" in clock, "240 s are 4 minutes"
 
 
-def test_a_window_of_one_step_makes_no_spike(run: Run) -> None:
-    """Each checkpoint ends a window, and the next report may come a step later. A step has 128 rows."""
+def test_a_window_of_one_step_causes_no_spike(run: Run) -> None:
+    """A checkpoint ends a window, and the next window can have one step of 128 rows."""
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     windows = [(80, 80, 0.9), (81, 1, 0.5), (82, 1, 0.4), (160, 78, 0.95), (170, 10, 1.0)]
     times = [{**record(step, BEGUN + step, accuracy=0.9), "steps": steps} for step, steps, _ in windows]
@@ -141,7 +141,7 @@ def test_a_window_of_one_step_makes_no_spike(run: Run) -> None:
     assert "lowest 90 at 80, highest 95 at 160" in steps
 
 
-def test_windows_that_stay_short_are_drawn_as_they_are() -> None:
+def test_windows_that_stay_short_are_drawn() -> None:
     history = History()
     for step, (rows, loss) in enumerate([(100.0, 1.0), *[(10.0, 0.5)] * 5]):
         history.add({"attempt": 1, "step": step, "rows": rows, "loss": loss}, "loss")
@@ -149,14 +149,14 @@ def test_windows_that_stay_short_are_drawn_as_they_are() -> None:
     assert history.drawn("loss")[:2] == [1.0, None]
 
 
-def test_curves_have_a_gap_while_nothing_trained(run: Run) -> None:
+def test_curves_have_a_gap_between_two_attempts(run: Run) -> None:
     page = render(read_report(trained(run), RunState.SUCCEEDED, "")).decode()
     [chart] = re.findall(r'aria-label="Loss over wall clock.*?</svg>', page)
     lines = re.findall(r'class="line ([ab])" d="([^"]*)"', chart)
     assert {style: path.count("M") for style, path in lines} == {"a": 2, "b": 2}
 
 
-def test_a_mark_is_at_the_step_of_the_restart(run: Run) -> None:
+def test_a_mark_shows_the_step_of_the_restart(run: Run) -> None:
     page = render(read_report(trained(run), RunState.SUCCEEDED, "")).decode()
     [chart] = re.findall(r'aria-label="Loss over steps.*?</svg>', page)
     [mark] = re.findall(r'class="mark" d="M([\d.]+) ', chart)
@@ -191,7 +191,7 @@ def test_many_classes_are_shown_as_confused_pairs(run: Run) -> None:
     assert "Mistakes, the most certain first, 48 of 600" in page.text
 
 
-def test_each_rank_and_the_spread_between_ranks_are_shown(run: Run) -> None:
+def test_the_report_shows_each_rank_and_the_spread(run: Run) -> None:
     page = made(trained(run, ranks=4))
     assert [chart for chart in page.charts if chart.startswith("Rows per second of one rank over wall clock")]
     [spread] = [chart for chart in page.charts if chart.startswith("Seconds of a step on one rank")]
@@ -250,7 +250,7 @@ def test_a_changed_manifest_counts_as_damaged(run: Run) -> None:
     assert "its newest checkpoint is step-00000094-attempt-0001" in page.text
 
 
-def test_settings_and_versions_are_shown_with_their_changes(run: Run) -> None:
+def test_the_report_shows_changes_of_settings_and_versions(run: Run) -> None:
     text = made(trained(run)).text
     assert "CHECKPOINT_EVERY_S 30.0 60" in text
     assert "HANG_TIMEOUT_S 300.0 the same" in text
@@ -270,7 +270,7 @@ def test_a_run_without_attempts_has_no_empty_sections(run: Run) -> None:
     assert [link["href"] for link in page.all("a")] == ["#incidents"]
 
 
-def test_the_report_of_a_live_run_ends_now(run: Run) -> None:
+def test_a_live_runs_report_counts_time_until_now(run: Run) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     write_receipt(run, first, 0, Cause.BEGIN, left=BEGUN, first_step=BEGUN + 5)
     report(run, first, record(3, BEGUN + 10))
@@ -282,7 +282,7 @@ def test_the_report_of_a_live_run_ends_now(run: Run) -> None:
     assert page.figures["time"] > 1000, "its time ends now"
 
 
-def test_records_may_lack_times_results_and_ranks(run: Run) -> None:
+def test_records_without_times_results_and_ranks_are_accepted(run: Run) -> None:
     report(run, start(begin(run), "job"), {"step": 1}, {"step": 2, "loss": 0.5}, {"step": 3, "learning_rate": 0.1})
     page = made(run)
     assert [chart.partition(";")[0] for chart in page.charts] == ["Loss over steps"]
@@ -292,7 +292,7 @@ def test_records_may_lack_times_results_and_ranks(run: Run) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.7e308])
-def test_a_loss_that_is_not_finite_is_reported_and_not_drawn(run: Run, value: float) -> None:
+def test_an_infinite_loss_is_reported_but_not_drawn(run: Run, value: float) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     broken = [record(step, BEGUN + step, loss=value) for step in (12, 13)]
     report(run, first, record(10, BEGUN + 10, loss=2.0), record(11, BEGUN + 11, loss=1.0), *broken)
@@ -316,7 +316,7 @@ def test_a_loss_that_is_not_finite_is_reported_and_not_drawn(run: Run, value: fl
         ("status/attempt-0009-00000000.json", "Its status cannot be read"),
     ],
 )
-def test_an_unreadable_part_is_reported_and_does_not_hide_the_others(run: Run, key: str, message: str) -> None:
+def test_an_unreadable_part_is_reported_without_hiding_others(run: Run, key: str, message: str) -> None:
     trained(run)
     journals = ("metrics", "ranks", "events")
     broken = journal_keys(run, key, 2)[-1] if key in journals else run.key(key)
@@ -331,7 +331,7 @@ def test_an_unreadable_part_is_reported_and_does_not_hide_the_others(run: Run, k
 HOSTILE = "</style></script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x00\x1b[31m\u202e"
 
 
-def test_text_of_a_run_never_becomes_markup(run: Run) -> None:
+def test_text_from_a_run_is_escaped(run: Run) -> None:
     trained(run)
     hostile = attempt_metadata(2, "storage", task_args={"name": HOSTILE})
     hostile |= {"nodes": {"0": HOSTILE}, "versions": {HOSTILE: HOSTILE}}
@@ -432,7 +432,7 @@ def test_an_axis_has_room_for_all_values(values: list[float], from_zero: bool) -
         assert 1 <= len(axis.ticks) <= 12
 
 
-def test_numbers_on_an_axis_differ() -> None:
+def test_tick_labels_on_an_axis_differ() -> None:
     assert [text for _, text in linear_axis([98.01, 98.09]).ticks] == ["98", "98.02", "98.04", "98.06", "98.08", "98.1"]
     assert [text for _, text in linear_axis([0, 2400]).ticks] == ["0", "500", "1k", "1.5k", "2k", "2.5k"]
     assert [text for _, text in log_axis([0.013, 4]).ticks] == ["0.01", "0.1", "1", "10"]
@@ -448,7 +448,9 @@ def test_a_logarithmic_axis_has_room_for_all_values(values: list[float]) -> None
 # ----------------------------------------------------------------------------------------------------------------- verb
 
 
-def test_the_verb_writes_a_file(run: Run, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_command_writes_a_file(
+    run: Run, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained(run)
     monkeypatch.chdir(tmp_path)
     assert sunspot("report", "run") == 0
@@ -466,7 +468,7 @@ def test_the_verb_writes_a_file(run: Run, sunspot: Command, tmp_path: Path, monk
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_the_verb_fails_without_a_run_or_a_writable_folder(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_the_report_command_fails_without_a_run_or_writable_folder(run: Run, sunspot: Command, tmp_path: Path) -> None:
     assert sunspot("report", "run") == 3
     trained(run)
     assert sunspot("report", "run", "--output", str(tmp_path / "no" / "such" / "folder.html")) == 4
@@ -484,7 +486,7 @@ def test_a_run_that_is_only_submitted_has_a_report(run: Run, sunspot: Command, t
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of a report that has content in each section."""
+    """Return the path of a report with content in every section."""
     folder = tmp_path_factory.mktemp("report")
     run = trained(Run(LocalStorage(str(folder)), "run"), ranks=8)
     damage(run, "step-00000094-attempt-0001")
@@ -553,8 +555,8 @@ def test_screen_readers_can_read_every_table_and_chart(browser: Browser, page: P
     assert browser.run(anchors)
 
 
-def test_the_policy_refuses_scripts_and_remote_images(browser: Browser, page: Path, tmp_path: Path) -> None:
-    """The policy still protects if escaping were missing somewhere."""
+def test_the_security_policy_blocks_scripts_and_remote_images(browser: Browser, page: Path, tmp_path: Path) -> None:
+    """The policy protects even if some text is not escaped."""
     broken = tmp_path / "broken.html"
     hostile = b"<script>document.title = 'run'</script><img alt='x' src='https://example.invalid/x.png'></body>"
     broken.write_bytes(page.read_bytes().replace(b"</body>", hostile))
@@ -563,8 +565,8 @@ def test_the_policy_refuses_scripts_and_remote_images(browser: Browser, page: Pa
     assert browser.run("return document.title") == "run: failed"
 
 
-def test_a_metric_may_be_called_few() -> None:
-    """A metric of this name does not hide means over enough rows."""
+def test_a_metric_can_be_named_few() -> None:
+    """A metric with this name does not hide means over enough rows."""
     history = History()
     for step in (1, 2):
         history.add(

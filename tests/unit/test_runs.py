@@ -1,4 +1,4 @@
-"""Runs as storage shows them: the list of runs, the state of a run, its events, and the output of its processes."""
+"""Tests of runs as storage shows them: the list, the states, the events and the logs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,9 @@ from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, claim, reco
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
-from sunspot.run.overview import (
-    LOST_AFTER_S,
-    RunSummary,
-    list_runs,
-    read_state,
-    read_statuses,
-    read_view,
-    state_from_storage,
-)
+from sunspot.run.overview import LOST_AFTER_S, RunSummary, list_runs, read_state, read_statuses, state_from_storage
 from sunspot.run.requests import SubmissionRecord, record_submission, request_stop
+from sunspot.run.seen import read_details
 from sunspot.run.status import SILENT_AFTER_S, RunState, Status, read_status, write_status, write_status_as_is
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.commands import logs
@@ -59,7 +52,7 @@ def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageComman
 # -------------------------------------------------------------------------------------------------------------- summary
 
 
-def test_a_listing_is_enough_to_summarize_runs(tmp_path: Path) -> None:
+def test_runs_are_summarized_from_a_listing_alone(tmp_path: Path) -> None:
     storage = open_run(str(tmp_path), "a").storage
     trained = begin(Run(storage, "trained"))
     first = start(trained, "job")
@@ -88,7 +81,7 @@ def test_a_listing_is_enough_to_summarize_runs(tmp_path: Path) -> None:
     assert (other.last_active, other.submitted > 0) == (0, True), "writes of the submitter are no sign of life"
 
 
-def test_a_run_is_found_as_soon_as_it_was_submitted(tmp_path: Path) -> None:
+def test_a_submitted_run_is_found_before_its_driver_starts(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no run is there"):
         find_run("run", str(tmp_path))
     record_submission(open_run(str(tmp_path), "run"), SubmissionRecord("run-1234"))
@@ -232,7 +225,7 @@ def test_the_state_takes_a_small_listing_and_a_read_while_the_status_is_recent(
 # ----------------------------------------------------------------------------------------------------------------- view
 
 
-def test_a_view_has_everything_that_storage_knows(run: Run) -> None:
+def test_run_details_contain_everything_in_storage(run: Run) -> None:
     """Two workers train for 100 s, of which 5 s at the start and 10 s between two attempts are lost."""
     began = time.time() - 100
     first = Attempt(1, "job", None, 0, time=began, metadata=Metadata(tier="beginning", world_size=2))
@@ -248,7 +241,7 @@ def test_a_view_has_everything_that_storage_knows(run: Run) -> None:
     run.storage.delete(run.key("checkpoints", damaged.name, "model.pt"))
     write_status(run, replace(RUNNING, step=6, step_time_s=2.0, total_steps=10, rows_per_s=9.5))
 
-    view = read_view(run)
+    view = read_details(run)
     assert (view.state, view.step, view.total_steps, view.epoch, view.loss) == (RunState.RUNNING, 6, 10, 2, 0.5)
     assert (view.rows_per_s, view.seconds_left, view.restarts) == (9.5, 8.0, 1)
     in_place = replace(second, number=3, metadata=Metadata(tier="in place"))
@@ -264,10 +257,10 @@ def test_a_view_has_everything_that_storage_knows(run: Run) -> None:
     assert view.identity.rows.rows == 22
 
     write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
-    view = read_view(run)
+    view = read_details(run)
     assert (view.state, view.reason, view.seconds_left) == (RunState.FAILED, "no luck", None)
     write_status_as_is(run, replace(RUNNING, state=RunState.FAILED, time=began + 60))
-    assert read_view(run).goodput == pytest.approx(1 - 15 / 60, abs=0.01), "time after its end is not lost"
+    assert read_details(run).goodput == pytest.approx(1 - 15 / 60, abs=0.01), "time after its end is not lost"
 
 
 def test_a_silent_run_shows_no_running_workers(run: Run, sunspot: StorageCommand) -> None:
@@ -296,11 +289,11 @@ def test_a_silent_run_shows_no_running_workers(run: Run, sunspot: StorageCommand
     assert (listed["state"], listed["reason"].partition(" since")[0]) == ("silent", "no sign of life")
 
 
-def test_a_run_is_watched_until_it_has_ended(
+def test_status_watches_a_run_until_it_has_ended(
     run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def go_on(seconds: float) -> None:
-        """Take a step between two looks, and end after the second."""
+        """Take a step between two reads, and end after the second."""
         state = RunState.RUNNING if read_status(run).step == 40 else RunState.SUCCEEDED
         write_status(run, replace(trains, state=state, step=41))
 
@@ -329,8 +322,8 @@ def test_a_run_is_watched_until_it_has_ended(
             ]
 
 
-def test_the_step_is_shown_once(run: Run, sunspot: StorageCommand) -> None:
-    """The history may be ahead of the status."""
+def test_status_shows_the_step_once(run: Run, sunspot: StorageCommand) -> None:
+    """The history can be ahead of the status."""
     attempt = start(run, "job")
     write_status(run, replace(RUNNING, attempt=1, driver="0123abcd"))
     report(run, attempt, {"step": 46, "epoch": 1, "time": time.time(), "loss": 0.5})
@@ -342,9 +335,9 @@ def test_the_step_is_shown_once(run: Run, sunspot: StorageCommand) -> None:
 def test_a_submitted_run_without_a_driver_is_pending(tmp_path: Path) -> None:
     run = open_run(str(tmp_path), "run")
     with pytest.raises(NotFoundError):
-        read_view(run)
+        read_details(run)
     record_submission(run, SubmissionRecord("run-1234"))
-    view = read_view(run)
+    view = read_details(run)
     assert (view.state, view.step, view.total_steps, view.epoch, view.goodput) == (RunState.PENDING, 0, 0, 0, None)
     assert (view.checkpoint, view.loss, view.seconds_left, view.restarts) == (None, None, None, 0)
 
@@ -399,7 +392,7 @@ def test_an_unreadable_run_is_named_and_the_others_are_listed(run: Run, sunspot:
     assert "lost+found" not in listed.err, "it belongs to the disk"
 
 
-def test_a_storage_without_runs_lists_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_storage_lists_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listed = StorageCommand(str(tmp_path / "nowhere"), capsys)("list", "--json")
     assert (listed.code, listed.json, listed.err) == (0, [], "")
 
@@ -455,7 +448,7 @@ def test_events_of_all_attempts_are_sorted_by_time(run: Run, sunspot: StorageCom
     assert re.fullmatch(r"1970-01-01 00:00:21 UTC +2 +4 +checkpoint skipped +damaged", lines[3])
 
 
-def test_receipts_and_stacks_are_readable(run: Run, sunspot: StorageCommand) -> None:
+def test_events_prints_readable_receipts_and_stacks(run: Run, sunspot: StorageCommand) -> None:
     first = Attempt(1, "job", None, 0, time=10.0, metadata=Metadata(tier="beginning", world_size=2))
     second = Attempt(2, "job", checkpoint_name(12, 1), 12, time=60.0, metadata=Metadata(tier="memory", world_size=1))
     assert claim(run, [], first)
@@ -527,7 +520,7 @@ def test_logs_prints_the_newest_output_of_a_process(run: Run, sunspot: StorageCo
     assert json.loads(lines[0])["stream"] == "driver-20260102T000000000Z"
 
 
-def test_logs_says_which_output_is_missing(run: Run, sunspot: StorageCommand) -> None:
+def test_logs_reports_missing_output(run: Run, sunspot: StorageCommand) -> None:
     answer = sunspot("logs", "run")
     assert (answer.code, answer.out) == (3, "")
     assert "no output of the driver, because no process has written any output yet" in answer.err
@@ -627,7 +620,7 @@ def test_following_ends_quietly_when_it_is_interrupted(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_character_that_was_cut_between_two_writes_is_complete(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_character_split_between_two_writes_is_printed_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, RUNNING)
     writer = LogWriter(run, "driver-1")
     writer.append("ü".encode()[:1])

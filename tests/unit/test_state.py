@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from sunspot.run.seen import RunSeen
 from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster import state as states
 from sunspot.submitter.cluster.observation import RunSnapshot
-from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobSnapshot, StorageSnapshot
+from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobSnapshot
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from sunspot.submitter.manifest.pods import set_variable
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, submitted, timestamp
@@ -122,12 +123,11 @@ RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
         RunState.STARTING,
     ),
 ]
-"""Rules for the state of a run from the kind of its status, `jobDeploymentStatus` and `jobStatus`. The first rule that
-matches decides."""
+"""Rules that map the kind of status, `jobDeploymentStatus` and `jobStatus` to a state. The first match decides."""
 
 
 def judge(job: JobView, pods: Any = (), warnings: Any = (), now: float = NOW, **stored: Any) -> tuple[RunState, str]:
-    return states.judge(JobSnapshot(job, pods, warnings, now), StorageSnapshot(**stored))
+    return states.judge(JobSnapshot(job, pods, warnings, now), RunSeen(**stored))
 
 
 def job(deployment: str = "Running", ray: str = "RUNNING", name: str = "run-1", **more: Any) -> JobView:
@@ -170,7 +170,7 @@ def test_the_first_rule_that_matches_decides(stored: str) -> None:
         assert state_of(stored, deployment, ray) is expected, (rule, deployment, ray)
 
 
-def test_a_request_to_stop_never_hides_an_end() -> None:
+def test_a_stop_request_does_not_hide_the_runs_end() -> None:
     for case in CASES:
         stored, deployment, ray = case
         before, _ = judge(job(deployment, ray), status=in_storage(stored), now=NOW)
@@ -183,7 +183,7 @@ def test_a_request_to_stop_never_hides_an_end() -> None:
 
 
 @pytest.mark.parametrize("ray", JOB_STATUSES)
-def test_a_failure_is_not_the_end_while_tries_are_left(ray: str) -> None:
+def test_a_failure_is_not_final_while_tries_are_left(ray: str) -> None:
     tries = {"spec": {"backoffLimit": 2}}
     failed = status(RunState.FAILED, reason="the disk is full")
     assert judge(job("Running", ray, failed=1, **tries), status=failed, now=NOW)[0] is RunState.RETRYING
@@ -210,7 +210,7 @@ def test_failed_tries_that_storage_does_not_record_are_counted(deployment: str) 
     assert away.startswith("2 of 3 tries have failed; "), "their status is unknown"
 
 
-def test_a_job_that_its_driver_ended_for_good_has_failed() -> None:
+def test_a_job_fails_if_its_driver_failed_permanently() -> None:
     message = "failed for good with exit code 4, so it is not tried again\nerror: SignatureDoesNotMatch; check the key"
     view = job("Complete", "STOPPED", message=message, spec={"backoffLimit": 2})
     assert judge(view) == (RunState.FAILED, "SignatureDoesNotMatch; check the key")
@@ -239,9 +239,9 @@ def test_unreachable_storage_does_not_make_a_run_silent(last: Status | None) -> 
 
 
 @pytest.mark.parametrize("deployment", ["Initializing", "Suspended"])
-def test_unknown_pods_are_not_described(deployment: str) -> None:
+def test_pods_that_cannot_be_listed_are_not_described(deployment: str) -> None:
     seen = JobSnapshot(job(deployment, ""), now=NOW, unseen_pods="nobody looked at its pods")
-    reason = states.judge(seen, StorageSnapshot())[1]
+    reason = states.judge(seen, RunSeen())[1]
     assert reason == {"Initializing": "nobody looked at its pods"}.get(
         deployment, "suspended: suspend is true in its spec"
     )
@@ -251,7 +251,7 @@ def test_an_unreadable_status_is_not_called_missing() -> None:
     state, reason = judge(job("Complete", "SUCCEEDED"), trouble="no route to host")
     assert state is RunState.SUCCEEDED
     assert "wrote no" not in reason
-    snapshot = RunSnapshot(storage=StorageSnapshot(trouble="no route to host"))
+    snapshot = RunSnapshot(storage=RunSeen(trouble="no route to host"))
     assert snapshot.state()[0] is RunState.SILENT, "and not lost for good, which would end `wait`"
 
 
@@ -315,7 +315,7 @@ def test_the_message_of_the_program_takes_precedence_over_the_operators() -> Non
     assert judge(refused, now=NOW)[1] == "the operator refuses the manifest: the name is too long"
 
 
-def test_a_refused_job_was_not_taken_over() -> None:
+def test_a_rejected_job_is_not_reported_as_taken_over() -> None:
     """The run's own job came first. It keeps training, or has ended."""
     failed = job("Failed", "FAILED", message="\nerror: begun with other settings")
     for state in (RunState.RUNNING, RunState.SUCCEEDED):
@@ -323,7 +323,7 @@ def test_a_refused_job_was_not_taken_over() -> None:
         assert judge(failed, status=first, now=NOW) == (RunState.FAILED, "begun with other settings")
 
 
-def test_a_silent_run_that_should_train_is_called_silent() -> None:
+def test_a_running_job_with_an_old_status_is_silent() -> None:
     state, reason = judge(job(), status=status(RunState.RUNNING, age=250), now=NOW)
     assert state is RunState.SILENT
     assert re.fullmatch(
@@ -427,7 +427,7 @@ def test_the_reason_says_why_a_run_is_pending(pods: list[dict[str, Any]], said: 
         assert part in reason
 
 
-def test_pods_of_one_group_may_wait_while_those_of_another_train() -> None:
+def test_one_group_can_wait_for_pods_while_another_trains() -> None:
     of_two = replace(job(), training_groups=("workers", "workers-2"))
     pods = [view(raw) for raw in (head(), worker(1), worker(2, UNSCHEDULABLE))]
     state, reason = judge(of_two, pods, status=status(RunState.RUNNING, world_size=1), now=NOW)
@@ -466,7 +466,7 @@ def test_pods_of_an_earlier_try_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(("ago", "answers"), [(-20, True), (20, True), (60, False)])
-def test_a_head_that_is_being_deleted_is_named_with_its_node(ago: float, answers: bool) -> None:
+def test_the_reason_names_the_node_of_a_head_being_deleted(ago: float, answers: bool) -> None:
     ending = head()
     ending["metadata"]["deletionTimestamp"] = timestamp(NOW - ago)
     last = status(RunState.RUNNING, age=100)

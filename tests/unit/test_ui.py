@@ -1,4 +1,4 @@
-"""`sunspot ui`: what it reads from storage, and what it shows over HTTP and in a browser."""
+"""Tests of `sunspot ui`: its reads from storage, and its pages over HTTP and in a browser."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.harness.waiting import wait_until
 
 
 class Counting(LocalStorage):
-    """A storage that counts requests, and can be made to hang or fail."""
+    """A storage that counts requests, and can hang or fail on demand."""
 
     def __init__(self, storage_path: str) -> None:
         super().__init__(storage_path)
@@ -79,7 +79,7 @@ class Counting(LocalStorage):
 
 @pytest.fixture(autouse=True)
 def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every request read what it shows."""
+    """Make every request read from storage again."""
     monkeypatch.setattr(site, "EVERY_S", 0.0)
     monkeypatch.setattr(refreshing, "PAUSE", 0)
     monkeypatch.setattr(site, "SOON_S", 5.0)
@@ -99,7 +99,7 @@ def served(storage: Storage, address: str = "127.0.0.1", hosts: Sequence[str] = 
 
 
 def fetch(url: str, **headers: str) -> tuple[int, str, dict[str, str]]:
-    """Return the status, the body and the headers of a server's answer."""
+    """Return the status, body and headers of a response."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
             return answer.status, answer.read().decode(), dict(answer.headers)
@@ -108,7 +108,7 @@ def fetch(url: str, **headers: str) -> tuple[int, str, dict[str, str]]:
 
 
 def ended(storage: Storage, name: str, state: RunState = RunState.SUCCEEDED, **fields: Any) -> Run:
-    """Return a run that has just ended, and that has only a status."""
+    """Return a run that has just ended and has only a status."""
     run = begin(Run(storage, name))
     write_status_as_is(run, Status(state, "job", **{"attempt": 1, "step": 10, "total_steps": 10, **fields}))
     return run
@@ -193,7 +193,7 @@ def test_the_page_of_a_trial_links_to_its_search(tmp_path: Path) -> None:
     assert 'A trial of <a href="/run/sweep">sweep</a>' in pages["sweep-01"]
 
 
-def test_several_runs_are_compared(tmp_path: Path) -> None:
+def test_the_comparison_shows_several_runs(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     trained(Run(storage, "one"))
     other = start(begin(Run(storage, "two")), "job", at=BEGUN, **attempt_metadata(learning_rate=0.5))
@@ -211,7 +211,7 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert "Select two to six runs" in alone
 
 
-def test_a_copied_checkpoint_is_neither_read_nor_called_verified(tmp_path: Path) -> None:
+def test_a_copied_checkpoint_is_shown_as_unread(tmp_path: Path) -> None:
     run = trained(Run(Counting(str(tmp_path)), "digits"))
     weights = [path for path in tmp_path.rglob("model.pt")]
     for path in weights:
@@ -286,9 +286,7 @@ def test_the_curve_of_a_long_history_takes_few_requests(tmp_path: Path) -> None:
     assert all(point.y == 1e4 / point.x for point in row.curve)
 
 
-def test_an_earlier_reading_is_shown_while_storage_fails_or_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_reading_is_shown_if_storage_fails_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Counting(str(tmp_path))
     ended(storage, "digits")
     monkeypatch.setattr(site, "SOON_S", 0.5)
@@ -312,7 +310,7 @@ def test_an_earlier_reading_is_shown_while_storage_fails_or_hangs(
     assert took < 5
 
 
-def test_text_of_a_run_never_becomes_markup(tmp_path: Path) -> None:
+def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
     hostile = "</style><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
     run = ended(LocalStorage(str(tmp_path)), "digits", RunState.FAILED, reason=hostile)
     writer = LogWriter(run, "driver-20261125T000000000Z")
@@ -327,7 +325,7 @@ def test_text_of_a_run_never_becomes_markup(tmp_path: Path) -> None:
         assert page.count("<script") == 1
 
 
-def test_a_server_refuses_writes_unknown_pages_and_bad_addresses(tmp_path: Path, sunspot: Command) -> None:
+def test_a_server_rejects_writes_unknown_pages_and_bad_addresses(tmp_path: Path, sunspot: Command) -> None:
     with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url:
         assert fetch(f"{url}elsewhere")[0] == 404
         with pytest.raises(urllib.error.HTTPError, match="501"):
@@ -357,7 +355,7 @@ def test_a_server_refuses_writes_unknown_pages_and_bad_addresses(tmp_path: Path,
         ),
     ],
 )
-def test_a_server_answers_only_to_addresses_and_its_own_names(
+def test_a_server_rejects_foreign_host_names(
     tmp_path: Path, address: str, hosts: list[str], accepted: list[str], refused: list[str]
 ) -> None:
     ended(LocalStorage(str(tmp_path)), "digits")
@@ -369,7 +367,7 @@ def test_a_server_answers_only_to_addresses_and_its_own_names(
 
 
 def ask(url: str, request: bytes) -> bytes:
-    """Return a server's answer to these bytes."""
+    """Return a server's response to these bytes."""
     place = urllib.parse.urlsplit(url)
     with socket.create_connection((str(place.hostname), place.port), timeout=30) as connection:
         connection.sendall(request)
@@ -386,7 +384,7 @@ def ask(url: str, request: bytes) -> bytes:
         (b"404", b"GET /elsewhere HTTP/1.1\r\nHost: localhost\r\n\r\n"),
     ],
 )
-def test_refusals_have_the_security_policy_of_every_page(tmp_path: Path, status: bytes, request_: bytes) -> None:
+def test_error_responses_have_the_security_policy(tmp_path: Path, status: bytes, request_: bytes) -> None:
     with served(LocalStorage(str(tmp_path))) as url:
         head = ask(url, request_).partition(b"\r\n\r\n")[0]
     assert head.split()[1] == status
@@ -418,7 +416,7 @@ def test_clients_that_send_no_request_do_not_block_others(tmp_path: Path, monkey
 
 
 def read_as_told(storage: Storage, names: Sequence[str]) -> RunPage:
-    """Return a page, or fail in the way that the name of the run says."""
+    """Return a page, or fail in the way that the run's name describes."""
     [name] = names
     if name == "too-large":
         return RunPage("", Html("x" * (400 << 20)))
@@ -433,9 +431,7 @@ def read_as_told(storage: Storage, names: Sequence[str]) -> RunPage:
     return RunPage(name, Html(f"process {os.getpid()} of {storage.locate('')}"))
 
 
-def test_a_page_that_takes_too_much_memory_does_not_affect_other_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_exhausts_memory_does_not_affect_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_process, "MOST_BYTES", 256 << 20)
     monkeypatch.setattr(page_process, "READ_WITHIN_S", 20.0)
     with contextlib.closing(PageProcess(str(tmp_path))) as pages:
@@ -456,13 +452,11 @@ def test_a_page_that_takes_too_much_memory_does_not_affect_other_pages(
             pages.read(read_as_told, ["killed"])
         assert pages.read(read_as_told, ["digits"]) != other
         monkeypatch.setattr(page_process, "READ_WITHIN_S", 0.2)
-        with pytest.raises(SunspotError, match=r"page of without-end cannot be shown: not made within 0 s"):
+        with pytest.raises(SunspotError, match=r"page of without-end cannot be shown: it was not ready within 0 s"):
             pages.read(read_as_told, ["without-end"])
 
 
-def test_the_server_says_why_a_run_cannot_be_shown_and_shows_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_run_is_explained_and_others_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_process, "MOST_BYTES", 256 << 20)
     monkeypatch.setattr(site, "FIRST_S", 60.0)
     storage = LocalStorage(str(tmp_path))
@@ -477,7 +471,7 @@ def test_the_server_says_why_a_run_cannot_be_shown_and_shows_the_others(
         assert "/run/hostile" in fetch(url)[1]
 
 
-def test_the_list_does_not_read_a_huge_run_for_its_incidents(tmp_path: Path) -> None:
+def test_the_list_does_not_read_the_events_of_a_huge_run(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     for name in ("digits", "large"):
         trained(Run(storage, name))
@@ -490,7 +484,7 @@ def test_the_list_does_not_read_a_huge_run_for_its_incidents(tmp_path: Path) -> 
     assert incidents == {"digits": 1, "large": None}
 
 
-def test_the_verb_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> None:
+def test_the_ui_command_prints_its_address_and_ends_on_ctrl_c(tmp_path: Path) -> None:
     ended(LocalStorage(str(tmp_path)), "digits")
     [words] = find_commands("sh ui")
     command = [REPOSITORY / words.split()[0], *words.split()[1:], "--storage", str(tmp_path), "--port", "0", "--json"]
@@ -509,7 +503,7 @@ def test_the_verb_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> Non
 # -------------------------------------------------------------------------------------------------------------- browser
 
 NOW = "document.dispatchEvent(new Event('visibilitychange'))"
-"""Script that makes the page refresh immediately, as it does every ten seconds."""
+"""A script that refreshes the page immediately instead of every ten seconds."""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

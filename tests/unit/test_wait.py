@@ -21,11 +21,11 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import request_stop
+from sunspot.run.seen import RunSeen
 from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.observation import MAX_OUTAGE_S, RunAccess, RunSnapshot, follow
 from sunspot.submitter.cluster.progress_lines import ProgressLines
-from sunspot.submitter.cluster.state import StorageSnapshot
 from sunspot.submitter.manifest.render import settings_of
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, kept, pod, rayjob, submitted, timestamp
@@ -146,7 +146,7 @@ def test_a_changed_age_alone_prints_no_line(
         nonlocal now
         now += later_s
         status = Status(state, "job", step=step, total_steps=1000)
-        show(RunSnapshot(storage=StorageSnapshot(status)), state, reason)
+        show(RunSnapshot(storage=RunSeen(status)), state, reason)
         return len(capsys.readouterr().out.splitlines())
 
     assert count_lines(RunState.SILENT, "no sign of life since 12:00:00, 26 s ago: it is frozen") == 1

@@ -1,4 +1,4 @@
-"""The section on checkpoints: their states, and whether every byte is as it was written."""
+"""Renders the section on checkpoints and their states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from sunspot.report.model import ListedCheckpoint, Report
 from sunspot.run.attempts import step_of
 
 MAX_RESULTS = 6
-"""Largest number of columns with metrics."""
+"""Largest number of metric columns."""
 
 
 def show(report: Report) -> Html:
-    """Return a table of the checkpoints with their states, and notes on checkpoints left out and on retention."""
+    """Return a table of the checkpoints, with notes about omitted checkpoints and retention."""
     keep, _, order = report.retention
     metric = report.best_by
     parts = []

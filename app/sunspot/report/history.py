@@ -1,4 +1,4 @@
-"""The metric history in the form that a report shows."""
+"""Collects the metric history of a run for its report."""
 
 import math
 from array import array
@@ -12,25 +12,25 @@ from sunspot.run.history import to_rows
 from sunspot.run.size_limits import MAX_NAMES
 
 MAX_DRAWN = 1e100
-"""Largest absolute value that is drawn. Differences of larger numbers overflow floats."""
+"""Largest absolute value to draw. Differences between larger numbers overflow floats."""
 
 
 class Series:
-    """A sequence of records of numbers, stored by column so that long histories take little memory.
+    """A sequence of numeric records, stored by column to save memory.
 
-    A column stores nothing for records without its name, so memory grows with the numbers, and not with the names.
+    A column stores nothing for records without its name.
     """
 
     def __init__(self) -> None:
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        "Indexes and values of the records that have a name, by name."
+        "Record indexes and values, keyed by name."
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, record: Mapping[str, float | None]) -> None:
-        """Add a record. A number may be None or left out."""
+        """Add a record. Numbers can be None or omitted."""
         for name, value in record.items():
             if value is not None:
                 indexes, values = self._columns.setdefault(name, (array("I"), array("d")))
@@ -39,14 +39,14 @@ class Series:
         self._count += 1
 
     def column(self, name: str) -> list[Any]:
-        """Return the value of `name` in each record, or None if a record lacks it or it is NaN."""
+        """Return the value of `name` in each record, or None if it is missing or NaN."""
         found: list[Any] = [None] * self._count
         for index, value in self._known(name):
             found[index] = value
         return found
 
     def indexes_with(self, names: Iterable[str]) -> list[int]:
-        """Return the indexes of the records that have at least one of these names, in order."""
+        """Return the sorted indexes of all records with at least one of these names."""
         return sorted({index for name in names for index, _ in self._known(name)})
 
     def values_at(self, name: str, chosen: Sequence[int]) -> list[Any]:
@@ -68,7 +68,7 @@ def can_draw(value: float | None) -> TypeGuard[float]:
 
 @dataclass
 class RankTotal:
-    """The totals of one rank over all attempts, in seconds, rows and MiB."""
+    """Totals of one rank over all attempts, in seconds, rows and MiB."""
 
     rows: float = 0.0
     seconds: float = 0.0
@@ -76,7 +76,7 @@ class RankTotal:
     step_seconds: float = 0.0
     "Sum over its windows of the number of steps times the median step time."
     p95: float | None = None
-    "Highest 95th percentile of the step time in a window."
+    "The highest 95th percentile of the step time of any window."
     data_wait: float = 0.0
     forward: float = 0.0
     "Seconds in forward passes. In the rest of a step, ranks wait for each other."
@@ -84,11 +84,11 @@ class RankTotal:
 
     @property
     def step_time(self) -> float | None:
-        """Mean of the median step times of all windows, weighted by the number of steps."""
+        """The mean of all windows' median step times, weighted by the number of steps."""
         return self.step_seconds / self.steps if self.steps else None
 
     def add(self, steps: int, numbers: dict[str, float | None]) -> None:
-        """Add this rank's numbers in a window of `steps` steps."""
+        """Add this rank's numbers for a window of `steps` steps."""
         self.rows += numbers.get("rows") or 0.0
         self.seconds += numbers.get("seconds") or 0.0
         self.data_wait += numbers.get("data_wait_s") or 0.0
@@ -109,7 +109,7 @@ def _spread(name: str, values: Sequence[float | None]) -> dict[str, float]:
 
 
 class History:
-    """The metric history of the steps that count."""
+    """The metric history, without superseded steps."""
 
     def __init__(self) -> None:
         self.series = Series()
@@ -118,28 +118,28 @@ class History:
         """Columns `attempt` and `time`, and the lowest, mean and highest `rows_per_s` and `step_time` (a median in
         seconds) of the ranks."""
         self.ranks: dict[int, RankTotal] = {}
-        "Totals of each rank."
+        "The totals of each rank."
         self.attempts: set[int] = set()
-        "Attempts with a record."
+        "The attempts that have records."
         self.results: dict[str, None] = {}
-        "Names of numbers that measure the model: losses, accuracies, and everything on held-out rows, in order."
+        "Names of the metrics that measure the model, in the order of their first records."
         self.left_out: set[str] = set()
-        "Names of the results after the first MAX_NAMES."
+        "Names of further results beyond MAX_NAMES."
         self.undrawable: dict[str, tuple[int, int]] = {}
-        "Number of records in which a result is NaN, infinite or huge, and the step of the first, by name."
+        "Number of records with a NaN, infinite or huge value, and the first such step, keyed by name."
         self.newest_record: dict[str, Any] = {}
-        "Step and time of the newest record, empty before the first."
+        "The newest record's step and time, or an empty dict before the first record."
         self.newest_values: dict[str, tuple[float, int]] = {}
-        "Newest value of each number, and its step."
+        "The newest value and its step, keyed by name."
         self._usual_rows = 0.0
-        "Number of rows in a usual window of the newest attempt."
+        "The usual number of rows per window in the newest attempt."
         self._few = set[int]()
-        "Indexes in `series` of the records whose means are over few rows."
+        "Indexes in `series` of records that average few rows."
 
     def drawn(self, name: str) -> list[Any]:
-        """Return the values of a result for a curve, with None for means over few training rows.
+        """Return a result's values for a curve, with None for means over few training rows.
 
-        Each checkpoint ends a window, and the next window may have few rows, whose mean would be a spike.
+        A checkpoint ends a window early, and the mean of a short window would be a spike.
         """
         values = self.series.column(name)
         if name.startswith(HELD_OUT):
@@ -158,7 +158,7 @@ class History:
             self._usual_rows = 0.0
         rows = numbers.get("rows") or self._usual_rows
         few = rows < self._usual_rows / 2
-        self._usual_rows = self._usual_rows / 2 if few else rows  # the next windows may be as short
+        self._usual_rows = self._usual_rows / 2 if few else rows  # the next windows might be as short
         if few:
             self._few.add(len(self.series))
         placed = {"attempt": record["attempt"], "step": step, "epoch": numbers.get("epoch")}
@@ -173,7 +173,7 @@ class History:
                     self.undrawable[name] = times + 1, first
 
     def _keeps_new_result(self, name: str, record: dict[str, Any], best_by: str) -> bool:
-        """Return True if a new name is a result and there is room for it."""
+        """Return True if a new name is a result and fewer than MAX_NAMES are known."""
         if not is_result(name, record, best_by):
             return False
         kept = len(self.results) < MAX_NAMES
@@ -195,13 +195,13 @@ class History:
 
 
 def is_result(name: str, record: dict[str, Any], best_by: str) -> bool:
-    """Return True if a value of a record measures the model and not the speed of training."""
+    """Return True if a name measures the model and not the training speed."""
     return (
         name.endswith(("loss", "accuracy")) or name.startswith(HELD_OUT) or HELD_OUT + name in record or name == best_by
     )
 
 
 def _number(record: dict[str, Any], name: str) -> float | None:
-    """Return a value if it is a number, and None otherwise. NaN and infinities are numbers, and must be shown."""
+    """Return a value if it is a number, otherwise None. NaN and infinities count as numbers."""
     value = record.get(name)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -1,4 +1,4 @@
-"""HTML elements: escaped text, numbers that people and programs can read, and tables that fit on a phone."""
+"""Builds HTML elements from escaped text, numbers and tables."""
 
 import base64
 import html
@@ -11,7 +11,7 @@ from sunspot.formatting import UNPRINTABLE, as_bytes
 from sunspot.run.size_limits import MAX_TABLE_CELLS, MAX_TABLE_COLUMNS, MAX_TABLE_ROWS, cut
 
 MAX_TEXT = 600
-"""Largest number of characters that are shown of a text. The run's events and logs have the rest."""
+"""Largest number of characters of a text. The run's events and logs contain the rest."""
 
 
 class Html(str):
@@ -21,14 +21,14 @@ class Html(str):
 
 
 class Number(NamedTuple):
-    """A number as readable text, with its exact value."""
+    """A readable number and its exact value."""
 
     text: str
     value: float
 
 
 def text(value: Any) -> str:
-    """Return any value as HTML. Text is escaped, and cut if it is long."""
+    """Return a value as HTML. Text is escaped, and truncated if it is long."""
     if isinstance(value, Html):
         return value
     if isinstance(value, Number):
@@ -42,26 +42,26 @@ def text(value: Any) -> str:
 
 
 def element(name: str, content: Any, **attributes: Any) -> Html:
-    """Return an element. Its content is escaped unless it is `Html`. A `_` in the name of an attribute becomes `-`."""
+    """Return an element. Content is escaped unless it is `Html`, and `_` in attribute names becomes `-`."""
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     words = "".join(f' {key}="{text(value)}"' for key, value in given.items())
     return Html(f"<{name}{words}>{text(content)}</{name}>")
 
 
 def join(parts: Iterable[Any], between: str = "") -> Html:
-    """Join parts to HTML. Each part is escaped unless it is `Html`."""
+    """Join parts into HTML. Each part is escaped unless it is `Html`."""
     return Html(text(Html(between)).join(text(part) for part in parts))
 
 
 def paragraph(*parts: Any, kind: str | None = None) -> Html:
-    """Return a paragraph that consists of these parts."""
+    """Return a paragraph with these parts."""
     return element("p", join(parts), class_=kind)
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
-    """Return a table in a box that scrolls sideways. The first cell of each row is a heading, and None becomes a dash.
+    """Return a horizontally scrolling table. The first cell of each row is a heading; None is shown as a dash.
 
-    Only the first rows and columns of a large table are shown, with a note of how many are left out.
+    A large table is truncated, with a note about the omitted rows and columns.
     """
     columns, more_columns = cut(columns, MAX_TABLE_COLUMNS, "columns")
     rows, more_rows = cut(rows, min(MAX_TABLE_ROWS, max(1, MAX_TABLE_CELLS // len(columns))), "rows")
@@ -84,17 +84,17 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -
 
 
 def titled(caption: str) -> Html:
-    """Return the caption of a table, which stays visible while the table scrolls sideways."""
+    """Return a table caption that stays visible while the table scrolls horizontally."""
     return element("caption", element("span", caption))
 
 
 def scrolled(name: str, content: Html) -> Html:
-    """Return a box that can be scrolled sideways on its own, also with the keyboard."""
+    """Return a horizontally scrolling box that supports the keyboard."""
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=name)
 
 
 def picture(png: bytes, alt: str) -> Html:
-    """Return an image that contains the PNG itself."""
+    """Return an image element with the PNG inline."""
     return Html(f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="{text(alt)}">')
 
 
@@ -102,12 +102,12 @@ def picture(png: bytes, alt: str) -> Html:
 
 
 def percent(fraction: float, digits: int = 2) -> Number:
-    """Return a fraction in percent, such as 98.05 %."""
+    """Return a fraction as a percentage, such as 98.05 %."""
     return Number(f"{100 * fraction:.{digits}f} %" if math.isfinite(fraction) else str(fraction), fraction)
 
 
 def result(name: str, value: Any) -> Any:
-    """Return the value of a metric, in percent if it is an accuracy."""
+    """Return a metric's value, as a percentage if it is an accuracy."""
     return percent(value) if name.endswith("accuracy") and isinstance(value, int | float) else value
 
 

@@ -1,4 +1,4 @@
-"""The section on incidents: what interrupted the run, and the cost of each start of its workers."""
+"""Renders the section on incidents and the cost of each worker start."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ MAX_ROWS = 100
 """Largest number of rows in a table. `sunspot events` shows all."""
 
 MAX_FAILURES = 20
-"""Largest number of errors shown. Of many ranks, most fail only because another one is gone."""
+"""Largest number of errors shown. Most ranks fail only because another rank is gone."""
 
 
 def show(report: Report) -> Html:
-    """Return the incidents, the starts of the workers with their receipts, errors, and other events."""
+    """Return the incidents, worker starts, errors and other events."""
     if not report.attempts:
         return join([paragraph("No worker has begun yet."), _failures(report), _events(report)])
     parts = [_timeline(report)]
@@ -54,7 +54,7 @@ def show(report: Report) -> Html:
 def _timeline(report: Report) -> Html:
     """Return a chart of the number of training workers over time.
 
-    It is 0 between the last step that counts and the first step after it.
+    The number is 0 between the last step before an incident and the first step after it.
     """
     workers: list[tuple[float, float]] = []
     for receipt in report.receipts:
@@ -110,7 +110,7 @@ def _wide(words: str) -> Html:
 
 
 def _failures(report: Report) -> Html:
-    """Return a table of the errors that ended processes, causes before consequences."""
+    """Return a table of the errors that ended processes, with causes before consequences."""
     if not report.failures:
         return Html("")
     found = sorted(report.failures, key=lambda failure: failure.is_consequence)

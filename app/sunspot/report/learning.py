@@ -1,4 +1,4 @@
-"""The section on learning: curves over steps and over time, and their numbers."""
+"""Renders the section on learning: curves over steps and time, and a table of their values."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from sunspot.report.model import Report
 from sunspot.run.size_limits import MAX_NAMES, cut
 
 MAX_CURVES = 8
-"""Largest number of metrics with curves: a loss, an accuracy, and those that a task adds."""
+"""Largest number of metrics with curves: a loss, an accuracy, and the task's own metrics."""
 
 MAX_NUMBERS, MAX_COLUMNS = 40, 250
 """Largest numbers of rows and of metrics in the table of numbers. `sunspot metrics` shows all."""
 
 
 def show(report: Report) -> Html:
-    """Return the curves of the metrics over steps and over time, and the numbers of the curves."""
+    """Return the metrics as curves over steps and time, and as a table."""
     history = report.history
     if not history.series:
         return paragraph("No metric is recorded yet. The first record comes with the first report or checkpoint.")
@@ -42,7 +42,7 @@ def show(report: Report) -> Html:
 
 
 def results_first(name: str) -> tuple[int, str]:
-    """Return a sort key for names of metrics: the loss, the accuracy, then the metrics that a task adds."""
+    """Return a sort key that puts the loss first, then the accuracy, then the task's own metrics."""
     base = name.removeprefix(HELD_OUT)
     return {"loss": 0, "accuracy": 1}.get(base, 2), base
 
@@ -77,7 +77,7 @@ def _not_finite(name: str, times: int, first: int) -> Html:
 
 
 def _numbers(report: Report) -> Html:
-    """Return a table of the results at evaluations on held-out rows or, without evaluations, at any records."""
+    """Return a table of the results of each evaluation, or of all records if there is no evaluation."""
     history = report.history
     results = sorted(history.results, key=results_first)
     held_out = [name for name in results if name.startswith(HELD_OUT)]

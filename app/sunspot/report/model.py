@@ -1,4 +1,4 @@
-"""The content of a report, read from storage. A part that cannot be read is reported, and does not hide the others."""
+"""Reads the content of a report from storage. An unreadable part is reported and does not hide the others."""
 
 import time
 from collections import defaultdict
@@ -25,58 +25,58 @@ from sunspot.run.failures import Failure, read_failures
 from sunspot.run.history import iter_rank_records, iter_records, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
-from sunspot.run.overview import RunView
 from sunspot.run.predictions import Predictions, TaskExhibit, load_shown
+from sunspot.run.seen import RunDetails
 from sunspot.run.status import RunState, load_newest_status
 
 MAX_CHECKPOINTS = 50
-"""Largest number of checkpoints that are verified and shown, the newest ones. Each costs a request."""
+"""Largest number of checkpoints to verify and show, newest first. Each takes a request."""
 
 Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A checkpoint directory with its state."""
+    """A checkpoint directory and its state."""
 
     name: str
     checkpoint: Checkpoint | None
-    "Checkpoint of the manifest, or None if the directory is incomplete."
+    "The checkpoint, or None if the directory is incomplete."
     faults: tuple[str, ...] = ()
     unread: bool = False
     "True if the files have the sizes in the manifest, but their bytes were not compared."
 
     @property
     def state(self) -> str:
-        """The state: `verified`, `unread`, `damaged` or `incomplete`."""
+        """One of `verified`, `unread`, `damaged` or `incomplete`."""
         if self.checkpoint is None:
             return "incomplete"
         return "damaged" if self.faults else "unread" if self.unread else "verified"
 
     @property
     def usable(self) -> bool:
-        """Return True if the checkpoint can be used, as far as it was checked."""
+        """True if no fault was found in the checkpoint."""
         return self.state in ("verified", "unread")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(RunView):
-    """A `RunView` with everything that only a report shows."""
+class Report(RunDetails):
+    """A `RunDetails` with everything that only a report shows."""
 
     failures: list[Failure]
-    "Errors that ended processes, oldest first."
+    "The errors that ended processes, oldest first."
     history: History
     gaps: list[str]
     "Messages about missing receipts."
     checkpoints: list[ListedCheckpoint]
-    "Checkpoints that lead to the newest attempt, and incomplete ones, sorted by step."
+    "The newest attempt's own and inherited checkpoints, and incomplete ones, sorted by step."
     checkpoints_left_out: dict[str, int]
-    "Number of checkpoints that are left out, by reason."
+    "The number of checkpoints left out, keyed by reason."
     predictions: Predictions | None
     shown: TaskExhibit | None
-    "Exhibits of the task."
+    "The task's own exhibits."
     troubles: list[str]
-    "Messages about parts of the run that could not be read."
+    "Messages about unreadable parts of the run."
 
     @property
     def other_events(self) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ class Report(RunView):
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the beginning to the end, including pauses."""
+        """The seconds between the first worker start and the end, including pauses."""
         return max(0.0, self.ended - self.begun) if self.begun is not None else None
 
     @property
@@ -107,7 +107,7 @@ class Report(RunView):
         return ranking_metric(self.usable_checkpoints, self.retention.metric)
 
     def result(self, name: str) -> tuple[float, int] | None:
-        """Return the newest value of a result and its step, from the newest checkpoint or a later record."""
+        """Return the newest value of a result and its step, or None if no value is recorded."""
         found = self.history.newest_values.get(name)
         checkpoint = self.checkpoint
         if not checkpoint or (found and found[1] > checkpoint.step):
@@ -117,9 +117,9 @@ class Report(RunView):
 
 
 def read_report(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> Report:
-    """Read everything that a report shows of a run in `state`. Raises `StorageError` if storage cannot be reached.
+    """Read a report's content. Raises `StorageError` if storage cannot be reached.
 
-    Without `read_bytes`, no file of a checkpoint is read, and a checkpoint that was written after its commit is
+    If `read_bytes` is False, no checkpoint file is read, and a checkpoint that was written to after its commit is
     `unread`.
     """
     troubles: list[str] = []
@@ -174,7 +174,7 @@ def read_report(run: Run, state: RunState, reason: str, read_bytes: bool = True)
 
 
 def _newest_good(checkpoints: list[ListedCheckpoint]) -> Checkpoint | None:
-    """Return the newest usable checkpoint with finite weights, or else the newest usable one."""
+    """Return the newest usable checkpoint, preferably one with finite weights."""
     usable = [kept.checkpoint for kept in reversed(checkpoints) if kept.checkpoint and kept.usable]
     return next((checkpoint for checkpoint in usable if checkpoint.finite), usable[0] if usable else None)
 

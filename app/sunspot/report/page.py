@@ -1,4 +1,4 @@
-"""The page of a report: self-contained HTML without scripts, which works offline and in ten years."""
+"""Renders a report as a self-contained HTML page without scripts."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from sunspot.run.size_limits import MAX_LISTED, MAX_PAGE_BYTES, cut
 from sunspot.run.status import RunState
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-"""Content security policy of the page. A browser only uses its style and images, whatever text a run contains."""
+"""Content security policy of the page. It blocks scripts, even if a run's text contains one."""
 
 Sections = dict[str, tuple[str, Callable[[Report], Html]]]
 
@@ -24,10 +24,10 @@ SECTIONS: Sections = {
     "checkpoints": ("Checkpoints", checkpoints.show),
     "settings": ("Settings and versions", settings.show),
 }
-"""Heading and function of each section by anchor, in the order of the page."""
+"""The heading and function of each section, keyed by anchor, in page order."""
 
 STATE_SIGNS = {RunState.SUCCEEDED: ("✓", "good"), RunState.FAILED: ("✗", "bad"), RunState.LOST: ("✗", "bad")}
-"""Sign and colour of a state."""
+"""The sign and colour of each state."""
 
 STYLE = Path(__file__).with_name("style.css")
 
@@ -35,13 +35,13 @@ STANDALONE = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
 
 
 def render(report: Report) -> bytes:
-    """Return the page of a report in UTF-8."""
+    """Return a report as a page in UTF-8."""
     return whole_page(f"{report.run.name}: {report.state}", show(report, SECTIONS))
 
 
 def show(report: Report, sections: Sections) -> Html:
-    """Return the body of a page with these sections."""
-    # A run without attempts has only errors and output to show, unless damage hides the attempts.
+    """Return the body of a report page with these sections."""
+    # A run without attempts has only errors and output to show. Damage can also hide the attempts.
     begun = report.attempts or report.troubles
     shown = [(anchor, *section) for anchor, section in sections.items() if begun or anchor in ("incidents", "log")]
     contents = element("ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, name, _ in shown))
@@ -55,7 +55,7 @@ def show(report: Report, sections: Sections) -> Html:
 
 
 def fitting(sections: Iterable[Html]) -> Iterator[Html]:
-    """Yield the sections of a page. A note replaces each section for which the page has no room."""
+    """Yield the sections. A section that would make the page too large is replaced by a note."""
     room = MAX_PAGE_BYTES
     for section in sections:
         if len(section) <= room:
@@ -70,7 +70,7 @@ def fitting(sections: Iterable[Html]) -> Iterator[Html]:
 
 
 def whole_page(title: str, body: Html, head: str = "") -> bytes:
-    """Return a page in UTF-8. By default, its `head` has the style sheet and the policy of a self-contained page."""
+    """Return a page in UTF-8. By default, `head` contains the style sheet and the content security policy."""
     head = head or f"{STANDALONE}\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>"
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -97,7 +97,7 @@ def _header(report: Report) -> Html:
 
 
 def in_colour(state: RunState, word: str) -> Html:
-    """Return a `word` for a state, with the sign and in the colour of the state."""
+    """Return `word` with the sign and colour of a state."""
     sign, colour = STATE_SIGNS.get(state, ("", ""))
     return element("span", f"{sign} {word}".strip(), class_=f"state {colour}".strip())
 
@@ -135,12 +135,12 @@ def _figure(name: str, anchor: str, value: Any, remark: str | None) -> Html:
 
 
 def _in_words(name: str) -> str:
-    """Return the name of a metric in words, such as held-out accuracy for `test_accuracy`."""
+    """Return a metric's name in words, such as "held-out accuracy" for `test_accuracy`."""
     held_out = name.startswith("test_")
     words = name.removeprefix("test_").replace("_", " ")
     return f"held-out {words}" if held_out else f"training {words}"
 
 
 def footer(location: str, time: float) -> Html:
-    """Return a footer with the location of the data, and the time at which it was read (in seconds since the epoch)."""
+    """Return a footer with the data's location and the time of the read, in seconds since the epoch."""
     return element("footer", join(["Read from ", element("code", location), " at ", utc_time(time), " UTC."]))

@@ -1,4 +1,4 @@
-"""The section on predictions: the predictions of held-out rows, mistakes first, and the exhibits of the task."""
+"""Renders the section on predictions for held-out rows and the task's own exhibits."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -29,13 +29,13 @@ MAX_PAIRS = 30
 """Largest number of confused pairs that are shown."""
 
 MAX_IMAGE_BYTES = 1_000_000
-"""Largest size of all encoded images together. It keeps the page below 2 MB."""
+"""Largest total size of all encoded images, which keeps the page below 2 MB."""
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def show(report: Report) -> Html:
-    """Return mistakes, the confusion matrix, right predictions, sample rows, and the exhibits of the task."""
+    """Return mistakes, the confusion matrix, correct predictions, sample rows and the task's exhibits."""
     found = report.predictions
     if found is None:
         return _exhibits(report) or paragraph(
@@ -70,7 +70,7 @@ def show(report: Report) -> Html:
 
 
 def _fit(examples: Sequence[Example], room: int) -> tuple[list[Example], int]:
-    """Return the examples that are PNGs and fit in the page, and the room that is left in bytes."""
+    """Return the examples with valid PNGs that fit in the page, and the remaining room in bytes."""
     fitting = []
     for example in examples:
         size = len(example.image) * 4 // 3 + 4
@@ -141,7 +141,7 @@ def _cell(number: int, of: int, right: bool) -> Html:
 
 
 def _exhibits(report: Report) -> Html:
-    """Return the exhibits of the task in its order, or nothing if it has no exhibits."""
+    """Return the task's exhibits in the task's order."""
     found = report.shown
     if not found:
         return Html("")
@@ -160,7 +160,7 @@ def _exhibit(part: Exhibit) -> Html:
         return join([element("h3", part.title), element("ul", items, class_="examples"), rest])
     if not part.columns:
         return join([element("h3", part.title), element("pre", part.text)])
-    # A damaged file may have rows of any length.
+    # A damaged file can have rows of any length.
     rows = [row for row in part.rows if len(row) == len(part.columns)]
     cells = [[result(name, cell) for name, cell in zip(part.columns, row, strict=True)] for row in rows]
     return table(part.title, part.columns, cells)

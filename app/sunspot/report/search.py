@@ -1,4 +1,4 @@
-"""The report of a search: its trials, their learning curves, and the metric over each setting that is varied."""
+"""Renders the report of a search: its trials, their learning curves, and the metric over each varied setting."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ from sunspot.run.size_limits import MAX_LISTED, MAX_TRIALS, cut
 from sunspot.run.status import RunState
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
-"""Step and metric of each record of a trial, by the name of its run."""
+"""The step and metric of each record, keyed by the name of the trial's run."""
 
 MAX_NAMED = 24
-"""Largest number of characters of a value on an axis."""
+"""Largest number of characters of an axis label."""
 
 
 def render_stored(run: Run) -> bytes:
-    """Return the page of a run or a search, as it is in storage now."""
+    """Return the report page of a run or search."""
     try:
         return render_search(*read_search(run))
     except NotFoundError:
@@ -46,12 +46,12 @@ def read_search(run: Run) -> tuple[Run, SearchResults, Curves]:
 
 
 def render_search(run: Run, results: SearchResults, curves: Curves, link: str = "") -> bytes:
-    """Return the page in UTF-8. `link` is the address of a trial's report, with {} in place of its run."""
+    """Return the page in UTF-8. `link` is the address of a trial's report, with {} for the name of its run."""
     return whole_page(f"{run.name}: search", show_search(run, results, curves, link))
 
 
 def show_search(run: Run, results: SearchResults, curves: Curves, link: str = "") -> Html:
-    """Return the body of the page. `link` is that of `render_search`."""
+    """Return the body of the page. `link` has the meaning it has in `render_search`."""
     parts = {"Trials": _trials(results, link), _name(results): _charts(results, curves)}
     parts = dict(zip(parts, fitting(parts.values()), strict=True))
     header = [paragraph("Sunspot search", kind="kicker"), element("h1", run.name), _lead(results)]
@@ -99,7 +99,7 @@ def _trials(results: SearchResults, link: str) -> Html:
 
 
 def _charts(results: SearchResults, curves: Curves) -> Html:
-    """Return a chart of the metric of all trials over steps, and charts of their best metric over each setting."""
+    """Return a chart of all trials' metrics over steps, and one chart of the best metric per setting."""
     measured = [trial for trial in results.ranking[:MAX_TRIALS] if can_draw(trial.best)]
     y = linear_axis(float(trial.best or 0.0) for trial in measured)
     dimensions, more = cut([*results.space], MAX_LISTED, "settings")
@@ -129,7 +129,7 @@ def _best_in_front(results: SearchResults, points: dict[str, list[Point]]) -> li
 
 
 def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]:
-    """Return the axis of a dimension and the position of each value. Values that are not numbers are side by side."""
+    """Return a dimension's axis and each value's position. Values other than numbers are evenly spaced."""
     numbers = [float(value) for value in values if type(value) in (int, float) and can_draw(value)]
     if len(numbers) == len(values) and not expression.startswith("choice"):
         log = expression.startswith("loguniform") and min(numbers) >= MIN_DRAWN

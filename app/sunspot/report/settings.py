@@ -1,4 +1,4 @@
-"""The section on settings: settings, data and versions of the run, and changes between attempts."""
+"""Renders the section on the run's settings, data and versions, and their changes between attempts."""
 
 import itertools
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from sunspot.report.model import Report
 from sunspot.settings import PREFIX, Settings, differences
 
 MAX_CHANGES = 100
-"""Largest number of lines on changes between attempts."""
+"""Largest number of lines about changes between attempts."""
 
 
 def show(report: Report) -> Html:
-    """Return the settings and versions of the newest attempt, their changes, and the data."""
+    """Return the newest attempt's settings and versions, their changes, and the data."""
     defaults = Settings.model_construct().environment()
 
     def describe(name: str, value: str) -> list[Any]:
@@ -27,7 +27,7 @@ def show(report: Report) -> Html:
 def _newest(
     report: Report, what: Literal["settings", "versions"], columns: list[str], describe: Callable[[str, str], list[Any]]
 ) -> Html:
-    """Return a table of the settings or versions of the newest attempt, and their changes between attempts."""
+    """Return a table of the newest attempt's settings or versions, and their changes."""
     recorded = [(each.number, found) for each in report.attempts if (found := getattr(each.metadata, what))]
     if not recorded:
         return paragraph(f"No {what} are recorded yet.")

@@ -1,4 +1,4 @@
-"""The section on speed: throughput and step time, over time and of each rank."""
+"""Renders the section on throughput and step time."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The outcome of a run as lines for the terminal."""
+"""Describes the outcome of a run for the terminal."""
 
 from collections.abc import Iterator
 

@@ -19,7 +19,8 @@ from sunspot.run import Run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, read_receipts
-from sunspot.run.overview import read_state, read_view, run_exists
+from sunspot.run.overview import read_state, run_exists
+from sunspot.run.seen import read_details
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import PREFIX
 from sunspot.settings_file import as_variables
@@ -107,7 +108,7 @@ def demonstrate(run: Run, report: Report) -> Demonstration:
                 joined.first_step, f"step {joined.step + 1}: a new process has joined them, with a copy of their state"
             )
         trainer.finish()
-    view = read_view(run)
+    view = read_details(run)
     if view.state is not RunState.SUCCEEDED:
         raise SunspotError(f"{run.location}: {view.state}, {view.reason}")
     accuracy = view.checkpoint.metrics.get("test_accuracy") if view.checkpoint else None

@@ -1,12 +1,12 @@
-"""The live pages of all runs in a storage: what is read, what is shown, and the server. They write nothing.
+"""Serves live pages of all runs in a storage location. Nothing is written to storage.
 
 A request for a run's page takes this path:
 
     http_server.Server                checks the host name in the request
-    site.Site.answer                  chooses the page, and answers with its newest reading
-    refreshing.RefreshingValue        starts another reading in the background if it is due
-    page_process.PageProcess.read     lets a process with limited memory and time make the page
-    pages.read_run                    reads the run and makes the page, in that process
+    site.Site.answer                  chooses the page, and returns its newest reading
+    refreshing.RefreshingValue        starts another read in the background if one is due
+    page_process.PageProcess.read     renders the page in a process with limited memory and time
+    pages.read_run                    reads the run and renders the page, in that process
 
 The server itself reads the list of all runs (all_runs.py).
 """

@@ -1,7 +1,7 @@
-"""All runs of a storage, read with few requests: the state of each, and the curve, incidents and cost of those shown.
+"""Reads the states of all runs with few requests, and the curves, incidents and costs of the runs shown.
 
-A refresh lists the names of the runs, a thousand per request. Then it reads the runs that are live, with two or three
-small requests each, and takes turns with a few that have ended. An ended run changes only if it is submitted again.
+A refresh lists the names of the runs, a thousand per request. It then reads every live run with two or three small
+requests, and a few ended runs in turn. An ended run changes only if it is submitted again.
 """
 
 import time
@@ -22,8 +22,9 @@ from sunspot.run.cost import Spending
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import read_receipts
 from sunspot.run.objects import RUN, is_count
-from sunspot.run.overview import RunView, state_from_storage, summarize_run, with_newest_checkpoint
+from sunspot.run.overview import state_from_storage, summarize_run, with_newest_checkpoint
 from sunspot.run.requests import DELETION, STOP
+from sunspot.run.seen import RunDetails
 from sunspot.run.size_limits import budget
 from sunspot.run.status import FOLDER, SILENT_AFTER_S, RunState, Status, load_usable_status, newest_status
 from sunspot.run.streams import Segment, list_segments
@@ -31,20 +32,20 @@ from sunspot.storage.base import Entry, Storage
 from sunspot.storage.limits import refuse_if_given_up
 
 MAX_ENDED = 10
-"""Largest number of ended runs that are read by a refresh."""
+"""Largest number of ended runs that a refresh reads."""
 
 CURVE_EVERY_S = 30.0
-"""Seconds between two reads of the history of a live run."""
+"""Seconds between two reads of a live run's history."""
 
 PLACES = 24
-"""Number of places at which a curve reads a long history."""
+"""Number of positions in a long history that a curve reads."""
 
 WINDOW = 16 << 10
-"""Number of bytes that a curve reads at each place."""
+"""Number of bytes that a curve reads at each position."""
 
 MAX_LISTED_BYTES = 8 << 20
-"""Largest number of bytes of a run's attempts and events that the list reads for its incidents and cost, enough for
-20,000 events. The run's own page has no such limit."""
+"""Largest size in bytes of the attempts and events that the list reads for a run, enough for 20,000 events. The run's
+own page has no such limit."""
 
 MAX_POINTS = 400
 """Largest number of points of a curve."""
@@ -52,54 +53,54 @@ MAX_POINTS = 400
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run in the list, as it was when it was last read."""
+    """A run in the list, as last read."""
 
     name: str
     state: RunState | None = None
-    "State of the run, or None if it cannot be read."
+    "The run's state, or None if it cannot be read."
     reason: str = ""
     status: Status | None = None
     last_active: float = 0.0
-    "Time of the last sign of life or submission, in seconds since the epoch."
+    "The time of the last sign of life or submission, in seconds since the epoch."
     incidents: int | None = None
-    "Number of incidents, or None before they are read."
+    "The number of incidents, or None if they have not been read."
     spending: Spending | None = None
-    "Cost of the run, or None before it is read."
+    "The run's cost, or None if it has not been read."
     curve: Sequence[Point] = ()
-    "Loss over steps."
+    "The loss over steps."
     held_out: tuple[str, float] | None = None
-    "Name and value of the newest result on held-out rows."
+    "The name and value of the newest result on held-out rows."
 
     @property
     def is_live(self) -> bool:
-        """Return True if the run may change without an action of a user."""
+        """True if the run can change without user action."""
         return self.state is None or not self.state.terminal
 
 
 class AllRuns:
-    """All runs of a storage."""
+    """All runs in a storage location."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self.rows: dict[str, RunRow | None] = {}
-        "Row of each folder by name, or None if the folder is not a run."
+        "The row of each folder, keyed by name, or None if the folder is not a run."
         self.total = 0
-        "Number of folders. Some may not have been read yet."
+        "The number of folders, including folders that have not been read yet."
         self._curves: dict[str, Curve] = {}
 
     @property
     def known(self) -> list[RunRow]:
-        """The rows of the runs that were read."""
+        """The rows of all runs that have been read."""
         return [row for row in list(self.rows.values()) if row]
 
     def refresh(self) -> "AllRuns":
-        """Read what may have changed, and return this object. Raises `StorageError`."""
+        """Read the runs that can have changed, and return this object. Raises `StorageError`."""
         names = dict.fromkeys(name for name in self._storage.list_folders() if RUN.fullmatch(name))
         known = {name: row for name, row in self.rows.items() if name in names}
         live = [name for name, row in known.items() if row and row.is_live]
         in_turn = [name for name, row in known.items() if not (row and row.is_live)][:MAX_ENDED]
         for name in in_turn:
-            known[name] = known.pop(name)  # to the end, after those that wait for their turn
+            known[name] = known.pop(name)  # to the end of the queue
         self.rows = known
         self.total = len(names)
         map_parallel(self._read_row, [*live, *(name for name in names if name not in known), *in_turn])
@@ -120,7 +121,7 @@ class AllRuns:
         self.rows[name] = row
 
     def read_curves(self, names: Sequence[str]) -> bool:
-        """Read the curves, incidents and costs of these runs if they may have changed. Raises `StorageError`."""
+        """Read the curves, incidents and costs of these runs if they can have changed. Raises `StorageError`."""
         self._curves = {name: curve for name, curve in self._curves.items() if name in self.rows}
         map_parallel(self._read_curve, [row for name in names if (row := self.rows.get(name))])
         return True
@@ -134,26 +135,26 @@ class AllRuns:
                 found = replace(row, incidents=len(view.incidents), spending=view.spending)
                 self.rows[row.name] = replace(found, curve=curve.points(), held_out=curve.held_out)
         except (StorageError, DamageError, TooLargeError):
-            refuse_if_given_up(row.name)  # concerns this run alone, and the next refresh tries again
+            refuse_if_given_up(row.name)  # the next refresh tries again
 
 
 class Curve:
-    """The loss of a run over its steps, read at a few places of the history and later only at its end."""
+    """A run's loss over its steps, sampled from the history and later continued at its end."""
 
     def __init__(self, run: Run) -> None:
         self.held_out: tuple[str, float] | None = None
         self._run = run
         self._losses: dict[tuple[int, int], float] = {}
-        "Losses by attempt and step."
+        "Losses, keyed by attempt and step."
         self._lines: dict[str, int] = {}
-        "Number of the last line that was read of each stream."
+        "The number of the last line read from each stream."
         self._active = -1.0
-        "Time of the run's last sign of life at the last read."
+        "The run's last sign of life at the time of the last read."
         self._read = 0.0
-        "Time of the last read on the monotonic clock, or 0 before it."
+        "The time of the last read on the monotonic clock, or 0 before the first read."
 
     def points(self) -> list[Point]:
-        """Return the points of the steps that count. A later attempt replaces the steps after its start."""
+        """Return the points without superseded steps. An attempt supersedes earlier attempts' later steps."""
         points: list[Point] = []
         for (_, step), loss in sorted(self._losses.items()):
             while points and points[-1].x >= step:
@@ -162,12 +163,12 @@ class Curve:
         return points
 
     def is_due(self, row: RunRow) -> bool:
-        """Return True if there may be something new and it is time to read it."""
+        """Return True if there can be new records and it is time to read them."""
         waits = row.is_live and self._read and time.monotonic() - self._read < CURVE_EVERY_S
         return row.last_active != self._active and not waits
 
-    def refresh(self, row: RunRow, state: RunState) -> RunView:
-        """Read the new part of the curve, and return a view of the run. Raises `StorageError` and `DamageError`."""
+    def refresh(self, row: RunRow, state: RunState) -> RunDetails:
+        """Read the new part of the curve, and return the run. Raises `StorageError` and `DamageError`."""
         segments = list_segments(self._run.storage, self._run.key("metrics"))
         new = [segment for segment in segments if segment.last > self._lines.get(segment.stream, -1)]
         for lines in map_parallel(lambda place: _read_lines(self._run.storage, *place), _choose_places(new)):
@@ -180,7 +181,7 @@ class Curve:
         events = read_journal(self._run, "events")
         self._active = row.last_active
         self._read = time.monotonic()
-        return RunView(
+        return RunDetails(
             run=self._run,
             state=state,
             reason=row.reason,
@@ -214,7 +215,7 @@ def _is_drawn(value: Any) -> bool:
 
 
 def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
-    """Return windows spread evenly over all segments, and the last window. Each is an object and an offset in it."""
+    """Return evenly spaced windows and the last window, each as an object and an offset."""
     total = sum(segment.entry.size for segment in segments)
     wanted = [total * number // PLACES for number in range(PLACES)] + [total - 1]
     chosen: dict[tuple[Entry, int], None] = {}
@@ -228,13 +229,13 @@ def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
 
 def _read_lines(storage: Storage, entry: Entry, begin: int) -> list[bytes]:
     """Return the complete lines in a window."""
-    with storage.open(entry.key, max(0, begin - 1)) as stream:  # including the end of the line before
+    with storage.open(entry.key, max(0, begin - 1)) as stream:  # including the previous newline
         lines = stream.read(WINDOW + 1).split(b"\n")
     return lines[1 if begin else 0 : -1]
 
 
 def read_row(run: Run) -> RunRow | None:
-    """Return the row of a run without its curve, incidents and cost, or None if the folder is not a run."""
+    """Return a run's row without curve, incidents and cost, or None if the folder is not a run."""
     entries = run.storage.list(run.key(FOLDER))
     entry = newest_status(entries)
     status = load_usable_status(run.storage, entry) if entry else None
@@ -251,7 +252,7 @@ def read_row(run: Run) -> RunRow | None:
 
 
 def _other_parts(status: Status | None, now: float) -> Iterator[str]:
-    """Yield the other parts of a run on which its state depends."""
+    """Yield the other folders that a run's state depends on."""
     yield STOP
     if status is None or status.state.terminal or now - status.seen > SILENT_AFTER_S:
         yield from ("submissions", DELETION)

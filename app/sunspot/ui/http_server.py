@@ -1,4 +1,4 @@
-"""HTTP server of a site, which answers only requests that read."""
+"""A read-only HTTP server for a site."""
 
 import hashlib
 import io
@@ -18,23 +18,23 @@ from sunspot.ui.site import Answer, Site
 log = logging.getLogger(__name__)
 
 MAX_REQUESTS = 32
-"""Largest number of requests that are answered at the same time."""
+"""Largest number of concurrent requests."""
 
 BUSY_S = 10.0
-"""Seconds that further requests wait before they are refused."""
+"""Seconds that further requests wait before they are rejected."""
 
 MAX_HOST = 255
-"""Largest number of characters that are shown of a host name."""
+"""Largest number of characters of a host name in a message."""
 
 SEND_WITHIN_S = 15.0
-"""Seconds in which a browser must accept the answer."""
+"""Seconds within which a browser must accept the response."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
     "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-"""Content security policy. A browser only loads what this server serves, whatever text a run contains. (A confusion
-matrix has styles.)"""
+"""The content security policy. A browser loads only content from this server, even if a run's text contains links to
+other sites. Inline styles are allowed, because a confusion matrix has them."""
 
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -46,10 +46,10 @@ HEADERS = {
 
 
 class Server(LocalServer):
-    """Serves a site over HTTP, for requests that name this machine by its address or by one of its names."""
+    """Serves a site over HTTP to requests with this machine's address or one of its names in the Host header."""
 
     def __init__(self, address: str, port: int, site: Site, hosts: Collection[str] = ()) -> None:
-        """Listen, and also answer to the names `hosts`. Raises `SettingsError` if the address cannot be used."""
+        """Listen on the address, and accept `hosts` as further names. Raises `SettingsError` if that fails."""
         self.site = site
         self.loopback = is_loopback(address)
         self.free = threading.BoundedSemaphore(MAX_REQUESTS)
@@ -66,8 +66,8 @@ class Server(LocalServer):
     def answers_to(self, host: str) -> bool:
         """Return True if a Host header names this server.
 
-        A page of another site can make a browser send requests here, but only under that site's name, never under an
-        address. So a server that listens on all addresses accepts any address.
+        DNS rebinding sends requests here with another site's name, but never with an address. So a server that listens
+        on all addresses accepts any address.
         """
         name = host_name(host)
         listens = as_address(self._address)
@@ -79,11 +79,11 @@ class Server(LocalServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handler of GET and HEAD. Other methods are refused, because nothing can be changed here."""
+    """A handler for GET and HEAD requests. Other methods are rejected."""
 
     server: Server
     server_version, sys_version = "sunspot", ""
-    default_request_version = "HTTP/1.0"  # so that answers to malformed requests have headers, too
+    default_request_version = "HTTP/1.0"  # so that responses to malformed requests also have headers
 
     def setup(self) -> None:
         super().setup()
@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def end_headers(self) -> None:
-        for name, value in HEADERS.items():  # refusals need them, too
+        for name, value in HEADERS.items():  # error responses need them, too
             self.send_header(name, value)
         super().end_headers()
 

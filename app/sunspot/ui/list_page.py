@@ -1,4 +1,4 @@
-"""The page that lists all runs with their states, or only the runs that a query finds."""
+"""The page that lists all runs and their states, or only those that match a query."""
 
 import time
 from collections import Counter
@@ -18,36 +18,36 @@ from sunspot.run.status import RunState
 from sunspot.ui.all_runs import RunRow
 
 PER_PAGE = 50
-"""Number of runs on a page. The curve of each run costs requests."""
+"""Number of runs on a page, limited because each curve takes requests."""
 
 MAX_REASON = 160
-"""Largest number of characters of a reason in the list. The run's own page shows all of it."""
+"""Largest number of characters of a reason in the list. The run's own page shows the whole reason."""
 
 SIGNS = {**STATE_SIGNS, RunState.SILENT: ("!", "bad"), RunState.RUNNING: ("●", "good")}
-"""Sign and colour of a state in the list."""
+"""The sign and colour of each state in the list."""
 
 COLUMNS = ("run", "state", "steps", "held out", "loss", "checkpoint", "incidents", "cost", "last sign of life")
 
 
 @dataclass(frozen=True)
 class Query:
-    """A query for runs in the list."""
+    """A filter for the list of runs."""
 
     q: str = ""
     "Words that must all occur in the name, the state or the reason."
     state: str = ""
-    "State of the runs, or empty for any state."
+    "The state of the runs, or an empty string for any state."
     page: int = 1
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> "Query":
-        """Return the query in an address. Invalid fields are ignored."""
+        """Parse the query of an address. Invalid fields are ignored."""
         number = fields.get("page", "")
         page = int(number) if number.isdecimal() and len(number) < 7 else 1
         return cls(fields.get("q", ""), fields.get("state", ""), max(1, page))
 
     def choose(self, rows: Iterable[RunRow]) -> list[RunRow]:
-        """Return the matching rows of all pages, those that were last active first."""
+        """Return the matching rows of all pages, the most recently active first."""
         words = self.q.lower().split()
         found = [row for row in rows if self.state in ("", str(row.state))]
         found = [row for row in found if all(w in f"{row.name} {row.state} {row.reason}".lower() for w in words)]
@@ -91,7 +91,7 @@ def show_all(rows: Sequence[RunRow], query: Query, notes: Sequence[Html]) -> Htm
 
 
 def _table(rows: Sequence[RunRow]) -> Html:
-    """Return the table. A narrow window shows each row as a card, and roles let screen readers still see a table."""
+    """Return the table. Narrow windows show rows as cards, and roles keep it a table for screen readers."""
     now = time.time()
     heads = [Html("<span>compare</span>"), *COLUMNS]
     head = element("tr", join(element("th", name, scope="col", role="columnheader") for name in heads), role="row")
@@ -111,7 +111,7 @@ def _cells(row: RunRow, now: float) -> Iterator[Html]:
 
 
 def _values(row: RunRow, now: float) -> Iterator[Html | None]:
-    """Yield the values of the columns after the name, or None if a value is not known."""
+    """Yield the values of the columns after the name, or None for unknown values."""
     sign, colour = SIGNS.get(row.state, ("", "")) if row.state else ("?", "bad")
     why = row.reason if row.state not in (RunState.RUNNING, RunState.SUCCEEDED) else ""
     if row.state is RunState.RUNNING and row.status:

@@ -1,7 +1,7 @@
-"""A process that reads the pages of runs, so that a page that takes too much memory or time does not affect others.
+"""Renders run pages in a separate process, so that an expensive page does not affect the others.
 
-Each limit in `sunspot.run.size_limits` applies to one kind of data. This process bounds their sum, and everything that
-they do not cover. Its memory and its time are limited, and the server starts another process for the next page.
+Each limit in `sunspot.run.size_limits` applies to one kind of data. This process has limits on total memory
+and time. If it exceeds them, the server starts another process for the next page.
 """
 
 import logging
@@ -27,18 +27,18 @@ from sunspot.ui.refreshing import DEADLINE_S
 log = logging.getLogger("sunspot.ui.page_process")
 
 LEAST_BYTES, MOST_BYTES = 256 << 20, 2 << 30
-"""Bounds of the process's memory limit, which is half of the available memory. The page of a run with a history of
-40 MB takes 160 MiB, and a container of 512 MiB has room for the lower bound beside the server."""
+"""Bounds of the process's memory limit, which is half of the available memory. The page of a run with 40 MB of
+history takes 160 MiB, and a container of 512 MiB has room for the lower bound and the server."""
 
 READ_WITHIN_S = 120.0
-"""Longest time, in seconds, that a page may take. The page of a run with a history of 40 MB takes 3 to 9 s."""
+"""Longest time in seconds to render a page. A run with 40 MB of history takes 3 to 9 s."""
 
 STACK_BYTES = 1 << 20
-"""Stack size of a thread. The usual 8 MiB would count as memory, and up to 16 threads read at once."""
+"""Stack size of a thread. The default of 8 MiB would count as memory for each of up to 16 threads."""
 
 
 class PageProcess:
-    """Reader of pages in another process, one page at a time."""
+    """Renders pages in another process, one at a time."""
 
     def __init__(self, storage_path: str) -> None:
         self._storage_path = storage_path
@@ -46,13 +46,13 @@ class PageProcess:
         self._lock = threading.Lock()
 
     def read(self, read: PageReader, names: Sequence[str]) -> RunPage:
-        """Run `read` in the process, and return the page. Raises `SunspotError` if there is no page."""
+        """Run `read` in the process, and return the page. Raises `SunspotError` if it fails."""
         with self._lock:
             process = self._process or self._start()
             try:
                 self._pipe.send((read, names))
                 if not self._pipe.poll(READ_WITHIN_S):
-                    raise SunspotError(f"{_subject(names)}: not made within {READ_WITHIN_S:.0f} s")
+                    raise SunspotError(f"{_subject(names)}: it was not ready within {READ_WITHIN_S:.0f} s")
                 outcome, ends = self._pipe.recv()
             except (EOFError, OSError) as error:
                 raise SunspotError(f"{_subject(names)}: {self._describe_end(process)}") from error
@@ -67,7 +67,7 @@ class PageProcess:
         return page
 
     def close(self) -> None:
-        """End the process. The next page starts another one."""
+        """End the process. The next request starts another process."""
         process, self._process = self._process, None
         if process:
             process.kill()
@@ -80,7 +80,7 @@ class PageProcess:
         number = theirs.fileno()
         command = [sys.executable, "-P", "-m", __name__, str(number), str(self._limit), self._storage_path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RUST_BACKTRACE": "0"}
-        # The process has its own session, because Ctrl-C is for the server. It ends when the pipe is closed.
+        # The process has its own session, so that Ctrl-C reaches only the server. It ends when the pipe is closed.
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[number], env=environment, start_new_session=True
         )
@@ -102,11 +102,11 @@ def _subject(names: Sequence[str]) -> str:
 
 
 OUT_OF_MEMORY = 77
-"""Exit code of the process if it runs out of memory."""
+"""The process's exit code if it runs out of memory."""
 
 
 def main(pipe: int, limit: int, storage_path: str) -> None:
-    """Read the pages that the server requests, until the server has gone."""
+    """Render the pages that the server requests until the server exits."""
     print_logs("stderr")
     threading.stack_size(STACK_BYTES)
     with suppress(ValueError, OSError):  # not on macOS
@@ -118,7 +118,7 @@ def main(pipe: int, limit: int, storage_path: str) -> None:
 
 
 def _read(storage: ReadOnlyStorage, read: PageReader, names: Sequence[str]) -> tuple[RunPage | SunspotError, bool]:
-    """Return the page or an error, and True if the process must end because its threads still work on the page."""
+    """Return the page or an error, and True if the process must end because its threads are still running."""
     what = f"reading {' and '.join(names)}"
     deadline = ProgressDeadline(DEADLINE_S, what)
     try:

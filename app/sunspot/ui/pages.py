@@ -1,4 +1,4 @@
-"""Functions that read the pages of runs from storage, in the server's process or in another one (page_process.py)."""
+"""Reads and renders run pages, in the server's process or in a separate one (page_process.py)."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ class RunPage(NamedTuple):
 
 
 PageReader = Callable[[Storage, Sequence[str]], RunPage]
-"""Function that reads the page of the runs with these names."""
+"""A function that reads the page of the runs with these names."""
 
 
 def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
-    """Read the page of a run, without the bytes of its checkpoints, or the page of a search."""
+    """Return the page of a run or a search. Checkpoint files are not read."""
     [name] = names
     run = Run(storage, name)
     with contextlib.suppress(NotFoundError):
@@ -37,7 +37,7 @@ def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
 
 
 def read_comparison(storage: Storage, names: Sequence[str]) -> RunPage:
-    """Read a page that compares several runs. Notes above the comparison name the runs that cannot be read."""
+    """Return a page that compares several runs, with notes about runs that cannot be read."""
     reports, notes = list[Report](), list[Html]()
     for name in names:
         run = Run(storage, name)

@@ -1,4 +1,4 @@
-"""A storage that is only read, and whose objects are not read again unless they may have changed."""
+"""A read-only view of a storage location that caches objects until they change."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from sunspot.errors import StorageError
 from sunspot.storage.base import Entry, Storage
 
 MAX_ONE = 16 << 20
-"""Largest size of an object that is kept, in bytes."""
+"""Largest size in bytes of a cached object."""
 
 MAX_OPENED = 128 << 10
-"""Largest size, in bytes, of an object that is kept after it was opened. A larger one may be needed only in part."""
+"""Largest size in bytes of an opened object that is cached. Often only a part of a larger object is needed."""
 
 MAX_VERSIONS = 200_000
-"""Largest number of objects whose versions are remembered. If there are more, all are forgotten and read again."""
+"""Largest number of remembered object versions. Beyond that number, the cache is cleared."""
 
 
 class ReadOnlyStorage(Storage):
-    """A view of another storage that reads an object again only if a listing shows another version of the object.
+    """A view of another storage that reads an object again only if a listing shows a new version.
 
-    It allows no writes, not even the probe with which `refresh` makes NFS look again.
+    It rejects all writes, even the probe by which `refresh` updates NFS.
     """
 
     def __init__(self, storage: Storage, most: int = 16 << 20) -> None:
-        """Keep at most `most` bytes of objects. By default, 10,000 statuses and similar objects fit."""
+        """Cache at most `most` bytes. The default suffices for about 10,000 statuses."""
         self._most = most
         self._storage = storage
         self.is_bucket = storage.is_bucket
         self._listed: dict[str, Entry] = {}
         self._kept = OrderedDict[str, tuple[str, bytes]]()
-        "Version and content of each object that was read, by key. This is an LRU cache, with the newest last."
+        "An LRU cache of object versions and contents, keyed by object, with the newest last."
         self._bytes = 0
         self._lock = threading.Lock()
 

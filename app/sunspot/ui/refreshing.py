@@ -1,4 +1,4 @@
-"""A value that is read again if it is old when it is requested."""
+"""A value that is refreshed if it is old when requested."""
 
 import logging
 import math
@@ -17,35 +17,34 @@ from sunspot.storage.limits import with_deadline
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 30.0
-"""Seconds without an answer from storage after which a read is given up."""
+"""Seconds without an answer from storage after which a read is aborted."""
 
 PAUSE = 2
-"""Factor between the duration of a read and the time until the next one, so that a long history does not keep a core
-busy."""
+"""Smallest ratio of the pause between two reads to the duration of a read, so that slow reads do not occupy a core."""
 
 MAX_THREADS = 200
-"""Largest number of threads with which another read may start. More threads mean that storage does not answer."""
+"""Largest number of live threads with which a read starts. More threads mean that storage does not answer."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Reading(Generic[Value]):
-    """The result of the newest read of a value."""
+    """The result of the newest read."""
 
     value: Value | None
-    "Value of the newest successful read, or None before it."
+    "The value from the newest successful read, or None before the first one."
     trouble: str = ""
-    "Reason why the newest read failed, or empty if it succeeded."
+    "The reason why the newest read failed, or an empty string if it succeeded."
     missing: bool = False
-    "True if it failed because the object does not exist."
+    "True if the newest read failed because the object does not exist."
 
 
 class RefreshingValue(Generic[Value]):
-    """A value that one thread at a time reads from storage in the background, and only while it is requested."""
+    """A value that is read from storage in the background when requested, by one thread at a time."""
 
     def __init__(self, what: str, read: Callable[[], Value], every_s: float, limited: bool = True) -> None:
-        """`limited` may be False if `read` ends by itself when storage does not answer."""
+        """Set `limited` to False only if `read` returns even if storage does not answer."""
         self._what = what
         self._read = read
         self._every_s = every_s
@@ -80,6 +79,6 @@ class RefreshingValue(Generic[Value]):
             self._reading = Reading(before, shorten(error))
         finally:
             now = time.monotonic()
-            # If storage does not answer, it is asked again soon. If a page cannot be made, it has still used its time.
+            # If storage does not answer, the next read is due promptly. A page that fails to render took time.
             pauses = not self._reading.trouble or not self._limited
             self._due = now + max(self._every_s, PAUSE * (now - began) if pauses else 0.0)

@@ -1,4 +1,4 @@
-"""The page of one run, and the page that compares several runs."""
+"""Renders the page of one run and the page that compares several runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,20 +22,20 @@ BACK = element("nav", element("a", "All runs", href="/"), aria_label="Back")
 
 @dataclass(frozen=True)
 class Log:
-    """The end of the output of one process of a run."""
+    """The end of one process's output."""
 
     stream: str
     text: str
     others: Sequence[str]
-    "Names of other streams, the newest first."
+    "Names of other streams, newest first."
 
 
 LOG_PLACEHOLDER = Html("<!-- log -->")
-"""Placeholder for the log in the body of a run's page, which is made less often than the log is read."""
+"""Placeholder for the log in a run's page. The log is read more often than the page is rendered."""
 
 
 def show_run(report: Report) -> Html:
-    """Return the body of a run's page: its report, its log, and commands for its checkpoints."""
+    """Return the body of a run's page with its report, its log, and commands for its checkpoints."""
     location = report.run.storage.locate("").rstrip("/")
 
     def show_checkpoints(report: Report) -> Html:
@@ -68,7 +68,7 @@ def show_log(run: str, log: Log | None) -> Html:
 
 
 def show_comparison(reports: Sequence[Report], notes: Sequence[Html]) -> Html:
-    """Return the body of a page that compares runs: their curves, results, and settings that differ."""
+    """Return the body of a page that compares the curves, results and differing settings of runs."""
     names = [report.run.name for report in reports]
     if len(reports) < 2:
         how = paragraph("Select two to six runs in ", element("a", "the list", href="/"), ".")

@@ -1,4 +1,4 @@
-"""The answers to requests: pages that are made from the newest readings of storage."""
+"""Answers requests with pages rendered from the newest readings of storage."""
 
 import threading
 from collections import OrderedDict
@@ -25,25 +25,25 @@ from sunspot.ui.refreshing import Reading, RefreshingValue
 from sunspot.ui.run_pages import BACK, LOG_PLACEHOLDER, Log, show_log
 
 EVERY_S = 10.0
-"""Seconds between two reads of what a page shows. A run writes its status as often."""
+"""Seconds between two reads of a page's content. A run writes its status as often."""
 
 SOON_S = 1.0
-"""Longest time, in seconds, that a request waits for a read if there is an earlier reading to show."""
+"""Longest time in seconds that a request waits for a read if an earlier reading can be shown."""
 
 FIRST_S = 8.0
-"""Longest time, in seconds, that a request waits for a read if there is nothing to show yet."""
+"""Longest time in seconds that a request waits for the first read."""
 
 MAX_PAGES = 12
-"""Largest number of pages and logs whose newest reading is kept."""
+"""Largest number of cached pages and logs."""
 
 MAX_COMPARED = 6
-"""Largest number of runs that are compared. The curves of more runs could not be distinguished."""
+"""Largest number of runs in a comparison. More curves would be hard to distinguish."""
 
 LOG_BYTES = 32 << 10
-"""Largest number of bytes that are shown of a log."""
+"""Largest number of bytes of a log on a page."""
 
 MAX_STREAMS = 12
-"""Largest numbers of drivers' logs and of workers' logs that are linked."""
+"""Largest numbers of links to driver logs and to worker logs."""
 
 HEAD = (
     '<link rel="icon" href="data:,"><link rel="stylesheet" href="/style.css"><script src="/ui.js" defer></script>'
@@ -54,12 +54,12 @@ FILES = {
     "/style.css": ((STYLE, Path(__file__).with_name("ui.css")), "text/css; charset=utf-8"),
     "/ui.js": ((Path(__file__).with_name("ui.js"),), "text/javascript; charset=utf-8"),
 }
-"""Files that are served together under an address, and their type."""
+"""The files that are served together at each address, and their content type."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request of a browser."""
+    """A response to a browser."""
 
     body: bytes
     status: HTTPStatus = HTTPStatus.OK
@@ -67,22 +67,22 @@ class Answer:
 
 
 class Site:
-    """The pages of the runs in a storage."""
+    """The pages of all runs in a storage location."""
 
     def __init__(
         self, storage: Storage, read_page: Callable[[PageReader, Sequence[str]], RunPage] | None = None
     ) -> None:
-        """`read_page` reads the pages of runs in another process (`PageProcess.read`), or by default in this one."""
+        """`read_page` renders run pages, in this process by default or in another one (`PageProcess.read`)."""
         self._storage = ReadOnlyStorage(storage)
         self._read_page = read_page or (lambda read, names: read(self._storage, names))
         self._runs = AllRuns(self._storage)
         self._all = RefreshingValue("reading the runs", self._runs.refresh, EVERY_S)
         self._kept = OrderedDict[str, RefreshingValue[Any]]()
-        "LRU cache of values by what is read, with the newest last."
+        "An LRU cache of readings, with the newest last."
         self._lock = threading.Lock()
 
     def answer(self, target: str) -> Answer:
-        """Answer a request for a path with a query."""
+        """Return the response to a request for a path with a query."""
         parts = urlsplit(target)
         fields = parse_qsl(parts.query)
         folder, _, name = parts.path.strip("/").partition("/")
@@ -145,7 +145,7 @@ class Site:
         return _page("Compare runs", join([*notes, body]))
 
     def _begin(self, what: str, read: Callable[[], Any], limited: bool = True) -> RefreshingValue[Any]:
-        """Start a reading if it is due, and return its value. Several readings run at the same time."""
+        """Return the refreshing value for `what`, and start a read if one is due."""
         with self._lock:
             found = self._kept.setdefault(what, RefreshingValue(f"reading {what}", read, EVERY_S, limited))
             self._kept.move_to_end(what)
@@ -171,7 +171,7 @@ def read_log(run: Run, stream: str) -> Log | None:
 
 
 def _troubles(reading: Reading[Any], what: str = "") -> list[Html]:
-    """Return an alert with the reason why a read failed, if it did."""
+    """Return an alert if the newest read failed, otherwise nothing."""
     if not reading.trouble:
         return []
     rest = " Below is an earlier reading." if reading.value is not None else ""

@@ -1,4 +1,4 @@
-"""Reaches a run's cluster and storage, and reads what they know of the run, once or repeatedly."""
+"""Connects to a run's cluster and storage, and reads the run from both, once or repeatedly."""
 
 import contextlib
 import os
@@ -8,25 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sunspot.errors import ClusterError, ConflictError, NotFoundError, RefusedStorageError, SettingsError, StorageError
+from sunspot.errors import ClusterError, ConflictError, NotFoundError, SettingsError, StorageError
 from sunspot.formatting import in_words
 from sunspot.run import Run
-from sunspot.run.overview import (
-    HALF_DELETED,
-    describe_absence,
-    read_fresh_status,
-    read_in_parallel,
-    read_state,
-    run_exists,
-)
-from sunspot.run.requests import deletion_begun, stop_requested
+from sunspot.run.overview import HALF_DELETED, describe_absence
+from sunspot.run.seen import RunSeen, look
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError, try_connect
 from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
 from sunspot.submitter.cluster.kubeconfig import is_configured
 from sunspot.submitter.cluster.state import (
     JobSnapshot,
-    StorageSnapshot,
     describe_failed_tries,
     find_unmet_request,
     judge,
@@ -38,14 +30,14 @@ from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import Target, named_run
 
 POLL_EVERY_S = 3.0
-"""Seconds between two reads of a run that is followed."""
+"""Seconds between two reads while a run is followed."""
 
 MAX_OUTAGE_S = 300.0
-"""Seconds for which an API server may be unreachable before `follow` gives up."""
+"""Seconds for which an API server can be unreachable before `follow` raises."""
 
 REFUSAL_PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
-"""Seconds to wait before each retry after an API server refuses a user whom it has answered before: its credentials may
-have been rotated, or a webhook may have failed."""
+"""Seconds to wait before each retry after an API server rejects a request that it accepted before. The user's
+credentials might have been rotated, or a webhook might have failed."""
 
 PODS_HIDDEN = "this user may not list its pods, which would say why"
 
@@ -58,27 +50,27 @@ class ClusterSnapshot:
     """A run's objects in the cluster. Values that could not be read are old or missing."""
 
     jobs: tuple[JobView, ...] = ()
-    "RayJobs of the run, newest first."
+    "The run's RayJobs, newest first."
     pods: tuple[PodView, ...] = ()
     warnings: tuple[WarningEvent, ...] = ()
     hidden: Mapping[str, str] = field(default_factory=dict)
-    "Kinds of objects that this user may not see (pods, events, nodes), with the API server's refusals."
+    "The API server's messages for the kinds of objects (pods, events, nodes) that this user cannot list."
     trouble: str = ""
-    "Error that kept the values from being read; empty if they are current."
+    "The error that prevented the last read, or an empty string if the values are current."
     nodes: Nodes = ()
-    "All nodes of the cluster, if they were read (`RunAccess.with_nodes`)."
+    "All nodes of the cluster if `RunAccess.with_nodes` has read them, otherwise empty."
     gone: GoneJob | None = None
-    "RayJob that was deleted before the run had ended."
+    "A RayJob that was deleted before the run had ended."
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """Everything known of a run at one time."""
+    """A snapshot of a run in the cluster and in storage."""
 
     cluster: ClusterSnapshot = field(default_factory=ClusterSnapshot)
-    storage: StorageSnapshot = field(default_factory=StorageSnapshot)
+    storage: RunSeen = field(default_factory=RunSeen)
     time: float = field(default_factory=time.time)
-    "Time of the snapshot, in seconds since the epoch."
+    "The time of the snapshot, in seconds since the epoch."
 
     @property
     def job(self) -> JobView | None:
@@ -96,7 +88,7 @@ class RunSnapshot:
 
     @property
     def lacks_workers(self) -> bool:
-        """True if the run's driver works, but fewer workers train than requested."""
+        """True if the run's driver is running, but fewer workers train than requested."""
         status, job = self.storage.status, self.job
         if not (status and job and self.driver_began):
             return False
@@ -114,35 +106,38 @@ class RunSnapshot:
         return bool(self.job and was_written_by(self.storage, self.job))
 
     def state(self) -> tuple[RunState, str]:
-        """Return the run's state, and the reason as a sentence."""
+        """Return the run's state and the reason for it."""
         if self.storage.deleting:
             return RunState.DELETING, HALF_DELETED
         if self.job_snapshot:
             return judge(self.job_snapshot, self.storage)
         if self.storage.trouble and not self.storage.state:
             return RunState.SILENT, "it has no RayJob, and its storage cannot be read, so nothing is known of it"
-        state, reason = self.storage.state or (RunState.LOST, "its RayJob is gone, and storage knows nothing of it")
-        return self.cluster.gone.judge(self.storage.stop_wanted) if self.cluster.gone else (state, reason)
+        if self.cluster.gone:
+            return self.cluster.gone.judge(self.storage.stop_wanted)
+        if not self.storage.state:
+            return RunState.LOST, "its RayJob is gone, and storage knows nothing of it"
+        return self.storage.state, self.storage.reason
 
 
 @dataclass(frozen=True)
 class RunAccess:
-    """A run, which may not exist, and the cluster to look for it in."""
+    """A run, which might not exist, and the cluster that it might run in."""
 
     run: Run
     cluster: Cluster | None = None
     cluster_error: str = ""
-    "Reason why there is no cluster to ask; empty if there is one."
+    "The reason why no cluster is available, or an empty string."
 
     @property
     def arguments(self) -> str:
-        """Command-line arguments with which any verb finds this run from here."""
+        """The command-line arguments that identify this run for any subcommand."""
         return stored_arguments(self.run) + (self.cluster.options if self.cluster else "")
 
     def observe(self, include: Callable[[JobView], bool] = lambda job: True) -> RunSnapshot:
-        """Read the run from cluster and storage. Errors are recorded in the snapshot, not raised.
+        """Read the run from the cluster and from storage. Errors are recorded in the snapshot, not raised.
 
-        Only RayJobs that `include` accepts are read.
+        RayJobs for which `include` returns False are ignored.
         """
         seen = ClusterSnapshot(trouble=self.cluster_error)
         if self.cluster:
@@ -150,21 +145,21 @@ class RunAccess:
                 seen = read_cluster(self.cluster, list(filter(include, self.cluster.list_jobs(self.run.name))))
             except ClusterError as error:
                 seen = ClusterSnapshot(trouble=str(error))
-        storage = read_storage(self.run, next(iter(seen.jobs), None))
+        storage = look(self.run, with_state=not seen.jobs)
         if storage.outside_clusters and not self.cluster and not is_configured():
             seen = ClusterSnapshot()  # there is no cluster, and the run needs none
         return RunSnapshot(self.with_gone_job(seen, storage), storage, time.time())
 
-    def with_gone_job(self, seen: ClusterSnapshot, storage: StorageSnapshot) -> ClusterSnapshot:
-        """Add the run's deleted RayJob if the cluster knows no RayJob of the run."""
+    def with_gone_job(self, seen: ClusterSnapshot, storage: RunSeen) -> ClusterSnapshot:
+        """Add the run's deleted RayJob if the cluster has no RayJob for the run."""
         if not self.cluster or seen.trouble or seen.jobs or not storage.state:
             return replace(seen, gone=None)
-        return replace(seen, gone=find_gone_job(self.cluster, self.run, storage.state[0], storage.status))
+        return replace(seen, gone=find_gone_job(self.cluster, self.run, storage.state, storage.status))
 
     def with_nodes(self, snapshot: RunSnapshot) -> RunSnapshot:
-        """Add all nodes of the cluster. They show which pods are lost, and why pods wait for a node.
+        """Add all nodes of the cluster, which show which pods are lost and why pods are unscheduled.
 
-        A user with rights in one namespace may not list nodes. The refusal is then recorded as `hidden`.
+        If this user cannot list nodes, the API server's message is recorded in `hidden`.
         """
         if not self.cluster or snapshot.cluster.nodes or "nodes" in snapshot.cluster.hidden:
             return snapshot
@@ -192,7 +187,7 @@ class RunAccess:
         return snapshot
 
     def require_known(self, snapshot: RunSnapshot) -> None:
-        """Raise `NotFoundError` if the run does not exist, or the error that keeps it from being found."""
+        """Raise `NotFoundError` if the run does not exist, or the error that prevented the search for it."""
         if snapshot.known:
             return
         if snapshot.storage.trouble:
@@ -211,7 +206,7 @@ class RunAccess:
     def require_cluster(self) -> Cluster:
         """Return the cluster.
 
-        Without a cluster, raises `NotFoundError` if storage has no such run, and `ClusterError` otherwise.
+        If there is no cluster, raises `NotFoundError` if storage has no such run, and `ClusterError` otherwise.
         """
         if self.cluster is None:
             self.require_known(self.observe())
@@ -229,7 +224,7 @@ def reach_run(target: Target, changed_by: str = "") -> RunAccess:
     run = named_run(target.run, target.storage)
     if target.storage is None and cluster and not os.environ.get(STORAGE_PATH):
         job = None
-        # If the cluster does not answer, the next request reports why.
+        # If the cluster does not answer, the next request reports the error.
         with contextlib.suppress(ClusterError), progress_note("asking the cluster"):
             job = next(iter(cluster.list_jobs(target.run)), None)
         run = trust_job(run, job, changed_by) if job else run
@@ -239,7 +234,7 @@ def reach_run(target: Target, changed_by: str = "") -> RunAccess:
 def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
     """Return the run in the storage that its RayJob names; `default` is the run in the storage of the settings.
 
-    Anybody who may create RayJobs can name any storage in one. So the RayJob's storage is only used for reading, and
+    Anyone who can create RayJobs can name any storage in one, so the RayJob's storage is only used for reading, and
     only if it is a bucket, because a path may lead to a different folder on this machine than in the pods. Raises
     `SettingsError` for a path, and, if the run is `changed_by` a command, for any storage other than that of `default`.
     """
@@ -260,14 +255,14 @@ def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
 
 
 def stored_arguments(run: Run) -> str:
-    """Return the command-line arguments with which a verb that only reads storage finds this run from here."""
+    """Return the command-line arguments that identify this run for subcommands that only read storage."""
     if named_run(run.name).location == run.location:
         return run.name
     return f"{run.name} --storage {run.storage.locate('').rstrip('/')}"
 
 
 def require_answers(snapshot: RunSnapshot) -> None:
-    """Raise the error if the cluster or storage did not answer."""
+    """Raise the recorded error if the cluster or storage did not answer."""
     if snapshot.cluster.trouble:
         raise ClusterError(snapshot.cluster.trouble)
     if snapshot.storage.trouble:
@@ -275,9 +270,9 @@ def require_answers(snapshot: RunSnapshot) -> None:
 
 
 def warn_of_hidden(snapshot: RunSnapshot) -> None:
-    """Warn of objects that might explain the run, but that this user may not see.
+    """Warn of each kind of object that this user cannot list.
 
-    Nodes are left out, because most users may not list them.
+    Nodes are left out, because most users cannot list them.
     """
     for what, refusal in snapshot.cluster.hidden.items():
         if what != "nodes":
@@ -285,7 +280,7 @@ def warn_of_hidden(snapshot: RunSnapshot) -> None:
 
 
 def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterSnapshot:
-    """Read the pods and warnings of some RayJobs, as far as this user may see them.
+    """Read the pods and warnings of these RayJobs, except those that this user cannot list.
 
     Raises `ClusterError` if the API server does not answer.
     """
@@ -305,20 +300,8 @@ def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterSnapshot:
     return ClusterSnapshot(tuple(jobs), pods, warnings, hidden)
 
 
-def read_storage(run: Run, job: JobView | None) -> StorageSnapshot:
-    """Read what storage knows of a run whose newest RayJob is `job`. A `StorageError` is recorded, not raised."""
-    try:
-        status, stop_wanted, deleting = read_in_parallel(
-            lambda: read_fresh_status(run), lambda: stop_requested(run), lambda: deletion_begun(run)
-        )
-        state = read_state(run, status) if not job and (status or run_exists(run)) else None
-    except StorageError as error:
-        return StorageSnapshot(trouble=str(error), refused=isinstance(error, RefusedStorageError))
-    return StorageSnapshot(status, stop_wanted, deleting, state)
-
-
 def explain_missing_output(run: Run, context: str | None, namespace: str | None) -> str:
-    """Return the cluster's explanation why a run has left nothing in storage; empty if the cluster has none."""
+    """Return the cluster's reason why a run has written nothing to storage, or an empty string."""
     cluster, error = try_connect(context, namespace)
     if not cluster:
         return ""
@@ -336,15 +319,15 @@ def explain_missing_output(run: Run, context: str | None, namespace: str | None)
 
 
 def follow(access: RunAccess) -> Iterator[RunSnapshot]:
-    """Yield a snapshot of a run every few seconds, without end.
+    """Yield a snapshot of a run every few seconds, without limit.
 
-    While the cluster or storage does not answer, its part of the snapshot stays as it last was. Storage is read after
-    the cluster, because its status explains changes there. Raises `ClusterError` if the API server refuses the user, or
+    If the cluster or storage does not answer, the snapshot keeps the last known values. Storage is read last, because
+    the run's status there explains changes in the cluster. Raises `ClusterError` if the API server rejects the user or
     is unreachable for MAX_OUTAGE_S.
     """
     snapshot = RunSnapshot(ClusterSnapshot(trouble=access.cluster_error))
     answered = ask_at = time.monotonic()
-    refusals: Iterator[float] = iter(())  # at first, a refusal is final
+    refusals: Iterator[float] = iter(())  # before the first answer, a rejection is final
     while True:
         cluster = snapshot.cluster
         if access.cluster and time.monotonic() >= ask_at:
@@ -363,7 +346,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
                     raise
                 ask_at = time.monotonic() + pause
                 cluster = replace(cluster, trouble=str(error))
-        storage = read_storage(access.run, next(iter(cluster.jobs), None))
+        storage = look(access.run, with_state=not cluster.jobs)
         if storage.trouble:
             storage = replace(snapshot.storage, trouble=storage.trouble, refused=storage.refused)
         snapshot = RunSnapshot(access.with_gone_job(cluster, storage), storage)
@@ -372,15 +355,15 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
 
 
 class OutageReporter:
-    """Warns on stderr while the API server or storage is unreachable, and says when it is back."""
+    """Warns on stderr while the API server or storage is unreachable, and reports its return."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
-        "Start of the outage of each service, by its name, in monotonic seconds."
+        "The start of each service's outage on the monotonic clock, keyed by name."
         self._warned_at: dict[str, float] = {}
 
     def note(self, snapshot: RunSnapshot) -> None:
-        """Print a warning if this snapshot shows that an outage began, lasts or has ended."""
+        """Print a warning if an outage has begun, continues or has ended."""
         now = time.monotonic()
         for service, trouble in (("the API server", snapshot.cluster.trouble), ("storage", snapshot.storage.trouble)):
             outage = in_words(now - self._since.setdefault(service, now))

@@ -1,4 +1,4 @@
-"""Combines what cluster and storage know into records for `status` and `list`."""
+"""Combines data from the cluster and storage into records for `status` and `list`."""
 
 import contextlib
 import time
@@ -10,25 +10,26 @@ from sunspot.errors import ClusterError, NotFoundError, StorageError
 from sunspot.run import Run
 from sunspot.run.attempts import step_of
 from sunspot.run.history import model_metrics
-from sunspot.run.overview import RunSummary, RunView, list_runs, read_statuses, read_view, state_from_storage
+from sunspot.run.overview import RunSummary, list_runs, read_statuses, state_from_storage
 from sunspot.run.owner import Owner
+from sunspot.run.seen import RunDetails, RunSeen, read_details
 from sunspot.run.status import RunState, Status
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
-from sunspot.submitter.cluster.state import NUM_WORKERS, JobSnapshot, StorageSnapshot, count_workers, judge
+from sunspot.submitter.cluster.state import NUM_WORKERS, JobSnapshot, count_workers, judge
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
 
 
-def read_run(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
-    """Read everything that cluster and storage know of a run.
+def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
+    """Read everything about a run from the cluster and storage.
 
-    If one of the two does not answer, the snapshot contains its error. Raises `NotFoundError` if neither knows the run,
-    or the error of the one that did not answer.
+    If one of them does not answer, the snapshot contains its error. Raises `NotFoundError` if the run does not exist,
+    or the recorded error if that cannot be determined.
     """
     view = None
     with progress_note("reading the run"):
@@ -38,7 +39,7 @@ def read_run(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
         if not snapshot.storage.trouble:
             try:
                 with contextlib.suppress(NotFoundError):  # storage has no files of the run yet
-                    view = read_view(access.run)
+                    view = read_details(access.run)
             except StorageError as error:
                 snapshot = replace(snapshot, storage=replace(snapshot.storage, trouble=str(error)))
     if not view:
@@ -46,8 +47,8 @@ def read_run(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
     return snapshot, view
 
 
-def make_record(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) -> dict[str, Any]:
-    """Return everything known of a run as a record with the keys of the JSON document. Unknown values are None."""
+def make_record(access: RunAccess, snapshot: RunSnapshot, view: RunDetails | None) -> dict[str, Any]:
+    """Return a run as a record with the keys of the JSON document. Unknown values are None."""
     run = access.run
     cluster = access.cluster
     job = snapshot.job
@@ -105,9 +106,9 @@ def make_record(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) 
 def describe_runs(
     storage: Storage, limit: int | None = None, cluster: Cluster | None = None
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return records of the `limit` most recently modified runs, and the number of older runs that are left out.
+    """Return records of the `limit` most recently modified runs, and the number of runs left out.
 
-    If `limit` is None, all runs are described.
+    If `limit` is None, all runs are included.
     """
     with progress_note("listing the runs"):
         runs = list_runs(storage)
@@ -134,7 +135,7 @@ def describe_runs(
 def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, JobView], set[str] | None]:
     """Return the newest RayJob of each run in this storage, and the names of all RayJobs.
 
-    The names are None if no cluster answers.
+    The names are None if the cluster does not answer.
     """
     newest: dict[str, JobView] = {}
     try:
@@ -153,9 +154,7 @@ def _describe(run: RunSummary, status: Status | None, job: JobView | None, gone:
     now = time.time()
     if job and not run.deleting:
         unseen = f"`sunspot status {run.name}` examines its pods"
-        state, reason = judge(
-            JobSnapshot(job, now=now, unseen_pods=unseen), StorageSnapshot(status, run.stop_requested)
-        )
+        state, reason = judge(JobSnapshot(job, now=now, unseen_pods=unseen), RunSeen(status, run.stop_requested))
     else:
         state, reason = state_from_storage(status, run, now)
         state, reason = gone.judge(run.stop_requested) if gone else (state, reason)

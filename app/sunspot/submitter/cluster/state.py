@@ -1,10 +1,10 @@
-"""Judges the state of a run, with the reason, from its RayJob, its pods and its status in storage. Pure.
+"""Derives a run's state and the reason for it from its RayJob, its pods and its status in storage.
 
-These sources may contradict each other. KubeRay gives a RayJob two states, its pods have states of their own, and the
+These sources can contradict each other. KubeRay gives a RayJob two states, its pods have states of their own, and the
 run's processes write another one to storage (`sunspot.run.status`). Three rules decide:
 
-1. The driver's final status is the truth about the run.
-2. Only `jobDeploymentStatus` shows whether the operator will continue. `jobStatus` may describe the previous try.
+1. The driver's final status takes precedence.
+2. Only `jobDeploymentStatus` shows whether the operator will continue. `jobStatus` can describe the previous try.
 3. A status in storage counts for a RayJob only if that RayJob owns it. A later owner has taken the run over.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from sunspot.formatting import plural
 from sunspot.run.overview import describe_silence, describe_work
 from sunspot.run.owner import Owner
+from sunspot.run.seen import RunSeen
 from sunspot.run.status import SILENT_AFTER_S, RunState, Status
 from sunspot.settings import PREFIX, Settings, WorkerRange
 from sunspot.submitter.cluster.pod_problems import HEAD, find_problems
@@ -24,10 +25,10 @@ from sunspot.submitter.manifest.render import JOB_ID, settings_of
 NUM_WORKERS = PREFIX + "NUM_WORKERS"
 
 OPERATOR_OVERDUE_S = 30
-"""Seconds after which the reason says that no operator handles a new RayJob. Operators notice one within seconds."""
+"""Seconds after which a new RayJob counts as ignored. A running operator handles it within seconds."""
 
 WARNING_FRESH_S = 600
-"""Age in seconds at which warnings no longer matter."""
+"""Age in seconds from which warnings are ignored."""
 
 CLOCK_SKEW_S = 60
 """Largest expected difference in seconds between the clocks of nodes and of the API server."""
@@ -61,9 +62,9 @@ class JobSnapshot:
     now: float = 0.0
     "Seconds since the epoch."
     nodes: Nodes = ()
-    "All nodes of the cluster; empty if they were not needed, or if this user may not list them."
+    "All nodes of the cluster, or empty if they were not needed or this user cannot list them."
     unseen_pods: str = ""
-    "Reason why the pods are not known; empty if they are known."
+    "The reason why the pods are unknown, or an empty string if they are known."
 
     @property
     def own_pods(self) -> list[PodView]:
@@ -76,32 +77,8 @@ class JobSnapshot:
         return [event for event in self.warnings if self.now - event.time < WARNING_FRESH_S]
 
 
-@dataclass(frozen=True)
-class StorageSnapshot:
-    """A run's status and requests in storage. Values that could not be read are old or missing."""
-
-    status: Status | None = None
-    stop_wanted: bool = False
-    deleting: bool = False
-    "True if a deletion has begun."
-    state: tuple[RunState, str] | None = None
-    "State and reason from storage alone; None if storage has no such run, or if a RayJob shows the state."
-    trouble: str = ""
-    "Error that kept the values from being read; empty if they are current."
-    refused: bool = False
-    "True if storage refuses this reader. The run's own processes may have access."
-
-    @property
-    def outside_clusters(self) -> bool:
-        """True if a process outside any cluster was the last to train the run, and no submitted RayJob follows it."""
-        if not self.status or (self.state and self.state[0] is RunState.PENDING):
-            return False
-        owner = Owner.parse(self.status.owner)
-        return owner == Owner(owner.job)
-
-
-def judge(seen: JobSnapshot, stored: StorageSnapshot) -> tuple[RunState, str]:
-    """Return the state of a run, judged by its newest RayJob and by storage, and the reason as a sentence."""
+def judge(seen: JobSnapshot, stored: RunSeen) -> tuple[RunState, str]:
+    """Return the state of a run with a RayJob, and the reason for it."""
     job, status = seen.job, stored.status
     own = status if was_written_by(stored, job) else None
     if status and not own and _took_over(status, job):
@@ -124,7 +101,7 @@ def judge(seen: JobSnapshot, stored: StorageSnapshot) -> tuple[RunState, str]:
 
 
 def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
-    """Return True if the run has ended, whatever the operator still does with the RayJob.
+    """Return True if the run has ended, regardless of what the operator reports.
 
     A driver also stops on SIGTERM, for example when its node is reclaimed. The operator then starts it again.
     """
@@ -133,14 +110,14 @@ def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
     return own.state is RunState.SUCCEEDED or stopped
 
 
-def was_written_by(stored: StorageSnapshot, job: JobView) -> bool:
+def was_written_by(stored: RunSeen, job: JobView) -> bool:
     """Return True if the stored status is from a process of this RayJob, not of a deleted one with the same name."""
     status = stored.status
     return status is not None and owns(job, status.owner) and status.time >= job.created - CLOCK_SKEW_S
 
 
 def owns(job: JobView, owner: str) -> bool:
-    """Return True if an owner in storage is this RayJob. Parts that are unknown on either side are not compared."""
+    """Return True if an owner in storage is this RayJob. Only parts known for both are compared."""
     found, own = Owner.parse(owner), Owner.parse(settings_of(job.raw).get(JOB_ID) or job.name)
     same_submission = found.submission == own.submission
     same_namespace = found.namespace in ("", job.raw["metadata"].get("namespace"))
@@ -148,8 +125,8 @@ def owns(job: JobView, owner: str) -> bool:
     return bool(found.job == job.name and same_submission and same_namespace and same_cluster)
 
 
-def _judge_job(seen: JobSnapshot, last: Status | None, stored: StorageSnapshot) -> tuple[RunState, str]:
-    """Judge a run by its operator and its own processes. `last` may be the status of an earlier try."""
+def _judge_job(seen: JobSnapshot, last: Status | None, stored: RunSeen) -> tuple[RunState, str]:
+    """Return the state according to the operator and the run's processes. `last` can be from an earlier try."""
     job = seen.job
     deployment, ray = job.deployment_status, job.job_status
     own = last if last and last.time >= job.try_began else None
@@ -186,15 +163,15 @@ def _judge_job(seen: JobSnapshot, last: Status | None, stored: StorageSnapshot) 
 
 
 def _starting(seen: JobSnapshot, own: Status | None) -> tuple[RunState, str]:
-    """Judge a job whose driver has not started yet, either for the first time or after the loss of the head."""
+    """Return the state of a job with a driver that is about to start, at first or after the loss of the head."""
     if own is None:
         return RunState.STARTING, "its pods are ready; the driver is about to begin"
-    if not own.state.terminal and not _silence(own, seen.now):  # the operator has not caught up
+    if not own.state.terminal and not _silence(own, seen.now):  # the operator has not noticed the restart yet
         return own.state, own.reason or describe_work(own)
     return RunState.RETRYING, f"its head was lost, and the job starts again; {explain_pods(seen)}"
 
 
-def _running(seen: JobSnapshot, own: Status | None, stored: StorageSnapshot) -> tuple[RunState, str]:
+def _running(seen: JobSnapshot, own: Status | None, stored: RunSeen) -> tuple[RunState, str]:
     why = summarize_pod_problems(seen)
     and_why = f"; {why}" if why else ""
     if own is None and stored.trouble:
@@ -210,7 +187,7 @@ def _running(seen: JobSnapshot, own: Status | None, stored: StorageSnapshot) -> 
         return state, f"its Ray job runs; {explain_trouble(seen.job, stored)}{and_why}"
     if silence:
         return RunState.SILENT, f"{silence}, although its Ray job runs: it may be frozen, cut off or gone{and_why}"
-    several_groups = len(seen.job.training_groups) > 1  # pods of one group may wait while those of another train
+    several_groups = len(seen.job.training_groups) > 1  # one group can wait for pods while another one trains
     default = (
         describe_work(own, find_unmet_request(own, seen.job))
         if state is RunState.RUNNING and (several_groups or not why)
@@ -220,7 +197,7 @@ def _running(seen: JobSnapshot, own: Status | None, stored: StorageSnapshot) -> 
     return state, f"{detail}{and_why}" if detail else why or str(state)
 
 
-def _completed(job: JobView, own: Status | None, stored: StorageSnapshot) -> tuple[RunState, str]:
+def _completed(job: JobView, own: Status | None, stored: RunSeen) -> tuple[RunState, str]:
     ray = job.job_status
     if own and own.state is RunState.FAILED:
         return RunState.FAILED, own.reason or "its driver failed"
@@ -241,7 +218,7 @@ def _completed(job: JobView, own: Status | None, stored: StorageSnapshot) -> tup
 
 
 def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str]:
-    """Judge a try that has failed before the operator has decided whether another one follows."""
+    """Return the state after a failed try, before the operator has decided on another one."""
     reason = _last_words(own) or job.message or "its Ray job failed"
     if job.failed + 1 < job.tries and not job.failed_for_good:
         return RunState.RETRYING, f"try {job.failed + 1} of {job.tries} failed: {reason}; the next one follows"
@@ -272,7 +249,7 @@ def _took_over(status: Status, job: JobView) -> bool:
 
 
 def explain_pods(seen: JobSnapshot) -> str:
-    """Explain why a RayJob's driver has not started yet, from the state of its pods."""
+    """Return why a RayJob's driver has not started yet, according to its pods."""
     problem = summarize_pod_problems(seen)
     if problem:
         return problem
@@ -290,7 +267,7 @@ def explain_pods(seen: JobSnapshot) -> str:
 
 
 def summarize_pod_problems(seen: JobSnapshot) -> str:
-    """Return the head's problem, or the workers' most common problem, with its fix; empty without problems."""
+    """Return the head's problem or the workers' most common problem, with its fix, or an empty string."""
     job = seen.job
     problems = find_problems(job, seen.own_pods, seen.fresh_warnings)
     head_problems = [problem for problem in problems if problem.group == HEAD]
@@ -314,19 +291,19 @@ def summarize_pod_problems(seen: JobSnapshot) -> str:
 
 
 def parse_workers(text: str) -> WorkerRange | None:
-    """Parse a value of the setting NUM_WORKERS. Returns None for any other text, such as the choices of a search."""
+    """Parse the setting NUM_WORKERS. Returns None if it is not a number or range, as in a search."""
     match = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", text)
     return WorkerRange(int(match[1]), int(match[2] or match[1])) if match else None
 
 
 def find_unmet_request(own: Status, job: JobView) -> WorkerRange | None:
-    """Return the requested number of workers if fewer than that train, else None."""
+    """Return the requested number of workers if fewer train, otherwise None."""
     requested = parse_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
     return requested if requested and 0 < own.world_size < requested.most else None
 
 
 def count_workers(seen: JobSnapshot) -> tuple[int, int]:
-    """Return how many training pods there should be now, and how many of them run."""
+    """Return how many training pods the job needs now, and how many are ready."""
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in seen.job.training_groups]
     return max(seen.job.least_workers, len(workers)), sum(pod.ready for pod in workers)
 
@@ -334,8 +311,8 @@ def count_workers(seen: JobSnapshot) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------------------------ sentences
 
 
-def describe_failed_tries(job: JobView, stored: StorageSnapshot) -> str:
-    """Return how many tries of the RayJob have failed, and why, as far as storage or the operator knows."""
+def describe_failed_tries(job: JobView, stored: RunSeen) -> str:
+    """Return a sentence with the number of failed tries and the reason, if it is known."""
     status, failed = stored.status, max(job.failed, 1)
     if status and was_written_by(stored, job):
         return f"try {failed} of {job.tries} failed{_because(status, job)}"
@@ -345,8 +322,8 @@ def describe_failed_tries(job: JobView, stored: StorageSnapshot) -> str:
     return f"{failed} of {job.tries} tries {have} failed{unwritten}{to_storage}{_because(None, job)}"
 
 
-def explain_trouble(job: JobView, stored: StorageSnapshot) -> str:
-    """Explain the consequences for a live run whose storage cannot be read from here."""
+def explain_trouble(job: JobView, stored: RunSeen) -> str:
+    """Return what an unreadable storage location means for a live run."""
     if stored.refused:
         return "its storage refuses this reader, so nothing is known of its progress"
     limit_s = storage_timeout_s(job)
@@ -357,7 +334,7 @@ def explain_trouble(job: JobView, stored: StorageSnapshot) -> str:
 
 
 def storage_timeout_s(job: JobView) -> float:
-    """Return how many seconds a run keeps training while storage fails."""
+    """Return for how many seconds a run keeps training while storage is unavailable."""
     given = settings_of(job.raw).get(PREFIX + STORAGE_TIMEOUT)
     return float(given or Settings.model_fields["storage_timeout_s"].default)
 
@@ -372,7 +349,7 @@ def _last_words(own: Status | None) -> str:
 
 
 def _silence(status: Status, now: float) -> str:
-    """Return a description of how long a run has been silent, or "" if it is not silent or has ended."""
+    """Return how long a run has been silent, or an empty string if it is not silent or has ended."""
     if status.state.terminal or now - status.seen <= SILENT_AFTER_S:
         return ""
     return describe_silence(status.seen, now)

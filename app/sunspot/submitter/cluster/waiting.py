@@ -14,6 +14,7 @@ from sunspot.errors import ClusterError, ConflictError, GaveUpError, StorageErro
 from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.attempts import step_of
+from sunspot.run.seen import look
 from sunspot.run.status import RunState, Status
 from sunspot.settings import PREFIX, Settings
 from sunspot.submitter.cluster.api import ROLE, Cluster, UnreachableError
@@ -25,7 +26,6 @@ from sunspot.submitter.cluster.observation import (
     RunAccess,
     RunSnapshot,
     follow,
-    read_storage,
     trust_job,
     warn_of_hidden,
 )
@@ -247,7 +247,7 @@ class Reconciler:
             return
         try:
             access, restarts = self._reach(name, job)
-            snapshot = RunSnapshot(ClusterSnapshot((job,)), read_storage(access.run, job))
+            snapshot = RunSnapshot(ClusterSnapshot((job,)), look(access.run, with_state=False))
             if snapshot.storage.trouble:
                 raise StorageError(snapshot.storage.trouble)
             state, reason = snapshot.state()

@@ -8,13 +8,14 @@ from sunspot.background import map_parallel
 from sunspot.errors import DamageError, NotFoundError
 from sunspot.run import Run
 from sunspot.run.cost import Spending
-from sunspot.run.overview import RunSummary, RunView, list_runs, read_view
+from sunspot.run.overview import RunSummary, list_runs
+from sunspot.run.seen import RunDetails, read_details
 from sunspot.storage.base import Storage
 from sunspot.submitter.printing import print_json, print_table, progress_note, warn
 from sunspot.submitter.runs import find_storage
 
 AT_ONCE = 4
-"""Number of runs that are read at once. The parts of each run are read in parallel, too."""
+"""Number of runs that are read in parallel. Each run is read with several requests at once."""
 
 COLUMNS = ("node hours", "cost", "lost", "saved")
 
@@ -24,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the cost of each run or value of a label, and the total. Raises `NotFoundError` if no run exists."""
+    """Print the cost of each run or label value, and the total. Raises `NotFoundError` if no run exists."""
     storage = find_storage(args.storage)
     views = _read(storage)
     if not views:
         raise NotFoundError(f"no run in {storage.locate('').rstrip('/')}")
-    groups: dict[str, list[RunView]] = {}
+    groups: dict[str, list[RunDetails]] = {}
     for view in sorted(views, key=lambda view: view.spending.cost or 0.0, reverse=True):
         groups.setdefault(view.labels.get(args.by or "", ""), []).append(view)
     if args.json:
@@ -45,12 +46,12 @@ def run(args: argparse.Namespace) -> None:
         print_table(["run", "state", *COLUMNS, "a step"], [*each, ["all", None, *_cells(_total(views)), None]])
 
 
-def _read(storage: Storage) -> list[RunView]:
-    """Read all runs, the most recently modified first. A run that cannot be read is left out with a warning."""
+def _read(storage: Storage) -> list[RunDetails]:
+    """Return all runs, the most recently modified first. Unreadable runs are left out with a warning."""
 
-    def read(summary: RunSummary) -> RunView | None:
+    def read(summary: RunSummary) -> RunDetails | None:
         try:
-            return read_view(Run(storage, summary.name))
+            return read_details(Run(storage, summary.name))
         except (DamageError, NotFoundError) as error:
             warn(f"left out: {summary.name}: {error}")
             return None
@@ -59,11 +60,11 @@ def _read(storage: Storage) -> list[RunView]:
         return [view for view in map_parallel(read, list_runs(storage), AT_ONCE) if view]
 
 
-def _total(views: Sequence[RunView]) -> Spending:
+def _total(views: Sequence[RunDetails]) -> Spending:
     return sum((view.spending for view in views), Spending())
 
 
-def _record(view: RunView) -> dict[str, Any]:
+def _record(view: RunDetails) -> dict[str, Any]:
     return {"run": view.run.name, "state": view.state, "labels": view.labels, **view.spending.record(view.step)}
 
 

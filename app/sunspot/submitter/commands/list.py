@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluster | None = None) -> None:
-    """Print the `limit` most recently modified runs, or all of them if it is None, from storage and the cluster."""
+    """Print the `limit` most recently modified runs, or all runs if `limit` is None."""
     rows, left_out = describe_runs(storage, limit, cluster)
     now = time.time()
     if as_json:

@@ -6,8 +6,8 @@ from typing import Any
 
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.history import format_metric
-from sunspot.run.overview import RunView
 from sunspot.run.owner import Owner
+from sunspot.run.seen import RunDetails
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
 from sunspot.submitter.cluster.records import make_record, read_run
 from sunspot.submitter.cluster.state import parse_workers
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the state of the run, from cluster and storage or from the one that answers. Repeat with `--watch`."""
+    """Print the state of the run. With `--watch`, repeat until the run has ended."""
     access = reach_run(run_target(args))
     while True:
         record, view = _look(access)
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> None:
         time.sleep(WATCH_EVERY_S)
 
 
-def _look(access: RunAccess) -> tuple[dict[str, Any], RunView | None]:
-    """Read the state of the run, and warn of any source that does not answer."""
+def _look(access: RunAccess) -> tuple[dict[str, Any], RunDetails | None]:
+    """Read the run, and warn if the cluster or storage does not answer."""
     snapshot, view = read_run(access)
     if snapshot.cluster.trouble:
         warn(f"shown from storage alone, without the cluster: {snapshot.cluster.trouble}")
@@ -54,7 +54,7 @@ def _look(access: RunAccess) -> tuple[dict[str, Any], RunView | None]:
     return make_record(access, snapshot, view), view
 
 
-def _print(record: dict[str, Any], view: RunView | None) -> None:
+def _print(record: dict[str, Any], view: RunDetails | None) -> None:
     def line(name: str, text: str) -> None:
         if text:
             print_text(f"  {name + ':':12}{text}")
@@ -102,7 +102,7 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
 
 
 def _describe_saves(record: dict[str, Any]) -> str:
-    """Describe how much an incident can cost: `4.1 s to commit, of 30 s of notice; copied to memory every 41 steps`."""
+    """Return text like `4.1 s to commit, of 30 s of notice; copied to memory every 41 steps`."""
     parts = []
     if record["save_s"]:
         notice = f", of {record['notice_s']:.0f} s of notice" if record["notice_s"] else ""
@@ -113,7 +113,7 @@ def _describe_saves(record: dict[str, Any]) -> str:
 
 
 def _describe_incidents(record: dict[str, Any]) -> str:
-    """Summarize the incidents: `3 (2 preempted, 1 node lost), 14 steps replayed`."""
+    """Return text like `3 (2 preempted, 1 node lost), 14 steps replayed`."""
     if not record["incidents"]:
         return "0"
     causes = ", ".join(f"{times} {cause}" for cause, times in record["incidents_by_cause"].most_common())

@@ -8,9 +8,9 @@ from sunspot.run.attempts import lineage
 from sunspot.run.failures import Failure, read_failures
 from sunspot.run.history import newest_rank_records
 from sunspot.run.incidents import Cause
-from sunspot.run.overview import RunView
 from sunspot.run.owner import Owner
 from sunspot.run.requests import list_submissions
+from sunspot.run.seen import RunDetails
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.pod_problems import find_problems
@@ -94,7 +94,7 @@ def examine(access: RunAccess) -> Examination:
     return Examination(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
 
 
-def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunView, unseen: list[str]) -> Case:
+def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunDetails, unseen: list[str]) -> Case:
     """Collect everything that the checks need. If the recorded errors cannot be read, a text is added to `unseen`."""
     failures: list[Failure] = []
     try:

@@ -5,7 +5,7 @@ import argparse
 from sunspot.errors import DamageError
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import classify, list_directories, refuse_if_absent, verify
-from sunspot.run.overview import find_deleted_checkpoint
+from sunspot.run.seen import find_deleted_checkpoint
 from sunspot.run.status import read_status
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.printing import print_json, print_table, progress_note

@@ -8,7 +8,7 @@ from typing import Any
 
 from sunspot.run.attempts import Attempt, recorded_number, recorded_setting
 from sunspot.run.failures import Failure
-from sunspot.run.overview import RunView
+from sunspot.run.seen import RunDetails
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.views import PodView
 
@@ -20,7 +20,7 @@ MAX_REASON = 600
 class Case:
     """Everything known of a run, from storage and the cluster."""
 
-    view: RunView
+    view: RunDetails
     state: RunState
     reason: str
     "Reason for the state. Both are judged from cluster and storage together."
