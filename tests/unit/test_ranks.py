@@ -1,4 +1,4 @@
-"""The numbers of each rank are kept separately from the run's curve, and combined when they are old."""
+"""Tests for each rank's numbers, which are stored separately from the metric history and combined when old."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_a_combined_record_keeps_totals_and_extremes() -> None:
     ] == [None, 1.0]
 
 
-def test_old_records_are_combined_and_new_ones_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of records stays limited during a long attempt, and totals cover all of them."""
+def test_old_records_are_combined_and_new_ones_are_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of records stays limited during a long attempt, and their totals are complete."""
     monkeypatch.setattr(ranks, "MIN_RECORDS", 8)
     monkeypatch.setattr(ranks, "MIN_BYTES", 2000)
     monkeypatch.setattr("sunspot.run.streams.SIZES", (1000, 4000, 8000))
@@ -84,7 +84,7 @@ def test_few_records_are_not_combined() -> None:
     assert downsample(text) == text
 
 
-def test_records_of_a_long_run_are_written_once_a_minute(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_runs_records_are_written_once_per_minute(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("sunspot.observe.ranks.TokenBucket", partial(TokenBucket, clock=lambda: now))
     history, spans = RankHistory(run, 1), lineage([start(run, "job")])
