@@ -185,7 +185,7 @@ def test_a_file_that_is_not_valid_safetensors_is_refused(tmp_path: Path) -> None
         def get_extra_state(self) -> dict[str, int]:
             return {"seen": 3}
 
-    with pytest.raises(SettingsError, match="only supports tensors, but .* _extra_state"):
+    with pytest.raises(SettingsError, match=r"only supports tensors, but .* _extra_state"):
         refuse_other_than_tensors(Counting(2, 2))
     refuse_other_than_tensors(nn.Linear(2, 2))
 

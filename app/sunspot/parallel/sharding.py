@@ -130,7 +130,7 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
 
 
 def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules to gather separately, which are the outermost items of lists and sequences, unless small.
+    """Yield the modules to gather separately, which are the larger items of the outermost lists and sequences.
 
     Models keep repeated layers in these containers. All other modules are gathered with the root.
     """

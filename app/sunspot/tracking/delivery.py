@@ -51,7 +51,7 @@ class Delivery:
     def __init__(self, run: Run, name: str, project: str, driver: str = "") -> None:
         """Prepare the delivery.
 
-        It ends if another driver takes over the run from `driver`, unless `driver` is empty.
+        If `driver` is not empty, the delivery ends once another driver takes over the run from `driver`.
         """
         self.run = run
         self.name = name
