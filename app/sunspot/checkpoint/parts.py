@@ -71,7 +71,7 @@ WEIGHTS = "weights-{:05d}.json"
 METADATA = ".metadata"
 
 PEER_TIMEOUT_S = 60.0
-"""Seconds beyond STORAGE_TIMEOUT_S that rank 0 waits for parts, so that a rank whose storage fails reports it first."""
+"""Seconds beyond STORAGE_TIMEOUT_S that rank 0 waits for parts, so that the failing rank reports its error first."""
 
 POLL_EVERY_S = 0.5
 """Seconds between listings while rank 0 waits for the other parts."""
