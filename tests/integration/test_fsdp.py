@@ -185,7 +185,7 @@ def test_a_file_that_is_not_valid_safetensors_is_refused(tmp_path: Path) -> None
         def get_extra_state(self) -> dict[str, int]:
             return {"seen": 3}
 
-    with pytest.raises(SettingsError, match="_extra_state, which are not tensors"):
+    with pytest.raises(SettingsError, match=r"only supports tensors, but .* _extra_state"):
         refuse_other_than_tensors(Counting(2, 2))
     refuse_other_than_tensors(nn.Linear(2, 2))
 
@@ -262,7 +262,7 @@ def test_only_the_required_bytes_are_read(copied: Run, monkeypatch: pytest.Monke
     content = bytearray(path.read_bytes())
     content[wanted[1].begin + wanted[1].size // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DamageError, match=r"blocks\.1\.feed_in\.weight in it does not match the index"):
+    with pytest.raises(DamageError, match=r"blocks\.1\.feed_in\.weight does not match the index"):
         read_into(copied, early, wanted, into)
     others = [piece for piece in pieces if piece.name == "model.blocks.1.feed_in.bias"]
     read_into(copied, early, others, {others[0].name: torch.zeros(others[0].shape)})

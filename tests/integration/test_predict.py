@@ -1,4 +1,4 @@
-"""`python -m sunspot.predict`: the model in Ray actors, for a few images and for complete datasets."""
+"""Tests for `python -m sunspot.predict`, with a few images and with complete datasets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Predict = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def own_task(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set SUNSPOT_TASK to the run's task, as its user does."""
+    """Set SUNSPOT_TASK to the run's task."""
     monkeypatch.setenv("SUNSPOT_TASK", SETTINGS_OF_RUN["TASK"])
 
 
@@ -60,7 +60,7 @@ def read_all(output: str | Path) -> pa.Table:
     return pq.read_table(output).sort_by("row")
 
 
-# ------------------------------------------------------------------------------------------------------------- a few
+# --------------------------------------------------------------------------------------------------------------- images
 
 
 def test_the_actor_predicts_like_the_model_and_is_stopped_afterwards(
@@ -78,7 +78,7 @@ def test_the_actor_predicts_like_the_model_and_is_stopped_afterwards(
             assert (how_sure == probabilities).all()
             get_result(worker.predict.remote(images[0, 0]), 60, "a prediction")
 
-    with pytest.raises(SettingsError, match=r"^images of uint8 \[8, 8\]"):
+    with pytest.raises(SettingsError, match=r"^the images are uint8 \[8, 8\]"):
         ask()
 
     def is_gone() -> bool:
@@ -89,16 +89,16 @@ def test_the_actor_predicts_like_the_model_and_is_stopped_afterwards(
         return False
 
     wait_until(is_gone)  # Ray does not wait until a killed actor has ended
-    assert ray.is_initialized()  # the caller's Ray must stay
+    assert ray.is_initialized()  # the caller's Ray must keep running
 
 
 @pytest.mark.slow
-def test_an_actor_that_cannot_load_reports_why_and_is_stopped(copied_run: FinishedRun, ray_address: str) -> None:
+def test_an_actor_that_cannot_load_the_model_reports_why(copied_run: FinishedRun, ray_address: str) -> None:
     newest = copied_run.newest
     path = copied_run.directory(newest) / "model.pt"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with (
-        pytest.raises(DamageError, match=r"damaged, model\.pt has SHA-256") as raised,
+        pytest.raises(DamageError, match=r"damaged: model\.pt has SHA-256") as raised,
         model_worker("run", newest.name, copied_run.storage),
     ):
         pytest.fail("it has a model")
@@ -143,10 +143,10 @@ def test_invalid_combinations_of_arguments_are_usage_errors(words: list[str], mo
         main()
 
 
-# ---------------------------------------------------------------------------------------------------------- a dataset
+# ------------------------------------------------------------------------------------------------------------ a dataset
 
 
-def test_a_dataset_is_predicted_with_the_accuracy_of_the_runs_evaluation(
+def test_a_datasets_accuracy_equals_that_of_the_runs_evaluation(
     predict: Predict, finished_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(predict_batch, "PART_ROWS", 30)
@@ -174,7 +174,7 @@ def test_a_dataset_is_predicted_with_the_accuracy_of_the_runs_evaluation(
     assert table["prediction"].to_pylist() == predictions.tolist()
     assert np.array(table["probabilities"].to_pylist()) == pytest.approx(probabilities, abs=0.02)
 
-    # Existing files stay: only the lost file is written again.
+    # Only the missing file is written again.
     files = sorted(Path(output).glob("*.parquet"))
     files[1].unlink()
     times = {file: file.stat().st_mtime_ns for file in files if file.exists()}
@@ -184,7 +184,7 @@ def test_a_dataset_is_predicted_with_the_accuracy_of_the_runs_evaluation(
     assert read_all(output) == table
     assert "accuracy" in predict(*words, as_json=False)
 
-    # Predictions of another checkpoint or of other data are refused in the same folder.
+    # The folder cannot contain predictions of another checkpoint or of other data.
     newest = finished_run.newest
     older = min({path.name for path in finished_run.directory(newest).parent.iterdir()} - {newest.name})
     with pytest.raises(ConflictError, match=rf"checkpoint: {newest.name} -> {older}\n(.*\n)*.*choose another"):
@@ -244,8 +244,8 @@ def table_of(*rows: int) -> pa.Table:
     return pa.table({"row": pa.array(rows, pa.int64()), "label": [0] * len(rows), "prediction": [0] * len(rows)})
 
 
-def test_predictions_of_other_weights_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was deleted and started again has a checkpoint of the same name."""
+def test_predictions_of_different_weights_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was deleted and started again has a checkpoint with the same name."""
     monkeypatch.setattr(predict_batch, "rows_in", lambda source: 2)
     storage, parts = LocalStorage(str(tmp_path)), [predict_batch.OutputFile(0, 2)]
     source: Any = SimpleNamespace(fingerprint="layout-content")
@@ -256,7 +256,7 @@ def test_predictions_of_other_weights_are_not_mixed(tmp_path: Path, monkeypatch:
         return predict_batch.open_output(storage, model, source, parts)
 
     assert open_for("a" * 64) == open_for("a" * 64) == set()
-    with pytest.raises(ConflictError, match="holds other predictions"):
+    with pytest.raises(ConflictError, match="contains other predictions"):
         open_for("b" * 64)
 
 
@@ -269,22 +269,22 @@ def test_rows_that_were_not_requested_are_not_written(tmp_path: Path, rows: tupl
     assert storage.list("") == []
 
 
-def test_a_file_whose_rows_do_not_match_its_name_is_damaged(tmp_path: Path) -> None:
+def test_a_file_with_rows_outside_the_range_in_its_name_is_rejected(tmp_path: Path) -> None:
     storage, parts = LocalStorage(str(tmp_path)), [predict_batch.OutputFile(0, 2)]
     pq.write_table(table_of(0, 1), tmp_path / parts[0].key)
     assert predict_batch.count_correct(storage, parts) == (True, 2)
     pq.write_table(table_of(1, 2), tmp_path / parts[0].key)
-    with pytest.raises(DamageError, match="its row numbers do not match the range in its name"):
+    with pytest.raises(DamageError, match="the row numbers do not match the range in the name"):
         predict_batch.count_correct(storage, parts)
 
 
-def test_unpredictable_rows_are_refused_before_anything_is_written(
+def test_rows_that_do_not_fit_the_model_are_rejected_before_writing(
     predict: Predict, finished_run: FinishedRun, copied_run: FinishedRun, make_data: Callable[..., str], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
     wide = make_data(4, side=SIDE + 1)
     to = ["--output", str(output)]
-    with pytest.raises(SettingsError, match=r"images of shape \[1, 9, 9\].*takes \[1, 8, 8\]"):
+    with pytest.raises(SettingsError, match=r"has the shape \[1, 9, 9\].*needs \[1, 8, 8\]"):
         predict("run", "--dataset", wide, *to)
     with pytest.raises(SettingsError, match="has no held-out rows"):
         predict("run", "--dataset", wide, "--split", "test", *to)
@@ -298,13 +298,13 @@ def test_unpredictable_rows_are_refused_before_anything_is_written(
     assert not output.exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
-    with pytest.raises(SettingsError, match="is not empty, but holds no predictions"):
+    with pytest.raises(SettingsError, match="is not empty, but contains no predictions"):
         predict("run", "--dataset", finished_run.data, "--output", str(tmp_path / "mine"))
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
 
 
 @pytest.mark.slow
-def test_run_dataset_and_predictions_may_be_in_s3(finished_run: FinishedRun, s3_bucket: str) -> None:
+def test_run_dataset_and_predictions_can_be_in_s3(finished_run: FinishedRun, s3_bucket: str) -> None:
     from sunspot.storage import open_storage
 
     bucket = open_storage(f"s3://{s3_bucket}")
@@ -312,7 +312,7 @@ def test_run_dataset_and_predictions_may_be_in_s3(finished_run: FinishedRun, s3_
         for path in folder.rglob("*"):
             if path.is_file():
                 bucket.write(str(path.relative_to(Path(finished_run.storage).parent)), path.read_bytes())
-    # This test starts its own Ray, because workers get their AWS environment from the process that starts Ray.
+    # This test starts its own Ray, because workers inherit the AWS environment of the process that starts Ray.
     words = ["run", "--storage", f"s3://{s3_bucket}/runs", "--dataset", f"s3://{s3_bucket}/data", "--json"]
     said = subprocess.run(
         [sys.executable, "-m", "sunspot.predict", *words, "--output", f"s3://{s3_bucket}/out"],

@@ -1,4 +1,4 @@
-"""The predictions that a run keeps for its report."""
+"""Tests for the predictions that a run stores for its report."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ PREDICTIONS = Predictions(
 )
 
 
-def test_predictions_are_read_back_as_they_were_written(run: Run) -> None:
+def test_stored_predictions_are_read_back_unchanged(run: Run) -> None:
     assert read_shown(run, Predictions) is None
     write_shown(run, PREDICTIONS)
     assert read_shown(run, Predictions) == PREDICTIONS
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"mistakes": [{"image": "?"}], "right": [], "samples": []}'])
-def test_predictions_that_cannot_be_read_are_left_out(run: Run, content: bytes, warned: list[str]) -> None:
+def test_unreadable_predictions_are_ignored_with_a_warning(run: Run, content: bytes, warned: list[str]) -> None:
     run.storage.write(run.key("predictions.json"), content)
     assert read_shown(run, Predictions) is None
     assert "predictions.json cannot be used: " in warned[0]
@@ -54,7 +54,7 @@ def test_predictions_that_cannot_be_read_are_left_out(run: Run, content: bytes, 
 # ----------------------------------------------------------------------------------------------- at the end of training
 
 
-def test_a_run_keeps_the_predictions_of_its_newest_checkpoint(finished_run: FinishedRun) -> None:
+def test_a_run_stores_the_predictions_of_its_newest_checkpoint(finished_run: FinishedRun) -> None:
     kept = read_shown(finished_run.run, Predictions)
     newest = finished_run.newest
     rows = finished_run.rows()
@@ -93,7 +93,7 @@ def plan_of(finished_run: FinishedRun, **settings: Any) -> Plan:
 
 
 @pytest.mark.slow
-def test_predictions_are_made_once_for_each_checkpoint_and_number_of_rows(
+def test_predictions_are_made_once_per_checkpoint(
     copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, ray_address: str
 ) -> None:
     run, newest = copied_run.run, copied_run.newest
@@ -142,7 +142,7 @@ def test_the_reason_for_missing_predictions_is_logged(
     assert message in capsys.readouterr().out
 
 
-def test_predictions_made_before_the_time_limit_are_kept(
+def test_predictions_made_before_the_time_limit_are_stored(
     copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def call_here(act: Any, plan: Plan, run: str, checkpoint: str, limit_s: float) -> Any:
@@ -158,7 +158,7 @@ def test_predictions_made_before_the_time_limit_are_kept(
     assert f"30 of {TEST_ROWS} held-out rows predicted" in capsys.readouterr().out
 
 
-def test_the_most_certain_mistakes_and_right_predictions_of_every_class_are_kept() -> None:
+def test_the_surest_mistakes_and_right_predictions_of_all_classes_are_stored() -> None:
     random = np.random.default_rng(0)
     summary, certainties = PredictionSummary(ModelData((3, 70, 4), 5)), []
     for first in range(0, 4000, 1000):

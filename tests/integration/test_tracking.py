@@ -1,4 +1,4 @@
-"""Tests of tracking: the contents of a real MLflow server, which is killed and restarted, and of W&B's files."""
+"""Tests for tracking with a real MLflow server, which is killed and restarted, and with W&B's files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def clean_services(mlflow_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.fixture
 def server(mlflow_server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """Return the running server, to which the environment points."""
+    """Return the running server. Environment variables point to it."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.wait())
     return mlflow_server
 
@@ -64,7 +64,7 @@ def free_port() -> int:
 
 
 def deliver(run: Run, project: str) -> Delivery:
-    """Deliver a run to MLflow as the command does, and return the delivery."""
+    """Deliver a run to MLflow like the command, and return the delivery."""
     delivery = Delivery(run, "mlflow", project)
     delivery.finish()
     return delivery
@@ -78,7 +78,7 @@ def by_hand(run: Run, *more: str, **environment: str) -> subprocess.CompletedPro
 
 
 def history(run: Run) -> Points:
-    """Return the numbers in the run's own history in the form that a service must have: by name, sorted."""
+    """Return the metrics in the run's own history, sorted and keyed by name, as a service should have them."""
     found: Points = {}
     for line in read_journal(run, "metrics", lineage(read_attempts(run))):
         point = to_point(line)
@@ -88,7 +88,7 @@ def history(run: Run) -> Points:
 
 
 class Shown:
-    """Data of a run on an MLflow server."""
+    """The data of a run on an MLflow server."""
 
     def __init__(self, run: Run, project: str) -> None:
         from mlflow import MlflowClient
@@ -101,7 +101,7 @@ class Shown:
 
     @property
     def points(self) -> Points:
-        """All metrics except those that are sent at the end."""
+        """All metrics except those sent at the end of the run."""
         return {
             name: sorted((point.step, point.timestamp, point.value) for point in self._of(name))
             for name in self.data.metrics
@@ -116,10 +116,10 @@ class Shown:
         return Path(self.client.download_artifacts(self.id, artifact, str(folder))).read_bytes()
 
 
-# ---------------------------------------------------------------------------------------- before the server is there
+# ------------------------------------------------------------------------------------------------------------- failures
 
 
-def test_without_a_service_nothing_is_delivered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_delivered_without_a_service(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     process.refuse_unusable(Settings())
     with process.tracked(run, Settings()):
@@ -127,9 +127,7 @@ def test_without_a_service_nothing_is_delivered(run: Run, monkeypatch: pytest.Mo
     assert not run.storage.exists(run.key("tracking"))
 
 
-def test_a_service_that_cannot_be_used_is_reported_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unusable_service_is_reported_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from sunspot.train.__main__ import main
 
     monkeypatch.setenv("SUNSPOT_TRACKING", "mlflow")
@@ -141,14 +139,14 @@ def test_a_service_that_cannot_be_used_is_reported_at_the_start(
         main([])
     with pytest.raises(SettingsError, match="STORAGE_PATH=s3://models is a bucket; set it to mlflow, wandb or empty"):
         process.refuse_unusable(Settings(tracking="tensorboard", storage_path="s3://models"))
-    # Where the library is not installed, a folder of W&B's may lie about.
+    # W&B's output folder can exist even if the library is not installed.
     (tmp_path / "wandb").mkdir()
     words = "import sys; from sunspot.settings import Settings; from sunspot.tracking.process import refuse_unusable"
     words += f"; sys.path = ['{tmp_path}', *(p for p in sys.path if 'site-packages' not in p)]"
     words += "; refuse_unusable(Settings(tracking='wandb'))"
     ended = subprocess.run([sys.executable, "-c", words], cwd=REPOSITORY, capture_output=True, text=True)
     assert (
-        "SettingsError: SUNSPOT_TRACKING=wandb: its library is missing; add EXTRAS=wandb to `make train`"
+        "SettingsError: SUNSPOT_TRACKING=wandb needs a library that is not installed; add EXTRAS=wandb to `make train`"
         in ended.stderr
     )
 
@@ -171,13 +169,13 @@ def test_an_outage_is_reported_once_and_missing_records_at_the_end(
     assert not follower.is_alive()
     out = capsys.readouterr().out
     assert out.count("tracking behind") == 1
-    assert "not delivered: 20 records of the steps 10 to 188; the report, the model and the final state: MLflow" in out
+    assert "could not deliver 20 records of steps 10 to 188, the report, the model and the final state: MLflow" in out
     assert out.endswith("run `the command` to deliver the rest\n")
     events = [event["event"] for event in read_journal(run, "events")]
     assert events.count("tracking behind") == 1
 
 
-def test_a_server_that_never_answers_does_not_delay_the_end(
+def test_an_unresponsive_server_does_not_delay_the_end_of_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
@@ -188,11 +186,11 @@ def test_a_server_that_never_answers_does_not_delay_the_end(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
         silent.settimeout(120)
         with process.tracked(run, settings):
-            connection, _ = silent.accept()  # and no word
+            connection, _ = silent.accept()  # but never respond
         connection.close()
     out = capsys.readouterr().out
     later = f"`python -m sunspot.tracking run --storage {settings.storage_path}`"
-    assert f"not delivered within 0.5 s; run {later} to continue" in out
+    assert f"the delivery did not finish within 0.5 s; run {later} to continue" in out
 
 
 def test_a_failing_tracking_process_is_reported_at_once(
@@ -206,14 +204,14 @@ def test_a_failing_tracking_process_is_reported_at_once(
             time.sleep(0.05)
             out += capsys.readouterr().out
     assert out.startswith(
-        "warning: tracking: its process ended with exit code 1; run `python -m sunspot.tracking run --storage /"
+        "warning: tracking: the process exited with code 1; run `python -m sunspot.tracking run --storage /"
     )
 
 
-# ----------------------------------------------------------------------------------------------- what is there of a run
+# ----------------------------------------------------------------------------------------------------------- deliveries
 
 
-def test_a_run_is_delivered_to_the_digit(
+def test_all_metrics_are_delivered_exactly(
     run: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(run)
@@ -236,12 +234,12 @@ def test_a_run_is_delivered_to_the_digit(
     assert shown.data.tags["sunspot.checkpoint"] == best.name
     assert shown.read("report.html", tmp_path) == b"<html>the report"
     assert shown.read("model/model.pt", tmp_path) == f"model.pt of {best.name}".encode()
-    # Once it is all there, the server is not even asked.
+    # Once everything is delivered, no request is sent.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
     assert deliver(run, "digits").place == ""
 
 
-def test_steps_are_sent_once_and_only_when_a_checkpoint_covers_them(run: Run, server: Server) -> None:
+def test_each_step_is_sent_once_after_a_checkpoint_covers_it(run: Run, server: Server) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, first, *(record(step, BEGUN + step) for step in (5, 10, 15)))
     following = Delivery(run, "mlflow", "lineage")
@@ -250,7 +248,7 @@ def test_steps_are_sent_once_and_only_when_a_checkpoint_covers_them(run: Run, se
     origin = commit(run, first, 10)
     following.deliver()
     assert [step for step, *_ in Shown(run, "lineage").points["loss"]] == [5, 10]
-    # The next attempt goes on from there, makes up for an evaluation, and takes step 15 another time.
+    # The next attempt continues from there, repeats step 15, and runs the missing evaluation.
     second = start(run, "job", origin.name, at=BEGUN + 50, **attempt_metadata(epochs=7))
     made_up = {**record(10, BEGUN + 55), "steps": 0, "rows": 0, "seconds": 0.0, "test_loss": 0.5}
     report(run, second, made_up, record(15, BEGUN + 60), record(20, BEGUN + 65))
@@ -270,17 +268,17 @@ def test_steps_are_sent_once_and_only_when_a_checkpoint_covers_them(run: Run, se
     assert shown.data.tags["sunspot.attempts"] == "2"
 
 
-def test_only_one_tracking_run_exists_after_crashes(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_tracking_run_is_used_after_crashes(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(run)
     deliver(run, "one")
-    # It was created, and the process ended before it could note that.
+    # The process ended after it had created the tracking run, but before it stored the ID.
     for file in ("mlflow.json", "mlflow-delivered.json"):
         run.storage.delete(run.key("tracking", file))
     deliver(run, "one")
     shown = Shown(run, "one")
     assert len(shown.runs) == 1
     assert shown.points == history(run), "sent again, and kept once"
-    # Two processes find none at the same moment, and both create one: the first to claim it has it.
+    # Two processes create a tracking run at the same time. The first to store its ID wins.
     other = trained(open_run(run.storage.locate(""), "other"))
     claim_tracking_run(other, "mlflow", shown.id)
     monkeypatch.setattr(sunspot.tracking.delivery, "read_tracking_run", lambda run, service: None)
@@ -288,7 +286,7 @@ def test_only_one_tracking_run_exists_after_crashes(run: Run, server: Server, mo
     assert len(shown.client.search_runs([shown.info.experiment_id])) == 1
 
 
-def test_a_run_that_replaces_a_deleted_one_gets_a_new_tracking_run(run: Run, server: Server) -> None:
+def test_a_run_that_replaces_a_deleted_run_gets_a_new_tracking_run(run: Run, server: Server) -> None:
     trained(run)
     first = deliver(run, "again")
     for entry in run.storage.list(run.name):
@@ -300,14 +298,14 @@ def test_a_run_that_replaces_a_deleted_one_gets_a_new_tracking_run(run: Run, ser
     assert len(Shown(run, "again").runs) == 2
 
 
-def test_refused_records_are_reported(run: Run, server: Server, warned: list[str]) -> None:
+def test_rejected_records_are_reported(run: Run, server: Server, warned: list[str]) -> None:
     attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     endless = {**record(10, BEGUN + 10), "m" * 300: 1.0}
     report(run, attempt, record(5, BEGUN + 5), endless, {**record(15, BEGUN + 15), "top@1": float("nan")})
     commit(run, attempt, 15)
     delivered = deliver(run, "refused").delivered
     assert (delivered.records, delivered.refused) == (2, 1)
-    assert [text for text in warned if text.startswith("tracking: the service refused the record of step 10")]
+    assert [text for text in warned if text.startswith("tracking: the service rejected the record of step 10")]
     shown = Shown(run, "refused")
     assert [step for step, *_ in shown.points["loss"]] == [5, 15]
     assert shown.points["top_1"][0][2] != shown.points["top_1"][0][2], "NaN"
@@ -330,7 +328,7 @@ def test_delivery_waits_until_a_deleted_tracking_run_is_restored(run: Run, serve
     assert Shown(run, "deleted").points == history(run)
 
 
-# ------------------------------------------------------------------------------------------------------ TensorBoard
+# ---------------------------------------------------------------------------------------------------------- TensorBoard
 
 
 def test_event_files_contain_the_history(run: Run) -> None:
@@ -340,18 +338,19 @@ def test_event_files_contain_the_history(run: Run) -> None:
     write_status_as_is(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
     said = by_hand(run, SUNSPOT_TRACKING="tensorboard")
     assert (
-        f"20 records delivered, 0 refused: `tensorboard --logdir {Path(run.location).parent}` shows them" in said.stdout
+        f"20 records delivered, 0 rejected: view them with `tensorboard --logdir {Path(run.location).parent}`"
+        in said.stdout
     )
     [file] = Path(run.location, "tensorboard").iterdir()
     content, points = file.read_bytes(), []
     while content:
-        size = int.from_bytes(content[:8], "little")  # and a checksum before and after the event
+        size = int.from_bytes(content[:8], "little")  # followed by a checksum, the event and another checksum
         event, content = Event.FromString(content[12 : 12 + size]), content[16 + size :]
         points += [(event.step, value.simple_value) for value in event.summary.value if value.tag == "loss"]
     assert points == [(step, pytest.approx(value)) for step, _, value in history(run)["loss"]]
 
 
-# ------------------------------------------------------------------------------------------------- Weights & Biases
+# ----------------------------------------------------------------------------------------------------- Weights & Biases
 
 
 def test_wandb_offline_files_contain_the_history(run: Run, tmp_path: Path) -> None:
@@ -361,17 +360,17 @@ def test_wandb_offline_files_contain_the_history(run: Run, tmp_path: Path) -> No
     said = by_hand(run, SUNSPOT_TRACKING="wandb")
     assert said.returncode == 0, said.stderr
     [first] = (tmp_path / "wandb").glob("offline-run-*")
-    assert f"20 records delivered, 0 refused: `wandb sync {first}` sends them" in said.stdout
+    assert f"20 records delivered, 0 rejected: send them with `wandb sync {first}`" in said.stdout
     rows, files = read_wandb(first)
     points = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     assert points == [(step, value) for step, _, value in history(run)["loss"]]
     assert "report.html" in files
     assert f"{read_tracking_run(run, 'wandb')}-model" in files
-    # The run is trained further: the same tracking run, and only what is new.
+    # The run trains further. The same tracking run gets only the new steps.
     resumed = start(run, "job", choose(run, "newest")[0].name, at=BEGUN + 999, **attempt_metadata())
     report(run, resumed, record(200, BEGUN + 1000))
     commit(run, resumed, 200)
-    time.sleep(1)  # W&B names the folder by the second
+    time.sleep(1)  # W&B's folder name contains the second
     assert by_hand(run, SUNSPOT_TRACKING="wandb").returncode == 0
     second = next(folder for folder in (tmp_path / "wandb").glob("offline-run-*") if folder != first)
     assert second.name.rpartition("-")[2] == first.name.rpartition("-")[2] == read_tracking_run(run, "wandb")
@@ -379,7 +378,7 @@ def test_wandb_offline_files_contain_the_history(run: Run, tmp_path: Path) -> No
 
 
 def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows in W&B's history file, and the names of files and artifacts in it."""
+    """Return the rows of W&B's history file, and the names of its files and artifacts."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows: list[dict[str, Any]] = []
@@ -394,7 +393,7 @@ def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def each_entry(content: bytes) -> Iterator[bytes]:
-    """Yield the entries of a file in LevelDB's log format, which W&B writes.
+    """Yield the entries of a file in LevelDB's log format, which W&B uses.
 
     After a header of 7 bytes, the file has blocks of 32 KiB with parts of entries. Each part begins with 7 bytes of
     checksum, length and kind (1: complete, 2: first, 3: middle, 4: last).
@@ -411,11 +410,11 @@ def each_entry(content: bytes) -> Iterator[bytes]:
                 entry = b""
 
 
-# ---------------------------------------------------------------------------------------------------------- whole runs
+# ----------------------------------------------------------------------------------------------------------- whole runs
 
 
 @pytest.mark.slow
-def test_a_server_has_the_complete_run_after_a_kill_and_restart(
+def test_a_server_has_the_complete_run_after_being_killed_and_restarted(
     program: Program, make_data: MakeData, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = open_run(program.settings["STORAGE_PATH"], "run")
@@ -428,7 +427,7 @@ def test_a_server_has_the_complete_run_after_a_kill_and_restart(
             server.kill()
             gone.touch()
             wait_until(lambda: any(e["event"] == "tracking behind" for e in read_journal(run, "events")))
-            wait_until(lambda: choose(run, "newest")[0].step == 70)  # it trains on
+            wait_until(lambda: choose(run, "newest")[0].step == 70)  # the run keeps training
             assert read_delivered(run, "mlflow").step == 30
             server.start()
             server.wait()
@@ -473,7 +472,7 @@ def test_a_server_has_the_complete_run_after_a_kill_and_restart(
 
 
 @pytest.mark.slow
-def test_a_run_without_its_server_succeeds_and_is_delivered_later(
+def test_a_run_succeeds_without_the_server_and_is_delivered_later(
     program: Program, make_data: MakeData, mlflow_server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     data = make_data(500)
@@ -483,7 +482,7 @@ def test_a_run_without_its_server_succeeds_and_is_delivered_later(
     out = capsys.readouterr().out
     assert "succeeded at step 20 of 20" in out
     count = len(history(run)["loss"])
-    assert f"not delivered: {count} records of the steps 10 to 20; the report, the model and the final state" in out
+    assert f"could not deliver {count} records of steps 10 to 20, the report, the model and the final state" in out
     later = f"python -m sunspot.tracking run --storage {program.settings['STORAGE_PATH']}"
     assert f"run `{later}` to deliver the rest" in out
     url = mlflow_server.wait()
@@ -493,7 +492,7 @@ def test_a_run_without_its_server_succeeds_and_is_delivered_later(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", url)
         assert Shown(run, "later").points == history(run)
-        # Trained further by another driver: the same tracking run.
+        # If another driver trains the run further, it uses the same tracking run.
         program.run(**settings, EPOCHS=4)
         shown = Shown(run, "later")
         assert len(shown.runs) == 1

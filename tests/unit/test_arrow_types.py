@@ -1,4 +1,4 @@
-"""Every Arrow type that can hold text, bytes, numbers or lists is read like the plain type."""
+"""Tests that text, bytes, numbers and lists of any Arrow type are read like those of plain types."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_text_of_any_type_is_read(tmp_path: Path, form: Any, stored: pa.DataType
 
 @pytest.mark.parametrize("stored", [pa.binary(), pa.large_binary(), pa.binary_view()], ids=str)
 @pytest.mark.parametrize("form", [plain, dictionary, runs])
-def test_pictures_in_bytes_of_any_type_are_read(tmp_path: Path, form: Any, stored: pa.DataType) -> None:
+def test_encoded_images_of_any_type_are_read(tmp_path: Path, form: Any, stored: pa.DataType) -> None:
     pictures = form([png(3, 4), png(3, 4)], stored)
     save_dataset(tmp_path / "saved", [pa.table({"image": pictures, "label": [0, 1, 1]})])
     assert everything(open_images(str(tmp_path / "saved")))["image"].shape == (3, 3, 3, 4)
@@ -100,7 +100,7 @@ def test_lists_of_any_type_are_read(tmp_path: Path, stored: pa.DataType) -> None
     ],
     ids=["list", "list view", "struct"],
 )
-def test_views_within_other_values_are_read(tmp_path: Path, values: list[Any], stored: pa.DataType) -> None:
+def test_nested_views_are_read(tmp_path: Path, values: list[Any], stored: pa.DataType) -> None:
     found = read(tmp_path, plain(values, stored), Column("int64", longest=99, decode=codes_of_json))
     assert [bytes(row[row > 0].tolist()).decode() for row in found["label"]] == [
         json.dumps(values[number]) for number in (0, 1, 1)
@@ -119,7 +119,7 @@ def test_views_within_other_values_are_read(tmp_path: Path, values: list[Any], s
     ],
     ids=str,
 )
-def test_types_that_are_not_numeric_are_refused_by_name(
+def test_errors_about_types_that_are_not_numeric_include_the_type(
     tmp_path: Path, form: Any, values: list[Any], stored: pa.DataType
 ) -> None:
     with refusal(DataError, "but the task declares numbers of type float32"):

@@ -1,4 +1,4 @@
-"""EMA: the average of the weights, its evaluation, and resuming from the trained weights."""
+"""Tests for the exponential moving average (EMA) of the weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DECAY = 0.5
 
 
 class Trainee:
-    """A model in training, either new or restored from a saved state."""
+    """A model that is trained, either new or restored from a saved state."""
 
     def __init__(self, decay: float = DECAY, saved: Any = None) -> None:
         torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_a_run_resumes_from_its_trained_weights() -> None:
 
 
 def follow(dtype: torch.dtype) -> tuple[WeightAverage, nn.Linear, torch.optim.Optimizer]:
-    """Average weights that are 1.0 for 20 steps, and then 1.5 for 200."""
+    """Average weights that are 1.0 for 20 steps, and then 1.5 for 200 steps."""
     model = nn.Linear(1, 1, bias=False).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     average = WeightAverage(optimizer, 0.99)
@@ -95,7 +95,7 @@ def live_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_average_of_16_bit_weights_is_as_exact_as_that_of_32_bit_weights(dtype: torch.dtype) -> None:
+def test_averages_of_16_bit_weights_are_as_exact_as_those_of_32_bit_weights(dtype: torch.dtype) -> None:
     average, model, optimizer = follow(dtype)
     expected, reference, its_optimizer = follow(torch.float32)
     exact = expected.exchange(live_state(reference, its_optimizer))["model"]["weight"]
@@ -111,7 +111,7 @@ def test_the_average_of_16_bit_weights_is_as_exact_as_that_of_32_bit_weights(dty
 
 @pytest.mark.parametrize("is_old", [False, True])
 def test_a_32_bit_average_is_restored_from_a_checkpoint(is_old: bool) -> None:
-    """An older checkpoint only has the rounded average, in `model.pt`."""
+    """An older checkpoint contains only the rounded average, in `model.pt`."""
     average, model, optimizer = follow(torch.bfloat16)
     state = copy.deepcopy(average.exchange(live_state(model, optimizer)))
     if is_old:
@@ -128,7 +128,7 @@ def test_a_32_bit_average_is_restored_from_a_checkpoint(is_old: bool) -> None:
 
 
 def averages(settings: Settings, looks: bool, group: dist.ProcessGroup) -> list[np.ndarray]:
-    """Train the small task and return its averages. With `looks`, evaluate the average after each step."""
+    """Train the small task, and return its averages. If `looks` is set, evaluate the average after each step."""
     worker = make_worker(plan_without_evaluation(settings), group)
     run, learner = TrainingRun(worker), worker.learner
     for batch in run.batches():
@@ -141,7 +141,7 @@ def averages(settings: Settings, looks: bool, group: dist.ProcessGroup) -> list[
 
 @pytest.mark.parametrize(("workers", "parallel"), [(2, "ddp"), (3, "fsdp")])
 def test_the_average_is_the_same_on_any_number_of_workers(workers: int, parallel: Any, tmp_path: Path) -> None:
-    """Evaluating the average does not change the run either."""
+    """Evaluating the average must not change the run either."""
     settings = Settings(task="tests.tasks.tiny", global_batch_size=25, learning_rate=0.1, max_steps=4, ema=DECAY)
     (tmp_path / "1").mkdir()
     [alone] = in_processes(tmp_path / "1", 1, lambda group: averages(settings, False, group))

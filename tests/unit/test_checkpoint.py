@@ -1,4 +1,4 @@
-"""Checkpoints: the copy, the commit under every kill and fault, and which checkpoints are kept."""
+"""Tests for checkpoints: the copy, commits despite kills and faults, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ from tests.harness.waiting import wait_until
 
 
 class Trainee:
-    """A model whose checkpoints are saved without a worker group."""
+    """A model with checkpoints that are saved without a worker group."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Trainee:
 
 
 def set_storage_timeout(trainee: Trainee, seconds: float) -> None:
-    """Set the timeout for storage from now on; earlier operations had the default one."""
+    """Set the storage timeout for later operations. Earlier operations had the default."""
     committer = trainee.checkpoints._committer
     committer._settings = Settings(storage_timeout_s=seconds)
 
@@ -186,7 +186,7 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytes
 
 
 class Counting(torch.nn.Linear):
-    """A layer with a value of its own beside its weights."""
+    """A layer with an additional value besides its weights."""
 
     seen: Any = 3
 
@@ -218,10 +218,10 @@ def put_in_model(trainee: Trainee, value: Any) -> None:
         (put_in_model, r"model\._extra_state\.seen"),
     ],
 )
-def test_a_state_that_no_restart_could_load_is_refused(
+def test_a_state_that_a_restart_could_not_load_is_rejected(
     put: Callable[[Trainee, Any], None], key: str, value: Any, run: Run
 ) -> None:
-    """It is refused in the first step or, if the value appears later, before anything is committed."""
+    """It is rejected in the first step or, if the value appears later, before the commit."""
     trainee = Trainee(run, model=Counting(40, 40))
     trainee.model(torch.randn(8, 40)).sum().backward()
     put(trainee, value)
@@ -237,19 +237,19 @@ def test_a_state_that_no_restart_could_load_is_refused(
     assert list_checkpoints(run) == []
 
 
-def test_an_intact_file_that_cannot_be_loaded_is_not_called_damaged(run: Run) -> None:
+def test_an_intact_file_that_cannot_be_loaded_is_not_reported_as_damaged(run: Run) -> None:
     state = {"lr": np.float64(0.1)}
     files = {f"{kind}.pt": upload_state(run, "first", f"{kind}.pt", state) for kind in ("model", "optimizer")}
     checkpoint = Checkpoint("first", 1, 1, 10, 10, 1, files=files)
     node = NodeState(run, None, ["node"])
     assert node.read(checkpoint) == []
     for load in (lambda: load_state(run, checkpoint, "optimizer.pt"), lambda: node.load(checkpoint)):
-        with pytest.raises(ConflictError, match=r"\.pt: not loaded: .* SUNSPOT_INIT_FROM=run:run$"):
+        with pytest.raises(ConflictError, match=r"\.pt was not loaded, .* SUNSPOT_INIT_FROM=run:run$"):
             load()
 
 
 class Positive(torch.nn.Linear):
-    """A layer that keeps its weights positive, without PyTorch's version counter noticing."""
+    """A layer that keeps its weights positive, which PyTorch's version counter does not notice."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.weight.data.clamp_(min=0)
@@ -263,7 +263,7 @@ def test_weights_changed_through_data_in_each_pass_are_copied_at_once(run: Run) 
 
 
 def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters do not change during the copy. Batch norm's averages do, but they were copied before."""
+    """Parameters do not change during the copy. Batch norm's averages do, but they are copied before."""
     import sunspot.checkpoint.snapshot as module
 
     go, copy = threading.Event(), module.copy
@@ -282,10 +282,10 @@ def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_commit_does_not_wait_for_a_step_and_is_dropped_if_weights_changed(
+def test_a_commit_is_dropped_if_weights_changed_but_waits_for_no_step(
     run: Run, monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
-    """The next step may take minutes, or hang. A change that was running when the copy ended is noticed later."""
+    """The next step can take minutes or hang. A change in progress at the end of the copy is noticed later."""
     trainee = Trainee(run)
     trainee.train(2)
     write_history = CheckpointCommitter._write_history
@@ -305,7 +305,7 @@ def test_a_commit_does_not_wait_for_a_step_and_is_dropped_if_weights_changed(
 
 
 class WithTeacher(torch.nn.Module):
-    """A student and a teacher. The forward pass, and no optimizer step, moves the teacher towards the student."""
+    """A student and a teacher. The forward pass moves the teacher towards the student."""
 
     def __init__(self, frozen: bool = False, clamped: bool = False) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ def test_the_newest_snapshot_wins_if_storage_is_slow(run: Run, monkeypatch: pyte
     assert len(trainee.checkpoints._snapshots._memory._slots) <= 4
 
 
-def test_a_kill_at_any_point_of_the_commit_loses_nothing(tmp_path: Path) -> None:
+def test_a_kill_at_any_point_of_a_commit_loses_nothing(tmp_path: Path) -> None:
     memory = Path("/dev/shm")  # every file is synced, which takes most of the time on a disk
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
         command = [sys.executable, "-m", "tests.harness.commit_points", folder]
@@ -387,10 +387,8 @@ def test_a_kill_at_any_point_of_the_commit_loses_nothing(tmp_path: Path) -> None
     assert steps == sorted(steps), "a later kill leaves a newer checkpoint"
 
 
-def test_a_second_try_of_a_commit_does_not_rewrite_a_committed_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The answer to the manifest's write is lost."""
+def test_a_retry_does_not_rewrite_a_committed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The response to the manifest's write is lost."""
 
     class Forgetful(LocalStorage):
         lost = False
@@ -443,7 +441,7 @@ def test_a_superseded_process_neither_commits_nor_deletes(
 
 
 def test_a_loop_that_never_waits_for_copies_still_raises_commit_errors(run: Run) -> None:
-    """A loop whose parameters no torch optimizer changes may not call `wait_for_copy`."""
+    """A loop that does not use torch's optimizers might not call `wait_for_copy`."""
     old = Trainee(run)
     old.train()
     Trainee(run, 2, "another")
@@ -454,7 +452,7 @@ def test_a_loop_that_never_waits_for_copies_still_raises_commit_errors(run: Run)
         old.checkpoints.took_step(2, None)
 
 
-def test_a_run_deleted_while_a_commit_tidies_up_ends_as_superseded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_a_run_during_a_commits_cleanup_supersedes_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(run: Run) -> list[Attempt]:
         for entry in run.storage.list(run.key("attempts")):
             run.storage.delete(entry.key)
@@ -472,8 +470,8 @@ def test_a_run_deleted_while_a_commit_tidies_up_ends_as_superseded(run: Run, mon
         trainee.checkpoints.drain(20)
 
 
-def test_the_next_attempt_removes_what_killed_attempts_left(run: Run) -> None:
-    """An upload of a step after the newest commit stays for a day, because it might still be completed."""
+def test_the_next_attempt_removes_files_of_killed_attempts(run: Run) -> None:
+    """An upload of a step after the newest commit is kept for a day, because it might still be completed."""
 
     def leave(attempt: Attempt, step: int, age_s: float = 0) -> str:
         name = checkpoint_name(step, attempt.number, attempt.nonce)
@@ -499,7 +497,7 @@ def test_the_next_attempt_removes_what_killed_attempts_left(run: Run) -> None:
 
 
 def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old owner is superseded at the last possible moment: after its check, but before its manifest."""
+    """The old owner is superseded after its check, but before it writes its manifest."""
     import sunspot.checkpoint.commit as module
 
     old = Trainee(run)
@@ -529,7 +527,7 @@ def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: 
     st.integers(1, 5),
     st.sampled_from(["min", "max"]),
 )
-def test_the_best_and_the_newest_are_kept(values: list[float | None], keep: int, order: str) -> None:
+def test_the_best_and_the_newest_checkpoints_are_kept(values: list[float | None], keep: int, order: str) -> None:
     checkpoints = [
         Checkpoint(str(step), step, 1, 100, 100, 1, {} if value is None else {"loss": value})
         for step, value in enumerate(values, 1)
@@ -554,7 +552,7 @@ def test_the_best_and_the_newest_are_kept(values: list[float | None], keep: int,
 
 
 class SlowStorage(LocalStorage):
-    """Refuses or delays the files of some steps until `let_go` is set."""
+    """Rejects or delays the files of some steps until `let_go` is set."""
 
     steps: tuple[int, ...] = ()
     refuses = False
@@ -577,7 +575,7 @@ class SlowStorage(LocalStorage):
 
 
 class Rank(NamedTuple):
-    """One of two ranks, with its part of a state and a storage that may be slow."""
+    """One of two ranks, with its part of a state and possibly slow storage."""
 
     storage: SlowStorage
     checkpoints: CheckpointManager
@@ -626,7 +624,7 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
 
 
 def assert_whole(run: Run, steps: list[int]) -> None:
-    """Assert that exactly these steps are committed, each with its own values, and that no other files are left."""
+    """Assert that exactly these steps are committed, with the right values, and that no other files are left."""
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == steps
     assert len(list_directories(run)) == len(steps)
     for checkpoint in list_checkpoints(run):
@@ -636,7 +634,7 @@ def assert_whole(run: Run, steps: list[int]) -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_save_in_parts_does_not_wait_for_the_previous_commit(slow: int, run: Run, two_ranks: Any) -> None:
-    """The newest snapshot wins on all ranks, whichever rank is slow: it must be committed before a notice ends."""
+    """The newest snapshot wins on all ranks, because it must be committed before a notice ends."""
 
     def act(rank: Rank, number: int) -> bool:
         rank.storage.steps = (1,) if number == slow else ()
@@ -653,7 +651,7 @@ def test_a_save_in_parts_does_not_wait_for_the_previous_commit(slow: int, run: R
 
 
 @pytest.mark.parametrize("refused", [0, 1])
-def test_parts_that_storage_refuses_do_not_delay_steps(refused: int, run: Run, two_ranks: Any) -> None:
+def test_steps_do_not_wait_for_parts_that_storage_rejects(refused: int, run: Run, two_ranks: Any) -> None:
     def act(rank: Rank, number: int) -> None:
         rank.storage.steps = (1, 2) if number == refused else ()
         rank.storage.refuses = True
@@ -687,12 +685,12 @@ def test_ranks_of_different_speed_commit_the_same_parts(run: Run, two_ranks: Any
 
 
 def recorded(asked: list[str], request: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a request to storage that adds the name of its file to `asked`."""
+    """Return a storage request that adds its file's name to `asked`."""
     return lambda key, *more: asked.append(key.rpartition("/")[2]) or request(key, *more)
 
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp", "as INIT_FROM"])
-def test_one_rank_reads_the_indexes_of_a_checkpoint_in_parts_for_all(how: Any, run: Run, two_ranks: Any) -> None:
+def test_one_rank_reads_the_indexes_of_a_checkpoint_in_parts_for_all_ranks(how: Any, run: Run, two_ranks: Any) -> None:
     """Each rank that wrote the checkpoint has an index, so 64 ranks would otherwise make 4,096 requests."""
 
     def act(rank: Rank, number: int) -> set[str]:
@@ -720,8 +718,8 @@ def test_one_rank_reads_the_indexes_of_a_checkpoint_in_parts_for_all(how: Any, r
     assert two_ranks(act) == [{"extra_state.pt", "part-00000.json", "part-00001.json"}, set()]
 
 
-def test_one_rank_checks_the_parts_of_the_last_checkpoint_for_all(run: Run, two_ranks: Any) -> None:
-    """Only ranks that write a safetensors file read the parts of all ranks; there may be more ranks than files."""
+def test_one_rank_checks_the_last_checkpoints_parts_for_all_ranks(run: Run, two_ranks: Any) -> None:
+    """Only ranks that write a safetensors file read all parts, because there can be more ranks than files."""
 
     def act(rank: Rank, number: int) -> list[str]:
         asked = list[str]()
@@ -739,8 +737,8 @@ def test_one_rank_checks_the_parts_of_the_last_checkpoint_for_all(run: Run, two_
     assert_whole(run, [100])
 
 
-def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run) -> None:
-    """A rank also writes no piece of a tensor that has fewer rows than there are ranks."""
+def test_a_part_that_changed_after_it_was_written_is_not_committed(run: Run) -> None:
+    """A rank writes no piece of a tensor with fewer rows than ranks."""
     one, none = torch.ones(1, 2), torch.empty(0, 2)
     state: Any = {"model": {"own": one, "none": none}, "optimizer": {"state": {}, "param_groups": []}}
     places = [TensorSlice((2, 2), (1, 0)), TensorSlice((1, 2), (1, 0))]
@@ -753,7 +751,7 @@ def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run)
     assert [piece.name for piece in pieces if piece.file.startswith("__1")] == ["model.own"]
     key = run.key("checkpoints", name, "__1_0.distcp")
     run.storage.write(key, run.storage.read(key))
-    with pytest.raises(DamageError, match=r"__1_0\.distcp: changed after it was written"):
+    with pytest.raises(DamageError, match=r"__1_0\.distcp has changed since it was written"):
         read_indexes(run, name, 2)
 
 
@@ -761,7 +759,7 @@ def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run)
 
 
 class Obstacle:
-    """A system function whose calls for a file fail, or hang until `let_go` is set."""
+    """A system function that fails for a file, or hangs until `let_go` is set."""
 
     def __init__(self, function: Callable[..., Any], file: str) -> None:
         self._function, self._file = function, file
@@ -782,7 +780,7 @@ class Obstacle:
     ("function", "file"),
     [("scandir", "attempts"), ("open", "model.pt"), ("fsync", ""), ("replace", "model.pt"), ("replace", "manifest")],
 )
-def test_a_directory_that_hangs_ends_the_run_in_time_and_damages_nothing(
+def test_a_hung_directory_ends_the_run_in_time_and_damages_nothing(
     function: str, file: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainee = Trainee(run)
@@ -817,7 +815,7 @@ def test_a_directory_that_hangs_ends_the_run_in_time_and_damages_nothing(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO])
-def test_a_directory_that_refuses_is_reported_once_and_training_continues(
+def test_a_failing_directory_is_reported_once_and_training_continues(
     number: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.01,))
@@ -859,7 +857,7 @@ def test_a_run_whose_directory_is_removed_ends_and_writes_nothing(run: Run, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_setting_the_clock_back_changes_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_the_clock_back_has_no_effect(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     trainee, now = Trainee(run, checkpoints_to_keep=1), time.time
     for step in range(1, 5):
         if step == 3:
@@ -877,7 +875,7 @@ def test_setting_the_clock_back_changes_nothing(run: Run, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a run in S3 behind the proxy, whose checkpoints take several parts."""
+    """Return a run in S3 behind the proxy. Its checkpoints are uploaded in several parts."""
     from sunspot.storage import bucket
     from sunspot.storage import bucket as storage
 
@@ -890,7 +888,7 @@ def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 
 
 def large_trainee(run: Run, **settings: Any) -> Trainee:
-    """Return a trainee whose model.pt has 12 MB, which makes three parts."""
+    """Return a trainee with a model.pt of 12 MB, which is uploaded in three parts."""
     trainee = Trainee(run, **settings)
     trainee.model.register_buffer("ballast", torch.randn(3_000_000))
     return trainee
@@ -936,9 +934,7 @@ LASTING_FAULTS = {name: FAULTS[name] for name in KINDS_OF_FAULTS} | {
 
 
 @pytest.mark.parametrize("fault", LASTING_FAULTS)
-def test_a_lasting_fault_ends_the_run_with_the_name_of_the_object(
-    fault: str, s3_run: Run, s3_proxy: FaultProxy
-) -> None:
+def test_the_error_for_a_lasting_fault_includes_the_object(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
     trainee = large_trainee(s3_run)
     trainee.train()
     trainee.save()
@@ -960,8 +956,8 @@ def test_a_lasting_fault_ends_the_run_with_the_name_of_the_object(
     ] == [[]]
 
 
-def test_a_file_that_storage_has_verified_is_not_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:
-    """Only its presence is checked, because even an acknowledged upload may be lost."""
+def test_files_verified_by_storage_are_not_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:
+    """Only the file's existence is checked, because even an acknowledged upload can be lost."""
 
     def lose(handler: Any, request: s3.Request) -> None:
         answer = handler.ask_server(request)
@@ -978,17 +974,17 @@ def test_a_file_that_storage_has_verified_is_not_read_back(s3_run: Run, s3_proxy
     trainee.checkpoints.close(finished=True)
     assert not [request for request in s3_proxy.seen("GetObject") if request.path.endswith("model.pt")]
     assert find_faults(s3_run, newest(s3_run)) == []
-    assert "model.pt: missing or truncated after it was written" in trainee.warnings[0]
+    assert "model.pt is missing or truncated after it was written" in trainee.warnings[0]
 
 
-def test_a_file_that_storage_has_not_verified_is_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:
+def test_files_not_verified_by_storage_are_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("UploadPart", s3.damage(then=s3.pass_on), times=1)
     trainee = large_trainee(s3_run)
     trainee.train()
     trainee.save()
     trainee.checkpoints.close(finished=True)
     assert find_faults(s3_run, newest(s3_run)) == []
-    assert "model.pt: the bytes read back are not" in trainee.warnings[0]
+    assert "model.pt: the bytes read back differ" in trainee.warnings[0]
 
 
 def test_a_checkpoint_of_many_files_is_deleted_in_three_requests(s3_run: Run, s3_proxy: FaultProxy) -> None:

@@ -1,4 +1,4 @@
-"""Folders of pictures: which files are read, which class each belongs to, and notes on the other files."""
+"""Tests for folders of images: which files are read, the class of each image, and notes about other files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMATS_BY_SUFFIX = {".jfif": "JPEG", ".jpg": "JPEG", ".gif": "GIF"}
 
 
 def put_files(folder: Path, *names: str) -> str:
-    """Write pictures, other files and, for names that end with "/", empty folders."""
+    """Write images, other files and, for names that end with "/", empty folders."""
     for name in names:
         path = folder / name
         if name.endswith("/"):
@@ -41,7 +41,7 @@ def put_files(folder: Path, *names: str) -> str:
         if suffix in (".png", ".jpg", ".gif", ".jfif"):
             Image.new("RGB", (5, 4)).save(path, FORMATS_BY_SUFFIX.get(suffix, "PNG"))
         else:
-            path.write_bytes(b"no picture")
+            path.write_bytes(b"no image")
     return str(folder)
 
 
@@ -52,7 +52,7 @@ def open_rows(location: str, test_dataset: str = "") -> tuple[TableSource, Table
     return train, test
 
 
-def test_a_class_name_in_two_unicode_forms_is_refused(tmp_path: Path) -> None:
+def test_class_names_that_differ_only_in_unicode_form_are_rejected(tmp_path: Path) -> None:
     composed, decomposed = "caf\u00e9/a.png", "cafe\u0301/b.png"
     with pytest.raises(DataError, match="the same text in different Unicode forms"):
         open_rows(put_files(tmp_path / "one", composed, decomposed, "tea/a.png"))
@@ -74,7 +74,7 @@ def test_a_class_name_in_two_unicode_forms_is_refused(tmp_path: Path) -> None:
         (["cat/indoors/a.png", "cat/b.png", "dog/indoors/a.png"], ("cat", "dog"), 3),
     ],
 )
-def test_every_picture_becomes_a_row_of_its_class(
+def test_each_image_becomes_a_row_of_its_class(
     tmp_path: Path, files: list[str], classes: tuple[str, ...], rows: int
 ) -> None:
     train, test = open_rows(put_files(tmp_path, *files))
@@ -84,36 +84,37 @@ def test_every_picture_becomes_a_row_of_its_class(
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (["cat/a.heic", "cat/b.heic", "dog/a.png"], ["no readable picture in cat/ (2 .heic files)", ".png"]),
-        (["cat/a.png", "dog/a.png", "owl/"], ["no readable picture in owl/ (empty)"]),
+        (
+            ["cat/a.heic", "cat/b.heic", "dog/a.png"],
+            ["no readable images in the class folders cat/ (2 .heic files)", ".png"],
+        ),
+        (["cat/a.png", "dog/a.png", "owl/"], ["no readable images in the class folders owl/ (empty)"]),
         (
             ["train/cat/a.png", "train/dog/a.png", "train/owl/a.txt"],
-            ["no readable picture in train/owl/ (1 .txt file)"],
+            ["no readable images in the class folders train/owl/ (1 .txt file)"],
         ),
         (
             ["images/cat/a.png", "images/dog/a.png"],
-            ["one class, images", "set SUNSPOT_DATASET to", "/images, which contains"],
+            ["same class, images", "set SUNSPOT_DATASET to", "/images, which contains"],
         ),
-        (["a/b/cat/a.png", "a/b/dog/a.png"], ["one class, a", "/a/b, which contains"]),
+        (["a/b/cat/a.png", "a/b/dog/a.png"], ["same class, a", "/a/b, which contains"]),
         (
             ["train/cat/a.png", "train/dog/a.png", "more/a.png"],
-            ["but more/ beside it has pictures, too", "set SUNSPOT_DATASET to", "/train"],
+            ["but more/ next to it also contains images", "set SUNSPOT_DATASET to", "/train"],
         ),
         (["train/cat/a.png", "Validation/cat/a.png"], ["train/ and Validation/", "TEST_DATASET"]),
         (["training_set/cat/a.png", "test_set/cat/a.png"], ["training_set/ and test_set/", "TEST_DATASET"]),
         (["seg_train/a/a.png", "seg_test/a/a.png", "seg_pred/a.png"], ["seg_train/ and seg_test/", "TEST_DATASET"]),
         (
             ["up/train/cat/a.png", "up/test/cat/a.png"],
-            ["/up: has train/ and test/", "set SUNSPOT_DATASET to", "/up/train and"],
+            ["/up contains train/ and test/", "set SUNSPOT_DATASET to", "/up/train and"],
         ),
         (["train/a.png", "test1/a.png"], ["train/ and test1/"]),
-        (["a.png", "b.png"], ["no folders of pictures (a.png is in no such folder)"]),
-        ([".git/a.png"], ["contains no folders of pictures", "1 file in hidden folders, such as .git/a.png"]),
+        (["a.png", "b.png"], ["no folders of images (a.png is outside them)"]),
+        ([".git/a.png"], ["contains no folders of images", "1 file in hidden folders, such as .git/a.png"]),
     ],
 )
-def test_a_lost_class_or_a_wrong_folder_level_is_refused_with_the_fix(
-    tmp_path: Path, files: list[str], said: list[str]
-) -> None:
+def test_errors_about_class_folders_include_the_fix(tmp_path: Path, files: list[str], said: list[str]) -> None:
     location = put_files(tmp_path, *files)
     with refusal(DataError, *said):
         open_rows(location)
@@ -122,7 +123,7 @@ def test_a_lost_class_or_a_wrong_folder_level_is_refused_with_the_fix(
 @pytest.mark.parametrize(
     ("train", "test"), [("train", "test"), ("Train", "TEST"), ("training", "testing"), ("Training", "test")]
 )
-def test_folders_of_training_and_held_out_rows_are_paired_without_case(tmp_path: Path, train: str, test: str) -> None:
+def test_train_and_test_folders_are_matched_case_insensitively(tmp_path: Path, train: str, test: str) -> None:
     location = put_files(tmp_path, f"{train}/cat/a.png", f"{train}/dog/a.png", f"{test}/cat/a.png")
     rows, held_out = open_rows(location)
     assert held_out
@@ -130,11 +131,11 @@ def test_folders_of_training_and_held_out_rows_are_paired_without_case(tmp_path:
     assert notes_on(rows, held_out) == []
 
 
-def test_a_note_names_a_validation_folder_that_is_not_read(tmp_path: Path) -> None:
+def test_a_note_mentions_an_unread_validation_folder(tmp_path: Path) -> None:
     location = put_files(tmp_path, "train/cat/a.png", "train/dog/a.png", "test/cat/a.png", "val/dog/a.png")
     rows, held_out = open_rows(location)
     assert notes_on(rows, held_out) == [
-        f"{location}: not read: val/; SUNSPOT_TEST_DATASET can name it instead of test/"
+        f"{location}: val/ not read; to use it instead of test/, set SUNSPOT_TEST_DATASET"
     ]
     rows, held_out = open_rows(location, f"{location}/val")
     assert held_out
@@ -145,15 +146,15 @@ def test_a_note_names_a_validation_folder_that_is_not_read(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "names", [["train-0.parquet", "test-0.parquet"], ["data/Training/0.parquet", "data/val.parquet"]]
 )
-def test_files_of_training_and_held_out_rows_are_not_read_together(tmp_path: Path, names: list[str]) -> None:
+def test_mixed_training_and_held_out_files_are_rejected(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table({"x": [0.5, 1.5]}), tmp_path / name)
-    with refusal(DataError, "both would be trained on", "TEST_DATASET"):
+    with refusal(DataError, "both would be used for training", "TEST_DATASET"):
         open_table(Settings(dataset=str(tmp_path)), {"x": Column()})
 
 
-def test_the_plan_counts_files_that_are_not_read(tmp_path: Path) -> None:
+def test_the_plan_counts_unread_files(tmp_path: Path) -> None:
     files = ["cat/a.png", "dog/a.png", *(f"cat/{number}.heic" for number in range(8)), "dog/n.txt", "b.png"]
     location = put_files(tmp_path, *files, ".thumbs/a.png", "dog/.ipynb_checkpoints/a.png", "cat/0001")
     (tmp_path / "cat" / "c.png").symlink_to("nowhere")
@@ -163,27 +164,28 @@ def test_the_plan_counts_files_that_are_not_read(tmp_path: Path) -> None:
     assert "put them into test/ beside train/, set SUNSPOT_TEST_DATASET, or hold out" in data
     assert note == (
         f"{location}: not read: 8 .heic files, such as cat/0.heic; 2 files in hidden folders, such as "
-        ".thumbs/a.png; 1 .txt file, such as dog/n.txt; 1 broken link or the like, such as cat/c.png; 1 file without "
+        ".thumbs/a.png; 1 .txt file, such as dog/n.txt; 1 broken link or similar, such as cat/c.png; 1 file without "
         "suffix, such as cat/0001; 1 other file"
     )
     assert steps.startswith("steps: ")
 
 
-def test_a_note_says_that_nested_pictures_belong_to_the_outermost_folder(tmp_path: Path) -> None:
+def test_a_note_explains_the_class_of_nested_images(tmp_path: Path) -> None:
     location = put_files(tmp_path, "cat/indoors/a.png", "dog/b.png")
     assert open_rows(location)[0].notes == (
-        f"{location}: nested pictures belong to the class of the outermost folder, such as cat/indoors/a.png to cat",
+        f"{location}: images in nested folders get the class of the outermost folder; for example, cat/indoors/a.png "
+        "has the class cat",
     )
 
 
-def test_a_single_class_is_refused_only_if_the_task_predicts(tmp_path: Path) -> None:
+def test_a_single_class_is_rejected_only_if_the_task_predicts(tmp_path: Path) -> None:
     settings = Settings(dataset=put_files(tmp_path, "images/a.png", "images/b.png"))
     with refusal(DataError, "one class, images", "a separate folder", "without `label`"):
         make_plan(settings, type("Classifier", (), {"predict": None}))
     assert rows_in(make_plan(settings, object()).source) == 2
 
 
-def test_rows_to_predict_may_have_one_class_or_lack_a_class(tmp_path: Path) -> None:
+def test_rows_to_predict_can_have_one_class_or_lack_a_class(tmp_path: Path) -> None:
     location = put_files(tmp_path, "new/today/a.png", "new/yesterday/a.png", "empty/", "old/a.heic")
     model = ModelData((3, 4, 5), 2, ("cat", "dog"), scales=True)
     train, _ = find_sources(PredictionSettings.of(Settings(dataset=location), model))
@@ -191,36 +193,36 @@ def test_rows_to_predict_may_have_one_class_or_lack_a_class(tmp_path: Path) -> N
     assert "1 .heic file" in notes_on(train)[0]
 
 
-def test_links_are_followed_but_a_circle_is_refused(tmp_path: Path) -> None:
+def test_links_are_followed_but_cycles_are_rejected(tmp_path: Path) -> None:
     location = put_files(tmp_path / "data", "cat/a.png", "dog/a.png")
     put_files(tmp_path / "elsewhere", "b.png")
     (tmp_path / "data" / "cat" / "more").symlink_to(tmp_path / "elsewhere")
     assert rows_in(open_rows(location)[0]) == 3
     (tmp_path / "data" / "dog" / "up").symlink_to("..")
-    with refusal(DataError, "/dog/up/dog: a link to one of its own parent folders"):
+    with refusal(DataError, "/dog/up/dog is a link to one of its own parent folders"):
         open_rows(location)
 
 
-def test_a_picture_name_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+def test_image_names_must_be_valid_utf_8(tmp_path: Path) -> None:
     location = put_files(tmp_path, "cat/a.png", "dog/a.png")
     os.rename(tmp_path / "cat", os.fsencode(tmp_path) + b"/c\xe4t")
-    with refusal(DataError, r"c\udce4t: its name is not UTF-8; rename it"):
+    with refusal(DataError, r"c\udce4t: the name is not valid UTF-8; rename it"):
         open_rows(location)
 
 
-def test_an_empty_picture_is_named_with_its_path(tmp_path: Path) -> None:
+def test_errors_about_invalid_images_include_their_paths(tmp_path: Path) -> None:
     location = put_files(tmp_path, "cat/a.png", "dog/a.png")
     (tmp_path / "dog" / "b.png").touch()
     with pytest.raises(DataError) as error:
         open_rows(location)
-    assert str(error.value).startswith(f"{location}/dog/b.png: is not a PNG, JPEG")
+    assert str(error.value).startswith(f"{location}/dog/b.png is not a PNG, JPEG")
     assert str(error.value).endswith("the file is empty")
-    (tmp_path / "cat" / "c.png").write_bytes(b"no picture")
-    with refusal(DataError, "/cat/c.png: is not a PNG", "(and 1 other picture cannot be read)"):
+    (tmp_path / "cat" / "c.png").write_bytes(b"no image")
+    with refusal(DataError, "/cat/c.png is not a PNG", "(and 1 other image cannot be read)"):
         open_rows(location)
 
 
-def test_image_size_is_that_of_the_upright_pictures(tmp_path: Path) -> None:
+def test_the_shape_accounts_for_exif_orientation(tmp_path: Path) -> None:
     content = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -234,7 +236,7 @@ def test_image_size_is_that_of_the_upright_pictures(tmp_path: Path) -> None:
     assert everything(rows)["image"].shape == (1, 3, 8, 12)
 
 
-def test_folders_of_pictures_in_a_bucket_are_read_by_the_same_rules(tmp_path: Path, s3_bucket: str) -> None:
+def test_image_folders_in_a_bucket_are_read_like_local_ones(tmp_path: Path, s3_bucket: str) -> None:
     put_files(tmp_path, "cat/_1.png", "cat/a.heic", "dog/a.GIF", "dog/.DS_Store", ".trash/a.png")
     there, here = f"s3://{s3_bucket}/pictures", str(tmp_path)
     bucket = open_storage(there)
@@ -247,39 +249,40 @@ def test_folders_of_pictures_in_a_bucket_are_read_by_the_same_rules(tmp_path: Pa
     train, _ = open_rows(there)
     assert (train.class_names, train.fingerprint) == (("cat", "dog"), open_rows(here)[0].fingerprint)
     bucket.write("owl/a.heic", b"")
-    with refusal(DataError, f"{there}: no readable picture in owl/ (1 .heic file)"):
+    with refusal(DataError, f"{there}: no readable images in the class folders owl/ (1 .heic file)"):
         open_rows(there)
 
 
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (["train/cat/a.png", "train/dog/a.heic", "Test/cat/a.png"], ["/train: no readable picture in dog/"]),
-        (["a/cat/a.png", "a/dog/a.png"], ["one class, a"]),
+        (
+            ["train/cat/a.png", "train/dog/a.heic", "Test/cat/a.png"],
+            ["/train: no readable images in the class folders dog/"],
+        ),
+        (["a/cat/a.png", "a/dog/a.png"], ["same class, a"]),
         (["training_set/cat/a.png", "test_set/cat/a.png"], ["training_set/ and test_set/"]),
     ],
 )
-def test_convert_refuses_what_training_refuses(tmp_path: Path, files: list[str], said: list[str]) -> None:
+def test_convert_rejects_the_same_folders_as_training(tmp_path: Path, files: list[str], said: list[str]) -> None:
     root = put_files(tmp_path / "root", *files)
     with refusal(DataError, *said):
         convert_image_folder(root, 8, str(tmp_path / "out"))
 
 
-def test_convert_names_the_files_that_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_convert_lists_the_files_that_it_skips(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = put_files(tmp_path / "root", "Train/cat/a.png", "Train/cat/a.heic", "TEST/cat/b.png", "val/cat/c.png")
     assert convert_image_folder(root, 8, str(tmp_path / "out")) == {"train": 1, "test": 1}
     assert "1 .heic file, such as cat/a.heic" in caplog.text
-    assert "val: not converted; TEST/ has the held-out rows" in caplog.text
+    assert "val is not converted, because TEST/ has the held-out rows" in caplog.text
 
 
-def test_changing_how_pictures_are_decoded_changes_the_fingerprint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fingerprint_depends_on_how_images_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = put_files(tmp_path / "folders", "cat/a.png", "dog/a.png")
     for name, images in (("encoded", [png(4, 5)]), ("numbers", random_images(1, 4, 5).tolist())):
         pq.write_table(pa.table({"image": images, "label": [0]}), tmp_path / f"{name}.parquet")
     places = [folders, str(tmp_path / "encoded.parquet"), str(tmp_path / "numbers.parquet")]
     before = [open_rows(place)[0].fingerprint for place in places]
-    monkeypatch.setattr(table, "PICTURE_DECODING", b"another reading")
+    monkeypatch.setattr(table, "PICTURE_DECODING", b"another decoding")
     after = [open_rows(place)[0].fingerprint for place in places]
     assert [one == other for one, other in zip(before, after, strict=True)] == [False, False, True]

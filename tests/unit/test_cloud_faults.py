@@ -1,4 +1,4 @@
-"""Faults of all object stores, and what they lead to. Faults of S3 alone are in test_storage.py."""
+"""Tests for faults of all object stores. test_storage.py tests the faults of S3 only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class Cloud(NamedTuple):
-    """A service behind a proxy, with predicates that classify its requests."""
+    """A service behind a proxy, with functions that classify requests."""
 
     part: int
     "Size of a part in bytes."
@@ -40,7 +40,7 @@ class Cloud(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use small parts, short timeouts, and no pauses between tries."""
+    """Use small parts, short timeouts, and no pauses between attempts."""
     from azure.storage.blob import ExponentialRetry
     from google.cloud.storage import retry
 
@@ -55,7 +55,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     if request.param == "s3":
         monkeypatch.setattr(bucket, "PART", 5 * MIB)  # the smallest part that S3 accepts
-        monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 1.5)  # the server used in tests is slow with large parts
+        monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 1.5)  # the test server is slow with large parts
         tell = (
             lambda request: request.operation == "UploadPart",
             lambda request: request.operation == "CompleteMultipartUpload",
@@ -87,7 +87,7 @@ def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def pattern(size: int) -> bytes:
-    """Return bytes that differ between any two parts."""
+    """Return bytes that are different in every part."""
     return b"".join(n.to_bytes(8, "big") for n in range(size // 8 + 1))[:size]
 
 
@@ -102,7 +102,7 @@ def assert_nothing_left(storage: Storage) -> None:
     assert storage.list_unfinished("") == []
 
 
-def test_an_object_replaced_after_its_listing_stays_without_an_error(cloud: Cloud) -> None:
+def test_deleting_an_object_replaced_after_its_listing_keeps_it(cloud: Cloud) -> None:
     def is_conditional(request: Request) -> bool:
         return request.method == "DELETE" and ("if-match" in request.headers or "ifGenerationMatch" in request.query)
 
@@ -115,7 +115,7 @@ def test_an_object_replaced_after_its_listing_stays_without_an_error(cloud: Clou
 
 
 @pytest.mark.parametrize("fault", [s3.reset, s3.carry_out_then_reset, s3.stall, s3.answer(503, "ServerBusy")])
-def test_a_part_is_sent_again(cloud: Cloud, fault: s3.Fault) -> None:
+def test_a_failed_part_is_sent_again(cloud: Cloud, fault: s3.Fault) -> None:
     content = pattern(5 * MIB + 1) if cloud.part == MIB else pattern(2 * cloud.part + 1)
     cloud.proxy.on(cloud.is_part, fault, times=1)
     writer = write(cloud.storage, content)
@@ -124,7 +124,7 @@ def test_a_part_is_sent_again(cloud: Cloud, fault: s3.Fault) -> None:
     assert cloud.storage.list_unfinished("") == []
 
 
-def test_a_lost_answer_does_not_lose_the_object(cloud: Cloud) -> None:
+def test_an_object_is_written_even_if_the_response_is_lost(cloud: Cloud) -> None:
     content = pattern(3 * cloud.part)
     cloud.proxy.on(cloud.is_completion, s3.carry_out_then_reset, times=1)
     write(cloud.storage, content)
@@ -132,7 +132,7 @@ def test_a_lost_answer_does_not_lose_the_object(cloud: Cloud) -> None:
     assert cloud.storage.list_unfinished("") == []
 
 
-def test_a_create_whose_answer_was_lost_succeeds(cloud: Cloud) -> None:
+def test_a_create_succeeds_even_if_its_response_was_lost(cloud: Cloud) -> None:
     cloud.proxy.on(lambda request: request.method in ("POST", "PUT"), s3.carry_out_then_reset, times=1)
     assert cloud.storage.create("run/run.json", b"first")
     assert not cloud.storage.create("run/run.json", b"second")
@@ -140,37 +140,37 @@ def test_a_create_whose_answer_was_lost_succeeds(cloud: Cloud) -> None:
 
 
 @pytest.mark.parametrize("kind", ["is_part", "is_completion"])
-def test_a_failed_upload_names_the_object_and_leaves_nothing(cloud: Cloud, kind: str) -> None:
+def test_a_failed_upload_leaves_no_object(cloud: Cloud, kind: str) -> None:
     cloud.proxy.on(getattr(cloud, kind), s3.answer(403, "Forbidden"), times=1)
     with pytest.raises(StorageError, match=r"://.*/runs/run/model\.pt: cannot upload: "):
         write(cloud.storage, pattern(3 * cloud.part))
     assert_nothing_left(cloud.storage)
 
 
-def test_a_part_damaged_on_its_way_is_refused(cloud: Cloud) -> None:
+def test_a_part_damaged_in_transit_is_rejected(cloud: Cloud) -> None:
     cloud.proxy.on(cloud.is_part, s3.damage(s3.pass_on if cloud.part == MIB else s3.refuse_damage))
     with pytest.raises(StorageError, match="cannot upload"):
         write(cloud.storage, pattern(3 * cloud.part))
     assert cloud.storage.list("") == []
 
 
-@pytest.mark.parametrize("cloud", clouds.CLOUDS, indirect=True)  # on S3, the reader itself tries again
+@pytest.mark.parametrize("cloud", clouds.CLOUDS, indirect=True)  # on S3, the reader itself retries
 @pytest.mark.parametrize("how", ["close", "reset", "stall"])
-def test_a_read_that_is_cut_off_continues(cloud: Cloud, how: str) -> None:
+def test_an_interrupted_read_continues(cloud: Cloud, how: str) -> None:
     content = pattern(3 * cloud.part + 5)
     write(cloud.storage, content)
     cloud.proxy.on(cloud.is_download, s3.cut_body(1000, how), times=1)
     assert cloud.storage.digest("run/model.pt") == (len(content), hashlib.sha256(content).hexdigest())
 
 
-def test_a_read_without_an_answer_fails(cloud: Cloud) -> None:
+def test_a_read_without_a_response_fails(cloud: Cloud) -> None:
     write(cloud.storage, pattern(MIB))
     cloud.proxy.on(cloud.is_download, s3.stall)
     with pytest.raises(StorageError, match=r"/runs/run/model\.pt: cannot read: "):
         cloud.storage.read("run/model.pt")
 
 
-def test_an_object_replaced_while_it_is_read_is_never_mixed(cloud: Cloud) -> None:
+def test_reads_never_mix_versions_of_an_object(cloud: Cloud) -> None:
     old, new = bytes(4 * cloud.part), bytes([1]) * (4 * cloud.part)
     write(cloud.storage, old)
     with cloud.storage.open("run/model.pt") as stream:
@@ -181,7 +181,7 @@ def test_an_object_replaced_while_it_is_read_is_never_mixed(cloud: Cloud) -> Non
     assert set(first) == {0}
 
 
-def test_a_missing_bucket_is_not_a_missing_object(cloud: Cloud) -> None:
+def test_a_missing_bucket_is_not_reported_as_a_missing_object(cloud: Cloud) -> None:
     scheme = cloud.storage.locate("").partition("://")[0]
     elsewhere = open_storage(f"{scheme}://test-not-there/runs")
     for ask in (elsewhere.list, elsewhere.exists):
@@ -191,25 +191,27 @@ def test_a_missing_bucket_is_not_a_missing_object(cloud: Cloud) -> None:
         assert raised.value.final, "no other cluster would find it either"
 
 
-def test_an_unreachable_service_is_reported_with_what_to_check(cloud: Cloud) -> None:
+def test_the_error_for_an_unreachable_service_says_what_to_check(cloud: Cloud) -> None:
     cloud.proxy.end()
     with pytest.raises(StorageError, match=r"cannot write: .*; check ") as raised:
         cloud.storage.write("run/a", b"")
     assert not raised.value.final, "it may be back when another cluster tries"
 
 
-def test_a_missing_account_is_reported_with_the_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_account_includes_the_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(StorageError, match="set AZURE_STORAGE_ACCOUNT, or AZURE_STORAGE_CONNECTION_STRING"):
+    with pytest.raises(StorageError, match="set AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING"):
         open_storage("az://container/runs")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "nonsense")
     with pytest.raises(StorageError, match=r"AZURE_STORAGE_\* environment cannot be used"):
         open_storage("az://container/runs")
 
 
-def test_an_error_of_expired_credentials_says_to_sign_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token of a single sign-on is read from a file, so nothing is sent."""
+def test_the_error_for_expired_credentials_says_to_sign_in_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The single sign-on token is read from a file, so no request is sent."""
     keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL")
     for name in keys:
         monkeypatch.delenv(name, raising=False)
@@ -221,8 +223,8 @@ def test_an_error_of_expired_credentials_says_to_sign_in_again(tmp_path: Path, m
         open_storage("s3://bucket").read("run.json")
 
 
-def test_google_joins_exactly_the_generations_that_were_written() -> None:
-    """Parts are named by generation, because a part may have been replaced. The emulator ignores this condition."""
+def test_google_composes_exactly_the_written_generations() -> None:
+    """Requests include generations, because a part can be replaced. The emulator ignores this condition."""
     asked: dict[str, Any] = {}
     joined = SimpleNamespace(size=7, generation=30, compose=lambda blobs, **more: asked.update(more, blobs=blobs))
 
@@ -238,14 +240,14 @@ def test_google_joins_exactly_the_generations_that_were_written() -> None:
     assert asked["if_source_generation_match"] == [10, 20]
 
 
-def test_bytes_that_differ_from_those_sent_are_an_error_even_if_google_accepts_them() -> None:
-    """The service checks the bytes too, and its answer is a second check."""
+def test_damaged_bytes_raise_an_error_even_if_google_accepts_them() -> None:
+    """The service verifies the bytes too, so checking its response is a second check."""
     blob: Any = SimpleNamespace(upload_from_file=lambda *_, **__: None, crc32c="AAAAAA==", generation=1)
     with pytest.raises(ValueError, match="the service received bytes with CRC-32C AAAAAA=="):
         put(blob, b"content", {})
 
 
-def test_many_parts_are_joined_in_order(google_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_parts_are_composed_in_order(google_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "PART", 1 << 10)
     storage, content = open_storage(f"gs://{google_bucket}"), pattern(70 << 10)
     write(storage, content)

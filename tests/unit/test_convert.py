@@ -1,4 +1,4 @@
-"""`python -m sunspot.data.convert`: its output reads back, and a conversion is either complete or leaves nothing."""
+"""Tests for `python -m sunspot.data.convert`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def class_names(path: Path) -> list[str]:
     return json.loads(pq.read_schema(path).metadata[CLASS_NAMES])
 
 
-def test_converted_mnist_reads_back(tmp_path, capsys):
+def test_converted_mnist_equals_the_original(tmp_path, capsys):
     images = put_mnist(tmp_path / "data")
     assert main(["--from", "mnist", "--data-root", str(tmp_path / "data"), str(tmp_path / "out")]) == 0
     assert "5000 rows in train, 10 rows in test" in capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_image_folders_with_splits_are_converted(tmp_path, held_out):
     assert class_names(tmp_path / "out" / "test" / "part-00000.parquet") == ["cat", "dog"]
 
 
-def test_image_folders_without_splits_are_shuffled_the_same_way_each_time(tmp_path):
+def test_image_folders_without_splits_are_shuffled_reproducibly(tmp_path):
     for label in range(4):
         put_images(tmp_path / "root" / str(label), (label, label, label), 20)
     for out in ("one", "two"):
@@ -92,7 +92,7 @@ def test_image_folders_without_splits_are_shuffled_the_same_way_each_time(tmp_pa
     assert (tmp_path / "one/part-00000.parquet").read_bytes() == (tmp_path / "two/part-00000.parquet").read_bytes()
 
 
-def test_images_are_cropped_to_the_middle_and_grey_stays_grey(tmp_path):
+def test_images_are_cropped_to_the_centre_and_stay_grey(tmp_path):
     (tmp_path / "root" / "a").mkdir(parents=True)
     pixels = np.zeros((10, 30), np.uint8)
     pixels[:, 10:20] = 200
@@ -103,7 +103,7 @@ def test_images_are_cropped_to_the_middle_and_grey_stays_grey(tmp_path):
     assert (source.read(0)["image"] == 200).all()
 
 
-def test_a_refused_conversion_leaves_no_files(tmp_path):
+def test_a_failed_conversion_leaves_no_files(tmp_path):
     root = tmp_path / "root"
     put_images(root / "train" / "cat", (1, 2, 3), 2)
     put_images(root / "test" / "cow", (1, 2, 3), 2)
@@ -125,7 +125,7 @@ def test_a_refused_conversion_leaves_no_files(tmp_path):
         main(["--from", "mnist", "s3://bucket/out"])
 
 
-def test_an_existing_directory_is_not_changed(tmp_path):
+def test_an_existing_output_directory_is_not_changed(tmp_path):
     put_mnist(tmp_path / "data")
     (tmp_path / "out").mkdir()
     with refusal(SettingsError, str(tmp_path / "out"), "already exists"):
@@ -155,7 +155,7 @@ def test_a_killed_conversion_leaves_no_readable_dataset(tmp_path):
     assert [rows_in(each) for each in open_image_splits(str(tmp_path / "place" / "out")) if each] == [5000, 10]
 
 
-def test_convert_prints_a_message_and_returns_an_exit_code(tmp_path):
+def test_convert_prints_an_error_and_returns_an_exit_code(tmp_path):
     command = [sys.executable, "-m", "sunspot.data.convert", "--from", "imagefolder", "--root", str(tmp_path / "none")]
     ended = subprocess.run([*command, str(tmp_path / "out")], cwd=REPOSITORY, capture_output=True, text=True)
     assert ended.returncode == 1

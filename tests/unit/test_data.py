@@ -1,4 +1,4 @@
-"""Datasets of images: every form of an image column, local files and S3, the bundled digits, MNIST, and refusals."""
+"""Tests for image datasets: all forms of an image column, files and buckets, the bundled digits, and MNIST."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def lists(images: np.ndarray, pixel: pa.DataType | None = None) -> pa.Array:
 
 
 def channels_first(images: np.ndarray) -> np.ndarray:
-    """Return the images that a source must give for [n, H, W], [n, H, W, C] or [n, C, H, W]."""
+    """Return images of shape [n, H, W], [n, H, W, C] or [n, C, H, W] as [n, C, H, W]."""
     if images.ndim == 3:
         return images[:, None]
     return images.transpose(0, 3, 1, 2) if images.shape[3] in (1, 3) else images
 
 
-# ------------------------------------------------------------------------------------------------------- column forms
+# --------------------------------------------------------------------------------------------------------- column forms
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(4, 9), st.integers(4, 9)).flatmap(
     lambda nhw: st.sampled_from([nhw, (*nhw, 1), (*nhw, 3), (nhw[0], 1, *nhw[1:]), (nhw[0], 3, *nhw[1:])])
@@ -127,8 +127,8 @@ def test_only_chosen_rows_are_decoded(tmp_path):
         source.read(0, np.array([1]))
 
 
-def test_a_permuted_tensor_is_refused(tmp_path):
-    column = tensors(random_images(4, 6, 7, 3).transpose(0, 3, 1, 2))  # only the strides put channels first
+def test_a_permuted_tensor_is_rejected(tmp_path):
+    column = tensors(random_images(4, 6, 7, 3).transpose(0, 3, 1, 2))  # a view: only its strides put the channels first
     path = write(tmp_path / "a.parquet", column, range(4))
     with refusal(DataError, "a.parquet", "permutation"):
         open_images(str(path))
@@ -155,13 +155,13 @@ def test_encoded_images_of_every_mode_are_read(tmp_path, mode, channels):
     assert (image[:, :, 4:] < 5).all()
 
 
-def test_sixteen_bit_pixels_are_scaled_not_clipped(tmp_path):
+def test_16_bit_pixels_are_scaled_rather_than_clipped(tmp_path):
     pixels = np.array([[0, 256, 0x1234, 65535]] * 4, np.uint16)
     source = open_images(str(write(tmp_path / "a.parquet", pa.array([encode(pixels)]), [0])))
     np.testing.assert_array_equal(source.read(0)["image"][0, 0, 0], [0, 1, 0x12, 255])
 
 
-def test_grey_images_become_colour_but_colour_never_becomes_grey(tmp_path):
+def test_grey_images_become_colour_but_colour_images_stay_colour(tmp_path):
     grey, colour = random_images(4, 4), random_images(4, 4, 3)
     source = open_images(str(write(tmp_path / "a.parquet", pa.array([encode(colour), encode(grey)]), [0, 1])))
     np.testing.assert_array_equal(source.read(0)["image"][1], np.stack([grey] * 3))
@@ -170,10 +170,10 @@ def test_grey_images_become_colour_but_colour_never_becomes_grey(tmp_path):
         source.read(0)
 
 
-# -------------------------------------------------------------------------------------------------------- many files
+# ----------------------------------------------------------------------------------------------------------- many files
 
 
-def test_row_ids_are_ordered_by_path_and_then_by_row(tmp_path):
+def test_row_ids_follow_the_order_of_paths_and_rows(tmp_path):
     for name, label in (("b/1.parquet", 2), ("a.parquet", 0), ("b/0.parquet", 1), ("c.parquet", 3)):
         write(tmp_path / name, tensors(random_images(3, 4, 4)), [label] * 3, row_group_size=2)
     write(tmp_path / "_temporary" / "x.parquet", tensors(random_images(1, 4, 4)), [9])
@@ -203,7 +203,7 @@ ROWS_OF_CONTENT = 200
 
 @pytest.fixture(params=["whole", "sampled"])
 def fingerprint_of(request, tmp_path, monkeypatch):
-    """Return the fingerprint of two files of 100 images each, read completely or as 8 samples of 2 kB in total."""
+    """Return a function that fingerprints two files of images, which it reads completely or in samples."""
     if request.param == "sampled":
         monkeypatch.setattr(fingerprint, "SAMPLES", 8)
         monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", 256)
@@ -217,7 +217,7 @@ def fingerprint_of(request, tmp_path, monkeypatch):
     return make
 
 
-def test_different_content_of_equal_size_changes_the_fingerprint(fingerprint_of):
+def test_content_of_the_same_size_changes_the_fingerprint(fingerprint_of):
     images, labels = random_images(ROWS_OF_CONTENT, 8, 8), np.arange(ROWS_OF_CONTENT) % 7
     base = fingerprint_of(images, labels)
     assert fingerprint_of(images, labels) == base, "written again at another time"
@@ -229,7 +229,7 @@ def test_different_content_of_equal_size_changes_the_fingerprint(fingerprint_of)
     assert {name.partition("-")[0] for name in found} == {base.partition("-")[0]}, "earlier versions compared this part"
 
 
-def test_a_changed_pixel_changes_the_fingerprint_if_all_bytes_are_read(tmp_path):
+def test_one_changed_pixel_changes_the_fingerprint_of_a_small_dataset(tmp_path):
     images = random_images(4, 8, 8)
     prints = []
     for pixel in (0, 1):
@@ -240,7 +240,7 @@ def test_a_changed_pixel_changes_the_fingerprint_if_all_bytes_are_read(tmp_path)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
-def test_samples_are_limited_and_lie_within_their_files(sizes):
+def test_samples_are_limited_in_number_and_lie_within_their_files(sizes):
     ranges = fingerprint.sample_ranges([size * 4096 for size in sizes])
     assert len(ranges) == len(sizes)
     for size, places in zip(sizes, ranges, strict=True):
@@ -260,7 +260,7 @@ def test_a_source_can_be_pickled_and_read_by_many_threads(tmp_path):
         np.testing.assert_array_equal(group["image"][:, 0], images[turn % 16 * 4 :][:4])
 
 
-def test_a_changed_file_is_refused_and_can_be_opened_again(tmp_path):
+def test_reading_a_changed_file_fails_until_it_is_opened_again(tmp_path):
     path = write(tmp_path / "a.parquet", tensors(random_images(4, 4, 4)), [0] * 4)
     before = open_images(str(path))
     path.unlink()
@@ -270,7 +270,7 @@ def test_a_changed_file_is_refused_and_can_be_opened_again(tmp_path):
         before.read(0)
 
 
-def test_a_changed_file_with_the_same_number_of_rows_is_refused(tmp_path):
+def test_reading_a_changed_file_fails_even_with_the_same_number_of_rows(tmp_path):
     path = write(tmp_path / "a.parquet", pa.array([encode(random_images(4, 4))] * 2), [0, 1])
     before = open_images(str(path))
     path.unlink()
@@ -280,7 +280,7 @@ def test_a_changed_file_with_the_same_number_of_rows_is_refused(tmp_path):
         before.read(0, np.array([0]))
 
 
-# ----------------------------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------------------- rejected datasets
 
 GOOD = tensors(random_images(3, 4, 4))
 FLOATS = pa.array([0.0, 1.0, 2.0])
@@ -305,7 +305,7 @@ NEGATIVE = pa.array([0, -1, 2])
         (pa.array([[[]]] * 3, pa.list_(pa.list_(pa.int64()))), [0, 1, 2], ("row 0", "[1, 0]")),
     ],
 )
-def test_unusable_datasets_are_refused_before_training(tmp_path, image, label, parts):
+def test_unusable_datasets_are_rejected_before_training(tmp_path, image, label, parts):
     write(tmp_path / "a.parquet", GOOD, [0, 1, 2])
     write(tmp_path / "bad.parquet", image, label)
     with refusal(DataError, "bad.parquet", *parts):
@@ -336,7 +336,7 @@ HOLED = pa.ExtensionArray.from_storage(
         (HOLED, ("null",)),
     ],
 )
-def test_values_refused_on_reading_are_reported_with_file_and_row(tmp_path, image, parts):
+def test_errors_about_invalid_images_include_file_and_row(tmp_path, image, parts):
     good = pa.concat_arrays([image[:1]] * 3)
     path = write(tmp_path / "a.parquet", pa.concat_arrays([good, image]), range(5), row_group_size=3)
     source = open_images(str(path))
@@ -346,7 +346,7 @@ def test_values_refused_on_reading_are_reported_with_file_and_row(tmp_path, imag
 
 
 @pytest.mark.parametrize("twice", ["image", "label"])
-def test_a_duplicate_column_is_refused(tmp_path, twice):
+def test_duplicate_columns_are_rejected(tmp_path, twice):
     names = ["image", "label", twice]
     columns = {"image": tensors(random_images(2, 4, 4)), "label": pa.array([0, 1])}
     pq.write_table(pa.table([columns[name] for name in names], names=names), tmp_path / "a.parquet")
@@ -354,14 +354,14 @@ def test_a_duplicate_column_is_refused(tmp_path, twice):
         open_images(str(tmp_path))
 
 
-def test_files_with_images_of_different_shapes_are_refused(tmp_path):
+def test_images_of_different_shapes_are_rejected(tmp_path):
     write(tmp_path / "a.parquet", tensors(random_images(2, 4, 4)), [0, 1])
     write(tmp_path / "b.parquet", tensors(random_images(2, 4, 5)), [0, 1])
     with refusal(DataError, "b.parquet", "[4, 5]", "[4, 4]"):
         open_images(str(tmp_path))
 
 
-def test_a_damaged_file_is_refused_and_named(tmp_path):
+def test_errors_about_damaged_files_include_the_path(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
     with refusal(DataError, "a.parquet", "not a Parquet file"):
         open_images(str(tmp_path))
@@ -378,7 +378,7 @@ def test_a_damaged_file_is_refused_and_named(tmp_path):
         source.read(0)
 
 
-def test_missing_and_empty_locations_are_refused(tmp_path):
+def test_missing_and_empty_locations_are_rejected(tmp_path):
     with refusal(DataError, str(tmp_path / "none"), "not found", "DATASET"):
         open_images(str(tmp_path / "none"))
     with refusal(DataError, str(tmp_path), "no *.parquet"):
@@ -387,7 +387,7 @@ def test_missing_and_empty_locations_are_refused(tmp_path):
         open_images("http://host/x")
 
 
-# -------------------------------------------------------------------------------------------------------- the settings
+# --------------------------------------------------------------------------------------------------------- the settings
 
 
 def folders(path: Path, **labels: list[int]) -> str:
@@ -411,7 +411,7 @@ def test_train_and_test_folders_become_training_and_held_out_rows(tmp_path):
     assert (rows_in(train), rows_in(test)) == (2, 2)
 
 
-def test_test_dataset_takes_precedence_and_may_equal_dataset(tmp_path):
+def test_test_dataset_takes_precedence_and_can_equal_dataset(tmp_path):
     both = folders(tmp_path / "both", train=[0, 1, 2], test=[1, 2])
     other = folders(tmp_path / "other", rest=[0])
     train, test = open_image_splits(both, other)
@@ -422,19 +422,19 @@ def test_test_dataset_takes_precedence_and_may_equal_dataset(tmp_path):
     assert (rows_in(train), rows_in(test)) == (1, 1)
 
 
-def test_held_out_rows_must_fit_the_training_rows(tmp_path):
+def test_held_out_rows_must_match_the_training_rows(tmp_path):
     location = folders(tmp_path, train=[0, 1], test=[1, 0, 2, 3])
-    with refusal(DataError, "test/0.parquet, row 2", "label 2", "0 to 1"):
+    with refusal(DataError, "test/0.parquet, row 2", "label is 2", "0 to 1"):
         find_sources(Settings(dataset=location))
     write(tmp_path / "test" / "0.parquet", tensors(random_images(1, 4, 5)), [0])
     with refusal(DataError, "test/0.parquet", "(1, 4, 5)", "(1, 4, 4)"):
         check_labels_match(open_images(str(tmp_path / "train")), open_images(str(tmp_path / "test")))
 
 
-# ------------------------------------------------------------------------------------------------------ bundled digits
+# ------------------------------------------------------------------------------------------------------- bundled digits
 
 
-def test_the_sample_is_balanced_and_split():
+def test_the_sample_has_all_digits_in_both_splits():
     train, test = find_sources(Settings(dataset="sample"))
     assert train.shape == test.shape == (1, 28, 28)
     assert train.classes == test.classes == 10
@@ -454,7 +454,7 @@ def test_the_sample_matches_its_description():
 
 
 @needs_mnist
-def test_making_the_sample_again_gives_the_same_rows(tmp_path):
+def test_rebuilding_the_sample_gives_the_same_rows(tmp_path):
     from scripts.make_sample import make_sample
 
     make_sample(str(MNIST_ROOT), tmp_path / "sample.parquet")
@@ -462,10 +462,10 @@ def test_making_the_sample_again_gives_the_same_rows(tmp_path):
     assert made.equals(bundled, check_metadata=True)
 
 
-# --------------------------------------------------------------------------------------------------------------- MNIST
+# ---------------------------------------------------------------------------------------------------------------- MNIST
 
 
-def test_mnist_files_are_read_and_not_changed(tmp_path):
+def test_mnist_files_are_read_without_changing_them(tmp_path):
     images = put_mnist(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     train, test = open_mnist(str(tmp_path))
@@ -480,7 +480,7 @@ def test_mnist_files_are_read_and_not_changed(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written when the files are complete"
 
 
-def test_compressed_mnist_files_need_no_download(tmp_path, monkeypatch):
+def test_compressed_mnist_files_are_unpacked_instead_of_downloaded(tmp_path, monkeypatch):
     def refuse(*args: object, **kwargs: object) -> None:
         raise socket.gaierror("no name service here")
 
@@ -493,7 +493,7 @@ def test_compressed_mnist_files_need_no_download(tmp_path, monkeypatch):
     assert rows_in(open_mnist(str(tmp_path))[0]) == 5000
 
 
-def test_different_mnist_files_have_different_fingerprints(tmp_path):
+def test_the_fingerprint_depends_on_the_mnist_files(tmp_path):
     def fingerprints(**options) -> list[str]:
         put_mnist(tmp_path, **options)
         return [source.fingerprint for source in open_mnist(str(tmp_path))]
@@ -515,12 +515,12 @@ def test_the_published_mnist_files_are_read():
     assert np.bincount(everything(test)["label"])[0] == 980
 
 
-def test_a_failed_download_gives_one_error_with_the_fix(tmp_path, monkeypatch):
+def test_the_error_for_a_failed_download_includes_the_fix(tmp_path, monkeypatch):
     def refuse(*args: object, **kwargs: object) -> None:
         raise socket.gaierror("no name service here")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    importlib.import_module("torchvision.datasets")  # the import is not part of the time limit
+    importlib.import_module("torchvision.datasets")  # so that the import does not count towards the time limit
     began = time.monotonic()
     with refusal(DataError, "MNIST/raw", "train-images-idx3-ubyte", "cannot download", "DATASET=sample"):
         open_mnist(str(tmp_path))
@@ -534,7 +534,7 @@ def test_a_partial_download_does_not_count_as_complete(tmp_path, monkeypatch):
         raise OSError("connection reset")
 
     monkeypatch.setattr(mnist, "_fetch", half)
-    with pytest.raises(DataError, match="cannot download it: connection reset") as failed:
+    with pytest.raises(DataError, match="cannot download them: connection reset") as failed:
         open_mnist(str(tmp_path))
     assert not failed.value.final, "a retry of the job may reach a mirror"
     assert not list(tmp_path.rglob("*ubyte*"))
@@ -542,12 +542,12 @@ def test_a_partial_download_does_not_count_as_complete(tmp_path, monkeypatch):
     assert rows_in(open_mnist(str(tmp_path))[0]) == 5000
 
 
-def test_a_missing_mnist_file_is_downloaded_and_a_damaged_file_is_named(tmp_path, monkeypatch):
+def test_missing_mnist_files_are_downloaded_and_damaged_ones_are_reported(tmp_path, monkeypatch):
     put_mnist(tmp_path)
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-100])
     monkeypatch.setattr(mnist, "_fetch", lambda folder: put_mnist(Path(folder)))
-    with refusal(DataError, "MNIST/raw", "train", "damaged", "remove the folder"):
+    with refusal(DataError, "MNIST/raw", "train", "damaged", "delete the folder"):
         open_mnist(str(tmp_path))
     path.unlink()
     assert rows_in(open_mnist(str(tmp_path))[0]) == 5000
@@ -564,7 +564,7 @@ def _open_counting(data_root: str, count: str) -> int:
     return rows_in(open_mnist(data_root)[0])
 
 
-def test_one_process_downloads_mnist_while_the_others_wait(tmp_path):
+def test_one_process_downloads_mnist_while_others_wait(tmp_path):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         count = str(tmp_path / "count")
         assert pool.starmap(_open_counting, [(str(tmp_path / "data"), count)] * 3, chunksize=1) == [5000] * 3
@@ -572,19 +572,19 @@ def test_one_process_downloads_mnist_while_the_others_wait(tmp_path):
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {"MNIST", ".mnist.lock"}
 
 
-def test_waiting_for_another_download_ends_with_an_explanation(tmp_path, monkeypatch, caplog):
+def test_waiting_for_another_download_times_out_with_an_explanation(tmp_path, monkeypatch, caplog):
     from filelock import FileLock
 
     monkeypatch.setattr(mnist, "WAIT_S", 0.2)
     with (
         FileLock(tmp_path / ".mnist.lock", is_singleton=False),
-        refusal(DataError, ".mnist.lock", "download MNIST"),
+        refusal(DataError, ".mnist.lock", "another process that downloads MNIST"),
     ):
         open_mnist(str(tmp_path))
     assert "waiting" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------------------------- buckets
+# -------------------------------------------------------------------------------------------------------------- buckets
 
 
 def s3_environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
@@ -625,7 +625,7 @@ def test_an_unreachable_cloud_is_not_reported_as_a_damaged_file(monkeypatch, sch
         open_images(f"{scheme}://data/digits")
 
 
-def test_a_forbidden_url_is_named(monkeypatch):
+def test_an_access_denied_error_includes_the_url(monkeypatch):
     class Refuse(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             self.send_error(403)
@@ -642,7 +642,7 @@ def test_a_forbidden_url_is_named(monkeypatch):
         server.shutdown()
 
 
-def test_an_unreachable_url_is_named_before_the_timeout(monkeypatch):
+def test_an_unreachable_url_is_reported_within_the_timeout(monkeypatch):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         s3_environment(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
@@ -652,7 +652,7 @@ def test_an_unreachable_url_is_named_before_the_timeout(monkeypatch):
     assert time.monotonic() - began < 30
 
 
-def test_reading_from_a_silent_server_fails_within_the_timeout(monkeypatch):
+def test_reading_from_an_unresponsive_server_times_out(monkeypatch):
     monkeypatch.setattr(dataset_files, "REQUEST_TIMEOUT_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         s3_environment(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")

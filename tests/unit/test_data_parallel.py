@@ -1,4 +1,4 @@
-"""Gradients of models that do not use all parameters in each pass, compared with one process that has all rows."""
+"""Tests that models with unused parameters get the gradients of a single process with all rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.harness.process_group import in_processes
 ROWS, STEPS = 12, 12
 
 KINDS = ([0] * 6 + [1] * 6, [0] * 12, [2] * 6 + [0] * 6, [1] * 3 + [2] * 3 + [0] * 6, [0] * 6 + [2] * 6, [3] * 12)
-"""Kinds of the rows of each step. Ranks use the same experts, different ones, or one that no rank has used before."""
+"""The kinds of rows in each step. Ranks use the same experts, different experts, or one that was not used before."""
 
 
 class Experts(nn.Module):
-    """Model with an expert for each kind of rows, a head beside them, and a layer that nothing uses."""
+    """A model with one expert per kind of rows, another head, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,11 +98,11 @@ def of_a_loss_beside_the_output(
     model(x, kinds)
     (inner.penalty * weight).backward()
     if isinstance(model, DataParallel):
-        model.complete()  # as the run does before it clips gradients, and before an optimizer step
+        model.complete()  # like a run before it clips gradients and before each optimizer step
 
 
 def train(style: str, model: Any, inner: Experts, rows: slice, world_size: int) -> Iterator[tuple[set[str], Any]]:
-    """Yield, for each step, the parameters without a gradient and the parameters' values after it."""
+    """Yield for each step the parameters without a gradient, and all parameters' values after the step."""
     optimizer = torch.optim.AdamW(inner.parameters(), 0.1, weight_decay=0.3)
     for step in range(STEPS):
         torch.manual_seed(step)
@@ -113,7 +113,7 @@ def train(style: str, model: Any, inner: Experts, rows: slice, world_size: int) 
             inner.head.requires_grad_(step > STEPS // 2)
         take = {"freezing": plain, "unfreezing": by_the_sum_of_outputs}.get(style) or globals()[style]
         take(model, inner, x, kinds, world_size / ROWS)
-        nn.utils.clip_grad_norm_(inner.parameters(), 0.5)  # as a user's own loop does
+        nn.utils.clip_grad_norm_(inner.parameters(), 0.5)  # like a user's own loop
         unused = {name for name, each in inner.named_parameters() if each.grad is None}
         optimizer.step()
         optimizer.zero_grad()
@@ -127,14 +127,14 @@ STYLES = (
 
 
 def compare_with_one_process(group: dist.ProcessGroup) -> list[str]:
-    """Return the styles of training loops in which this rank differs from one process that has all rows."""
+    """Return the loop styles in which this rank differs from a single process with all rows."""
     differing = []
     for style in [*(each.__name__ for each in STYLES), "freezing", "unfreezing"]:
         torch.manual_seed(1)
         alone = Experts()
         alone.head.requires_grad_(style != "unfreezing")
         together = copy.deepcopy(alone)
-        model = DataParallel(together, style, bucket_cap_mb=1e-5)  # one bucket for each parameter
+        model = DataParallel(together, style, bucket_cap_mb=1e-5)  # one bucket per parameter
         share = ROWS // group.size()
         rows = slice(group.rank() * share, (group.rank() + 1) * share)
         steps = zip(
@@ -151,12 +151,12 @@ def compare_with_one_process(group: dist.ProcessGroup) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_use_different_parameters_take_the_steps_of_one_process(world_size: int, tmp_path: Path) -> None:
+def test_ranks_with_different_used_parameters_match_a_single_process(world_size: int, tmp_path: Path) -> None:
     assert in_processes(tmp_path, world_size, compare_with_one_process) == [[]] * world_size
 
 
 class Words(nn.Module):
-    """Model that uses an embedding with sparse gradients between two layers, for rows of one kind."""
+    """A model with an embedding between two layers. Its gradients are sparse, and only one kind of rows uses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Words(nn.Module):
 
 
 def compare_sparse_gradients(group: dist.ProcessGroup) -> list[str]:
-    """Return the parameters whose gradients on this rank differ from those of one process that has all rows."""
+    """Return the parameters with gradients that differ from those of a single process with all rows."""
     torch.manual_seed(1)
     alone = Words()
     together = copy.deepcopy(alone)
@@ -194,7 +194,7 @@ def compare_sparse_gradients(group: dist.ProcessGroup) -> list[str]:
 
 
 class TwoOutputs(Words):
-    """Model like `Words`, with two outputs."""
+    """A model like `Words`, but with two outputs."""
 
     def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         first = super().forward(x, kinds)
@@ -202,7 +202,7 @@ class TwoOutputs(Words):
 
 
 def average_of_other_outputs(group: dist.ProcessGroup) -> list[int]:
-    """Return how often each of two backward passes calls `all_reduce`; only rank 0 uses both outputs."""
+    """Return how often each of two backward passes calls `all_reduce`. Only rank 0 uses both outputs."""
     torch.manual_seed(1)
     model = DataParallel(TwoOutputs())
     counts = []
@@ -216,20 +216,20 @@ def average_of_other_outputs(group: dist.ProcessGroup) -> list[int]:
     return counts
 
 
-def test_ranks_may_compute_their_losses_from_different_outputs(tmp_path: Path) -> None:
-    """All ranks must average an embedding with sparse gradients equally often, or they would wait for each other."""
+def test_ranks_can_compute_losses_from_different_outputs(tmp_path: Path) -> None:
+    """All ranks must average sparse gradients equally often, otherwise they would wait for each other."""
     assert in_processes(tmp_path, 2, average_of_other_outputs) == [[2, 2], [2, 2]]
 
 
-def test_layers_below_an_embedding_with_sparse_gradients_get_the_average(tmp_path: Path) -> None:
+def test_layers_below_a_sparse_embedding_get_averaged_gradients(tmp_path: Path) -> None:
     assert in_processes(tmp_path, 2, compare_sparse_gradients) == [[], []]
 
 
 @pytest.mark.parametrize(("parallel", "micro_batch_size"), [("ddp", 0), ("ddp", 2), ("fsdp", 0)])
-def test_a_conditional_model_is_the_same_on_any_number_of_workers(
+def test_a_conditional_model_trains_the_same_on_any_number_of_workers(
     parallel: str, micro_batch_size: int, tmp_path: Path
 ) -> None:
-    """This also holds in steps with fewer rows than workers, because rows that only keep a rank busy use no expert."""
+    """Some steps have fewer rows than workers. The rows that only keep a rank busy must not use an expert."""
     settings: dict[str, Any] = {"global_batch_size": 5, "max_steps": 6, "micro_batch_size": micro_batch_size}
     alone, together = (
         train_ranks(tmp_path / str(ranks), ranks, task="tests.tasks.experts", parallel=parallel, **settings)

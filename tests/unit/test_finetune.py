@@ -250,7 +250,7 @@ def test_damaged_weights_and_tokenizers_are_named(base: str, texts: str, tmp_pat
     with refusal(SettingsError, str(folder), "its weights lack model.norm.weight"):
         task.build_model(settings, EmptySource((32,), 2))
     (folder / "tokenizer.json").write_text("{}")
-    with refusal(DataError, "tokenizer.json cannot be used"):
+    with refusal(DataError, "tokenizer.json is invalid"):
         task.find_sources(settings)
 
 

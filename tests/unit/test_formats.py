@@ -1,4 +1,4 @@
-"""Datasets in common formats: folders of pictures, CSV, JSON lines, and what `datasets` saves, with class names."""
+"""Tests for common dataset formats: image folders, CSV, JSON lines and saved `datasets`, with class names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LABELS = ["up", "down", "level", "down"]
 
 
 def write_rows(path: Path, labels: list[Any]) -> Path:
-    """Write rows of CSV or JSON lines whose text has line breaks, quotes and commas."""
+    """Write CSV or JSON lines with line breaks, quotes and commas in the text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"x": number / 2, "text": 'two\n"lines", \u00e9', "label": label} for number, label in enumerate(labels)]
     if path.suffix == ".csv":
@@ -65,7 +65,7 @@ def number_of(text: str) -> int:
     return ["down", "level", "up"].index(text)
 
 
-# -------------------------------------------------------------------------------------------------------- every format
+# --------------------------------------------------------------------------------------------------------- every format
 
 
 def put_pictures(folder: Path) -> None:
@@ -86,7 +86,7 @@ def save_rows(folder: Path) -> None:
         save_rows,
         put_pictures,
     ],
-    ids=["CSV", "JSON lines", "saved by datasets", "pictures"],
+    ids=["CSV", "JSON lines", "saved by datasets", "images"],
 )
 def test_both_loaders_read_each_row_unchanged(write: Callable[[Path], object], tmp_path: Path) -> None:
     folder = tmp_path / "rows"
@@ -108,7 +108,7 @@ def test_both_loaders_read_each_row_unchanged(write: Callable[[Path], object], t
         np.testing.assert_array_equal(np.concatenate([part[name][0] for part in parts]), values[ids])
 
 
-def test_parsed_text_is_freed_once_its_rows_are_in_memory(tmp_path: Path) -> None:
+def test_parsed_text_is_freed_after_its_rows_are_loaded(tmp_path: Path) -> None:
     source = open_rows(write_rows(tmp_path / "a.csv", LABELS * 600))
     parsed = pa.total_allocated_bytes()
     load_in_threads([source], ["node"])
@@ -119,7 +119,7 @@ def test_parsed_text_is_freed_once_its_rows_are_in_memory(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "json"])
-def test_rows_of_csv_and_json_are_read_unchanged(tmp_path: Path, suffix: str) -> None:
+def test_csv_and_json_rows_are_read_unchanged(tmp_path: Path, suffix: str) -> None:
     for split, labels in (("train", LABELS * 500), ("test", ["down", "up"])):
         write_rows(tmp_path / split / f"rows.{suffix}", labels)
     columns = {**COLUMNS, "text": Column("int64", (1,), decode=length)}
@@ -146,30 +146,30 @@ def test_rows_of_csv_and_json_are_read_unchanged(tmp_path: Path, suffix: str) ->
     ("files", "columns", "said"),
     [
         ({"a.jsonl": LABELS, "b.jsonl": [0, 1]}, COLUMNS, ["text in some files and numbers in others"]),
-        ({"a.csv": LABELS, "b.jsonl": LABELS}, COLUMNS, ["both CSV and JSON lines", "a folder of its own"]),
-        ({"a.csv": LABELS, "pictures/b.png": []}, COLUMNS, ["both CSV and pictures"]),
+        ({"a.csv": LABELS, "b.jsonl": LABELS}, COLUMNS, ["both CSV and JSON lines", "separate folders"]),
+        ({"a.csv": LABELS, "images/b.png": []}, COLUMNS, ["both CSV and images"]),
         ({"a.csv": ["up", "down"], "val/b.csv": [], "train/b.csv": []}, COLUMNS, ["train/ and val/", "TEST_DATASET"]),
         ({"train/a.csv": ["up"], "test/a.csv": ["left"]}, COLUMNS, ["'left' is not a class of the training rows (up)"]),
         (
             {"train/a.jsonl": ["1", "x"], "test/a.jsonl": [1]},
             COLUMNS,
-            ["test: its classes are numbers", "the training rows have 1, x"],
+            ["test: the classes are numbers", "those of the training rows are 1, x"],
         ),
         (
             {"train/a.csv": [0, 1], "test/a.csv": ["up"]},
             COLUMNS,
-            ["test: its classes are up", "the training rows have numbers"],
+            ["test: the classes are up", "those of the training rows are numbers"],
         ),
         ({"a.csv": ["up", ""]}, COLUMNS, ["a.csv, row 1", "label is empty"]),
         ({"a.jsonl": LABELS}, {"label": Column("float32")}, ["a.jsonl", "label is string"]),
-        ({"a.csv": LABELS}, {"label": Column("float32")}, ["a.csv, row 0 (line 2): label is 'up'; float32 takes"]),
+        ({"a.csv": LABELS}, {"label": Column("float32")}, ["a.csv, row 0 (line 2): label is 'up', but float32 needs"]),
         ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "label is 0.5", "declare it as float32"]),
         ({"a.csv": LABELS}, {"y": Column()}, ["no column 'y'", "(x, text, label)"]),
         ({"a.jsonl": ["up", None]}, COLUMNS, ["a.jsonl, row 1 (line 2)", "label is null"]),
-        ({"a.xlsx.txt": []}, COLUMNS, ["no *.parquet, *.csv or *.jsonl", "DATASET takes", "save_to_disk"]),
+        ({"a.xlsx.txt": []}, COLUMNS, ["no *.parquet, *.csv or *.jsonl", "set SUNSPOT_DATASET to", "save_to_disk"]),
     ],
 )
-def test_rows_that_cannot_be_read_are_reported_with_their_line(
+def test_unreadable_tables_are_reported_with_the_reason(
     tmp_path: Path, files: dict[str, list[Any]], columns: dict[str, Column], said: list[str]
 ) -> None:
     for name, labels in files.items():
@@ -181,17 +181,17 @@ def test_rows_that_cannot_be_read_are_reported_with_their_line(
         open_table(Settings(dataset=str(tmp_path)), columns)
 
 
-def test_a_table_without_images_is_refused_by_an_image_task(tmp_path: Path) -> None:
+def test_image_tasks_reject_tables_without_images(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.csv", LABELS)
     with refusal(DataError, "no column 'image' among its columns (x, text, label)", "SUNSPOT_TASK"):
         find_sources(Settings(dataset=str(path)))
-    with refusal(DataError, "a.txt: not a Parquet file", "DATASET takes", ".csv"):
+    with refusal(DataError, "a.txt is not a Parquet file", "set SUNSPOT_DATASET to", ".csv"):
         find_sources(Settings(dataset=str(path.rename(tmp_path / "a.txt"))))
 
 
-def test_a_json_array_is_refused_where_json_lines_are_expected(tmp_path: Path) -> None:
+def test_a_json_array_is_not_accepted_as_json_lines(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('\n[{"x": 1}]')
-    with refusal(DataError, "a.json: is one JSON array", "on its own line"):
+    with refusal(DataError, "a.json is a single JSON array", "on its own line"):
         open_rows(tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_decoded_labels_are_counted(tmp_path: Path) -> None:
         open_rows(write_rows(tmp_path / "a.csv", ["up", "left"]), label=Column("int64", decode=number_of))
 
 
-def test_rows_to_predict_may_lack_labels_and_use_the_models_classes(tmp_path: Path) -> None:
+def test_rows_to_predict_can_lack_labels_and_use_the_models_classes(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.csv", ["down", "up"])
     model = ModelData((1,), 3, ("down", "level", "up"))
 
@@ -215,16 +215,16 @@ def test_rows_to_predict_may_lack_labels_and_use_the_models_classes(tmp_path: Pa
     for text in ("x\n1\n2\n", "x,label\n1,\n2,\n", "x,label\n1,up\n2,\n"):
         path.write_text(text)
         assert rows_to_predict(path)["x"].tolist() == [1, 2]
-    for missing in (None, math.nan):  # pandas writes either
+    for missing in (None, math.nan):  # pandas writes both
         unlabelled = pa.table({"x": [1.0, 2.0], "label": pa.array([missing, missing], pa.float64())})
         pq.write_table(unlabelled, tmp_path / "a.parquet")
         assert list(rows_to_predict(tmp_path / "a.parquet")) == ["x"]
 
 
-# ------------------------------------------------------------------------------------------------------------- pictures
+# --------------------------------------------------------------------------------------------------------------- images
 
 
-def test_a_folder_of_pictures_is_read_at_one_size(tmp_path: Path) -> None:
+def test_folder_images_are_scaled_to_one_size(tmp_path: Path) -> None:
     for name, size in (("cat/b.png", (30, 20)), ("cat/a.png", (9, 9)), ("bird/deep/c.png", (80, 70))):
         put_picture(tmp_path / "train" / name, *size)
     put_picture(tmp_path / "test/cat/0.png", 8, 8, "L")
@@ -245,7 +245,7 @@ def test_a_folder_of_pictures_is_read_at_one_size(tmp_path: Path) -> None:
     assert everything(test)["label"].tolist() == [1]
     assert find_sources(Settings(dataset=str(tmp_path), image_size=10))[0].shape == (3, 10, 10)
 
-    # The result is exactly that of `convert`, which stores names and the scaling in the files.
+    # `convert` gives the same pixels, and stores the class names and the scaling in the files.
     convert_image_folder(str(tmp_path / "train"), 64, str(tmp_path / "out"))
     converted, _ = find_sources(Settings(dataset=str(tmp_path / "out")))
     assert ModelData.of(converted) == ModelData.of(train)
@@ -253,7 +253,7 @@ def test_a_folder_of_pictures_is_read_at_one_size(tmp_path: Path) -> None:
     assert {image.tobytes() for image in same} == {image.tobytes() for image in found["image"]}
 
 
-def test_pictures_of_equal_size_are_not_scaled(tmp_path: Path) -> None:
+def test_images_of_equal_size_are_not_scaled(tmp_path: Path) -> None:
     pixels = random_images(40, 5, 7)
     for number, image in enumerate(pixels):
         (tmp_path / str(number % 2)).mkdir(exist_ok=True)
@@ -268,18 +268,18 @@ def test_pictures_of_equal_size_are_not_scaled(tmp_path: Path) -> None:
     find_sources(Settings(dataset=str(tmp_path)))
     with refusal(DataError, "has changed since it was opened"):
         source.read(0)
-    (tmp_path / "1" / "03.png").write_bytes(b"no picture")
+    (tmp_path / "1" / "03.png").write_bytes(b"no image")
     with refusal(DataError, "1/03.png", "is not a PNG"):
         find_sources(Settings(dataset=str(tmp_path)))
 
 
-def test_a_task_can_declare_how_pictures_of_a_folder_are_read(tmp_path: Path) -> None:
+def test_a_task_can_declare_how_folder_images_are_read(tmp_path: Path) -> None:
     put_picture(tmp_path / "a" / "0.png", 4, 4)
     source = open_rows(tmp_path, image=Column("int64", (1,), decode=length), label=Column("int64"))
     assert everything(source)["image"].tolist() == [[(tmp_path / "a" / "0.png").stat().st_size]]
 
 
-def test_reading_a_damaged_picture_names_its_file(tmp_path: Path) -> None:
+def test_the_error_for_a_damaged_image_includes_its_path(tmp_path: Path) -> None:
     path = put_picture(tmp_path / "a" / "0.png", 40, 40)
     path.write_bytes(path.read_bytes()[:200])
     source, _ = find_sources(Settings(dataset=str(tmp_path)))
@@ -290,19 +290,21 @@ def test_reading_a_damaged_picture_names_its_file(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- Hugging Face
 
 
-def test_files_that_name_their_classes_differently_are_refused(tmp_path: Path) -> None:
+def test_files_with_conflicting_class_names_are_rejected(tmp_path: Path) -> None:
     rows = pa.table({"x": [0.5, 1.5], "label": [0, 1]})
     for number, names in enumerate([["cat", "dog"], ["cat"], ["dog", "cat"]]):
         labels = [0, min(1, len(names) - 1)]
         named = rows.set_column(1, "label", [labels]).replace_schema_metadata({"classes": json.dumps(names)})
         pq.write_table(named, tmp_path / f"{number}.parquet")
-    with refusal(DataError, "some files name the classes cat, dog, and others dog, cat; number them in the same way"):
+    with refusal(
+        DataError, "the classes are cat, dog in some files, but dog, cat in others; number them in the same way"
+    ):
         open_rows(tmp_path)
     (tmp_path / "2.parquet").unlink()
     assert open_rows(tmp_path).class_names == ("cat", "dog")
 
 
-def test_pictures_and_class_names_saved_by_datasets_are_read(tmp_path: Path) -> None:
+def test_images_and_class_names_saved_by_datasets_are_read(tmp_path: Path) -> None:
     images = [{"bytes": png(6, 5), "path": "a.png"}, {"bytes": png(6, 5), "path": None}]
     names = {"info": {"features": {"label": {"names": ["cat", "dog", "cow"], "_type": "ClassLabel"}}}}
     table = pa.table({"image": images, "label": [1, 0]}).replace_schema_metadata({"huggingface": json.dumps(names)})
@@ -317,29 +319,29 @@ def test_pictures_and_class_names_saved_by_datasets_are_read(tmp_path: Path) -> 
     (tmp_path / "saved").rename(tmp_path / "dictionary" / "all")
     (tmp_path / "dictionary" / "dataset_dict.json").write_text("{}")
     with refusal(
-        DataError, "saved as several datasets (all); set SUNSPOT_DATASET to one of them, such as", "/dictionary/all"
+        DataError,
+        "contains several saved datasets (all); set SUNSPOT_DATASET to one of them, such as",
+        "/dictionary/all",
     ):
         find_sources(Settings(dataset=str(tmp_path / "dictionary")))
     pq.write_table(table.set_column(1, "label", pa.array([1, 3])), tmp_path / "a.parquet")
-    with refusal(DataError, "a.parquet: label 3, but its metadata names only 3 classes"):
+    with refusal(DataError, "a.parquet contains the label 3, but its metadata has names for only 3 classes"):
         find_sources(Settings(dataset=str(tmp_path / "a.parquet")))
 
 
-def test_skipped_tables_and_pictures_are_named(tmp_path: Path) -> None:
+def test_a_note_lists_skipped_tables_and_images(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1.0], "label": [0]}), tmp_path / "a.parquet")
     assert open_rows(tmp_path).notes == ()
     write_rows(tmp_path / "b.csv", LABELS)
     put_picture(tmp_path / "cat" / "a.png", 4, 4)
     (tmp_path / "README.md").touch()
-    told = (
-        f"{tmp_path}: only its Parquet files are read; not read: 2 other files with tables or pictures, such as b.csv"
-    )
+    told = f"{tmp_path}: only Parquet files are read; 2 other files with tables or images, such as b.csv, are skipped"
     assert open_rows(tmp_path).notes == (told,)
 
 
-def test_a_file_name_that_is_not_utf_8_is_reported(tmp_path: Path) -> None:
+def test_file_names_must_be_valid_utf_8(tmp_path: Path) -> None:
     folder = tmp_path / "hund"
     folder.mkdir()
     (folder / os.fsdecode(b"x\xff.png")).touch()
-    with pytest.raises(DataError, match=r"hund/x\\udcff\.png: its name is not UTF-8; rename it"):
+    with pytest.raises(DataError, match=r"hund/x\\udcff\.png: the name is not valid UTF-8; rename it"):
         find_files(str(tmp_path))

@@ -1,4 +1,4 @@
-"""TEST_SHARE: which rows are held out, and that every process holds out the same rows."""
+"""Tests for TEST_SHARE: which rows are held out, and that they are the same everywhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda size
 
 @dataclass(frozen=True)
 class Numbers:
-    """Rows whose only column is their number."""
+    """A `Source` with the row number as its only column."""
 
     row_groups: tuple[int, ...]
     shape: tuple[int, ...] = (1,)
@@ -70,13 +70,13 @@ def test_the_same_rows_are_held_out_by_every_version() -> None:
     assert count_held_out((1,) * 12, 0.25, 0) == (0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1)
 
 
-def test_all_groups_give_the_same_fraction_of_rows() -> None:
+def test_the_same_fraction_of_each_group_is_held_out() -> None:
     assert set(count_held_out((100,) * 50, 0.1, 0)) == {10}
     single = count_held_out((1,) * 1000, 0.1, 0)
     assert len({place % 10 for place in np.flatnonzero(single)}) == 10
 
 
-def test_a_subset_has_the_row_names_and_attributes_of_its_source() -> None:
+def test_a_subset_keeps_its_sources_row_names_and_attributes() -> None:
     train, test = (pickle.loads(pickle.dumps(part)) for part in hold_out(Numbers((10, 10)), 0.2, seed=0))
     assert train.class_names == ("a", "b")
     assert (train.notes, test.notes) == (("a note",), ())
@@ -101,8 +101,10 @@ def test_groups_without_remaining_rows_are_not_read() -> None:
     assert len(read_rows(parts[0], 0, 4)["number"]) == 4
 
 
-def test_too_few_rows_for_a_test_share_are_refused() -> None:
-    with pytest.raises(DataError, match=r"TEST_SHARE=0\.5: the data have only 2 rows, and 2 must remain for training"):
+def test_a_test_share_of_too_few_rows_is_rejected() -> None:
+    with pytest.raises(
+        DataError, match=r"TEST_SHARE=0\.5: the dataset has only 2 rows, and at least 2 must remain for training"
+    ):
         hold_out(Numbers((2,)), 0.5, seed=0)
 
 
@@ -115,7 +117,7 @@ def write_table(path: Path, first: int = 0) -> str:
 
 
 @pytest.mark.parametrize("loader", ["torch", "ray"])
-def test_a_test_share_of_files_is_evaluated(tmp_path: Path, loader: str) -> None:
+def test_held_out_rows_of_files_are_evaluated(tmp_path: Path, loader: str) -> None:
     write_table(tmp_path / "rows.parquet")
     given = {"TASK": "tests.tasks.table", "DATASET": str(tmp_path / "rows.parquet"), "LOADER": loader}
     settings = load_settings({**given, "TEST_SHARE": "0.25"})
@@ -131,14 +133,14 @@ def test_a_test_share_of_files_is_evaluated(tmp_path: Path, loader: str) -> None
     )
 
 
-def test_held_out_rows_of_the_dataset_take_precedence_over_test_share() -> None:
+def test_a_datasets_held_out_rows_take_precedence_over_test_share() -> None:
     settings = load_settings({"TEST_SHARE": "0.5"})
     plan = make_plan(settings, load_task(settings))
     assert plan.reasons[0].endswith("2000 held-out rows (from the data; SUNSPOT_TEST_SHARE=0.5 has no effect)")
     assert plan.steps.rows == 12_000
 
 
-def test_a_run_keeps_its_test_share(run: Run) -> None:
+def test_a_runs_test_share_cannot_change(run: Run) -> None:
     environment = load_settings({"TEST_SHARE": "0.1"}).environment()
     record_identity(run, environment, IDENTITY)
     record_identity(run, environment, IDENTITY)
@@ -146,7 +148,7 @@ def test_a_run_keeps_its_test_share(run: Run) -> None:
         record_identity(run, load_settings({"TEST_SHARE": "0.2"}).environment(), IDENTITY)
 
 
-def test_a_prediction_finds_the_held_out_rows_again(run: Run, tmp_path: Path) -> None:
+def test_predict_uses_the_same_held_out_rows(run: Run, tmp_path: Path) -> None:
     dataset = write_table(tmp_path / "rows.parquet")
     settings = load_settings({"TASK": "tests.tasks.table", "DATASET": dataset, "TEST_SHARE": "0.25"})
     plan = make_plan(settings, load_task(settings))

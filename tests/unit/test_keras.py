@@ -155,7 +155,7 @@ def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_pat
 
 
 def test_the_state_of_another_model_is_rejected(task: Any) -> None:
-    with pytest.raises(ConflictError, match=r"a checkpoint: its weights do not fit.*variables of other shapes"):
+    with pytest.raises(ConflictError, match=r"a checkpoint: the weights do not fit.*variables of other shapes"):
         load_weights(build(outputs=4), build().state_dict(), "a checkpoint")
 
 

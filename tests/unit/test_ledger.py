@@ -1,4 +1,4 @@
-"""Consumed rows are kept until they are in storage, passed to the next group, and merged in storage."""
+"""Tests that consumed rows are kept until they are in storage, passed to the next group, and merged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_only_rows_that_are_in_storage_are_dropped(group: dist.ProcessGroup, run
     assert recorded(run, 1) == {step: [10 * step, 10 * step + 1] for step in range(1, 6)}
 
 
-def test_the_next_attempt_writes_the_rows_that_the_previous_one_could_not(group: dist.ProcessGroup, run: Run) -> None:
+def test_the_next_attempt_writes_the_previous_attempts_missing_rows(group: dist.ProcessGroup, run: Run) -> None:
     before = Ledger(group, "attempt-0001", 0, [], True)
     take(before, 1, 4)
     kept = before.gather(4)
@@ -62,7 +62,7 @@ def test_no_rows_are_kept_without_audit(group: dist.ProcessGroup, run: Run) -> N
 # -------------------------------------------------------------------------------------------------------------- merging
 
 SIZES = (4000, 10_000, 64_000)
-"""Replacement for `streams.SIZES`, because a file of two steps has about 1,100 bytes."""
+"""A replacement for `streams.SIZES`, because a file of two steps has about 1,100 bytes."""
 
 
 def rows_up_to(last: int) -> dict[int, list[int]]:
@@ -93,8 +93,8 @@ def test_files_are_merged_without_losing_or_repeating_a_row(run: Run, monkeypatc
     assert recorded(run, 1) == rows_up_to(120)
 
 
-def test_a_window_that_was_written_is_not_written_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage accepts the previous attempt's windows and then refuses, so the next commit writes the others."""
+def test_written_windows_are_not_written_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage accepts the previous attempt's windows and then fails, so the next commit writes the rest."""
     monkeypatch.setattr(streams, "SIZES", (2000, 64_000))
     before = Ledger(None, "attempt-0001", 0, [], True)
     take(before, 1, 2)
@@ -120,7 +120,7 @@ def test_a_window_that_was_written_is_not_written_again(run: Run, monkeypatch: p
 
 
 def test_a_step_in_two_files_counts_once(run: Run) -> None:
-    """Storage kept a write that it had reported as failed, so the next commit wrote those steps again."""
+    """Storage kept a write that it reported as failed, so the next commit wrote the same steps again."""
     refused = Ledger(None, "attempt-0001", 0, [], True)
     take(refused, 1, 5)
     refused.gather(5)
@@ -133,7 +133,7 @@ def test_a_step_in_two_files_counts_once(run: Run) -> None:
     assert recorded(run, 1) == rows_up_to(8)
 
 
-def test_merging_leaves_a_damaged_file_for_the_audit_to_find(run: Run) -> None:
+def test_merging_keeps_damaged_files_so_that_an_audit_finds_them(run: Run) -> None:
     write_windows(Ledger(None, "attempt-0001", 0, [], True), run, 1, 6)
     entry = run.storage.list(run.key("audit"))[1]
     content = bytearray(run.storage.read(entry.key))

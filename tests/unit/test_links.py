@@ -1,4 +1,4 @@
-"""Links in a directory with runs never lead a reader, a writer or a deletion out of the storage path."""
+"""Tests that links in a storage directory never lead out of the storage path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRET = b"a private key"
 
 @pytest.fixture
 def private(tmp_path: Path) -> Path:
-    """Make a private folder of the reader, outside the storage path."""
+    """Create a private folder of the reader outside the storage path."""
     folder = tmp_path / "private"
     folder.mkdir()
     (folder / "key").write_bytes(SECRET)
@@ -64,7 +64,7 @@ def write_stream(storage: LocalStorage) -> None:
         lambda storage: storage.delete("run/../../private/key"),
     ],
 )
-def test_a_folder_that_is_a_link_out_of_the_storage_is_refused(
+def test_a_folder_that_links_out_of_the_storage_path_is_rejected(
     act: Callable[[LocalStorage], Any], storage: LocalStorage, private: Path
 ) -> None:
     (private / "below").mkdir()
@@ -75,9 +75,7 @@ def test_a_folder_that_is_a_link_out_of_the_storage_is_refused(
     assert (private / "key").read_bytes() == SECRET
 
 
-def test_a_file_that_is_a_link_out_of_the_storage_is_listed_as_a_link_and_not_read(
-    storage: LocalStorage, private: Path
-) -> None:
+def test_a_file_that_links_out_of_the_storage_path_is_not_read(storage: LocalStorage, private: Path) -> None:
     (private / "key").write_bytes(SECRET * 1000)
     link = storage.root / "run/file"
     link.symlink_to(private / "key")
@@ -94,7 +92,7 @@ def test_a_file_that_is_a_link_out_of_the_storage_is_listed_as_a_link_and_not_re
     assert (private / "key").read_bytes() == SECRET * 1000
 
 
-def test_links_within_the_storage_and_to_it_are_followed(tmp_path: Path, storage: LocalStorage) -> None:
+def test_links_inside_the_storage_path_and_to_it_are_followed(tmp_path: Path, storage: LocalStorage) -> None:
     (tmp_path / "link").symlink_to(storage.root)
     (storage.root / "same").symlink_to("run")
     (storage.root / "run/again.json").symlink_to("run.json")
@@ -118,14 +116,14 @@ def test_links_within_the_storage_and_to_it_are_followed(tmp_path: Path, storage
         there.read("a")
 
 
-def test_a_file_that_the_user_names_may_be_a_link(storage: LocalStorage, private: Path) -> None:
+def test_a_file_chosen_by_the_user_can_be_a_link(storage: LocalStorage, private: Path) -> None:
     (storage.root / "model.safetensors").symlink_to(private / "key")
     assert open_storage(str(storage.root), follow_links=True).read("model.safetensors") == SECRET
     settings = Settings(storage_path=str(storage.root), init_from=str(storage.root / "model.safetensors"))
     assert choose_init(settings) == hashlib.sha256(SECRET).hexdigest()
 
 
-def test_a_folder_that_becomes_a_link_while_it_is_written_gets_nothing(storage: LocalStorage, private: Path) -> None:
+def test_nothing_is_written_to_a_folder_that_becomes_a_link(storage: LocalStorage, private: Path) -> None:
     folder = storage.root / "run/folder"
 
     def write_meanwhile() -> None:
@@ -140,7 +138,7 @@ def test_a_folder_that_becomes_a_link_while_it_is_written_gets_nothing(storage: 
     assert os.listdir(private) == ["key"]
 
 
-def test_empty_folders_beyond_a_link_are_kept(storage: LocalStorage, private: Path) -> None:
+def test_empty_folders_behind_a_link_are_not_deleted(storage: LocalStorage, private: Path) -> None:
     (private / "empty").mkdir()
     (storage.root / "run/folder").symlink_to(private)
     storage.delete("run/run.json")
@@ -149,7 +147,7 @@ def test_empty_folders_beyond_a_link_are_kept(storage: LocalStorage, private: Pa
     assert (private / "empty").is_dir()
 
 
-# ----------------------------------------------------------------------------------------------------------- the verbs
+# ------------------------------------------------------------------------------------------------------------- commands
 
 
 @pytest.fixture
@@ -181,7 +179,7 @@ def test_a_log_that_is_a_link_is_not_shown(run: Run, sunspot: StorageCommand, pr
     assert "outside of the storage path" in page
 
 
-def test_a_checkpoint_with_a_link_is_damaged(run: Run, sunspot: StorageCommand, private: Path) -> None:
+def test_a_checkpoint_with_a_link_is_reported_as_damaged(run: Run, sunspot: StorageCommand, private: Path) -> None:
     first, last = list_checkpoints(run)
     model = Path(run.location, "checkpoints", last.name, "model.pt")
     (private / "model.pt").write_bytes(model.read_bytes())
@@ -197,7 +195,7 @@ def test_a_checkpoint_with_a_link_is_damaged(run: Run, sunspot: StorageCommand, 
     assert answer.out.count("outside of the storage path") == 2
 
 
-def test_gc_removes_nothing_beyond_a_link(run: Run, sunspot: StorageCommand, private: Path) -> None:
+def test_gc_removes_nothing_behind_a_link(run: Run, sunspot: StorageCommand, private: Path) -> None:
     folder = Path(run.location, "checkpoints")
     folder.rename(private / "checkpoints")
     folder.symlink_to(private / "checkpoints")

@@ -1,4 +1,4 @@
-"""The workers' numbers are reduced to one record, and checkpoints keep means that can be compared."""
+"""Tests for reducing the workers' numbers to one record, and for the means in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.harness.process_group import in_processes
 EPOCH = 100_000
 
 
-def test_the_best_checkpoint_by_loss_is_not_one_lucky_step(group: dist.ProcessGroup) -> None:
-    """The loss falls from 1.5 to 0.6. Step 301 has rows that happen to be easy, and a window of its own."""
+def test_one_lucky_step_does_not_make_a_checkpoint_the_best(group: dist.ProcessGroup) -> None:
+    """The loss falls from 1.5 to 0.6. Step 301 has easy rows, and is the only step of its window."""
     window = MetricWindow(group, torch.device("cpu"), RecentMeans(EPOCH, {}))
     checkpoints = []
     plain = []
@@ -36,7 +36,7 @@ def test_the_best_checkpoint_by_loss_is_not_one_lucky_step(group: dist.ProcessGr
 
 
 def reduced(group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
-    """Return the results of two reductions on one of three workers, the last of which has no rows."""
+    """Return the results of two reductions on one of three workers. The last worker has no rows."""
     rank, found = group.rank(), []
     for window in range(2):
         sums = Sums()
@@ -49,7 +49,7 @@ def reduced(group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
     return found
 
 
-def test_all_workers_get_the_same_means_and_the_numbers_of_all(tmp_path: Path) -> None:
+def test_all_workers_get_the_same_means_and_all_numbers(tmp_path: Path) -> None:
     ranks = in_processes(tmp_path, 3, reduced)
     for window in range(2):
         parts = [rank[window][-1] for rank in ranks]
@@ -62,7 +62,7 @@ def test_all_workers_get_the_same_means_and_the_numbers_of_all(tmp_path: Path) -
             ]
 
 
-def test_a_record_combines_all_workers_and_keeps_the_ranks_separately(group: dist.ProcessGroup) -> None:
+def test_a_record_combines_all_workers_and_keeps_each_ranks_numbers(group: dist.ProcessGroup) -> None:
     window = MetricWindow(group, torch.device("cpu"), RecentMeans(EPOCH, {}))
     for step_time in (0.1, 0.3):
         window.add_step([{"loss": torch.tensor([1.0, 2.0])}], step_time, data_wait=0.25)
@@ -95,7 +95,7 @@ def test_recent_means_cover_at_most_one_epoch() -> None:
     assert added(recent, 240, loss=3.0)["loss"] == 3.0
 
 
-def test_the_next_worker_group_continues_with_the_means_of_its_state() -> None:
+def test_the_next_worker_group_continues_with_the_restored_means() -> None:
     before = {"recent_rows": 3000, "loss": 2.0, "test_loss": 9.0}
     recent = RecentMeans(EPOCH, before)
     assert recent.newest == before, "a copy may be made before the first window"

@@ -1,4 +1,4 @@
-"""Opening a checkpoint that somebody else wrote: the task that is imported, and the records that are accepted."""
+"""Tests for opening checkpoints written by someone else, which must not import unknown tasks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def keep(run: Run, extra: Any) -> None:
-    """Write the run's only checkpoint, which holds an empty model and this `extra_state.pt`."""
+    """Write the run's only checkpoint, with an empty model and the given `extra_state.pt`."""
     attempt = start(run, "job")
     name = checkpoint_name(1, attempt.number, attempt.nonce)
     files = {}
@@ -51,7 +51,7 @@ def settings_with(task: str) -> dict[str, str]:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a module in the reader's folder that leaves a mark when it is imported."""
+    """Return a module in the reader's folder that writes a file when it is imported."""
     (tmp_path / "bystander.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -59,16 +59,16 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "bystander"
 
 
-def test_the_task_that_a_run_names_is_not_imported(run: Run, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runs_own_task_is_not_imported(run: Run, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(run, {"settings": settings_with(module), "data": DATA})
     storage = run.storage.locate("")
-    said = f"the run names {module} as its task, but SUNSPOT_TASK is not set.* give --task {module}, "
+    said = f"the run's task is {module}, but SUNSPOT_TASK is not set.* use --task {module}, "
     with pytest.raises(SettingsError, match=said):
         Classifier("run", storage=storage)
     monkeypatch.setenv("SUNSPOT_TASK", "another")
-    with pytest.raises(SettingsError, match=f"names {module} as its task, but SUNSPOT_TASK is another"):
+    with pytest.raises(SettingsError, match=f"the run's task is {module}, but SUNSPOT_TASK is another"):
         Classifier("run", storage=storage)
-    with pytest.raises(SettingsError, match=f"names {module} as its task"):
+    with pytest.raises(SettingsError, match=f"the run's task is {module}"):
         Classifier("run", storage=storage, task="mine")
     assert not Path("ran").exists()
 
@@ -104,7 +104,7 @@ def test_the_command_accepts_the_task_as_a_file(
         arguments.begin(arguments)
 
 
-def test_a_task_file_in_another_folder_is_found_here_and_in_child_processes(
+def test_a_task_file_in_another_folder_is_also_found_in_child_processes(
     run: Run, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("tasks").mkdir()

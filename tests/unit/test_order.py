@@ -1,4 +1,4 @@
-"""The order of rows and the workers' shares: the same steps with any number of workers, and every row once."""
+"""Tests for the order of rows and for each worker's share of a step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_shares_are_equal_and_never_a_single_row(rows: int, world_size: int) -> 
 
 
 @given(rows, batches, worlds, st.data())
-def test_each_position_belongs_to_exactly_the_worker_whose_share_contains_it(
+def test_ranks_and_shares_assign_each_position_to_the_same_worker(
     rows: int, batch: int, world_size: int, data: st.DataObject
 ) -> None:
     steps = Steps(rows, batch)
@@ -61,8 +61,8 @@ def test_micro_batches_are_even(rows: int, most: int) -> None:
     assert min(sizes) >= (1 if 0 < most < 3 else MIN_ROWS)
 
 
-def test_the_largest_pass_may_come_from_a_smaller_share() -> None:
-    """Shares of 5 and 4 rows, cut into passes of at most 4, give passes of 3 and 2 rows, and of 4."""
+def test_the_largest_pass_can_come_from_a_smaller_share() -> None:
+    """A share of 5 rows has passes of 2 and 3 rows if the limit is 4, but a share of 4 rows has a single pass."""
     assert largest_pass(9, 2, 4) == 4
     assert largest_pass(9, 2, 5) == 5
     assert largest_pass(9, 2, 0) == 5
@@ -78,7 +78,7 @@ def test_an_epoch_visits_every_row_once(groups: list[int], seed: int, epoch: int
 
 
 def ids_of(order: Order, epoch: int, window: ShuffleWindow) -> list[int]:
-    """Return the ids of a window's rows, in the order in which they are visited."""
+    """Return the IDs of a window's rows, in order."""
     which, rows = locate_rows([order.row_groups[group] for group in window.groups], order.permutation(epoch, window))
     groups = np.array(window.groups)[which]
     assert np.all((rows >= 0) & (rows < np.array(order.row_groups)[groups]))
@@ -94,8 +94,8 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
     assert len({tuple(first_rows(seed, epoch)) for seed in range(3) for epoch in range(1, 4)}) == 9
 
 
-def test_the_order_matches_that_of_stored_positions() -> None:
-    """Stored positions refer to rows in this exact order. Changing it would repeat rows of a resumed epoch."""
+def test_the_order_of_rows_never_changes() -> None:
+    """Stored positions depend on this exact order. A different order would repeat rows in a resumed epoch."""
     order = Order((5, 3, 4), seed=7, window_rows=6)
     assert [window.groups for window in order.windows(2)] == PINNED_GROUPS
     assert [order.permutation(2, window).tolist() for window in order.windows(2)] == PINNED_ROWS

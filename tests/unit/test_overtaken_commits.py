@@ -1,4 +1,4 @@
-"""Commits of a process that outlives its groups continue while the next group trains, as long as they count."""
+"""Tests that commits continue after the end of their group, as long as they count."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.harness.waiting import wait_until
 
 
 class Survivor:
-    """A process that is rank 0 of one group after another, and saves once in each."""
+    """A process that is rank 0 of consecutive groups, and saves once in each group."""
 
     def __init__(self, run: Run, memory: NodeMemory, process: str = "p", **settings: Any) -> None:
         self.run = run
@@ -84,7 +84,7 @@ class Survivor:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Make a directory in shared memory, because storage waits until each write is on the disk."""
+    """Create a directory in shared memory, because syncing each write to disk is slow."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else tmp_path) as folder:
         yield Path(folder)
@@ -146,7 +146,7 @@ def incomplete(run: Run) -> list[str]:
     return [name for name, files in list_directories(run).items() if MANIFEST not in files]
 
 
-def test_twenty_commits_are_completed_although_their_groups_end_first(
+def test_twenty_commits_are_completed_after_their_groups_end(
     run: Run, memory: NodeMemory, storage: SlowStorage
 ) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=99)
@@ -186,9 +186,7 @@ def test_an_upload_that_outlasts_ten_groups_does_not_exceed_the_slot_limit(
     assert not incomplete(run)
 
 
-def test_a_commit_that_ends_late_deletes_expired_checkpoints(
-    run: Run, memory: NodeMemory, storage: SlowStorage
-) -> None:
+def test_a_late_commit_deletes_expired_checkpoints(run: Run, memory: NodeMemory, storage: SlowStorage) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=1)
     survivor.form_group()
     survivor.take_step()
@@ -202,7 +200,7 @@ def test_a_commit_that_ends_late_deletes_expired_checkpoints(
 
 
 @pytest.mark.parametrize("overtaken", ["by an older start", "by another process", "by another job", "without a part"])
-def test_a_commit_that_no_longer_counts_ends_and_leaves_nothing(
+def test_a_commit_that_no_longer_counts_leaves_no_files(
     overtaken: str, run: Run, memory: NodeMemory, storage: SlowStorage
 ) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=9)
@@ -234,7 +232,9 @@ def test_a_commit_that_no_longer_counts_ends_and_leaves_nothing(
     assert list(list_directories(run)) == [first]
 
 
-def test_a_stopped_commit_begins_no_further_part(run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_commit_begins_no_further_parts(
+    run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     survivor = Survivor(run, memory)
     survivor.form_group()
     begun, go = threading.Event(), threading.Event()
@@ -263,7 +263,7 @@ def test_a_stopped_commit_begins_no_further_part(run: Run, memory: NodeMemory, m
     assert not list_directories(run)
 
 
-def test_the_upload_of_a_lost_rank_0_is_removed_by_the_next_commit(run: Run, memory: NodeMemory) -> None:
+def test_the_next_commit_removes_the_upload_of_a_lost_rank_0(run: Run, memory: NodeMemory) -> None:
     lost = Survivor(run, memory)
     lost.form_group()
     lost.take_step(save=False)
@@ -278,7 +278,7 @@ def test_the_upload_of_a_lost_rank_0_is_removed_by_the_next_commit(run: Run, mem
     assert not incomplete(run)
 
 
-def test_a_manifest_that_comes_after_its_files_were_removed_is_removed(run: Run, memory: NodeMemory) -> None:
+def test_a_manifest_that_arrives_after_its_files_were_removed_is_removed(run: Run, memory: NodeMemory) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=9)
     survivor.form_group()
     survivor.take_step(save=False)
@@ -307,7 +307,7 @@ def test_the_next_group_saves_if_the_newest_checkpoint_is_older_than_the_interva
     assert survivor.is_due() == due
 
 
-def test_a_process_that_becomes_rank_0_again_knows_commits_made_by_others(run: Run, memory: NodeMemory) -> None:
+def test_a_process_that_becomes_rank_0_again_knows_others_commits(run: Run, memory: NodeMemory) -> None:
     survivor = Survivor(run, memory, checkpoint_every_s=60.0)
     survivor.form_group()
     survivor.take_step()
@@ -319,7 +319,7 @@ def test_a_process_that_becomes_rank_0_again_knows_commits_made_by_others(run: R
     assert not survivor.is_due()
 
 
-def test_a_rank_adds_its_part_to_a_commit_that_rank_0_began_before_the_group_ended(
+def test_a_rank_adds_its_part_to_a_commit_begun_before_the_group_ended(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "POLL_S", 2.0)
@@ -356,10 +356,10 @@ def test_a_waiting_part_is_not_written_after_its_group_lost_a_process(run: Run) 
     committer.abandon()
 
 
-def test_the_age_of_a_file_is_measured_by_the_clock_of_its_storage(
+def test_file_ages_are_measured_with_the_storages_clock(
     run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine whose clock is ahead must not take the upload of another process for an abandoned one."""
+    """A machine with a fast clock must not consider another process's upload abandoned."""
     survivor = Survivor(run, memory)
     survivor.form_group()
     run.storage.write(run.key("checkpoints", checkpoint_name(9, 1, new_nonce()), "model.pt"), b"on its way")
@@ -404,8 +404,7 @@ def test_buffers_left_by_an_aborted_collective_are_not_copied(
 
 
 def test_a_copy_that_is_needed_waits_for_the_previous_copy(run: Run, memory: NodeMemory) -> None:
-    """The newest copy must be of the last step, because under FSDP all workers resume from it after a notice or a
-    join."""
+    """The newest copy must be that of the last step, from which all workers resume under FSDP."""
     survivor = Survivor(run, memory)
     survivor.form_group()
     survivor.take_step(save=False)

@@ -294,7 +294,9 @@ def test_the_docs_show_the_loop_of_the_gan_task() -> None:
 
 def test_invalid_models_and_optimizers_are_rejected() -> None:
     settings = Settings(task="sunspot.tasks.gan", parallel="fsdp")
-    with pytest.raises(SettingsError, match=r"PARALLEL=fsdp: sunspot.tasks.gan has several models .ModuleDict"):
+    with pytest.raises(
+        SettingsError, match=r"PARALLEL=fsdp does not support several models, but sunspot.tasks.gan has a ModuleDict"
+    ):
         shard_model(gan.build_model(settings, EmptySource((1, 8, 8), 3)), settings, torch.device("cpu"))
     module, model = ModuleType("mine"), nn.Linear(1, 1)
     module.build_optimizer = lambda model, _: {n: torch.optim.SGD(model.parameters(), 1) for n in "ab"}

@@ -1,4 +1,4 @@
-"""Lists packed into rows of one length: every value once, lists kept separate, and refusals."""
+"""Tests for packing lists into rows of equal length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pack(folder: Path, lists: list[list[int]], length: int, row_group_size: int 
     return source
 
 
-def test_lists_are_laid_end_to_end(tmp_path: Path) -> None:
+def test_lists_are_concatenated(tmp_path: Path) -> None:
     source = pack(tmp_path, [[1, 2, 3], [], [4, 5, 6, 7], [8]], length=4)
     found = everything(source)
     np.testing.assert_array_equal(found["x"], [[1, 2, 3, 4], [5, 6, 7, -1], [8, -1, -1, -1]])
@@ -64,7 +64,7 @@ def test_every_packed_value_is_in_exactly_one_row(
         np.testing.assert_array_equal(array, source.read(group)[name][chosen])
 
 
-def test_several_columns_are_packed_at_the_same_places(tmp_path: Path) -> None:
+def test_columns_are_packed_at_the_same_positions(tmp_path: Path) -> None:
     columns = {"x": Column("int64"), "weight": Column()}
     good = pa.table({"x": [[1, 2], [3]], "weight": [[0.5, 1], [0]]})
     pq.write_table(good, tmp_path / "good.parquet")
@@ -82,7 +82,7 @@ def test_the_fingerprint_depends_on_the_packed_length(tmp_path: Path) -> None:
     assert pack(tmp_path, lists, 2).fingerprint != pack(tmp_path, lists, 4).fingerprint
 
 
-def test_columns_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
+def test_columns_that_cannot_be_packed_are_rejected(tmp_path: Path) -> None:
     with refusal(DataError, "a.parquet", "all lists of x are empty"):
         pack(tmp_path, [[], []], 2)
     with refusal(SettingsError, "column 'x' cannot be packed"):
@@ -112,5 +112,5 @@ def test_text_becomes_tokens(tmp_path: Path) -> None:
     documented, _ = names["find_sources"](settings)
     assert documented.read(0)["tokens"][0, :7].tolist() == [1, 2, 1, 2, 2, 1, 0]
     pq.write_table(pa.table({"text": [1, 2]}), path)
-    with refusal(DataError, "text.parquet, row 0", "x is int; a tokenizer takes text"):
+    with refusal(DataError, "text.parquet, row 0", "x has type int, but the tokenizer needs text"):
         open_packed(Settings(dataset=str(path)), {"x": Column("int64", decode=tokenizer, of="text")}, 4)

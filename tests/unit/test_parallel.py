@@ -1,4 +1,4 @@
-"""Collectives of all workers. Two threads are the ranks of a group whose collectives have a short time limit."""
+"""Tests for collectives. Two threads are the ranks of a group with a short timeout."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def slowly() -> str:
     return "slow"
 
 
-def test_a_rank_may_take_longer_than_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_can_take_longer_than_the_timeout_of_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.parallel.collectives, "ROUND_S", LIMIT_S / 10)
     ranks = run_ranks(
         lambda group: run_on_all_ranks(group, slowly), lambda group: run_on_all_ranks(group, lambda: "quick")
@@ -61,14 +61,16 @@ def test_a_rank_may_take_longer_than_a_collective(monkeypatch: pytest.MonkeyPatc
     assert [rank.result(30) for rank in ranks] == ["slow", "quick"]
     late, waiting = run_ranks(
         lambda group: (slowly(), any_rank(group, True)), lambda group: any_rank(group, True)
-    )  # without `run_on_all_ranks`, both ranks would run into the limit
+    )  # without `run_on_all_ranks`, both ranks would time out
     for rank in (late, waiting):
         with pytest.raises(RuntimeError):
             rank.result(30)
 
 
-def test_the_last_commit_may_take_longer_than_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 writes the model as one file, for example, while the others have nothing to do."""
+def test_the_last_commit_can_take_longer_than_the_timeout_of_a_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 can write the model as one file, for example, while the other ranks wait."""
     monkeypatch.setattr(sunspot.parallel.collectives, "ROUND_S", LIMIT_S / 10)
     run, plan = open_run(str(tmp_path), "run"), Plan(Settings(), EmptySource((2,), 2), None, Steps(20, 2), 10)
     attempt, write_manifest = start(run, "me"), sunspot.checkpoint.commit.write_manifest
@@ -87,7 +89,7 @@ def test_the_last_commit_may_take_longer_than_a_collective(tmp_path: Path, monke
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [10]
 
 
-def test_the_error_of_one_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_on_one_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.parallel.collectives, "ROUND_S", LIMIT_S / 10)
 
     def fail() -> None:
@@ -107,7 +109,7 @@ def test_a_single_worker_does_not_wait() -> None:
 
 
 def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[list[int], list[StepActions]]:
-    """Return the steps at which rank 0 was asked, and the actions after each step, which both ranks agreed on.
+    """Return the steps at which rank 0 was asked, and the agreed actions after each step.
 
     The steps take `lengths` seconds. Rank 0 has each of the `wishes` from its step on, until it is asked.
     """
@@ -133,7 +135,7 @@ def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[lis
     return asked, one
 
 
-def test_rank_0_does_not_decide_after_each_fast_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_does_not_decide_after_every_fast_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 60.0)  # even on a busy machine
     asked, agreed = agree_for([0.0] * 70, {20: StepActions(save=True), 40: StepActions(copy=True, next_in=3)})
     assert asked[:7] == [1, 3, 7, 15, 31, 47, 50]
@@ -144,7 +146,7 @@ def test_rank_0_does_not_decide_after_each_fast_step(monkeypatch: pytest.MonkeyP
     assert max(later - before for before, later in itertools.pairwise(asked)) == MAX_STEPS_BETWEEN
 
 
-def test_rank_0_decides_after_each_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_decides_after_every_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == list(range(1, 13))
@@ -161,8 +163,8 @@ def test_workers_wait_for_the_decision_after_a_long_step(monkeypatch: pytest.Mon
     assert [step for step, actions in enumerate(agreed, start=1) if actions.restart] == [8]
 
 
-def test_decisions_are_carried_out_as_steps_get_longer_and_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No decision is lost or carried out twice when the workers change between waiting and not waiting."""
+def test_no_decision_is_lost_or_repeated_when_step_duration_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers change between waiting for a decision and not waiting."""
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
     monkeypatch.setattr(sunspot.parallel.decisions, "LONG_STEP_S", 0.01)
     wishes = {step: StepActions(save=True) for step in range(1, 9)}
@@ -171,14 +173,14 @@ def test_decisions_are_carried_out_as_steps_get_longer_and_shorter(monkeypatch: 
     assert sum(actions.save for actions in agreed) == 8
 
 
-def test_a_commit_counts_as_running_until_rank_0_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_counts_as_running_until_rank_0_decides_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 60.0)
     _, agreed = agree_for([0.0] * 16, {7: StepActions(busy=True)})
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == list(range(8, 16))
 
 
 class Odd(torch.nn.Module):
-    """Model with two modules that share a weight, and with tensors that are not in its state_dict."""
+    """A model with a weight that two modules share, and with tensors outside the state_dict."""
 
     def __init__(self, *, table: str = "") -> None:
         super().__init__()
@@ -200,7 +202,7 @@ class Odd(torch.nn.Module):
             assert float(self.one.weight.detach().sum()) < 1e9
 
 
-def test_a_model_without_values_has_everything_else() -> None:
+def test_a_model_built_without_values_is_otherwise_complete() -> None:
     model = build_without_values(lambda: Odd(table="fixed"))
     assert model
     assert {name for name, parameter in model.named_parameters() if parameter.is_meta} == {
@@ -214,13 +216,13 @@ def test_a_model_without_values_has_everything_else() -> None:
 
 
 @pytest.mark.parametrize("table", ["drawn", "derived", "looked at"])
-def test_a_model_that_depends_on_its_values_is_built_with_them(table: str) -> None:
+def test_a_model_that_depends_on_its_values_is_not_built_without_them(table: str) -> None:
     assert build_without_values(lambda: Odd(table=table)) is None
 
 
-def test_a_test_rank_that_hangs_is_ended_and_shows_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_test_rank_is_killed_and_its_stack_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "LIMIT_S", 1.0)
-    monkeypatch.setattr(dist, "init_process_group", Mock())  # it may take longer than the limit on a busy machine
+    monkeypatch.setattr(dist, "init_process_group", Mock())  # it can take longer than the limit on a busy machine
 
     def wait_for_ever(_: object) -> None:
         threading.Event().wait()

@@ -1,4 +1,4 @@
-"""A process leaves its groups at once, even if other members are stopped."""
+"""Tests that a process can leave its groups at once, even if other members are stopped."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sunspot.parallel.process_group import ProcessGroups
 LIMIT_S = 60.0
 
 
-def test_a_group_is_left_at_once_while_a_peer_is_stopped() -> None:
-    """A broadcast is running, as between two steps, and would end only when the peer continues."""
+def test_a_process_leaves_its_group_at_once_while_a_peer_is_stopped() -> None:
+    """A broadcast is running, which would end only when the peer resumes."""
 
     def take_part(rank: int) -> None:
-        gc.freeze()  # the stores of earlier tests have no threads in a forked process, and cannot be destroyed there
+        gc.freeze()  # earlier stores cannot be destroyed in a forked process, where they have no threads
         torch.set_num_threads(1)
         groups = ProcessGroups(torch.device("cpu"), LIMIT_S)
         with groups.forming():

@@ -1,4 +1,4 @@
-"""Rounds of LOADER=ray: each row is read once with any number of workers, and each worker gets its own rows."""
+"""Tests for LOADER=ray: each row is read once, and each worker gets its own rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ row_groups = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda
 
 @dataclass
 class CountingSource:
-    """Rows whose `value` is twice their id. It counts the reads of each group."""
+    """A `Source` that counts the reads of each group. Each row's `value` is twice its ID."""
 
     row_groups: tuple[int, ...]
     reads: Counter[int] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ def test_workers_get_their_rows_and_each_group_is_read_once(
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 9))
 def test_held_out_rows_are_divided_evenly_for_any_group_size(groups: list[int], world_size: int) -> None:
-    """Each row is on exactly one worker. Most Parquet writers put up to a million rows into one group."""
+    """Most Parquet writers put up to a million rows into one group."""
     source = CountingSource(tuple(groups))
     evaluated, counts = list[int](), list[int]()
     for rank in range(world_size):
@@ -85,8 +85,8 @@ def test_held_out_rows_are_divided_evenly_for_any_group_size(groups: list[int], 
 
 
 @pytest.mark.parametrize("start", [0, 2, 4])
-def test_a_stream_that_begins_at_another_step_is_refused(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage may show an older attempt to the process that makes the stream."""
+def test_a_stream_that_begins_at_the_wrong_step_is_rejected(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage can list an older attempt when the stream is created."""
     steps = Steps(40, 10)
     order = Order((20, 20), 7, 20)
     reader = RoundReader(CountingSource((20, 20)), order, steps, 1, 1)
@@ -101,13 +101,13 @@ def test_a_stream_that_begins_at_another_step_is_refused(start: int, monkeypatch
     loader, stale = (RayLoader(steps, 1, 0, torch.device("cpu"), has_test=False) for _ in range(2))
     assert len(next(loader.train(epoch, first, 4))["row"]) == 10
     with pytest.raises(
-        RuntimeError, match=f"begins at row {10 * first} of epoch {epoch}, but its step begins at row 30 of"
+        RuntimeError, match=f"begins at row {10 * first} of epoch {epoch}, but the step begins at row 30 of"
     ):
         next(stale.train(1, 3, 4))
 
 
 def visited(order: Order, epoch: int) -> list[int]:
-    """Return the ids of all rows, in the order in which an epoch visits them."""
+    """Return the IDs of all rows in an epoch's order."""
     starts = np.cumsum([0, *order.row_groups])
     ids: list[int] = []
     for window in order.windows(epoch):

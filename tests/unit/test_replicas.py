@@ -1,4 +1,4 @@
-"""Each part of a sharded state is kept on two nodes, or it does not count."""
+"""Tests that parts of a sharded state only count if they are on two nodes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from sunspot.shared_pages import Pages
 from tests.harness.process_group import in_processes
 
 SIZES = [2500, 700, 1000]
-"""Sizes of the parts in bytes. A message has at most a thousand."""
+"""The sizes of the parts in bytes. A message has at most a thousand bytes."""
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
-def test_the_loss_of_any_node_loses_no_part(nodes: list[str]) -> None:
+def test_losing_any_node_loses_no_part(nodes: list[str]) -> None:
     replicas = find_replica_ranks(nodes)
     for lost in set(nodes) if len(set(nodes)) > 1 else ():
         for rank, replica in enumerate(replicas):
@@ -44,7 +44,7 @@ def test_replicas_are_spread_over_the_ranks_of_a_node() -> None:
 
 
 class Worker(NodeMemory):
-    """One of three workers, each on its own node. `room` is False if it cannot keep a neighbor's part."""
+    """One of three workers on separate nodes. `room` is False if it has no memory for a neighbor's part."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(None)
@@ -72,7 +72,7 @@ class Worker(NodeMemory):
         return self.exchange.replicate(slot, marked, sidecar)
 
     def held(self) -> set[tuple[int, int, int, str]]:
-        """Return step, part, the value of all bytes, and the sidecar of each copy."""
+        """Return the step, the part, the value of all bytes and the sidecar of each copy."""
 
         def describe(held: MemorySnapshot) -> tuple[int, int, int, str]:
             content = Path(held.file).read_bytes()
@@ -92,7 +92,7 @@ def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.checkpoint.replicas, "CHUNK", 1000)
 
 
-def test_a_copy_counts_once_all_parts_are_kept_on_two_nodes(tmp_path: Path, small_messages: None) -> None:
+def test_a_copy_counts_once_all_parts_are_on_two_nodes(tmp_path: Path, small_messages: None) -> None:
     def act(group: Any) -> None:
         worker = Worker(tmp_path)
         rank, peer = worker.rank, (worker.rank - 1) % 3
@@ -112,7 +112,7 @@ def test_a_copy_counts_once_all_parts_are_kept_on_two_nodes(tmp_path: Path, smal
     in_processes(tmp_path, 3, act)
 
 
-def test_a_neighbor_that_dies_ends_the_exchange_but_existing_copies_stay(tmp_path: Path) -> None:
+def test_losing_a_neighbor_ends_the_exchange_but_keeps_copies(tmp_path: Path) -> None:
     def act(group: Any) -> str:
         worker = Worker(tmp_path)
         assert worker.share(1)
@@ -126,7 +126,7 @@ def test_a_neighbor_that_dies_ends_the_exchange_but_existing_copies_stay(tmp_pat
     assert in_processes(tmp_path, 3, act) == ["ended", "died", "ended"]
 
 
-def test_a_part_that_arrives_damaged_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_damaged_in_transit_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_copy = Slot.accept_copy
 
     def spoil(slot: Slot, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
@@ -147,7 +147,7 @@ def test_a_part_that_arrives_damaged_does_not_count(tmp_path: Path, monkeypatch:
     in_processes(tmp_path, 3, act)
 
 
-def test_a_node_that_freezes_while_it_sends_a_copy_does_not_block_the_others(
+def test_a_node_that_freezes_during_a_transfer_does_not_block_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.checkpoint.node_state, "TIMEOUT_S", 0.5)

@@ -1,4 +1,4 @@
-"""The reports of workers about their steps, on the terminal and in storage."""
+"""Tests for the workers' reports about steps, on the terminal and in storage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.harness.runs import begin, consumed, record_audit, start
 
 
 def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
-    """Return a single worker. `own` are its checkpoints, commands, telemetry and reporter."""
+    """Return a single worker. `own` contains its checkpoints, commands, telemetry and reporter."""
     place = WorkerPlace(group)
     learner: Any = SimpleNamespace(plan=plan, place=place, average=MagicMock(), model=torch.nn.Identity())
     checkpoints, commands, telemetry, reporter = own
@@ -52,15 +52,15 @@ def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
 
 
 @pytest.mark.parametrize("name", ["loss", "generator_loss"])
-def test_each_report_adds_a_record_and_separate_numbers_of_each_rank(
+def test_each_report_adds_a_record_and_each_ranks_numbers(
     name: str, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve steps are reported at the end of each epoch of four. A task's own loop may name its losses freely."""
+    """Twelve steps are reported in three epochs. A task's own loop can log losses of any name."""
     reported: list[dict[str, Any]] = []
     monkeypatch.setattr(sunspot.train.worker.ray.train, "report", reported.append)
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
-    for first in (1, 4):  # segments that an earlier process has not merged
+    for first in (1, 4):  # segments that an earlier process did not merge
         record_audit(run, Attempt(0, "job", None, 0), consumed(first, first + 2))
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)
     begun = StartPoint(attempt, nodes={0: "node"})
@@ -110,10 +110,10 @@ def test_each_report_adds_a_record_and_separate_numbers_of_each_rank(
     assert len(run.storage.list(run.key("audit"))) == 1
 
 
-def test_a_loss_and_the_reason_of_a_failure_are_the_same_wherever_they_are_shown(
+def test_losses_and_failures_are_shown_the_same_everywhere(
     group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A report after step 3 leaves one step for the window that ends with the epoch of four steps."""
+    """After a report at step 3, the window that ends with the epoch of four steps contains a single step."""
     monkeypatch.setattr(sunspot.train.worker.ray.train, "report", lambda _: None)
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
@@ -142,7 +142,7 @@ def test_a_loss_and_the_reason_of_a_failure_are_the_same_wherever_they_are_shown
     assert control.heard("log").count("  between nodes, NCCL uses Socket") == 1
 
 
-def test_a_loss_is_reported_when_it_becomes_nan_and_when_it_is_finite_again(
+def test_a_nan_loss_is_reported_when_it_begins_and_ends(
     group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The loss is NaN in steps 3 and 4 of 8. Every second step ends an epoch and a window."""
@@ -181,7 +181,7 @@ def test_a_loss_is_reported_when_it_becomes_nan_and_when_it_is_finite_again(
 
 @pytest.mark.parametrize("another", [True, False], ids=["another driver", "the next group of this driver"])
 def test_a_loop_ends_once_another_driver_owns_the_run(another: bool, tmp_path: Path) -> None:
-    """Some loops commit seldom, and errors of the thread that writes the status are ignored."""
+    """Some loops rarely commit, and errors in the thread that writes the status are ignored."""
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning", driver="mine")
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)
@@ -197,7 +197,7 @@ def test_a_loop_ends_once_another_driver_owns_the_run(another: bool, tmp_path: P
         reporter.heartbeat()
 
 
-def test_the_line_of_an_epoch_shows_the_task_metrics(group: dist.ProcessGroup) -> None:
+def test_epoch_lines_show_the_tasks_metrics(group: dist.ProcessGroup) -> None:
     window = MetricWindow(group, torch.device("cpu"), RecentMeans(10, {}))
     window.add_step([{"loss": torch.tensor([1.0, 2.0]), "top2": torch.tensor([0.0, 1.0])}], 0.1, data_wait=0.0)
     line = epoch_line({**window.close(5, 1, 0.1), **window.recent.newest, "test_mae": 3e-5, "attempt": 1})
@@ -206,7 +206,7 @@ def test_the_line_of_an_epoch_shows_the_task_metrics(group: dist.ProcessGroup) -
     )
 
 
-def test_the_last_step_of_a_lost_rank_is_not_shown_as_news(
+def test_the_last_step_of_a_lost_rank_is_not_shown_as_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
@@ -222,15 +222,17 @@ def test_the_last_step_of_a_lost_rank_is_not_shown_as_news(
     ]
 
 
-def test_a_rate_is_computed_within_one_worker_group() -> None:
-    """After a loss, the next group may have passed the lost step when it is first observed."""
+def test_the_speed_is_computed_within_one_worker_group() -> None:
+    """After a loss, the next group might already be past the lost step when it is first observed."""
     lines = _Lines(60, 60)
     states = [(1, 31, 100.0), (1, 41, 105.0), (2, 42, 145.0), (2, 46, 147.0)]
     shown = [lines.describe(Progress(attempt, step, 0.5, time=time)) for attempt, step, time in states]
     assert [re.findall("[0-9.]+ steps/s", text) for text in shown] == [[], ["2.0 steps/s"], [], ["2.0 steps/s"]]
 
 
-def test_plain_lines_show_only_news(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_are_only_printed_after_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
     lines, trains = _Lines(10, 5), Progress(1, 5, 0.5, time=1.0)
     evaluates = replace(trains, doing="evaluating 2000 rows")

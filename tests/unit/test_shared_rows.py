@@ -1,4 +1,4 @@
-"""Tests of LOADER=torch: a node has the rows in memory only once, and each step gets the right rows."""
+"""Tests for LOADER=torch: each node holds the rows in memory once, and each step gets the right rows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sunspot.errors import DataError
 from tests.harness.threads import load_in_threads
 
 NODES = ("a", "b", "a", "a")
-"""Node of each worker."""
+"""The node of each worker."""
 
 
 @dataclass
 class CountingSource:
-    """Source that counts the reads of complete groups. Its rows have an odd number of bytes, made from their ids."""
+    """A source that counts reads of complete groups. Each row has an odd number of bytes."""
 
     row_groups: tuple[int, ...]
     reads: Counter[int] = field(default_factory=Counter)
@@ -60,24 +60,26 @@ def test_workers_of_a_node_read_rows_once_into_shared_pages(shared: bool, monkey
     assert changed == [shared, False, True, shared]
 
 
-def test_rows_that_do_not_fit_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_do_not_fit_in_memory_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     source: Any = CountingSource((1000,))
     alone = LocalWorkers(0, 1, "a", lambda mine: [mine], lambda act: act())
     monkeypatch.setattr(sunspot.data.shared_rows, "MEMORY_WAIT_S", 0)
-    size = 3008 + 8000  # columns begin at multiples of 64 bytes
+    size = 3008 + 8000  # columns are aligned to 64 bytes
     for left, fits in [(size, True), (None, True), (size - 1, False)]:
         monkeypatch.setattr(sunspot.data.shared_rows, "memory_left", lambda left=left: left)
         source.reads.clear()
         if fits:
             load_shared([source], alone)
         else:
-            with pytest.raises(DataError, match=r"take 11 KB, but only 11 KB are left.*set SUNSPOT_LOADER=ray"):
+            with pytest.raises(
+                DataError, match=r"takes 11 KB, but only 11 KB of memory is left.*with SUNSPOT_LOADER=ray"
+            ):
                 load_shared([source], alone)
         assert bool(source.reads) == fits
 
 
 @given(st.integers(2, 300), st.integers(2, 40), st.integers(1, 9), st.data())
-def test_a_worker_only_keeps_its_own_shares_of_an_epoch(
+def test_a_worker_keeps_only_its_own_shares_in_memory(
     rows: int, batch: int, world_size: int, data: st.DataObject
 ) -> None:
     steps, whole = Steps(rows, batch), Order((rows,), 3, rows)

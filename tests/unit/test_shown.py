@@ -1,4 +1,4 @@
-"""Exhibits of a task: their parts, their place in the report, and exhibits that are refused or damaged."""
+"""Tests for the results of a task's `show`: their parts, the report, and invalid or damaged results."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ def test_images_become_pngs(run: Run) -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (["a"], "show returned a list; return a dict of texts, numbers, tables and images by title"),
-        ({"a": [1, 2]}, "show returned 'a' as list; give a text, a number, a list of dicts, or images"),
-        ({"a": None}, "show returned 'a' as NoneType; give a text, a number, a list of dicts, or images"),
+        (["a"], "show returned list; return a dict that maps titles to texts, numbers, tables or images"),
+        ({"a": [1, 2]}, "show returned 'a' as list; return a text, a number, a list of dicts, or images"),
+        ({"a": None}, "show returned 'a' as NoneType; return a text, a number, a list of dicts, or images"),
         ({"a": torch.zeros(2, 1, 4, 4)}, "show returned 'a' as Tensor; .* a uint8 tensor"),
     ],
 )
-def test_exhibits_of_other_types_are_refused(found: Any, said: str) -> None:
+def test_exhibits_of_other_types_are_rejected(found: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         to_parts(found)
 
 
-def test_the_report_shows_exhibits_beside_the_predictions(run: Run) -> None:
+def test_the_report_shows_exhibits_and_predictions(run: Run) -> None:
     trained(run)
     before = page_of(run)
     shown = [
@@ -87,7 +87,7 @@ def test_the_report_shows_exhibits_beside_the_predictions(run: Run) -> None:
     assert "Confusion matrix" in page
 
 
-def test_the_report_says_why_there_are_no_predictions(run: Run) -> None:
+def test_the_report_explains_missing_predictions(run: Run) -> None:
     trained(run)
     run.storage.delete(run.key("predictions.json"))
     assert "No predictions are stored" in page_of(run)
@@ -101,7 +101,7 @@ def test_damaged_exhibits_are_reported(run: Run) -> None:
     assert "What the task shows cannot be read" in page_of(run)
 
 
-def test_the_model_of_a_checkpoint_shows_its_texts(run: Run) -> None:
+def test_a_language_models_show_includes_texts(run: Run) -> None:
     settings = Settings(
         task="sunspot.tasks.gpt",
         task_args={"layers": 1, "width": 8, "heads": 1, "context": 16},

@@ -1,4 +1,4 @@
-"""Copies in shared memory are complete or do not count, and the next process finds them."""
+"""Tests that copies in shared memory are complete or ignored, and that the next process finds them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 
 class Trainee:
-    """A model whose state is copied, without a worker group."""
+    """A model with a state that is copied without a worker group."""
 
     def __init__(self, number: int = 1, device: str = "cpu") -> None:
         torch.manual_seed(number)
@@ -76,7 +76,7 @@ class Trainee:
         self.optimizer.zero_grad()
 
     def take(self, step: int, for_storage: bool = False, evaluated: bool = True) -> Snapshot | None:
-        """Take a snapshot, after waiting for a slot if one is being made."""
+        """Take a snapshot, after waiting for a slot that is being created."""
         snapshot = self.try_to_take(step, for_storage, evaluated)
         making = self.memory._making
         if not snapshot and making:
@@ -98,7 +98,7 @@ class Trainee:
         return map_tensors(state, lambda tensor: tensor.cpu().clone())
 
     def die(self) -> None:
-        """Leave everything as a killed process leaves it."""
+        """Leave the same files behind as a killed process."""
         self.snapshots.wait_until_complete()
         making = self.memory._making
         if making:  # a killed process makes no slot after its death
@@ -157,7 +157,7 @@ def test_the_newest_copy_stays_until_a_newer_one_is_complete() -> None:
     assert len(list(second.memory.directory.glob("slot-*.json"))) == 1
 
 
-def test_a_living_process_keeps_its_directory() -> None:
+def test_a_running_process_keeps_its_directory() -> None:
     one, other = Trainee(1), Trainee(2)
     assert one.memory.directory != other.memory.directory
     for trainee in (one, other):
@@ -178,7 +178,7 @@ def test_a_living_process_keeps_its_directory() -> None:
 
 @pytest.mark.parametrize("aged", ["the directory", "the copies"])
 def test_copies_of_another_run_are_removed_after_a_day(aged: str, shared_memory: Path) -> None:
-    """A run's directory stays as long as its newest file is young."""
+    """A run's directory is kept as long as its newest file is recent."""
     other = Trainee()
     other.train()
     other.take(1)
@@ -195,7 +195,7 @@ def test_copies_of_another_run_are_removed_after_a_day(aged: str, shared_memory:
     assert run.exists() == (aged == "the directory")
 
 
-def test_an_incomplete_copy_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_copy_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee()
     trainee.train()
     for step in (0, 1):
@@ -237,7 +237,7 @@ def test_training_does_not_wait_for_the_checksum_of_a_copy(monkeypatch: pytest.M
     assert found[0].step == 3
 
 
-def test_memory_is_reserved_in_the_background_and_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_reserved_in_the_background_without_delaying_training(monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee()
     reserve = os.posix_fallocate
     go = threading.Event()
@@ -295,7 +295,7 @@ def test_slots_are_limited_and_never_overwritten_while_in_use() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".json", ".sidecar", ".data"])
-def test_a_damaged_copy_is_skipped_for_an_intact_one(suffix: str, shared_memory: Path) -> None:
+def test_an_intact_copy_is_used_instead_of_a_damaged_copy(suffix: str, shared_memory: Path) -> None:
     trainee, other = Trainee(), Trainee(2)
     for each, step in ((trainee, 3), (other, 7)):
         each.train()
@@ -315,7 +315,7 @@ def test_a_damaged_copy_is_skipped_for_an_intact_one(suffix: str, shared_memory:
     assert found.snapshot.step == 7
 
 
-def test_storage_gets_its_copies_even_without_room_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_saved_even_if_shared_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.checkpoint.memory_files, "memory_left", lambda: 1000)
     trainee = Trainee()
     trainee.train()
@@ -329,8 +329,8 @@ def test_storage_gets_its_copies_even_without_room_in_shared_memory(monkeypatch:
     assert len(trainee.warnings) == 1
 
 
-def test_each_attempt_has_the_same_room_for_copies(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The previous process's copy makes way for the new ones, so it takes no room."""
+def test_each_attempt_has_the_same_memory_for_copies(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The previous process's copy is replaced, so it does not reduce the available memory."""
 
     def free() -> int:
         return round(size / 0.23) - sum(file.stat().st_size for file in shared_memory.rglob("*.data"))
@@ -348,10 +348,10 @@ def test_each_attempt_has_the_same_room_for_copies(shared_memory: Path, monkeypa
 
 @pytest.mark.parametrize("for_storage", [False, True])
 @pytest.mark.parametrize("slots", [0, 1])
-def test_the_old_copy_stays_while_memory_is_full_and_copying_is_retried(
+def test_the_old_copy_is_kept_while_memory_is_full(
     slots: int, for_storage: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is room for `slots` slots at first."""
+    """Only `slots` slots fit into memory at first."""
     first = Trainee()
     first.train()
     first.take(1)
@@ -389,7 +389,7 @@ def test_the_old_copy_stays_while_memory_is_full_and_copying_is_retried(
 
 
 def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state grows if layers are added or unfrozen late."""
+    """A state grows if layers are added or unfrozen during training."""
     trainee = Trainee()
     go = threading.Event()
     copy = sunspot.checkpoint.snapshot.copy
@@ -413,7 +413,7 @@ def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_complete(monk
     assert sizes == {trainee.snapshots.size}, "the smaller copies take no memory"
 
 
-def test_a_copy_that_cannot_be_marked_affects_neither_the_previous_copy_nor_training(
+def test_a_copy_that_cannot_be_marked_affects_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainee = Trainee()
@@ -460,7 +460,7 @@ def test_a_heartbeat_in_full_memory_does_not_end_the_process(monkeypatch: pytest
     assert "No space left on device" in warning
 
 
-def test_memory_that_cuda_does_not_pin_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cuda_cannot_pin_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Cudart:
         asked = 0
 
@@ -482,7 +482,7 @@ def test_memory_that_cuda_does_not_pin_is_reported_once(monkeypatch: pytest.Monk
     assert "because their memory is not pinned: error 2: out of memory" in warning
 
 
-def test_a_copy_is_dropped_if_a_weight_changes_and_later_copies_are_intact(
+def test_a_copy_is_dropped_if_a_weight_changes_during_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights are clamped after some steps, although only the optimizer changed them in the second step."""
@@ -529,7 +529,7 @@ def test_a_copy_is_dropped_if_a_weight_changes_and_later_copies_are_intact(
 def test_training_does_not_wait_for_pinned_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CUDA is mocked; the pages of a slot that is made at once are not locked yet."""
+    """CUDA is mocked. The pages of a slot that is created at once are not locked yet."""
     trainee = Trainee()
     go = threading.Event()
     streams = list[Any]()
@@ -554,7 +554,7 @@ def test_training_does_not_wait_for_pinned_memory(
 
 
 class Exchange(PartExchange):
-    """An exchange with a single neighbor, whose answers the test chooses."""
+    """An exchange with a single neighbor. The test chooses its responses."""
 
     def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
@@ -574,7 +574,7 @@ class Exchange(PartExchange):
 
 
 class Part(Trainee):
-    """A trainee whose state is one of two parts."""
+    """A trainee with one of two parts of a state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -582,7 +582,7 @@ class Part(Trainee):
         self.snapshots = self.make_snapshots(self.exchange)
 
     def copy(self, step: int, answer: bool | RuntimeError) -> set[int]:
-        """Copy the part at `step`, and return the steps of all copies that exist then."""
+        """Copy the part at `step`, and return the steps of all existing copies."""
         self.exchange.answers.append(answer)
         self.train()
         assert self.take(step)
@@ -590,7 +590,7 @@ class Part(Trainee):
         return {held.step for held in find_parts(RUN)}
 
 
-def test_a_part_stays_until_all_workers_have_a_newer_one() -> None:
+def test_a_part_is_kept_until_all_workers_have_a_newer_part() -> None:
     part = Part()
     assert part.copy(1, True) == {1}
     for step in (2, 3, 4):
@@ -604,7 +604,7 @@ def test_a_part_stays_until_all_workers_have_a_newer_one() -> None:
     assert regained == "copies in shared memory continue at step 5"
 
 
-def test_a_worker_that_lost_its_neighbor_keeps_its_copies_and_makes_no_new_ones() -> None:
+def test_a_worker_that_lost_its_neighbor_keeps_its_copies() -> None:
     part = Part()
     part.copy(1, True)
     assert part.copy(2, RuntimeError("Connection closed by peer")) == {1, 2}
@@ -630,7 +630,7 @@ def test_the_next_process_keeps_the_parts_from_which_its_group_resumes() -> None
 
 
 def test_a_process_keeps_the_parts_from_which_its_next_group_resumes() -> None:
-    """The part of a lost worker exists only as the copy that a neighbor kept."""
+    """The part of a lost worker only exists as a neighbor's copy."""
     part = Part()
     part.copy(1, True)
     memory = part.memory
@@ -652,7 +652,7 @@ def test_a_process_keeps_the_parts_from_which_its_next_group_resumes() -> None:
 
 @pytest.mark.parametrize("kind", ["another user's", "a link"])
 def test_another_users_directory_is_never_used(kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any user may make a directory with that name, and put a copy of weights there."""
+    """Any user could create a directory with this name, and put weights there."""
     planted = Trainee()
     planted.train()
     assert planted.take(3)
@@ -672,7 +672,7 @@ def test_another_users_directory_is_never_used(kind: str, shared_memory: Path, m
     assert "belongs to another user" in trainee.warnings[0]
 
 
-def test_only_their_user_can_read_copies(shared_memory: Path) -> None:
+def test_copies_can_only_be_read_by_their_user(shared_memory: Path) -> None:
     folder = shared_memory / f"sunspot-{os.getuid()}"
     folder.mkdir(mode=0o755)  # the mode that earlier versions used
     assert Trainee().memory.shared

@@ -1,4 +1,4 @@
-"""Storage behaves the same on a directory and in every bucket, and each failure leads to a clear error."""
+"""Tests that directories and buckets behave the same, and that failures raise clear errors."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ MIB = 1 << 20
 PART = 5 * MIB  # the smallest part that S3 accepts
 
 MANY_TRIES = 10
-"""Upper limit for the number of times that any request is sent."""
+"""Largest number of times that a request is sent."""
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use small parts, and check that no test leaves an upload's thread behind."""
+    """Use small parts, and check that no upload thread outlives its test."""
     monkeypatch.setattr(module, "PART", PART)
     yield
     assert_no_threads()
@@ -80,12 +80,12 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_no_threads() -> None:
     for thread in threading.enumerate():
         if thread.name == "storage-part":
-            thread.join(1)  # it may have delivered its result just now
+            thread.join(1)  # it might have just delivered its result
             assert not thread.is_alive()
 
 
 def pattern(size: int) -> bytes:
-    """Return bytes that differ between any two parts."""
+    """Return bytes that are different in every part."""
     return (b"".join(n.to_bytes(8, "big") for n in range(size // 8 + 1)))[:size]
 
 
@@ -94,7 +94,7 @@ def listed(storage: Storage, prefix: str) -> list[tuple[str, int]]:
     return [(entry.key, entry.size) for entry in storage.list(prefix)]
 
 
-# ------------------------------------------------------------------------------------------------------ same behaviour
+# --------------------------------------------------------------------------------------------------------- all backends
 
 
 def test_open_storage_chooses_the_backend_by_the_path(tmp_path: Path, s3_bucket: str) -> None:
@@ -105,8 +105,8 @@ def test_open_storage_chooses_the_backend_by_the_path(tmp_path: Path, s3_bucket:
     assert open_storage(f"s3://{s3_bucket}").locate("run/a") == f"s3://{s3_bucket}/run/a"
 
 
-def test_open_storage_refuses_an_unknown_scheme(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"^xyz://bucket/a: no storage has the scheme xyz://; use s3://, gs://, "):
+def test_open_storage_rejects_an_unknown_scheme(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"^xyz://bucket/a: the scheme xyz:// is not supported; use s3://, gs://, "):
         open_storage("xyz://bucket/a")
     assert isinstance(open_storage(f"{tmp_path}/a://b"), LocalStorage)
 
@@ -122,7 +122,7 @@ def test_objects_are_written_replaced_and_deleted(storage: Storage) -> None:
     assert storage.list("run") == []
 
 
-def test_an_object_that_was_written_after_its_listing_is_not_deleted(storage: Storage) -> None:
+def test_delete_keeps_an_object_written_after_its_listing(storage: Storage) -> None:
     if isinstance(storage, GoogleStorage):
         pytest.skip("fake-gcs-server ignores the condition, unlike Google's service")
     storage.write("run/a.json", b"one")
@@ -150,14 +150,14 @@ def test_writer_and_digest_agree_on_every_byte(storage: Storage, size: int) -> N
 
 
 @pytest.mark.parametrize("size", [0, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
-def test_a_stream_is_read_to_the_very_end(storage: Storage, size: int) -> None:
+def test_a_stream_can_be_read_to_its_end(storage: Storage, size: int) -> None:
     content = pattern(size)
     storage.write("run/log", content)
     with storage.open("run/log") as stream:
         assert stream.read() == content
 
 
-def test_one_write_may_span_parts_and_take_any_buffer(storage: Storage) -> None:
+def test_a_write_can_span_parts_and_accepts_any_buffer(storage: Storage) -> None:
     content = pattern(2 * PART + 24)
     with storage.writer("run/model.pt") as writer:
         assert writer.write(memoryview(content).cast("Q")) == len(content)
@@ -173,7 +173,7 @@ def test_a_stream_can_be_read_in_pieces(storage: Storage) -> None:
         assert stream.read(2 * MIB) == content[7 : 2 * MIB + 7]
         assert stream.read() == content[2 * MIB + 7 :]
         assert stream.read() == b""
-    with storage.open("run/a") as stream:  # left early
+    with storage.open("run/a") as stream:  # closed early
         assert stream.read(1) == content[:1]
     assert stream.closed
 
@@ -186,7 +186,7 @@ def test_a_stream_can_begin_at_an_offset(storage: Storage, offset: int) -> None:
         assert stream.read() == content[offset:]
 
 
-def test_a_listing_shows_a_new_version_after_a_write_of_the_same_size(storage: Storage) -> None:
+def test_a_write_of_the_same_size_changes_the_version(storage: Storage) -> None:
     def version() -> str:
         [entry] = storage.list("run")
         assert abs(time.time() - entry.modified) < 60
@@ -199,7 +199,7 @@ def test_a_listing_shows_a_new_version_after_a_write_of_the_same_size(storage: S
     assert version() != first
 
 
-def test_the_unfinished_write_of_a_killed_writer_is_listed_separately_and_discarded(storage: Storage) -> None:
+def test_a_killed_writers_unfinished_write_is_listed_and_discarded(storage: Storage) -> None:
     storage.write("run/a", b"whole")
     killed = [storage.writer(key) for key in ("run/b", "run2/b")]
     for context in killed:
@@ -234,7 +234,7 @@ def test_map_parallel_keeps_the_order_and_stops_at_the_first_error() -> None:
     assert len(begun) < 50
 
 
-def test_hanging_storage_is_given_up_and_publishes_nothing(tmp_path: Path) -> None:
+def test_work_on_hung_storage_is_aborted_and_publishes_nothing(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     let_go = threading.Event()
     left: list[threading.Thread] = []
@@ -258,7 +258,7 @@ def test_hanging_storage_is_given_up_and_publishes_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["write", "create", "writer"])
-def test_a_write_that_is_given_up_while_it_hangs_is_not_published_later(
+def test_an_aborted_write_that_resumes_is_not_published(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = LocalStorage(str(tmp_path))
@@ -310,7 +310,7 @@ def test_progress_extends_a_deadline_by_at_most_the_limit() -> None:
     hangs.set()
 
 
-def test_tries_share_the_time_limit_and_a_hang_counts_towards_it() -> None:
+def test_attempts_share_the_time_limit_even_if_they_hang() -> None:
     window, hangs = RetryWindow(), threading.Event()
 
     def refuse() -> None:
@@ -328,7 +328,7 @@ def test_tries_share_the_time_limit_and_a_hang_counts_towards_it() -> None:
     hangs.set()
 
 
-def test_work_that_makes_progress_may_exceed_the_limit(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+def test_work_that_makes_progress_can_exceed_the_limit(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
     monkeypatch.setattr(sunspot.storage.limits, "WARN_AFTER_S", 0.05)
 
     def answers() -> str:
@@ -345,7 +345,7 @@ def test_work_that_makes_progress_may_exceed_the_limit(monkeypatch: pytest.Monke
     assert ProgressDeadline(0.4, "listing").run(answers) == "done"
     assert warned == ["listing: /mnt/a: no answer from storage for 0 s; waiting for at most 0 s more"]
     ProgressDeadline(0.4, "reading").run(lambda: move_bytes(10 * MIN_RATE))
-    with pytest.raises(StorageError, match=r"^reading: storage moves less than 100 kB/s"):
+    with pytest.raises(StorageError, match=r"^reading: storage transfers less than 100 kB/s"):
         ProgressDeadline(0.4, "reading").run(lambda: move_bytes(MIN_RATE / 10))
 
 
@@ -365,10 +365,10 @@ run_and_exit(lambda: retry_storage(0.1, "reading a checkpoint", map_parallel, ha
     )
 
 
-def test_a_missing_object_is_not_found(storage: Storage) -> None:
+def test_reading_a_missing_object_raises_not_found(storage: Storage) -> None:
     storage.write("run/there", b"")
     for ask in (storage.read, storage.digest):
-        with pytest.raises(NotFoundError, match="run/missing: not found"):
+        with pytest.raises(NotFoundError, match="run/missing was not found"):
             ask("run/missing")
     assert not storage.exists("run/missing")
     assert not storage.exists("run")
@@ -392,14 +392,12 @@ def test_a_listing_is_sorted_and_limited_to_its_prefix(storage: Storage) -> None
 
 
 def two_a_page(handler: Any, request: s3.Request) -> None:
-    """Answer a listing with two keys and the position of the next ones."""
+    """Respond to a listing with two keys and the position of the next keys."""
     target = re.sub("&max-keys=[0-9]+", "", request.target) + "&max-keys=2"
     handler.reply(*handler.ask_server(dataclasses.replace(request, target=target)))
 
 
-def test_a_listing_does_not_page_through_other_runs_with_the_same_first_letters(
-    s3_storage: S3Storage, s3_proxy: FaultProxy
-) -> None:
+def test_a_listing_skips_other_runs_with_the_same_prefix(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     keys = ["search", *(f"search/{number}" for number in range(5)), "search0/a", "searches/b"]
     for key in [*keys, *(f"search-01/{number}" for number in range(20))]:
         s3_storage.write(key, b"")
@@ -432,7 +430,7 @@ def test_create_succeeds_for_exactly_one_of_many_writers(storage: Storage) -> No
     assert len(storage.list("run")) == 3
 
 
-def test_torch_save_can_write_into_a_writer(storage: Storage) -> None:
+def test_torch_save_can_write_to_a_writer(storage: Storage) -> None:
     torch.manual_seed(0)
     state: dict[str, Any] = {"weight": torch.randn(1000, 7500), "bias": torch.arange(5), "step": 3}
     with storage.writer("run/model.pt") as writer:
@@ -449,7 +447,7 @@ def test_torch_save_can_write_into_a_writer(storage: Storage) -> None:
     ("size", "error"),
     [(0, ValueError("mine")), (10, FileNotFoundError("mine")), (3 * PART + 1, KeyboardInterrupt())],
 )
-def test_a_writer_that_raises_leaves_nothing(storage: Storage, size: int, error: BaseException) -> None:
+def test_a_failed_writer_leaves_no_object(storage: Storage, size: int, error: BaseException) -> None:
     with pytest.raises(type(error)) as raised, storage.writer("run/model.pt") as writer:  # noqa: PT012
         writer.write(bytes(size))
         raise error
@@ -459,7 +457,7 @@ def test_a_writer_that_raises_leaves_nothing(storage: Storage, size: int, error:
     assert storage.list_unfinished("") == []
 
 
-def test_an_error_in_the_body_of_a_reader_is_not_a_storage_error(storage: Storage) -> None:
+def test_a_callers_own_error_is_not_a_storage_error(storage: Storage) -> None:
     storage.write("run/a", b"content")
     with pytest.raises(FileNotFoundError), storage.open("run/a"):
         Path("/nowhere/at/all").read_bytes()
@@ -471,7 +469,7 @@ def test_prove_leaves_no_objects(storage: Storage) -> None:
     assert listed(storage, "") == [("run/a", 0)]
 
 
-# --------------------------------------------------------------------------------------------------------------- local
+# ---------------------------------------------------------------------------------------------------------- directories
 
 
 @pytest.fixture
@@ -492,12 +490,12 @@ def below_a_file(tmp_path: Path) -> LocalStorage:
         lambda storage: prove(storage, "run/a"),
     ],
 )
-def test_local_errors_name_the_file(below_a_file: LocalStorage, act: Callable[[Storage], Any]) -> None:
+def test_local_errors_include_the_path(below_a_file: LocalStorage, act: Callable[[Storage], Any]) -> None:
     with pytest.raises(StorageError, match=r"/file/runs/run/a.*: Not a directory; check that SUNSPOT_STORAGE_PATH"):
         act(below_a_file)
 
 
-def test_a_path_in_an_unknown_home_directory_is_refused() -> None:
+def test_a_path_in_an_unknown_home_directory_is_rejected() -> None:
     with pytest.raises(SettingsError, match=r"~nobody-of-that-name/x: .*; write the path without '~'"):
         open_storage("~nobody-of-that-name/x")
 
@@ -513,7 +511,9 @@ def test_fifos_and_devices_are_not_read(kind: str, tmp_path: Path) -> None:
         LocalStorage(str(tmp_path)).read("status.json")
 
 
-def test_a_full_disk_is_a_storage_error_even_inside_torch_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_a_storage_error_even_inside_torch_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage = LocalStorage(str(tmp_path))
     full = os.open("/dev/full", os.O_WRONLY)
     monkeypatch.setattr(sunspot.storage.local, "open", lambda *_, **__: os.fdopen(full, "wb"), raising=False)
@@ -525,7 +525,7 @@ def test_a_full_disk_is_a_storage_error_even_inside_torch_save(tmp_path: Path, m
     assert storage.list("") == []
 
 
-def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_an_unreadable_directory_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = LocalStorage(str(tmp_path))
     storage.write("run/checkpoints/a/manifest.json", b"")
     open_file = os.open
@@ -540,7 +540,7 @@ def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypat
         storage.list("run")
 
 
-def test_a_local_create_whose_answer_was_lost_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_create_succeeds_even_if_its_response_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, link = LocalStorage(str(tmp_path)), os.link
 
     def link_and_deny(source: Any, target: Any, **options: Any) -> None:
@@ -553,7 +553,9 @@ def test_a_local_create_whose_answer_was_lost_succeeds(tmp_path: Path, monkeypat
     assert os.listdir(tmp_path / "run") == ["a"]
 
 
-def test_a_local_write_survives_the_deletion_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_write_succeeds_even_if_its_directory_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage = LocalStorage(str(tmp_path))
     mkdir, removals = os.mkdir, iter(range(2))
 
@@ -567,7 +569,7 @@ def test_a_local_write_survives_the_deletion_of_its_directory(tmp_path: Path, mo
     assert storage.read("run/a") == b"content"
     removals = iter(range(100))
     storage.delete("run/a")
-    with pytest.raises(StorageError):  # after a limited number of tries, and not NotFoundError
+    with pytest.raises(StorageError):  # after a limited number of attempts, and not NotFoundError
         storage.write("run/a", b"content")
 
 
@@ -578,11 +580,11 @@ def test_a_local_delete_keeps_the_root(tmp_path: Path) -> None:
     assert tmp_path.is_dir()
 
 
-# ------------------------------------------------------------------------------------------------------------------ S3
+# ------------------------------------------------------------------------------------------------------------------- S3
 
 
 def write_parts(storage: Storage, parts: int = 3) -> str:
-    """Upload `parts` parts and one byte, and return their SHA-256."""
+    """Upload `parts` parts and one more byte, and return their SHA-256."""
     content = pattern(parts * PART + 1)
     with storage.writer("run/model.pt") as writer:
         for start in range(0, len(content), MIB):
@@ -591,7 +593,7 @@ def write_parts(storage: Storage, parts: int = 3) -> str:
     return writer.sha256
 
 
-def test_parts_grow_so_that_an_object_can_have_5_tib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_parts_allow_objects_of_5_tib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     sizes = [module.part_size(number) for number in range(1, 10_001)]
     assert sum(sizes) >= 5 << 40
@@ -614,12 +616,12 @@ def test_parts_are_uploaded_in_growing_sizes(
 
 
 @pytest.mark.parametrize("verifies", [True, False])
-def test_a_writer_finds_out_if_the_server_verifies_parts(
+def test_a_writer_detects_whether_the_server_verifies_parts(
     verifies: bool,
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
 ) -> None:
-    """A damaged part is sent under a number of its own, and never becomes part of the object."""
+    """A damaged part is sent with an unused number, and never becomes part of the object."""
     for name in ("TryPart", "UploadPart"):
         s3_proxy.on(name, s3.refuse_damage if verifies else s3.pass_on)
     content = pattern(3 * PART + 1)
@@ -637,7 +639,7 @@ def test_a_writer_finds_out_if_the_server_verifies_parts(
 
 
 @pytest.mark.parametrize("fault", [s3.answer(403, "AccessDenied"), s3.answer(400, "InvalidRequest"), s3.reset])
-def test_a_damaged_part_refused_for_another_reason_proves_nothing(
+def test_a_part_rejected_for_another_reason_does_not_prove_verification(
     fault: s3.Fault,
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
@@ -653,7 +655,7 @@ def test_a_damaged_part_refused_for_another_reason_proves_nothing(
     assert writer.verified
 
 
-def test_an_object_is_read_in_parallel_parts_and_returned_in_order(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_parts_are_read_in_parallel_and_returned_in_order(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     content = pattern(5 * PART + 1)
     s3_storage.write("run/model.pt", content)
     together = threading.Barrier(5, timeout=20)
@@ -662,13 +664,13 @@ def test_an_object_is_read_in_parallel_parts_and_returned_in_order(s3_storage: S
         together.wait()
         handler.reply(*handler.ask_server(request))
 
-    s3_proxy.on(lambda request: "if-match" in request.headers, wait_for_the_others)  # all requests but the first
+    s3_proxy.on(lambda request: "if-match" in request.headers, wait_for_the_others)  # all requests except the first
     assert b"".join(s3_storage.chunks("run/model.pt")) == content
     assert len(s3_proxy.seen("GetObject")) == 6
 
 
-def test_a_reader_requests_nothing_beyond_the_end(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
-    s3_storage.write("run/log", pattern(3 * CHUNK))  # ranges of one and of two
+def test_a_reader_requests_no_bytes_beyond_the_end(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+    s3_storage.write("run/log", pattern(3 * CHUNK))  # ranges of one and two chunks
     with s3_storage.open("run/log") as stream:
         assert stream.read() == pattern(3 * CHUNK)
     assert len(s3_proxy.seen("GetObject")) == 2
@@ -692,7 +694,7 @@ def test_uploads_recover_from_a_busy_server(s3_storage: S3Storage, s3_proxy: Fau
 
 @pytest.mark.parametrize(("status", "code", "passes"), [(503, "SlowDown", True), (403, "AccessDenied", False)])
 @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
-def test_uploads_give_up_eventually(
+def test_uploads_fail_after_a_limited_number_of_attempts(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
     operation: str,
@@ -700,7 +702,7 @@ def test_uploads_give_up_eventually(
     code: str,
     passes: bool,
 ) -> None:
-    """A temporary refusal is retried a limited number of times. Any other is reported at once."""
+    """A temporary error is retried a limited number of times. Any other error is raised at once."""
     s3_proxy.on(operation, s3.answer(status, code))
     where = rf"^s3://{s3_storage.bucket}/runs/run/model\.pt: cannot upload: .*{code}"
     with pytest.raises(StorageError, match=where):
@@ -711,7 +713,7 @@ def test_uploads_give_up_eventually(
     assert at_once < tries <= MANY_TRIES * at_once if passes else tries <= at_once
 
 
-def test_an_error_in_a_200_answer_to_complete_is_noticed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_an_error_in_a_200_response_to_complete_is_raised(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("CompleteMultipartUpload", s3.answer(200, "InternalError"), times=1)
     sha256 = write_parts(s3_storage, 1)
     assert s3_storage.digest("run/model.pt") == (PART + 1, sha256)
@@ -723,7 +725,7 @@ def test_an_error_in_a_200_answer_to_complete_is_noticed(s3_storage: S3Storage, 
     assert_nothing_left(s3_storage)
 
 
-def test_an_upload_is_complete_even_if_the_answer_to_complete_was_lost(
+def test_an_upload_succeeds_even_if_the_response_to_complete_was_lost(
     s3_storage: S3Storage, s3_proxy: FaultProxy
 ) -> None:
     s3_proxy.on("CompleteMultipartUpload", s3.carry_out_then_reset, times=1)
@@ -731,11 +733,11 @@ def test_an_upload_is_complete_even_if_the_answer_to_complete_was_lost(
     sha256 = write_parts(s3_storage, 1)
     assert s3_storage.digest("run/model.pt") == (PART + 1, sha256)
     s3_storage.delete("run/model.pt")
-    with pytest.raises(StorageError, match="NoSuchUpload"):  # the upload is gone, and so is the object
+    with pytest.raises(StorageError, match="NoSuchUpload"):  # neither the upload nor the object exists
         write_parts(s3_storage, 1)
 
 
-def test_an_abort_that_fails_does_not_hide_the_error(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_a_failed_abort_does_not_hide_the_original_error(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("AbortMultipartUpload", s3.answer(403, "AccessDenied"))
     with pytest.raises(ValueError, match="mine"), s3_storage.writer("run/a") as writer:  # noqa: PT012
         writer.write(bytes(PART + 1))
@@ -758,7 +760,7 @@ def test_an_abort_that_fails_does_not_hide_the_error(s3_storage: S3Storage, s3_p
     [(s3.reset, True), (s3.answer(503, "SlowDown"), True), (s3.answer(403, "AccessDenied"), False)],
     ids=["reset", "503", "403"],
 )
-def test_every_operation_is_retried_only_if_that_may_help(
+def test_operations_are_only_retried_if_that_can_help(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
     operation: str,
@@ -786,7 +788,7 @@ def test_a_request_waits_for_a_slow_server(s3_proxy: FaultProxy, s3_bucket: str)
 @pytest.mark.parametrize("how", ["close", "reset", "stall"])
 @pytest.mark.parametrize(("ask", "keep"), [("read", 0), ("digest", MIB // 2), ("exactly", MIB // 2)])
 @pytest.mark.usefixtures("short_limits")
-def test_a_short_body_is_never_a_short_object(
+def test_a_truncated_response_is_never_read_as_a_short_object(
     s3_proxy: FaultProxy,
     s3_bucket: str,
     how: str,
@@ -806,11 +808,11 @@ def test_a_short_body_is_never_a_short_object(
         act("a")
 
 
-def test_a_body_that_the_client_library_cuts_short_is_an_error(
+def test_a_response_truncated_by_the_client_library_raises_an_error(
     s3_storage: S3Storage,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Missing bytes would be read as zeros, even if a later version of the library checks the length."""
+    """Missing bytes would be read as zeros. Only later versions of the library check the length."""
     s3_storage.write("a", pattern(100))
     get = s3_storage._client.get_object
 
@@ -819,11 +821,11 @@ def test_a_body_that_the_client_library_cuts_short_is_an_error(
         return {**answer, "Body": io.BytesIO(answer["Body"].read()[:-1])}
 
     monkeypatch.setattr(s3_storage._client, "get_object", cut)
-    with pytest.raises(StorageError, match="cut off after 99 of 100 bytes"):
+    with pytest.raises(StorageError, match="the response ended after 99 of 100 bytes"):
         s3_storage.digest("a")
 
 
-def test_a_server_without_etags_is_refused(s3_storage: S3Storage) -> None:
+def test_a_server_without_etags_is_rejected(s3_storage: S3Storage) -> None:
     s3_storage.write("a", b"content")
 
     def without_etag(parsed: dict[str, Any], **_: Any) -> None:
@@ -832,11 +834,11 @@ def test_a_server_without_etags_is_refused(s3_storage: S3Storage) -> None:
 
     for act, request in (lambda: s3_storage.read("a"), "GetObject"), (lambda: s3_storage.list(""), "ListObjectsV2"):
         s3_storage._client.meta.events.register(f"after-call.s3.{request}", without_etag)
-        with pytest.raises(StorageError, match="the server sends no ETag"):
+        with pytest.raises(StorageError, match="the server's response has no ETag"):
             act()
 
 
-def test_create_is_retried_while_another_writer_is_busy(
+def test_create_is_retried_while_another_writer_is_active(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
@@ -846,30 +848,30 @@ def test_create_is_retried_while_another_writer_is_busy(
     assert s3_storage.create("run/a", b"ours")  # the other writer failed
     s3_proxy.on("PutObject", s3.answer(409, "ConditionalRequestConflict"))
     assert not s3_storage.create("run/a", b"theirs")
-    with pytest.raises(StorageError, match="run/b: cannot create: refused 5 times") as raised:
+    with pytest.raises(StorageError, match="run/b: cannot create: rejected 5 times") as raised:
         s3_storage.create("run/b", b"ours")
     assert not isinstance(raised.value, NotFoundError)
 
 
-def test_prove_refuses_a_server_without_conditional_writes(
+def test_prove_rejects_a_server_without_conditional_writes(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
 ) -> None:
     s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
-    with pytest.raises(StorageError, match=r"/runs/run: created twice; this store ignores 'If-None-Match"):
+    with pytest.raises(StorageError, match=r"/runs/run was created twice, because this store ignores 'If-None-Match"):
         prove(s3_storage, "run")
     assert s3_storage.list("") == []
 
 
-def test_prove_names_the_folder_and_not_its_probe(tmp_path: Path) -> None:
+def test_errors_of_prove_mention_the_folder_instead_of_the_probe(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"/file/run: Not a directory; check that SUNSPOT_STORAGE_PATH can"):
         prove(open_storage(str(tmp_path / "file")), "run")
 
 
-def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_prove_rejects_storage_that_does_not_delete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("DeleteObject", lambda handler, request: handler.reply(204, {}, b""))
-    with pytest.raises(StorageError, match="still there after it was deleted"):
+    with pytest.raises(StorageError, match="still exists after it was deleted"):
         prove(s3_storage, "run")
 
 
@@ -883,10 +885,10 @@ def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_pr
         ("InvalidRequest", True, False),
     ],
 )
-def test_credentials_of_a_pods_own_identity_may_be_accepted_on_the_next_try(
+def test_rejected_credentials_of_a_pods_own_identity_are_retried(
     code: str, keys: bool, final: bool, s3_storage: S3Storage, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s3_storage.list("run")  # now the client has its credentials
+    s3_storage.list("run")  # so that the client loads its credentials
     s3_proxy.on(lambda request: True, s3.answer(403, code))
     if not keys:
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -921,7 +923,7 @@ EVERY_OPERATION: list[Callable[[Storage], Any]] = [
 
 
 @pytest.mark.parametrize("act", EVERY_OPERATION)
-def test_a_missing_bucket_is_reported_with_its_fix(s3_bucket: str, act: Callable[[Storage], Any]) -> None:
+def test_the_error_for_a_missing_bucket_includes_the_fix(s3_bucket: str, act: Callable[[Storage], Any]) -> None:
     storage = S3Storage(f"s3://{s3_bucket}-no/runs")
     with pytest.raises(StorageError, match=r"-no/runs/run.*NoSuchBucket.*; create the bucket, or correct") as raised:
         act(storage)
@@ -929,7 +931,7 @@ def test_a_missing_bucket_is_reported_with_its_fix(s3_bucket: str, act: Callable
 
 
 @pytest.mark.parametrize("act", EVERY_OPERATION)
-def test_missing_credentials_are_reported_with_their_fix(
+def test_the_error_for_missing_credentials_includes_the_fix(
     s3_bucket: str, monkeypatch: pytest.MonkeyPatch, act: Any
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -962,7 +964,7 @@ def test_the_region_of_the_aws_profile_is_used(
 
 
 def test_a_listing_of_several_pages_is_complete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
-    s3.plain_client().put_object(Bucket=s3_storage.bucket, Key="runs/run/")  # a folder made in a browser
+    s3.plain_client().put_object(Bucket=s3_storage.bucket, Key="runs/run/")  # a folder created in a browser
     for n in range(5):
         s3_storage.write(f"run/{n}", b"")
     s3_proxy.on("ListObjects", two_a_page)

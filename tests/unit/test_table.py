@@ -1,4 +1,4 @@
-"""Datasets of declared columns: every kind of value, chosen rows, fingerprints and refusals."""
+"""Tests for datasets of declared columns: values of every kind, fingerprints and rejected tables."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def as_many(value: str) -> list[int]:
     return list(range(int(value)))
 
 
-# ------------------------------------------------------------------------------------------------------- what is read
+# -------------------------------------------------------------------------------------------------------------- reading
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_long_lists_are_truncated_if_the_task_allows_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 6), (1, 4, 6)])
-def test_pictures_of_any_size_are_read_at_one_size(tmp_path: Path, shape: tuple[int, int, int]) -> None:
+def test_encoded_images_are_scaled_to_one_size(tmp_path: Path, shape: tuple[int, int, int]) -> None:
     pictures = [png(9, 9), {"bytes": png(30, 8, "L"), "path": None}["bytes"], png(2, 3)]
     location = write(tmp_path / "a.parquet", {"picture": pictures, "label": [0, 1, 4]})
     columns = {"image": Column("uint8", shape, decode=Resized(shape), of="picture"), "label": Column("int64")}
@@ -131,7 +131,7 @@ def test_pictures_of_any_size_are_read_at_one_size(tmp_path: Path, shape: tuple[
     assert abs(float(np.asarray(whole).mean()) - float(found["image"][0].mean())) < 20
 
 
-def test_several_columns_are_read_with_held_out_rows(tmp_path: Path) -> None:
+def test_training_and_held_out_rows_have_the_same_columns(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write(
             tmp_path / split / "a.parquet", {"a": [1.0, 2.0], "b": [[1, 2], [3, 4]], "label": [0.5, 1.5], "c": ["", ""]}
@@ -143,7 +143,7 @@ def test_several_columns_are_read_with_held_out_rows(tmp_path: Path) -> None:
     assert list(everything(test)) == ["a", "b", "label"]
 
 
-def test_the_documented_table_example_reads_its_rows(tmp_path: Path) -> None:
+def test_the_table_example_in_the_documentation_works(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(find_example("python", "# columns.py"), names)
     values = {"age": [30, 40], "place": [[1.5, 2], [3, 4]], "visits": [[5], []], "photo": [png(70, 80), png(3, 3)]}
@@ -160,7 +160,7 @@ def test_the_documented_table_example_reads_its_rows(tmp_path: Path) -> None:
 
 
 def save_dataset(folder: Path, parts: list[pa.Table]) -> None:
-    """Write a folder like `datasets.Dataset.save_to_disk`."""
+    """Write a folder in the format of `datasets.Dataset.save_to_disk`."""
     folder.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{len(parts):05d}.arrow" for number in range(len(parts))]
     for name, part in zip(names, parts, strict=True):
@@ -191,11 +191,11 @@ def test_a_dataset_saved_by_datasets_is_read_unchanged(tmp_path: Path) -> None:
     with refusal(DataError, "data-00001-of-00002.arrow, row 0: x has 4 values"):
         everything(changed)
     (tmp_path / "train" / "state.json").write_text("{}")
-    with refusal(DataError, "state.json: does not list the dataset's files", "save it again"):
+    with refusal(DataError, "state.json does not list the dataset's files", "save the dataset again"):
         open_table(Settings(dataset=str(tmp_path)), columns)
 
 
-def test_damage_to_a_saved_dataset_is_reported_with_its_location(tmp_path: Path) -> None:
+def test_errors_about_damaged_saved_datasets_include_the_file(tmp_path: Path) -> None:
     save_dataset(tmp_path / "data", [pa.table({"x": [1.0]})])
     file = tmp_path / "data" / "data-00000-of-00001.arrow"
     file.write_bytes(file.read_bytes()[:100])
@@ -203,7 +203,7 @@ def test_damage_to_a_saved_dataset_is_reported_with_its_location(tmp_path: Path)
         open_table(Settings(dataset=str(tmp_path / "data")), {"x": Column()})
 
 
-# ------------------------------------------------------------------------------------------------- what identifies it
+# --------------------------------------------------------------------------------------------------------- fingerprints
 
 
 def test_the_fingerprint_depends_on_content_and_declaration(tmp_path: Path) -> None:
@@ -220,35 +220,35 @@ def test_the_fingerprint_depends_on_content_and_declaration(tmp_path: Path) -> N
     assert len({first, *(other.fingerprint for other in others)}) == 6
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------------------ rejected tables
 
 
 @pytest.mark.parametrize(
     ("values", "column", "said"),
     [
         ([1.0, None, 2.0], Column(), ["row 1: x is null"]),
-        ([1.0, 2.0, float("nan")], Column(), ["row 2: x has nan; float32 takes finite numbers"]),
-        ([1.0, 2.0, 1e300], Column(), ["row 2: x has 1e+300"]),
-        ([1, 2, 300], Column("uint8"), ["row 2: x has 300; uint8 takes 0 to 255"]),
-        ([1, 2, 16777217], Column(), ["row 2: x has 16777217; float32 represents integers", "float64 or int64"]),
-        ([1, -(2**63), -(2**63) + 1], Column(), ["row 2: x has -9223372036854775807"]),
-        ([1, 2, 2**53 + 1], Column("float64"), ["row 2: x has 9007199254740993", "declare the column as int64"]),
-        ([1, 2, 2049], Column("float16"), ["row 2: x has 2049; float16"]),
-        ([[1, 2], [3, 16777217], [4, 5]], Column(shape=(2,)), ["row 1: x has 16777217"]),
-        (["1", "8388608", "8388609"], Column(shape=(2,), decode=doubled), ["row 2: x has 16777217"]),
-        (pa.array([1, 2, 2**64 - 1], pa.uint64()), Column(), ["row 2: x has 18446744073709551615"]),
-        (pa.array([1, 2, 2**63], pa.uint64()), Column("int64"), ["row 2: x has 9223372036854775808; int64 takes"]),
-        ([[1, 2], [3], [4, 5]], Column("int64", (2,)), ["row 1: x has a list of 1", "int64 of shape [2]"]),
-        ([[1, 2], [3, 4], [None, 5]], Column("int64", (2,)), ["row 2: x has a null"]),
-        ([[[1], [2]], [[3], []], [[4], [5]]], Column("int64", (2, 1)), ["row 1: x has a list of 0"]),
+        ([1.0, 2.0, float("nan")], Column(), ["row 2: x has the value nan, but float32 allows only finite numbers"]),
+        ([1.0, 2.0, 1e300], Column(), ["row 2: x has the value 1e+300"]),
+        ([1, 2, 300], Column("uint8"), ["row 2: x has the value 300, but uint8 allows only 0 to 255"]),
+        ([1, 2, 16777217], Column(), ["row 2: x has the value 16777217, but float32", "float64 or int64"]),
+        ([1, -(2**63), -(2**63) + 1], Column(), ["row 2: x has the value -9223372036854775807"]),
+        ([1, 2, 2**53 + 1], Column("float64"), ["x has the value 9007199254740993", "declare the column as int64"]),
+        ([1, 2, 2049], Column("float16"), ["row 2: x has the value 2049, but float16"]),
+        ([[1, 2], [3, 16777217], [4, 5]], Column(shape=(2,)), ["row 1: x has the value 16777217"]),
+        (["1", "8388608", "8388609"], Column(shape=(2,), decode=doubled), ["row 2: x has the value 16777217"]),
+        (pa.array([1, 2, 2**64 - 1], pa.uint64()), Column(), ["row 2: x has the value 18446744073709551615"]),
+        (pa.array([1, 2, 2**63], pa.uint64()), Column("int64"), ["x has the value 9223372036854775808, but int64"]),
+        ([[1, 2], [3], [4, 5]], Column("int64", (2,)), ["row 1: x contains a list of 1", "int64 of shape [2]"]),
+        ([[1, 2], [3, 4], [None, 5]], Column("int64", (2,)), ["row 2: x contains a null"]),
+        ([[[1], [2]], [[3], []], [[4], [5]]], Column("int64", (2, 1)), ["row 1: x contains a list of 0"]),
         ([[1], [2, 3, 4], []], Column("int64", longest=2), ["row 1: x has 3 values", "at most 2", "cut=True"]),
         (["1", "?", "2"], Column("int64", (2,), decode=twice), ["row 1: x cannot be decoded: ValueError"]),
-        (["1", "2", "3"], Column("int64", (3,), decode=twice), ["row 0: x is decoded to", "[2]", "[3]"]),
+        (["1", "2", "3"], Column("int64", (3,), decode=twice), ["row 0: x was decoded to", "[2]", "[3]"]),
         (["1", None, "3"], Column("int64", (2,), decode=twice), ["row 1: x is null"]),
         ([b"", b"", b""], Column("uint8", (1, 2, 2), decode=Resized((1, 2, 2))), ["row 0: x is not a PNG"]),
     ],
 )  # fmt: skip
-def test_values_that_do_not_fit_are_reported_with_their_row(
+def test_errors_about_invalid_values_include_the_row(
     tmp_path: Path, values: Any, column: Column, said: list[str]
 ) -> None:
     source = open_column(tmp_path, values, column)
@@ -260,16 +260,14 @@ def test_values_that_do_not_fit_are_reported_with_their_row(
     ("values", "column", "said"),
     [
         ([1.5], Column("int64"), ["x is double", "numbers of type int64"]),
-        (["1"], Column(), ["x is string", "a function that decodes it"]),
+        (["1"], Column(), ["x is string", "with a decode function"]),
         ([[1]], Column("int64"), ["x is list"]),
         ([1], Column("int64", longest=2), ["x is int64", "lists of up to 2 int64"]),
         ([[1]], Column("int64", of="y"), ["no column 'y'", "(x)"]),
         ([], Column(), ["one.parquet"]),
     ],
 )
-def test_types_that_do_not_fit_are_reported_before_training(
-    tmp_path: Path, values: Any, column: Column, said: list[str]
-) -> None:
+def test_column_types_are_checked_before_training(tmp_path: Path, values: Any, column: Column, said: list[str]) -> None:
     with refusal(DataError, "one.parquet", *said):
         open_column(tmp_path, values, column)
 
@@ -285,7 +283,7 @@ def test_types_that_do_not_fit_are_reported_before_training(
         Column("float16", longest=3, fill=1e6),
     ],
 )
-def test_an_invalid_column_declaration_is_refused(tmp_path: Path, column: Column) -> None:
+def test_an_invalid_column_declaration_is_rejected(tmp_path: Path, column: Column) -> None:
     with refusal(SettingsError, "SUNSPOT_TASK=", "column 'x'"):
         open_column(tmp_path, [1], column)
 
@@ -293,17 +291,17 @@ def test_an_invalid_column_declaration_is_refused(tmp_path: Path, column: Column
 @pytest.mark.parametrize("labels", [[0, -1], [0, None]])
 def test_class_labels_are_checked_before_training(tmp_path: Path, labels: list[Any]) -> None:
     location = write(tmp_path / "a.parquet", {"label": labels})
-    with refusal(DataError, "a.parquet, row 1", "label is" if None in labels else "label -1"):
+    with refusal(DataError, "a.parquet, row 1", "label is null" if None in labels else "label is -1"):
         open_table(Settings(dataset=str(location)), {"label": Column("int64")})
 
 
-def test_held_out_rows_use_the_classes_of_the_training_rows(tmp_path: Path) -> None:
+def test_held_out_rows_cannot_have_more_classes_than_training_rows(tmp_path: Path) -> None:
     for split, label in (("train", 1), ("test", 2)):
         write(tmp_path / split / "a.parquet", {"label": [0, label]})
-    with refusal(DataError, "test/a.parquet, row 1", "label 2"):
+    with refusal(DataError, "test/a.parquet, row 1", "label is 2"):
         open_table(Settings(dataset=str(tmp_path)), {"label": Column("int64")})
 
 
-def test_the_bundled_digits_are_refused_as_a_table() -> None:
-    with refusal(DataError, "SUNSPOT_DATASET=sample", "set it to a path"):
+def test_open_table_rejects_the_bundled_digits() -> None:
+    with refusal(DataError, "SUNSPOT_DATASET=sample", "set it to the path"):
         open_table(Settings(), {"x": Column()})

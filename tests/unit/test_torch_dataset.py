@@ -1,4 +1,4 @@
-"""PyTorch Datasets that a task returns: their rows as columns, and refusals."""
+"""Tests for PyTorch Datasets returned by a task: rows as columns, and rejected datasets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PICTURE = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(3, 4))
 
 
 class Rows(Dataset[Any]):
-    """Dataset whose items a function makes from their numbers."""
+    """A Dataset that creates each item from its number with a function."""
 
     def __init__(self, count: int, make: Callable[[int], Any]) -> None:
         self._count, self._make = count, make
@@ -87,7 +87,7 @@ def test_items_become_columns_with_the_same_numbers(item: Any, expected: dict[st
     assert {name: (value.dtype.name, value.tolist()) for name, value in found.items()} == expected
 
 
-def test_colour_pictures_have_their_channels_first() -> None:
+def test_colour_images_get_their_channels_first() -> None:
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     assert np.array_equal(to_columns(Image.fromarray(pixels), "row 0")["image"], pixels.transpose(2, 0, 1))
 
@@ -104,13 +104,13 @@ def test_colour_pictures_have_their_channels_first() -> None:
         ({"row": 1}, ["row 5 has a column 'row'"]),
         ({1: 1}, ["row 5 has a column 1"]),
         ({"x": [[1], [2, 3]]}, ["row 5: x is a list, which is not numeric"]),
-        (PICTURE.convert("RGBA"), ["row 5: its input is a picture of mode RGBA", "convert it to L or RGB"]),
-        (np.ones(2, np.uint16), ["row 5: its input is a ndarray of uint16"]),
-        (torch.ones(2, dtype=torch.bfloat16), ["row 5: its input is a Tensor", "BFloat16"]),
-        (2**70, ["row 5: its input is a int of object"]),
+        (PICTURE.convert("RGBA"), ["row 5: the input is an image of mode RGBA", "convert it to L or RGB"]),
+        (np.ones(2, np.uint16), ["row 5: the input is a ndarray of uint16"]),
+        (torch.ones(2, dtype=torch.bfloat16), ["row 5: the input is a Tensor", "BFloat16"]),
+        (2**70, ["row 5: the input is a int of object"]),
     ],
 )
-def test_items_that_cannot_be_batched_are_refused_with_their_row(item: Any, says: list[str]) -> None:
+def test_errors_about_invalid_items_include_the_row(item: Any, says: list[str]) -> None:
     with refusal(DataError, *says):
         to_columns(item, "row 5")
 
@@ -145,7 +145,7 @@ def test_two_datasets_become_training_and_held_out_rows(kind: str, opened: Opene
     assert test
     assert (rows_in(train), rows_in(test)) == (6 if kind == "random_split" else 10, 4)
     assert test.where(0, 1) == "row 1 of the held-out rows of task_with_rows.build_dataset"
-    notes = ("build_dataset: not read: validation; name the held-out rows 'test' to use them",)
+    notes = ("build_dataset: validation not used; return held-out rows under the key 'test'",)
     assert train.notes == (notes if kind == "dict" else ())
     assert test.notes == ()
 
@@ -166,33 +166,37 @@ class Stream(IterableDataset[Any]):
         (None, "a NoneType, which does not return rows by number"),
         (DataLoader(TensorDataset(torch.ones(2))), "a DataLoader; return its dataset"),
         (EmptySource((1,), 2), "a EmptySource, which is a Source; return it from find_sources"),
-        ((1, 2, 3), "3 datasets; return the training rows and the held-out rows"),
-        ({"training": [1]}, "a dict of training; name the training rows 'train'"),
-        ([], "a list of length 0; return at least one row"),
+        ((1, 2, 3), "3 datasets; return two, the training rows and the held-out rows"),
+        ({"training": [1]}, "a dict with training; use the key 'train' for the training rows"),
+        ([], "a list without rows; return at least one row"),
         (([1], Stream()), "a Stream, which does not return rows by number"),
     ],
 )
-def test_anything_but_a_dataset_is_refused_with_the_fix(returned: Any, says: str) -> None:
-    with pytest.raises(SettingsError, match=f"SUNSPOT_TASK=mine: its build_dataset returned {says}"):
+def test_build_dataset_must_return_datasets(returned: Any, says: str) -> None:
+    with pytest.raises(SettingsError, match=f"SUNSPOT_TASK=mine: build_dataset returned {says}"):
         find_splits(returned, "mine")
 
 
-def test_a_row_that_differs_from_the_first_is_refused_by_number(opened: Opener) -> None:
+def test_the_error_for_a_mismatched_row_gives_its_number(opened: Opener) -> None:
     longer, _ = opened(Rows(200, lambda number: torch.ones(2 + (number == 1))))
     with refusal(DataError, "row 1 of the training rows of task_with_rows", "[3]", "[2] in row 0", "crop, pad"):
         longer.read(0)
     other, _ = opened(Rows(200, lambda number: {"x" if number != 1 else "y": 1}))
-    with refusal(DataError, "row 1 of", "has the columns y, but row 0 has x"):
+    with refusal(DataError, "row 1 of", "the columns are y, but row 0 has x"):
         other.read(0)
     whole, _ = opened(Rows(200, lambda number: 1 if number != 1 else 1.5))
-    with refusal(DataError, "row 1 of", "input is float64 [], but int64 [] in row 0"):
+    with refusal(DataError, "row 1 of", "input is float64 [], but it is int64 [] in row 0"):
         whole.read(0)
-    with refusal(DataError, "held-out rows of input float32 [2], label int64 []", "training rows of input float32 [2]"):
+    with refusal(
+        DataError,
+        "held-out rows with the columns input float32 [2], label int64 []",
+        "training rows with input float32 [2]",
+    ):
         opened(([torch.ones(2)], Rows(3, numbered)))
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_an_error_in_the_dataset_is_reported_with_row_and_line(together: bool, opened: Opener) -> None:
+def test_errors_in_the_dataset_include_the_row_and_line(together: bool, opened: Opener) -> None:
     def fail(number: int) -> Any:
         if number == 3:
             raise FileNotFoundError("3.png")
@@ -206,7 +210,7 @@ def test_an_error_in_the_dataset_is_reported_with_row_and_line(together: bool, o
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(2), lambda: np.random.rand(2), lambda: random.random()])
-def test_rows_that_change_at_random_are_refused(draw: Callable[[], Any], opened: Opener) -> None:
+def test_randomly_changing_rows_are_rejected(draw: Callable[[], Any], opened: Opener) -> None:
     with pytest.raises(SettingsError, match=r"row 0 of .* has a different input each time it is read.*augment_row"):
         opened(Rows(20, lambda _: draw()))
 
@@ -233,12 +237,10 @@ def test_the_dataset_itself_is_not_pickled(opened: Opener, monkeypatch: pytest.M
     assert len(content) < 20_000
     again = pickle.loads(content)
     assert again.read(2, np.array([1]))["input"].tolist() == [0]
-    opened(Rows(10, numbered))  # this process now builds another dataset
+    opened(Rows(10, numbered))  # from now on, this process builds another dataset
     assert sys.modules["task_with_rows"]
     monkeypatch.setattr(sys.modules["task_with_rows"], "build_dataset", lambda _: Rows(3000, lambda n: large[n] + 1))
-    with pytest.raises(
-        ConflictError, match="its build_dataset returns different rows here and on the driver; seed whatever"
-    ):
+    with pytest.raises(ConflictError, match="build_dataset returned different rows here than on the driver; seed any"):
         source.read(0)
 
 
@@ -262,12 +264,14 @@ def test_class_names_come_from_the_dataset(opened: Opener) -> None:
         source, _ = opened(dataset)
         assert (source.classes, source.class_names, source.shape) == (2, ("cat", "dog"), (1, 3, 4))
     wrong, _ = opened(Named(4, lambda number: (PICTURE, number)))
-    with refusal(DataError, "row 2 of", "label 2, but the Dataset names 2 classes", "from 0 to 1"):
+    with refusal(
+        DataError, "row 2 of", "label 2 is out of range, because the Dataset declares 2 classes", "from 0 to 1"
+    ):
         wrong.read(0)
 
 
 class LikeHuggingFace:
-    """Rows as in `datasets.Dataset`: fetched together, with the class names among the features."""
+    """Rows like those of `datasets.Dataset`: they are fetched together, and the features include the class names."""
 
     features = {"x": None, "label": SimpleNamespace(names=["no", "yes"])}  # noqa: RUF012
 
@@ -288,12 +292,12 @@ def test_hugging_face_rows_are_fetched_together_with_class_names(opened: Opener)
     assert everything(train)["x"][:, 0].tolist() == [0, 1, 2]
 
 
-# ------------------------------------------------------------------------------------------------------- in a task
+# ------------------------------------------------------------------------------------------------------------ in a task
 
 
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Settings]:
-    """Return a function that writes a task with the given functions, and returns settings for it."""
+    """Return a function that writes a task and returns settings for it."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(text: str, **settings: Any) -> Settings:
@@ -319,16 +323,19 @@ def test_test_share_holds_out_rows_of_a_dataset(task: Callable[..., Settings]) -
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("return [1, 2]", "its find_sources returned a int; return two"),
-        ("return None", "its find_sources returned a NoneType; return two"),
+        ("return [1, 2]", "find_sources returned a int; return a tuple of two"),
+        ("return None", "find_sources returned a NoneType; return a tuple of two"),
         (
             "from tests.unit.test_torch_dataset import Rows; return Rows(3, abs), None",
-            "a Rows; return two.*build_dataset",
+            "a Rows; return a tuple of two.*build_dataset",
         ),
-        ("from sunspot.data.source import EmptySource; return EmptySource((1,), 2)", "one Source; return two"),
+        (
+            "from sunspot.data.source import EmptySource; return EmptySource((1,), 2)",
+            "one Source; return a tuple of two",
+        ),
     ],
 )
-def test_invalid_results_of_find_sources_are_refused(text: str, says: str, task: Callable[..., Settings]) -> None:
+def test_find_sources_must_return_two_sources(text: str, says: str, task: Callable[..., Settings]) -> None:
     settings = task(f"def find_sources(settings): {text}")
     with pytest.raises(SettingsError, match=rf"SUNSPOT_TASK={settings.task}: .*{says}"):
         open_rows_of_task(settings, load_task(settings))
@@ -348,9 +355,7 @@ def test_invalid_results_of_find_sources_are_refused(text: str, says: str, task:
         ),
     ],
 )
-def test_build_dataset_and_other_row_functions_exclude_each_other(
-    text: str, says: str, task: Callable[..., Settings]
-) -> None:
+def test_tasks_with_conflicting_functions_are_rejected(text: str, says: str, task: Callable[..., Settings]) -> None:
     settings = task(text)
     with pytest.raises(SettingsError, match=re.compile(f"SUNSPOT_TASK={settings.task}: .*{says}", re.DOTALL)):
         load_task(settings)

@@ -1,4 +1,4 @@
-"""LOADER=torch gives the same batches whether rows are in main memory or on the device."""
+"""Tests that LOADER=torch gives the same batches from main memory and from the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Numbers(EmptySource):
 
 
 def batches(monkeypatch: pytest.MonkeyPatch, resident: bool, world_size: int, rank: int) -> list[Batch]:
-    """Return the batches of an epoch and of its evaluation."""
+    """Return all training and evaluation batches of an epoch."""
     alone = LocalWorkers(rank, world_size, "node", lambda mine: [mine], lambda act: act())
     source = Numbers((2,), 3, row_groups=(ROWS,))
     monkeypatch.setattr(sunspot.data.torch_loader, "fits_on", lambda device, size: resident)
@@ -40,7 +40,9 @@ def unchanged(loader: Any, **options: Any) -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 1)])
-def test_rows_on_the_device_equal_those_in_memory(monkeypatch: pytest.MonkeyPatch, world_size: int, rank: int) -> None:
+def test_batches_are_the_same_from_the_device_and_from_memory(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, rank: int
+) -> None:
     here, there = (batches(monkeypatch, resident, world_size, rank) for resident in (False, True))
     assert len(here) == len(there) > 5
     for one, other in zip(here, there, strict=True):
@@ -51,7 +53,7 @@ def test_rows_on_the_device_equal_those_in_memory(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(one["image"][:, 0].long(), one["row"])
 
 
-def test_rows_only_go_to_a_gpu_with_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_only_kept_on_a_gpu_with_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1000, 2000))
     assert [fits_on(torch.device("cuda", 0), size) for size in (200, 201)] == [True, False]
     assert not fits_on(torch.device("cpu"), 1)

@@ -107,7 +107,7 @@ def test_the_state_is_the_librarys_model_file(library: str) -> None:
 
 def test_the_state_of_another_library_is_rejected(library: str) -> None:
     for state in ({"weight": torch.zeros(3)}, {"_extra_state": torch.zeros(3, dtype=torch.uint8)}):
-        with pytest.raises(ConflictError, match="run:other: its weights do not fit the model that the task builds"):
+        with pytest.raises(ConflictError, match="run:other: the weights do not fit the model that the task builds"):
             load_weights(build(library), state, "run:other")
 
 

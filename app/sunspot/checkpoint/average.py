@@ -1,10 +1,10 @@
 """The exponential moving average (EMA) of a run's weights, which its checkpoints store in `model.pt`.
 
-Training continues from the trained weights, which a checkpoint stores as `trained` in the optimizer's state of each
-parameter. So checkpoints keep their format, and under FSDP each worker has the average of its own part.
+Training continues from the trained weights, which a checkpoint stores as `trained` in each parameter's optimizer state.
+Checkpoints therefore keep their format, and under FSDP each worker has the average of its own part.
 
-An average of 16 bits would lose most of its updates, because they are smaller than its precision. So the average of
-16-bit weights has 32 bits. `model.pt` stores it rounded to the weights' dtype, and the optimizer's state stores it in
+A 16-bit average would lose most of its updates, because they are smaller than its precision. The average of 16-bit
+weights therefore has 32 bits. `model.pt` stores it rounded to the weights' dtype, and the optimizer state stores it in
 full as `average`.
 """
 
@@ -21,27 +21,27 @@ TRAINED = "trained"
 """Key of the trained weights in a parameter's optimizer state."""
 
 AVERAGE = "average"
-"""Key of the average in a parameter's optimizer state, if `model.pt` only stores it rounded."""
+"""Key of the average in a parameter's optimizer state, if `model.pt` only contains it rounded."""
 
 NARROW = (torch.float16, torch.bfloat16)
-"""Dtypes of weights whose average is kept in float32."""
+"""Dtypes of weights that are averaged in float32."""
 
 
 class WeightAverage:
-    """Average of the parameters that an optimizer trains. It does nothing if `decay` is 0."""
+    """The average of an optimizer's parameters. It does nothing if `decay` is 0."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
-        """Create it after the model's weights have been loaded, but before the optimizer's state is."""
+        """Create the average after loading the model's weights, but before loading the optimizer's state."""
         self._decay = decay
         self._parameters = parameters_of(optimizer)
         self._averages: list[torch.Tensor] = []
-        "Average of each parameter; empty before the first step."
+        "The average of each parameter. Empty before the first step."
         self._weights: dict[int, torch.Tensor] = {}
-        "Weights of 16 bits by parameter number, while the model holds their average instead."
+        "The 16-bit weights, keyed by parameter number, while the model contains their averages."
         optimizer.register_load_state_dict_pre_hook(self._load)
 
     def update(self, step: int) -> None:
-        """Add the weights after `step` steps to the average. In the first steps, earlier weights count less."""
+        """Add the weights after `step` steps to the average. During the first steps, the decay is smaller."""
         if not self._decay:
             return
         if not self._averages:
@@ -55,18 +55,18 @@ class WeightAverage:
                 averages.append(own)
                 weights.append(weight)
             else:
-                own.lerp_(weight.to(own.dtype), 1 - decay)  # one at a time, because each needs a copy of its weights
+                own.lerp_(weight.to(own.dtype), 1 - decay)  # one at a time, because each update copies its weights
         if averages:
             get_ema_multi_avg_fn(decay)(averages, weights, None)
 
     def _copy_weights(self) -> list[torch.Tensor]:
-        """Return averages that equal the current weights."""
+        """Return initial averages, which equal the current weights."""
         weights = [parameter.detach() for parameter in self._parameters]
         return [weight.float() if weight.dtype in NARROW else weight.clone() for weight in weights]
 
     @contextmanager
     def in_place(self, model: torch.nn.Module) -> Iterator[None]:
-        """Make the model compute with the average until the context ends."""
+        """Context manager inside which the model computes with the average."""
         self._swap(model)
         try:
             yield
@@ -74,7 +74,7 @@ class WeightAverage:
             self._swap(model)
 
     def exchange(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a training state as checkpoints store it: the average in `model`, the weights in `optimizer`."""
+        """Return a state in the form of checkpoints, with the average in `model` and the weights in `optimizer`."""
         if not self._averages:
             return state
         optimizer = state["optimizer"]
@@ -91,7 +91,7 @@ class WeightAverage:
         }
 
     def _load(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Undo `exchange`; the model has already been loaded."""
+        """Undo `exchange`. The model has already been loaded."""
         trained = {number: values[TRAINED] for number, values in state["state"].items() if TRAINED in values}
         averages = {number: values[AVERAGE] for number, values in state["state"].items() if AVERAGE in values}
         if trained and self._decay:
@@ -110,7 +110,7 @@ class WeightAverage:
     def _swap(self, model: torch.nn.Module) -> None:
         parameters = self._parameters if self._averages else []
         for number, (average, parameter) in enumerate(zip(self._averages, parameters, strict=True)):
-            weight = parameter.data  # its changes do not count as the parameter's, whose value will be restored
+            weight = parameter.data  # changes through `.data` are not counted, because the value will be restored
             if number in self._weights:
                 weight.copy_(self._weights.pop(number))
                 continue
@@ -122,4 +122,4 @@ class WeightAverage:
                 self._weights[number] = held
         for module in model.modules() if self._averages else ():
             if is_fsdp(module):
-                module.reshard()  # it has gathered the other weights
+                module.reshard()  # it has gathered the previous weights

@@ -1,12 +1,12 @@
 """Commits copies of the state to storage in a background thread.
 
 A checkpoint exists once its manifest is written, after all of its files were uploaded and verified. The thread commits
-one checkpoint at a time. If storage is slower than the checkpoint interval, a newer copy replaces the one that is still
-waiting. Under PARALLEL=fsdp every rank has such a thread for its part, and rank 0's thread commits what all ranks have
-written (parts.py).
+one checkpoint at a time. If storage is slower than the checkpoint interval, a newer copy replaces a copy that is still
+waiting. Under PARALLEL=fsdp, every rank has such a thread for its part, and rank 0's thread commits all ranks' parts
+(parts.py).
 
-A process that outlives its group completes its commit in progress while the next group trains, and the next group's
-first commit waits for it (docs/decisions/0010-commits-outlive-changes-in-place.md).
+A process that outlives its group completes its commit while the next group trains. The next group's first commit waits
+for it (docs/decisions/0010-commits-outlive-changes-in-place.md).
 """
 
 import logging
@@ -49,53 +49,55 @@ from sunspot.storage.limits import RetryWindow, with_deadline
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Seconds between two polls for the commit that rank 0 has begun, while a snapshot is waiting."""
+"""Seconds between polls for rank 0's commit while a snapshot is waiting."""
 
 REMOVAL_S = 30.0
-"""Largest number of seconds in which an abandoned commit removes its uploads; the next commit removes the rest."""
+"""Time limit in seconds for removing an abandoned commit's uploads. The next commit removes the rest."""
 
 BEGUN = "sunspot-commit"
-"""Key in the group's store for the step of the snapshot that rank 0 has begun to commit."""
+"""Key in the group's store with the step of the snapshot that rank 0 has begun to commit."""
 
 WRITTEN = "sunspot-written-{}"
-"""Key in the group's store that exists once all parts of this checkpoint are in storage."""
+"""Key in the group's store that exists once all parts of a checkpoint are in storage."""
 
 
 class CommitCoordinator:
-    """Coordinates the ranks that hold the state in parts: all of them commit the snapshots that rank 0 commits.
+    """Coordinates the ranks of a state in parts, so that all of them commit the same snapshots as rank 0.
 
-    Rank 0 informs the others through the group's store. So no thread waits in a collective call for a rank that may
-    have died, and only rank 0 lists the files in storage.
+    Rank 0 informs the others through the group's store. No thread waits in a collective for a rank that might have
+    died, and only rank 0 lists the files in storage.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """`group` is None if this rank trains alone, or has the whole state."""
+        """`group` is None if this rank is the only worker or has the whole state."""
         self._group = group
         self.leads = group is None or dist.get_rank(group) == 0
         self.in_parts = group is not None
 
     def replaces_newest(self, waiting: bool) -> bool:
-        """Return True if a new snapshot replaces the newest one before it, because that is still `waiting` on rank 0.
+        """Return True if a new snapshot replaces its predecessor, which is still `waiting` on rank 0.
 
-        All ranks call this together.
+        All ranks must call this together.
         """
         return any_rank(self._group, self.leads and waiting)[0] if self._group else waiting
 
     def announce_begun(self, step: int) -> None:
-        """Let the other ranks commit their snapshots at `step`, if this is rank 0."""
+        """Allow the other ranks to commit their snapshots at `step`. Has no effect except on rank 0."""
         if self._group and self.leads:
             self._group.get_group_store().set(BEGUN, str(step))
 
     def last_step(self) -> float:
-        """Return the last step whose snapshot may be committed: infinity on rank 0, else the last step that it has
-        begun."""
+        """Return the last step at which a snapshot can be committed.
+
+        This is infinity on rank 0. On other ranks, it is the step of the last commit that rank 0 has begun.
+        """
         if self._group is None or self.leads:
             return math.inf
         begun = self._read(BEGUN)
         return -math.inf if begun is None else int(begun)
 
     def announce_written(self, name: str) -> None:
-        """Let the other ranks know that all parts of a checkpoint are in storage. Only rank 0 calls this."""
+        """Inform the other ranks that all parts of a checkpoint are in storage. Only rank 0 calls this."""
         if self._group:
             self._group.get_group_store().set(WRITTEN.format(name), "")
 
@@ -104,20 +106,20 @@ class CommitCoordinator:
         return self._read(WRITTEN.format(name)) is not None
 
     def _read(self, key: str) -> bytes | None:
-        """Return what rank 0 has stored under a key, or None if it has stored nothing yet."""
+        """Return the value that rank 0 has stored under a key, or None."""
         assert self._group
         store = self._group.get_group_store()
-        with suppress(dist.DistError):  # rank 0 is gone, and the group with it
+        with suppress(dist.DistError):  # rank 0 and the group are lost
             return store.get(key) if store.check([key]) else None
         return None
 
 
 class Commit(NamedTuple):
-    """A checkpoint that was committed."""
+    """A committed checkpoint."""
 
     checkpoint: Checkpoint
     seconds: float
-    "Duration of the commit."
+    "The duration of the commit."
 
 
 class CheckpointCommitter:
@@ -133,10 +135,10 @@ class CheckpointCommitter:
         journals: Journals | None,
         ledger: Ledger | None,
     ) -> None:
-        """Create a committer, whose thread starts with the first `commit`.
+        """Create a committer. Its thread starts with the first `commit`.
 
-        `writer` writes the files of a snapshot. `journals` and the rows in the `ledger` are written to storage before
-        each checkpoint, which relies on them; both are None if another rank writes them.
+        `writer` writes a snapshot's files. `journals` and the rows in the `ledger` are written to storage before each
+        checkpoint, which relies on them. They are None if another rank writes them.
         """
         self._run = run
         self._attempt = attempt
@@ -146,38 +148,40 @@ class CheckpointCommitter:
         self._journals = journals
         self._ledger = ledger
         self._previous: CheckpointCommitter | None = None
-        "Committer of this process for the previous group, until its commits have ended."
+        "This process's committer for the previous group, until its commits have ended."
         self._waiting: list[Snapshot] = []
-        """Snapshots that wait for their commit, by step: the newest, and on other ranks also older ones that rank 0
-        began."""
+        """The snapshots that wait for their commit, ordered by step.
+
+        On ranks other than 0, they include older snapshots that rank 0 has begun to commit.
+        """
         self._committing: Snapshot | None = None
         self._closing = False
         self._dropped = False
-        "True if the newest snapshot whose commit was begun is torn, so that it is never committed."
+        "True if the last snapshot that was to be committed is torn."
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._outage = RetryWindow()
-        "Tries that have failed since the last commit."
+        "The failed attempts since the last commit."
         self._flush_requested = False
         self._stopped = False
-        "True once the commit in progress must end, because its checkpoint would no longer count."
+        "True once the commit in progress must stop, because its checkpoint would no longer count."
         self._sent = ""
-        "Name of the newest checkpoint whose manifest may be in storage."
+        "The name of the newest checkpoint with a manifest that might be in storage."
         self._newest: Commit | None = None
         self.begun_at = -math.inf
-        "Start of the newest commit, in seconds of the monotonic clock."
+        "The start of the newest commit, in `time.monotonic` seconds."
         self._thread = threading.Thread(target=self._commit_all, name="checkpoint-commit", daemon=True)
 
-    # ---------------------------------------------------------------------------------------- in the training thread
+    # ---------------------------------------------------------------------------------------- training thread
 
     @property
     def busy(self) -> bool:
-        """True while a snapshot of this group or of the previous group is not committed yet."""
+        """True while a snapshot of this or the previous group is not committed yet."""
         return not self._idle or bool(self._previous and self._previous.busy)
 
     @property
     def newest(self) -> Commit | None:
-        """Newest checkpoint that this process has committed, in this group or in an earlier one."""
+        """The newest checkpoint that this process has committed, in this group or in an earlier one, or None."""
         return self._previous.newest if self._previous else self._newest
 
     @property
@@ -185,17 +189,14 @@ class CheckpointCommitter:
         return not (self._committing or self._waiting)
 
     def follow(self, previous: "CheckpointCommitter") -> None:
-        """Make this committer wait for `previous`, the committer of this process for the previous group.
-
-        No commit begins before those of `previous` have ended.
-        """
+        """Wait for the commits of `previous`, this process's committer for the previous group, before each commit."""
         self._previous = previous
 
     def stop_if_overtaken(self, attempts: list[Attempt]) -> bool:
-        """Stop the commit in progress, or the next one, if `attempts` no longer allow it. Return True if it is stopped.
+        """Stop the commit in progress, or the next one, if it is no longer allowed. Return True if it is stopped.
 
-        `attempts` are all attempts of the run. Committing a state in parts takes all processes of its group. This
-        method does not wait until the commit has ended.
+        `attempts` are all attempts of the run. Committing a state in parts requires all processes of the group. This
+        does not wait until the commit has ended.
         """
         snapshot = self._committing or next(iter(self._waiting), None)
         if not snapshot:
@@ -208,28 +209,25 @@ class CheckpointCommitter:
         return self._stopped
 
     def commit(self, snapshot: Snapshot) -> None:
-        """Queue a snapshot for its commit, and return at once.
-
-        If the state is in parts, all ranks call this together.
-        """
+        """Queue a snapshot for its commit. If the state is in parts, all ranks must call this together."""
         with self._changed:
             if self._coordinator.replaces_newest(bool(self._waiting)):
-                self._waiting.pop().release()  # its commit never began; the newest snapshot wins
+                self._waiting.pop().release()  # its commit has not begun, and the newest snapshot wins
             self._waiting.append(snapshot)
             self._changed.notify_all()
             if not self._thread.ident:
                 self._thread.start()
 
     def raise_if_failed(self) -> None:
-        """Raise the error that ended all commits: another process owns the run, or storage failed for too long."""
+        """Raise the error that ended all commits, if another process owns the run or storage failed for too long."""
         if self._error:
             raise self._error
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until the newest snapshot is committed, and return True if it is. Raises errors like `raise_if_failed`.
 
-        Even without `timeout_s` this returns eventually, because a commit that keeps failing, or makes no progress, is
-        given up after `storage_timeout_s`.
+        Even without `timeout_s`, this returns eventually, because a commit fails after `storage_timeout_s` without
+        progress.
         """
         with self._changed:
             self._flush_requested = True
@@ -248,10 +246,9 @@ class CheckpointCommitter:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Begin no further commit, because the group has ended, and return while the commit in progress continues.
+        """Begin no further commits, because the group has ended. The commit in progress continues.
 
-        Rank 0 determines which commit is in progress. Another rank still adds its part to that commit, even if it has
-        not begun yet.
+        If rank 0 has begun a commit, this rank still adds its part, even if it has not begun yet.
         """
         begun = -math.inf if self._coordinator.leads else self._coordinator.last_step()
         with self._changed:
@@ -263,7 +260,7 @@ class CheckpointCommitter:
             self._closing = True
             self._changed.notify_all()
 
-    # ------------------------------------------------------------------------------------------ in the commit thread
+    # ------------------------------------------------------------------------------------------ commit thread
 
     def _commit_all(self) -> None:
         while snapshot := self._begin_next():
@@ -271,7 +268,7 @@ class CheckpointCommitter:
                 self._commit_with_retries(snapshot)
             except Exception as error:
                 self._error = error
-            if not isinstance(self._error, StorageError):  # otherwise an upload that hangs may still read it
+            if not isinstance(self._error, StorageError):  # otherwise a hung upload might still read it
                 snapshot.release()
             with self._changed:
                 self._committing = None
@@ -280,7 +277,7 @@ class CheckpointCommitter:
                 return
 
     def _begin_next(self) -> Snapshot | None:
-        """Wait for the next snapshot that may be committed, and mark it as begun. Return None if no more will come."""
+        """Wait for the next snapshot that can be committed, and return it, or None if no more will come."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
@@ -306,7 +303,7 @@ class CheckpointCommitter:
         if previous:
             if previous._thread.ident:
                 previous._thread.join()
-            if not previous._stopped:  # an outage lasts until a commit of any group succeeds
+            if not previous._stopped:  # an outage continues until a commit of any group succeeds
                 self._outage = previous._outage
             self._newest = previous.newest
             self._previous = None
@@ -315,15 +312,15 @@ class CheckpointCommitter:
         return [snapshot for snapshot in self._waiting if snapshot.manifest.step <= last_step]
 
     def _commit_with_retries(self, snapshot: Snapshot) -> None:
-        """Try until the snapshot is committed, a newer one may begin, or storage has failed for `storage_timeout_s`.
+        """Retry until the snapshot is committed, a newer one can begin, or storage has failed for `storage_timeout_s`.
 
-        Remove the uploaded files and raise `SupersededError` if the checkpoint may no longer be committed.
+        If the checkpoint must no longer be committed, removes the uploaded files and raises `SupersededError`.
         """
         try:
             self._try_to_commit(snapshot)
         except SupersededError:
             name = snapshot.manifest.name
-            if self._coordinator.leads and self._sent != name:  # another attempt may start from a sent manifest
+            if self._coordinator.leads and self._sent != name:  # another attempt might start from a sent manifest
                 with suppress(StorageError):
                     with_deadline(REMOVAL_S, f"removing {name}", delete_checkpoint, self._run, name)
             raise
@@ -337,7 +334,7 @@ class CheckpointCommitter:
                 outage.attempt(limit_s, f"checkpoint at step {step}", lambda: self._commit(snapshot))
             except (StorageError, NotFoundError, DamageError) as error:
                 self._refuse_if_stopped()
-                if outage.tries == 1:  # one event for each outage, not for each try
+                if outage.tries == 1:  # one event per outage, not per attempt
                     self._record("commit failed", step, str(error))
                 else:
                     log.warning(f"no commit for {outage.seconds:.0f} s: {error}")
@@ -348,20 +345,22 @@ class CheckpointCommitter:
                     ) from error
             else:
                 if outage.tries:
-                    self._record("commits go on", step, f"none for {outage.seconds:.0f} s, {outage.tries} tries")
+                    self._record(
+                        "commits go on", step, f"none for {outage.seconds:.0f} s, {outage.tries} failed attempts"
+                    )
                     self._outage = RetryWindow()
                 return
             with self._changed:
                 self._flush_requested = False
                 self._changed.wait_for(lambda: self._flush_requested, outage.pause_s)
             if self._waiting_up_to(self._coordinator.last_step()):
-                return  # a newer snapshot may begin
+                return  # a newer snapshot can begin
 
     def _commit(self, snapshot: Snapshot) -> None:
-        """Write one checkpoint.
+        """Write a checkpoint.
 
-        If the process is killed anywhere in here, the checkpoint exists completely or not at all, and the previous
-        checkpoint stays intact.
+        If the process is killed at any point, the checkpoint is either complete or missing, and the previous checkpoint
+        stays intact.
         """
         snapshot.copied.result()
         if self._drops(snapshot):
@@ -371,14 +370,14 @@ class CheckpointCommitter:
         self._refuse_if_stopped()
         ensure_committer(self._run, self._attempt, name)
         committed = read_manifest(self._run, name) if self._outage.tries else None
-        if not committed or committed.damage:  # otherwise an earlier try committed it and failed later
+        if not committed or committed.damage:  # otherwise an earlier attempt committed it and failed later
             refuse_unloadable({**snapshot.state, "extra_state": snapshot.extra_state}, self._settings.task)
             self._write_history()
             files = self._writer.files(snapshot)
             if not self._coordinator.leads:
                 return
             ensure_committer(self._run, self._attempt, name)
-            if self._drops(snapshot):  # a change that was still running when the copy ended is known by now
+            if self._drops(snapshot):  # by now, changes that were in progress when the copy ended are known
                 delete_checkpoint(self._run, name)
                 return
             committed = replace(snapshot.manifest, files=files, time=time.time())
@@ -394,14 +393,14 @@ class CheckpointCommitter:
             raise SupersededError(f"attempt {self._attempt.number} has ended, and its newest checkpoint does not count")
 
     def _write_history(self) -> None:
-        """Write what a checkpoint relies on to storage: the journals, and the rows consumed up to it."""
+        """Write the journals and the consumed rows, on which a checkpoint relies."""
         if self._journals:
             self._journals.flush()
         if self._ledger:
             self._ledger.write(self._run)
 
     def _drops(self, snapshot: Snapshot) -> bool:
-        """Return True if a snapshot is torn and must never be committed, and record that."""
+        """Return True, and record an event, if a snapshot is torn and must never be committed."""
         self._dropped = snapshot.torn
         if self._dropped:
             detail = (
@@ -411,9 +410,9 @@ class CheckpointCommitter:
         return self._dropped
 
     def _delete_expired(self, newest: Checkpoint) -> None:
-        """Delete all checkpoints except the best ones and the `newest`, and what killed attempts left incomplete.
+        """Delete all checkpoints except the best and the `newest`, and incomplete checkpoints of killed attempts.
 
-        This comes after the new manifest, so nothing is deleted before its replacement is safe.
+        This happens after the new manifest is written, so nothing is deleted before its replacement is safe.
         """
         try:
             for name in self._find_expired(newest):
@@ -427,12 +426,12 @@ class CheckpointCommitter:
         directories = list_directories(self._run)
         attempts = read_attempts(self._run)
         if not attempts:
-            return []  # the run was just deleted; the next commit notices that and ends
-        now = time.time() + self._run.storage.ahead_s  # by the clock that dates the files
+            return []  # the run was just deleted, which the next commit will notice
+        now = time.time() + self._run.storage.ahead_s  # by the clock of the storage, which dates the files
         abandoned = list[str]()
         committed = dict[str, Mapping[str, Entry]]()
         for name, files in directories.items():
-            # A manifest that was delayed on its way to storage may arrive after its files were removed.
+            # A delayed manifest can arrive in storage after its files were removed.
             late = files.keys() == {MANIFEST} and step_of(name) < newest.step
             if MANIFEST in files and not late:
                 committed[name] = files

@@ -1,8 +1,7 @@
-"""Uploads and verifies a checkpoint's files, and loads them only if their bytes match the manifest.
+"""Uploads and verifies a checkpoint's files, and loads files only if their bytes match the manifest.
 
-With WEIGHTS=safetensors, a finished run's last checkpoint also has all of its weights in that format: files of at most
-SHARD_BYTES, with the index that Hugging Face reads. They are for other programs and for INIT_FROM; resuming never needs
-them.
+With WEIGHTS=safetensors, a finished run's last checkpoint also contains all weights as safetensors files of at most
+SHARD_BYTES, with Hugging Face's index. They are for other programs and for INIT_FROM, and never needed to resume.
 """
 
 import contextlib
@@ -25,15 +24,15 @@ from sunspot.storage import Storage
 from sunspot.storage.base import Writer
 
 Files = dict[str, dict[str, Any]]
-"""Entries of files in a manifest (`Checkpoint.files`)."""
+"""The entries of files in a manifest (`Checkpoint.files`)."""
 
 SHARD_BYTES = 1 << 30
-"""Largest size of a file, unless a single tensor is larger. The file is in memory twice while it is written."""
+"""Largest size of a file in bytes, unless a tensor is larger. While written, a file is in memory twice."""
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 
-# PyTorch's own CRC-32 of each tensor is the slowest part of `torch.save`, at 1.3 GB/s, and nothing reads it: a file is
-# verified by the SHA-256 in its manifest. The option is global, so it is set once instead of around each call.
+# PyTorch's CRC-32 of each tensor is the slowest part of `torch.save`, at 1.3 GB/s. It is not needed, because files are
+# verified by the SHA-256 in the manifest. The option is global, so it is set once instead of around each call.
 torch.serialization.set_crc32_options(False)
 
 
@@ -45,7 +44,7 @@ class SnapshotWriter(Protocol):
 
 
 class WholeStateWriter:
-    """Writes the files of a snapshot that holds the whole state."""
+    """Writes the files of a snapshot of the whole state."""
 
     def __init__(self, run: Run, safetensors: bool = False, more_files: MoreFiles | None = None) -> None:
         self._run = run
@@ -74,10 +73,10 @@ class WholeStateWriter:
 
 
 def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> dict[str, Any]:
-    """Stream one file of a checkpoint to storage, check that it arrived, and return its entry for the manifest.
+    """Stream a checkpoint's file to storage, verify it, and return its entry for the manifest.
 
-    Even an acknowledged upload may be lost. The file is read back unless storage has verified its bytes. Raises
-    `DamageError` if the file is missing or has other bytes.
+    Even an acknowledged upload can be lost. The file is read back unless storage has verified its bytes. Raises
+    `DamageError` if the file is missing or has different bytes.
     """
     key = run.key("checkpoints", name, file)
     with run.storage.writer(key) as writer:
@@ -85,25 +84,27 @@ def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> di
     size = writer.size
     sha256 = writer.sha256
     if not writer.verified and run.storage.digest(key) != (size, sha256):
-        raise DamageError(f"{run.storage.locate(key)}: the bytes read back are not the {size} that were written")
+        raise DamageError(
+            f"{run.storage.locate(key)}: the bytes read back differ from the {size} bytes that were written"
+        )
     listed = [entry for entry in run.storage.list(key) if entry.key == key]
     if not listed or listed[0].size != size:
-        raise DamageError(f"{run.storage.locate(key)}: missing or truncated after it was written")
+        raise DamageError(f"{run.storage.locate(key)} is missing or truncated after it was written")
     return {"size": size, "sha256": sha256, "version": listed[0].version}
 
 
 def upload_state(run: Run, name: str, file: str, state: Any) -> dict[str, Any]:
-    """Serialize a state with `torch.save`, and upload it like `upload`."""
+    """Like `upload`, for a state that is serialized with `torch.save`."""
     return upload(run, name, file, lambda writer: torch.save(state, writer))  # type: ignore[arg-type]  # only write() is called
 
 
 def upload_bytes(run: Run, name: str, file: str, content: bytes) -> dict[str, Any]:
-    """Upload a file with this content, like `upload`."""
+    """Like `upload`, for a file with the given content."""
     return upload(run, name, file, lambda writer: writer.write(content))
 
 
 def plan_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file, in their order. The tensors may be on the meta device."""
+    """Return the names of the tensors in each file, in order. The tensors can be on the meta device."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
@@ -120,13 +121,13 @@ def plan_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
 
 def upload_shard(run: Run, name: str, file: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Upload tensors as one safetensors file of a checkpoint, and return its entry for the manifest."""
-    from safetensors.torch import save  # imported late, here and below, because few processes need it
+    from safetensors.torch import save  # imported on use, here and below, because few processes need it
 
     return upload_bytes(run, name, file, save(tensors, metadata={"format": "pt"}))
 
 
 def upload_index(run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> Files:
-    """Upload the index, which maps each tensor to its file. A single file needs no index."""
+    """Upload the index, which maps tensors to files. A single file needs no index."""
     shards = plan_shards(tensors)
     if len(shards) == 1:
         return {}
@@ -139,9 +140,9 @@ def upload_index(run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> Fi
 
 
 def refuse_unloadable(states: Mapping[str, Any], task: str) -> None:
-    """Raise `SettingsError` if states can be saved and verified, but not loaded by a restart.
+    """Raise `SettingsError` if `states` could be saved, but not loaded by a restart.
 
-    The error names the first value in the states that `unpack` would refuse.
+    The error describes the first value that `unpack` would reject.
     """
     plain = map_tensors(states, lambda _: None)
     if _can_be_loaded(plain):
@@ -149,7 +150,7 @@ def refuse_unloadable(states: Mapping[str, Any], task: str) -> None:
     keys, value = next((leaf for leaf in leaves_of(plain) if not _can_be_loaded(leaf[1])), (("its state",), plain))
     raise SettingsError(
         f"SUNSPOT_TASK={task}: {'.'.join(map(str, keys))} is a {type(value).__module__}.{type(value).__qualname__}, "
-        f"{reprlib.repr(value)}, which no restart could load from a checkpoint; make it a tensor, a plain Python "
+        f"{reprlib.repr(value)}, which a restart could not load from a checkpoint; make it a tensor, a plain Python "
         "number such as float(...), a string, or a dict, list or tuple of these"
     )
 
@@ -160,7 +161,7 @@ def _can_be_loaded(value: Any) -> bool:
         torch.save(value, file)
         file.seek(0)
         unpack(file)
-    except Exception:  # pickling a value that does not support it raises errors of any class
+    except Exception:  # pickling unsupported values raises many kinds of errors
         return False
     return True
 
@@ -170,53 +171,53 @@ def refuse_other_than_tensors(model: torch.nn.Module) -> None:
     others = [name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)]
     if others:
         raise SettingsError(
-            f"SUNSPOT_WEIGHTS=safetensors: the model's state_dict contains {', '.join(others)}, which are not tensors; "
-            "set it to pt"
+            f"SUNSPOT_WEIGHTS=safetensors only supports tensors, but the model's state_dict also contains "
+            f"{', '.join(others)}; set it to pt"
         )
 
 
 def read_file(run: Run, checkpoint: Checkpoint, file: str) -> bytearray:
-    """Read all bytes of a checkpoint's file. Raises `DamageError` if they do not match the manifest."""
+    """Return the bytes of a checkpoint's file. Raises `DamageError` if they do not match the manifest."""
     key = run.key("checkpoints", checkpoint.name, file)
     content = bytearray()
     if run.storage.digest(key, content.extend)[1] != checkpoint.files[file]["sha256"]:
-        raise DamageError(f"{run.storage.locate(key)}: does not match its manifest")
+        raise DamageError(f"{run.storage.locate(key)} does not match the manifest")
     return content
 
 
 def load_state(run: Run, checkpoint: Checkpoint, file: str) -> Any:
-    """Load one file of a checkpoint on the CPU. Raises `DamageError` if its bytes do not match the manifest.
+    """Load a checkpoint's file on the CPU. Raises `DamageError` if its bytes do not match the manifest.
 
-    The file is read once, so exactly the checked bytes are loaded.
+    The file is read only once, so exactly the verified bytes are loaded.
     """
     return load_checked(run, checkpoint, file, io.BytesIO(read_file(run, checkpoint, file)))
 
 
 def load_checked(run: Run, checkpoint: Checkpoint, file: str, source: BinaryIO | str) -> Any:
-    """Load a file of a checkpoint from `source`, whose bytes have been checked against the manifest.
+    """Load a checkpoint's file from `source`, which has been verified against the manifest.
 
-    Raises `ConflictError` if the file cannot be loaded, although it is intact.
+    Raises `ConflictError` if the intact file cannot be loaded.
     """
     try:
         return unpack(source)
     except ValueError as error:
         raise ConflictError(
-            f"{run.storage.locate(run.key('checkpoints', checkpoint.name, file))}: not loaded: it was saved "
-            "compressed, or contains more than tensors and plain values; begin a run with another name, and give it "
-            f"the weights of this run by SUNSPOT_INIT_FROM=run:{run.name}"
+            f"{run.storage.locate(run.key('checkpoints', checkpoint.name, file))} was not loaded, because it is "
+            "compressed or contains more than tensors and plain values; start a run with another name and the weights "
+            f"of this run, SUNSPOT_INIT_FROM=run:{run.name}"
         ) from error
 
 
 def unpack(source: BinaryIO | str) -> Any:
-    """Load a file of `torch.save` on the CPU. Raises `ValueError` for anything but tensors and plain values.
+    """Load a file written by `torch.save` on the CPU. Raises `ValueError` for anything but tensors and plain values.
 
-    No code in `source` is run, and nothing is decompressed. If `source` is a path, the tensors are private mappings of
-    the file's pages, or copies if the file cannot be mapped.
+    No code in `source` is executed, and nothing is decompressed. If `source` is a path, the tensors are private
+    mappings of the file's pages, or copies if the file cannot be mapped.
     """
     try:
         refuse_compressed(source)
         return torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, str))
-    except Exception as error:  # of any class for a damaged file; torch's own text advises an unsafe load
+    except Exception as error:  # torch raises many kinds of errors, and recommends an unsafe load
         if isinstance(source, str):
             with open(source, "rb") as file:
                 return unpack(file)
@@ -226,34 +227,34 @@ def unpack(source: BinaryIO | str) -> Any:
 
 
 def refuse_compressed(source: BinaryIO | str) -> None:
-    """Raise `ValueError` for a ZIP archive whose members are compressed or overlap.
+    """Raise `ValueError` for a ZIP archive with compressed or overlapping members.
 
-    `torch.save` does not compress, and a compressed archive of a few kilobytes could fill any memory. A file that is
-    not an archive passes.
+    `torch.save` does not compress, and a compressed archive of a few kilobytes could fill all memory. Files that are
+    not archives are accepted.
     """
     with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as file:
         if zipfile.is_zipfile(file):
             members = zipfile.ZipFile(file).infolist()
             compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
             if compressed or sum(member.file_size for member in members) > file.seek(0, io.SEEK_END):
-                raise ValueError("its members are compressed or overlap")
+                raise ValueError("the members are compressed or overlap")
         file.seek(0)
 
 
 def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
-    """Load a state_dict into the model. Raises `ConflictError`, which names its `origin`, if it does not fit."""
+    """Load a state_dict into a model. Raises `ConflictError` with its `origin` if it does not fit."""
     try:
         model.load_state_dict(state)
     except (RuntimeError, AttributeError, TypeError) as error:
         raise ConflictError(
-            f"{origin}: its weights do not fit the model that the task builds: {shorten(error)}"
+            f"{origin}: the weights do not fit the model that the task builds: {shorten(error)}"
         ) from error
 
 
 def read_weights(storage: Storage, file: str, content: bytearray) -> Any:
-    """Return the state_dict in a file with this `content`. For an index, the files that it names are read too.
+    """Return the state_dict in a file, given its content. For an index, the listed files are read too.
 
-    Raises `ValueError` for anything else.
+    Raises `ValueError` if the content is invalid.
     """
     if file.endswith(SUFFIX):
         return _load(bytes(content))
@@ -265,7 +266,7 @@ def read_weights(storage: Storage, file: str, content: bytearray) -> Any:
         raise ValueError("not an index of safetensors files") from error
     outside = [name for name in files if "/" in name or not name.endswith(SUFFIX)]
     if outside:
-        raise ValueError(f"its index names {outside[0]}, which is not a safetensors file in the same folder")
+        raise ValueError(f"the index lists {outside[0]}, which is not a safetensors file in the same folder")
     return {key: tensor for name in files for key, tensor in _load(storage.read(name)).items()}
 
 

@@ -1,7 +1,7 @@
-"""Renames the weights that another program has saved, so that they match the names in the task's model.
+"""Renames weights saved by another program to match the names in the task's model.
 
-Other programs store tied weights under only one of their names (`save_model` of safetensors, `save_pretrained` of
-transformers), or add a wrapper's prefix to names (`DistributedDataParallel`, `torch.compile`).
+Other programs store tied weights under only one of their names (`save_model` of safetensors and `save_pretrained` of
+transformers), or prefix names (`DistributedDataParallel` and `torch.compile`).
 """
 
 import copy
@@ -20,9 +20,9 @@ COMPILED_PREFIX = "_orig_mod."
 
 
 def fit_names(model: torch.nn.Module, state: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return a state_dict with the names of the model, as far as they can be inferred.
+    """Return a state_dict with the model's names, as far as they can be inferred.
 
-    Raises `SettingsError` if the state_dict is nested in another object, or has different values for tied weights.
+    Raises `SettingsError` if the weights are in a nested state_dict, or if tied weights have different values.
     """
     own = model.state_dict(keep_vars=True)
     refuse_nested(own, state, origin)
@@ -34,8 +34,8 @@ def refuse_nested(own: Mapping[str, Any], state: Mapping[str, Any], origin: str)
     inner = [name for name, value in state.items() if isinstance(value, Mapping) and name not in own]
     if inner and not state.keys() & own.keys():
         raise SettingsError(
-            f"SUNSPOT_INIT_FROM={origin}: contains {', '.join(map(str, state))}; save only the state_dict, as in "
-            f"torch.save(torch.load(FILE)[{inner[0]!r}], NEW_FILE)"
+            f"SUNSPOT_INIT_FROM={origin} contains {', '.join(map(str, state))}; save only the state_dict, for example "
+            f"with torch.save(torch.load(FILE)[{inner[0]!r}], NEW_FILE)"
         )
 
 
@@ -54,9 +54,9 @@ def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str,
 
 
 def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return a state_dict that has tied weights under all of their names if `state` has them under any.
+    """Return a state_dict with all names of those tied weights of which `state` has at least one name.
 
-    Raises `SettingsError` if `state` has different values for tied weights.
+    Raises `SettingsError` if tied weights have different values.
     """
     tensors = {name: id(value) for name, value in own.items() if isinstance(value, torch.Tensor)}
     stored: dict[int, str] = {}
@@ -64,8 +64,8 @@ def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dic
         other = stored.setdefault(tensors[name], name)
         if not are_same(state[name], state[other]):
             raise SettingsError(
-                f"SUNSPOT_INIT_FROM={origin}: {other} and {name} differ, but the model ties them: one would be lost; "
-                "build the model without tying them, or remove one of them from the file"
+                f"SUNSPOT_INIT_FROM={origin}: {other} and {name} differ, but the model ties them, so one would be "
+                "lost; build the model without tying them, or remove one of them from the file"
             )
     completed = copy.copy(state)  # keeps the metadata, which torch stores in an attribute
     for name in tensors.keys() - state.keys():

@@ -1,9 +1,9 @@
-"""The rows that each optimizer step consumed (AUDIT), gathered from all workers and kept until they are in storage.
+"""Gathers the rows that each optimizer step consumed (AUDIT), and keeps them until they are in storage.
 
-Each node keeps them beside its copy of the state, so a group that resumes from the copy writes the rows that the
-previous group did not write. All nodes have the same windows, because they gather and drop them together. If workers
-outlive each other, they exchange the rows of a step before the step changes a parameter. So every worker that has taken
-the step knows all of its rows.
+Each node stores them with its copy of the state, so a group that resumes from the copy writes the rows that were not
+written before. All nodes have the same windows, because they gather and drop them together. If workers can outlive
+each other, they exchange a step's rows before the step changes parameters, so every worker that has taken the step
+knows all of its rows.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from sunspot.run.audit import AuditWriter
 
 
 class LedgerWindow(NamedTuple):
-    """Rows that the steps `first` to `last` of an attempt consumed."""
+    """The rows that steps `first` to `last` of an attempt consumed."""
 
     attempt: str
-    "Label of the attempt (`Attempt.label`)."
+    "The attempt's label (`Attempt.label`)."
     first: int
     last: int
     rows: torch.Tensor
-    "Step, rank and row id of each row, int64 [N, 3]."
+    "The step, rank and ID of each row, int64 [N, 3]."
 
 
 class RowExchange:
-    """An exchange between all workers of the rows of one step."""
+    """Exchanges the rows of one step between all workers."""
 
     def __init__(self, group: dist.ProcessGroup, step: int, rows: torch.Tensor | None, most: int) -> None:
-        """Begin the exchange. Each worker sends `most` ids, int64 [most], padded with -1."""
+        """Begin the exchange. Each worker sends `most` row IDs, int64 [most], padded with -1."""
         mine = torch.full((most,), -1, dtype=torch.int64)
         if rows is not None:
             mine[: len(rows)] = rows
@@ -53,17 +53,17 @@ class RowExchange:
 
 
 def label_rows(step: int, rank: int, rows: torch.Tensor) -> torch.Tensor:
-    """Return row ids with their step and rank, in the form of `LedgerWindow.rows`: int64 [N, 3]."""
+    """Return row IDs with their step and rank, in the form of `LedgerWindow.rows`."""
     return torch.stack([torch.full_like(rows, step), torch.full_like(rows, rank), rows], dim=1)
 
 
 class Ledger:
-    """Consumed rows that are not in storage yet. It is empty without AUDIT."""
+    """The consumed rows that are not in storage yet. Without AUDIT, it is always empty."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, attempt: str, start: int, inherited: Sequence[Any], on: bool
     ) -> None:
-        """Create the ledger of the attempt with this label, which starts after step `start`.
+        """Create the ledger of an attempt, given its label and the step after which it starts.
 
         `group` is None for a single worker. `inherited` are windows of earlier attempts that are not in storage yet.
         """
@@ -73,7 +73,7 @@ class Ledger:
         self._after = start
         self._mine: list[tuple[int, torch.Tensor]] = []
         self._everyones: list[torch.Tensor] = []
-        "Exchanged rows of the steps since the last window, int64 [N, 3] each."
+        "The exchanged rows of the steps since the last window, int64 [N, 3] each."
         self._exchange: RowExchange | None = None
         self._windows = [LedgerWindow(*window) for window in inherited]
         self._dropped = 0
@@ -84,18 +84,18 @@ class Ledger:
     def begin_exchange(self, step: int, rows: torch.Tensor | None, most: int) -> None:
         """Begin to exchange the rows of the next step.
 
-        `rows` are this worker's ids, int64 [B], at most `most` of them.
+        `rows` are this worker's row IDs, int64 [B], and `most` is the largest number of rows of any worker.
         """
         if self._on and self._group:
             self._exchange = RowExchange(self._group, step, rows, most)
 
     def wait_for_exchange(self) -> None:
-        """Wait for the exchange of rows, if there is one. Call this before parameters change."""
+        """Wait for the exchange, if one is in progress. Call this before parameters change."""
         if self._exchange:
             self._exchange.wait()
 
     def add_step(self, step: int, rows: torch.Tensor | None) -> None:
-        """Add one optimizer step, with the ids of this worker's `rows`, int64 [B]."""
+        """Add an optimizer step with this worker's row IDs, int64 [B]."""
         if self._exchange:
             self._everyones.append(self._exchange.wait())
             self._exchange = None
@@ -103,7 +103,7 @@ class Ledger:
             self._mine.append((step, rows))
 
     def unwritten_windows(self, step: int) -> list[tuple[Any, ...]]:
-        """Return the windows up to `step` that may not be in storage yet, without contacting other workers."""
+        """Return the windows up to `step` that might not be in storage yet. Does not contact other workers."""
         with self._lock:
             windows = [tuple(window) for window in self._windows[max(0, self._written - self._dropped) :]]
             if self._everyones and step > self._after:
@@ -113,7 +113,7 @@ class Ledger:
     def gather(self, step: int) -> list[tuple[Any, ...]]:
         """Close a window at `step`, and return the windows that are not in storage yet.
 
-        All workers call this together.
+        All workers must call this together.
         """
         if not self._on:
             return []
@@ -134,7 +134,7 @@ class Ledger:
             return [tuple(window) for window in self._windows]
 
     def write(self, run: Run) -> None:
-        """Write the gathered windows to storage, on rank 0. After a `StorageError` it can be called again."""
+        """Write the gathered windows to storage. Only rank 0 calls this. After a `StorageError`, call it again."""
         with self._lock:
             windows = self._windows[self._written - self._dropped :]
         for attempt, group in groupby(windows, lambda window: window.attempt):

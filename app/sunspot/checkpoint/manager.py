@@ -1,4 +1,4 @@
-"""Decides when to save the training state, saves it while training continues, and waits for the last commit."""
+"""Decides when to save the training state, and saves it while training continues."""
 
 import dataclasses
 import math
@@ -33,21 +33,23 @@ from sunspot.run.checkpoints import Checkpoint, is_out_of_patience
 from sunspot.run.history import Journals
 
 AHEAD_OF_STORAGE = ("memory", IN_PLACE)
-"""Tiers of attempts whose first state is newer than the newest checkpoint in storage."""
+"""Tiers of attempts that start from a newer state than the newest checkpoint in storage."""
 
 COPIES_MEASURED = 3
 """Number of copies in memory after which their cost is reported."""
 
 NOTICE_MARGIN_S = 4.0
-"""Seconds between a notice and the save: half a second until the driver polls, as much until rank 0 polls, and a
-step."""
+"""Seconds between a notice and the save.
+
+It takes half a second until the driver polls, half a second until rank 0 polls, and then a step.
+"""
 
 
 class CheckpointManager:
-    """Saves the state of a worker group; every worker has one.
+    """Saves a worker group's state. Every worker has a manager.
 
-    Under DDP each worker has the whole state: one worker on each node copies it to memory, and rank 0 commits its copy.
-    Under FSDP each worker copies and commits its part. Workers call `save` and `close` together.
+    Under DDP, one worker on each node copies the state to memory, and rank 0 commits its copy. Under FSDP, each worker
+    copies and commits its part. All workers must call `save` and `close` together.
     """
 
     def __init__(
@@ -64,8 +66,8 @@ class CheckpointManager:
     ) -> None:
         """Create the manager for an attempt that trains `saved`.
 
-        Copies in `memory` outlive this process. Without a `memory`, no copy does. `windows` of consumed rows came with
-        the state. `journals` are flushed before each commit.
+        Copies outlive this process only if `memory` is given. `windows` contains the restored windows of consumed rows.
+        `journals` are flushed before each commit.
         """
         self._run = run
         self._attempt = attempt
@@ -82,15 +84,15 @@ class CheckpointManager:
         self._optimizer_only = saved.optimizer_only or OptimizerOnlyParameters(saved.optimizer)
         self._snapshots = Snapshots(self._memory, saved, self._optimizer_only, exchange)
         self._loadable = False
-        "True once the state is known to be loadable by a restart."
+        "True once it is known that a restart can load the state."
         self._ledger = Ledger(place.group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
         self._timer = Timer(-math.inf if attempt.metadata.tier in AHEAD_OF_STORAGE else None)
         self._committer: CheckpointCommitter | None = None
         self._previous: CheckpointCommitter | None = None
-        "Committer of this process in an earlier group."
+        "This process's committer in an earlier group."
         self._await_sums: Callable[[], None] | None = None
-        "Function that waits until the collectives on the device have ended (`continue_commits`)."
+        "A function that waits until the collectives on the device have ended (`continue_commits`)."
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(saved.model)
         if place.rank == 0 or self._sharded:
@@ -109,10 +111,10 @@ class CheckpointManager:
     ) -> None:
         """Continue the commits of a process that outlives its groups. Call this before the first `save`.
 
-        `previous` is the committer that began this process's newest commit, or None if there was no commit. `attempts`
-        are all attempts of the run so far, the current one included. `committed` is the time at which storage received
-        its newest checkpoint, in seconds since the epoch, or None if it is unknown. `await_sums` returns when the
-        collectives on the device have ended, and raises an error if they were aborted.
+        `previous` is the committer of this process's newest commit, or None if there was no commit. `attempts` are all
+        attempts of the run, including the current one. `committed` is the Unix time of the newest checkpoint in
+        storage, or None if it is unknown. `await_sums` waits until the collectives on the device have ended, and raises
+        an error if they were aborted.
         """
         self._await_sums = await_sums
         self._previous = previous
@@ -121,7 +123,7 @@ class CheckpointManager:
         commits = list[float]()
         if previous and not previous.stop_if_overtaken(attempts):
             commits.append(previous.begun_at)
-        if committed is not None:  # maybe by another process, which was rank 0 since
+        if committed is not None:  # possibly by another process, which has been rank 0 since
             commits.append(time.monotonic() - max(0.0, time.time() - committed))
         if commits and self._attempt.metadata.tier in AHEAD_OF_STORAGE:
             self._timer = Timer(max(commits))
@@ -131,19 +133,19 @@ class CheckpointManager:
         return checkpoint_name(step, self._attempt.number, self._attempt.nonce)
 
     def begin_step(self, step: int, rows: torch.Tensor | None, step_rows: int) -> None:
-        """Begin to tell the other workers which `rows`, int64 [B], this worker takes in a step of `step_rows` rows."""
+        """Begin to exchange the row IDs, int64 [B], that the workers take in a step of `step_rows` rows."""
         first, last = share(step_rows, self._place.world_size, 0)
         self._ledger.begin_exchange(step, rows, last - first)
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
-        """Record in memory that `step` was taken. `rows`, int64 [B], are the ids that this worker consumed in it.
+        """Record that `step` was taken, and the row IDs, int64 [B], that this worker consumed.
 
         Raises `SettingsError` after the first step if a restart could not load the state. Also raises the error that
         ended all commits, because some loops never call `wait_for_copy`.
         """
         if self._committer:
             self._committer.raise_if_failed()
-        if not self._loadable:  # the optimizer has its state from the first step on
+        if not self._loadable:  # the optimizer has a state after the first step
             refuse_unloadable(self._saved.state(), self._settings.task)
             self._loadable = True
             self._snapshots.reserve()
@@ -152,11 +154,11 @@ class CheckpointManager:
         self._memory.heartbeat(self._attempt.number, step)
 
     def due(self, step: int, step_s: float) -> StepActions:
-        """Return what to save after `step`, which took `step_s` seconds without reports and commands."""
+        """Return the actions due after `step`, which took `step_s` seconds without reports and commands."""
         busy = self._sharded and self._committer is not None and self._committer.busy
         return StepActions(
             save=not busy and self._timer.due(self.save_every_s),
-            # Before the second step it is unknown which tensors must be copied at once, so that would be all of them.
+            # Before the second step, all tensors would have to be copied at once.
             copy=self.in_memory
             and self._optimizer_only.ids is not None
             and self._interval.due(step, step_s, self._snapshots.costs),
@@ -173,16 +175,18 @@ class CheckpointManager:
         to_storage: bool = True,
         needed: bool = False,
     ) -> None:
-        """Begin to copy the state at `step` to memory. With `to_storage` the copy becomes a checkpoint.
+        """Begin to copy the state at `step` to memory. If `to_storage` is set, the copy becomes a checkpoint.
 
-        `evaluated` is False if an epoch ends here without an evaluation. A copy for storage, or one that is `needed`,
-        waits for the previous copy; any other copy is skipped while the previous one is in progress. Call
+        `evaluated` is False if an epoch ends at `step` without an evaluation. A copy that is for storage or `needed`
+        waits for the previous copy. Any other copy is skipped while the previous copy is in progress. Call
         `wait_for_copy` before parameters change.
         """
-        began = time.thread_time()  # waiting for slower workers costs nothing: the next gradients would wait, too
+        began = (
+            time.thread_time()
+        )  # waiting for slower workers is not counted, because the next gradients would wait too
         if self._place.group and self._settings.snapshot_cost:
             sync_buffers(self._saved.model)
-            # An aborted NCCL collective leaves arbitrary values in buffers, yet their copy would be marked as complete.
+            # An aborted NCCL collective leaves arbitrary values in buffers, which must not be copied.
             if self._await_sums and next(self._saved.model.buffers(), None) is not None:
                 self._await_sums()
         windows = self._ledger.gather(step)
@@ -191,16 +195,16 @@ class CheckpointManager:
         if not (self.in_memory or self._exchanges or committer):
             return
         manifest = self._describe(step, metrics, evaluated)
-        extra_state = self._extra_state(manifest) if committer else None  # only this run reads a copy in memory
+        extra_state = self._extra_state(manifest) if committer else None  # copies in memory are only read by this run
         snapshot = self._snapshots.take(manifest, windows, extra_state, needed=to_storage or needed)
         self._snapshots.charge(spent_s)
         if committer and snapshot:
             committer.commit(snapshot)
 
     def wait_for_copy(self) -> None:
-        """Block until parameters may change. Raises the error that ended all commits, if there was one.
+        """Block until parameters can change. Raises the error that ended all commits, if there was one.
 
-        Call this when the gradients of the next optimizer step are known.
+        Call this once the gradients of the next optimizer step are known.
         """
         self._ledger.wait_for_exchange()
         self._snapshots.wait_for_copy()
@@ -215,10 +219,10 @@ class CheckpointManager:
     def close(self, *, finished: bool) -> None:
         """Wait until the newest copy in memory is complete on all workers.
 
-        If the run has `finished`, wait for its commit too, and remove the copies. Otherwise the next group needs them.
+        If the run has `finished`, also wait for its commit, and remove the copies, which the next group would need.
         """
         group = self._place.group
-        if finished:  # other ranks may wait long for rank 0, which finally writes the model as one file
+        if finished:  # other ranks can wait long for rank 0, which finally writes the model as one file
             run_on_all_ranks(group, self._committer.close if self._committer else lambda: None)
         self._snapshots.wait_until_complete()
         if group:
@@ -227,10 +231,9 @@ class CheckpointManager:
             self._memory.remove()
 
     def leave_group(self, step: int) -> list[tuple[Any, ...]]:
-        """Abandon the commits that have not begun, and return the windows of consumed rows for the next group to write.
+        """Abandon the commits that have not begun, and return the windows of rows, up to `step`, for the next group.
 
-        The windows end at `step`. This waits for the copy in progress, but not for other workers or storage, because
-        the group has ended while this process continues.
+        This waits for the copy in progress, but not for other workers or storage, because the group has ended.
         """
         self._snapshots.wait_until_complete()
         if self._committer:
@@ -239,32 +242,32 @@ class CheckpointManager:
 
     @property
     def committer(self) -> CheckpointCommitter | None:
-        """Committer that began this process's newest commit, in this group or in an earlier one."""
+        """The committer that began this process's newest commit, in this group or in an earlier one."""
         own = self._committer
         return own if own and own.begun_at > -math.inf else self._previous
 
     @property
     def newest(self) -> Checkpoint | None:
-        """Newest checkpoint that this worker has committed."""
+        """The newest checkpoint that this worker has committed, or None."""
         newest = self._committer.newest if self._committer else None
         return newest.checkpoint if newest else None
 
     @property
     def commit_s(self) -> float | None:
-        """Duration of that checkpoint's commit in seconds."""
+        """The duration of the newest commit in seconds, or None."""
         newest = self._committer.newest if self._committer else None
         return newest.seconds if newest else None
 
     @property
     def save_every_s(self) -> float:
-        """Seconds between checkpoints: CHECKPOINT_EVERY_S, or less if a commit takes longer than a notice leaves."""
+        """Seconds between checkpoints: CHECKPOINT_EVERY_S, or less if commits outlast a notice."""
         every_s = self._settings.checkpoint_every_s
         late = exceeds_notice(self.commit_s, self._settings.notice_s)
         return min(every_s, self.commit_s or every_s) if late else every_s
 
     @property
     def stall_s(self) -> float:
-        """Seconds of training that copying has cost so far."""
+        """Seconds for which copying has delayed training so far."""
         return self._snapshots.spent_s
 
     @property
@@ -274,12 +277,12 @@ class CheckpointManager:
 
     @property
     def interval_steps(self) -> int:
-        """Steps between two copies in memory, or 0 without copies or before their cost is known."""
+        """Steps between copies in memory, or 0 if there are no copies or their cost is not known yet."""
         return self._interval.every if self.in_memory and self._interval.cost else 0
 
     @property
     def memory_summary(self) -> str:
-        """Text on how often the state is copied to memory and what that costs.
+        """A description of how often the state is copied to memory, and at what cost.
 
         Empty until the cost has been measured.
         """
@@ -299,7 +302,7 @@ class CheckpointManager:
         return ShardWriter(self._run, self._place, names, self._settings, coordinator, saved.more_files)
 
     def _describe(self, step: int, metrics: dict[str, Any], evaluated: bool) -> Checkpoint:
-        """Return the manifest of a checkpoint, without its files, which are not known yet."""
+        """Return the manifest of a checkpoint without its files, which are not known yet."""
         per_epoch = self._plan.steps.per_epoch
         return Checkpoint(
             name=checkpoint_name(step, self._attempt.number, self._attempt.nonce),
@@ -314,37 +317,37 @@ class CheckpointManager:
         )
 
     def _extra_state(self, manifest: Checkpoint) -> dict[str, Any]:
-        """Return what `extra_state.pt` stores beside the manifest: where the checkpoint comes from."""
+        """Return the content of `extra_state.pt`, which describes the checkpoint's origin."""
         return {
             "step": manifest.step,
             "epoch": manifest.epoch,
-            # The loader's position and the generators' states follow from these and the step.
+            # The loader's position and the random generators' states follow from these values and the step.
             "loader": {"name": self._settings.loader, **dataclasses.asdict(self._plan.steps)},
             "rng": {"seed": self._settings.seed, "step": manifest.step},
             "settings": self._settings.environment(),
-            # The task builds its model for this data (EmptySource), so prediction needs nothing but the checkpoint.
+            # The task builds its model for this data (EmptySource), so prediction only needs the checkpoint.
             "data": ModelData.of(self._plan.source).record(),
             "versions": versions(),
         }
 
 
 class SnapshotInterval:
-    """Shortest interval between snapshots, in steps, at which they cost at most a given fraction of the steps' time."""
+    """The shortest interval between snapshots at which they cost at most a given fraction of the time."""
 
     def __init__(self, fraction: float, start: int) -> None:
-        """A `fraction` of 0 turns snapshots off. The first interval begins at step `start`."""
+        """A `fraction` of 0 disables snapshots. The first interval begins at step `start`."""
         self._fraction = fraction
         self._last = start
         self._times: deque[float] = deque(maxlen=20)
         self.every = 1
-        "Steps between two snapshots."
+        "Steps between snapshots."
         self.cost = 0.0
-        "Fraction of the time that snapshots cost."
+        "The fraction of the time that snapshots cost."
 
     def due(self, step: int, step_s: float, costs: deque[float]) -> bool:
-        """Return True if a snapshot is due after `step`, which took `step_s` seconds, and begin the next interval.
+        """Return True and begin the next interval if a snapshot is due after `step`, which took `step_s` seconds.
 
-        `costs` are the seconds that the last snapshots cost.
+        `costs` contains the seconds for which each of the last snapshots delayed training.
         """
         if not self._fraction:
             return False
@@ -360,25 +363,25 @@ class SnapshotInterval:
         return True
 
     def left(self, step: int) -> int:
-        """Return the number of steps from `step` to the next snapshot; 0 or less if it is due."""
+        """Return the number of steps until the next snapshot, or 0 or less if it is due."""
         return self._last + self.every - step
 
 
 def exceeds_notice(commit_s: float | None, notice_s: float) -> bool:
     """Return True if a commit of `commit_s` seconds takes longer than a notice of `notice_s` seconds leaves.
 
-    Returns False if either is unknown.
+    Returns False if either value is unknown.
     """
     return bool(commit_s and notice_s and commit_s + NOTICE_MARGIN_S > notice_s)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages on which a run's numbers may depend."""
-    import ray  # imported late, because reading a checkpoint needs no Ray
+    """Return the versions of packages that can affect a run's results."""
+    import ray  # imported on use, because reading a checkpoint does not need Ray
 
     return {
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # a subclass of str, which weights_only refuses to load
+        "torch": str(torch.__version__),  # a subclass of str, which weights_only rejects
         "ray": ray.__version__,
         "numpy": np.__version__,
     }

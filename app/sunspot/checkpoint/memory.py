@@ -1,4 +1,4 @@
-"""Makes copies of the training state in the node's shared memory, whose files memory_files.py describes."""
+"""Copies the training state to the node's shared memory. memory_files.py describes the files."""
 
 import contextlib
 import itertools
@@ -35,23 +35,25 @@ from sunspot.run.objects import with_checksum
 log = logging.getLogger(__name__)
 
 MAX_SLOTS = 4
-"""Largest number of slots: for the newest complete copy, the copy being made, the copy being uploaded, and the copy
-that waits for its upload."""
+"""Largest number of slots.
+
+They are for the newest complete copy, the copy in progress, the copy being uploaded, and the copy waiting for upload.
+"""
 
 MEMORY_FRACTION = 0.5
-"""Fraction of the free shared memory that a node's first two slots may take: Ray's object store lies there too."""
+"""Largest fraction of the free shared memory for a node's first two slots. Ray's object store uses it too."""
 
 RETRY_S = 60.0
-"""Seconds until the process looks for room again, after there was no room for copies."""
+"""Seconds after which a process without memory for copies tries again."""
 
-FALLBACK = "after a loss, the run goes back to the newest copy that exists, or to storage"
+FALLBACK = "after a loss, the run continues from the newest existing copy, or from storage"
 
 Changed = Callable[[], Collection[int]]
-"""Function that returns the tensors known to have changed while they were copied."""
+"""A function that returns the tensors known to have changed while they were copied."""
 
 
 class Use(Enum):
-    """Reason why a slot is not free."""
+    """Why a slot is not free."""
 
     SEALING = "its copy is being made, or marked as complete"
     UPLOADING = "the commit thread reads it"
@@ -69,15 +71,15 @@ class Slot:
             self.map = mmap.mmap(-1, max(1, size))
         else:
             with file.open("a+b") as opened:
-                # Reserves the pages: writing to a full file system through a map would end the process (SIGBUS).
+                # Reserve the pages, because writing to a full file system through a map would end the process (SIGBUS).
                 os.posix_fallocate(opened.fileno(), 0, max(1, size))
                 self.map = mmap.mmap(opened.fileno(), max(1, size))
         self._pinned = False
 
     def pin(self) -> str:
-        """Lock the slot's pages, once, so that a GPU copies into them without the CPU.
+        """Lock the slot's pages once, so that a GPU can copy to them without the CPU.
 
-        Return why CUDA refused, or ''.
+        Returns CUDA's error, or an empty string.
         """
         if self._pinned:
             return ""
@@ -87,12 +89,12 @@ class Slot:
         refusal = cudart.cudaHostRegister(address, self.size, 0)
         if not int(refusal):
             return ""
-        with contextlib.suppress(RuntimeError):  # otherwise CUDA reports the error for the next kernel
+        with contextlib.suppress(RuntimeError):  # otherwise CUDA reports the error in the next kernel
             torch.zeros(1, device="cuda")
         return str(cudart.cudaGetErrorString(refusal))
 
     def unmark(self) -> None:
-        """Remove the slot's marker, because its content is about to change."""
+        """Remove the slot's marker before its content changes."""
         if self.file:
             self.file.with_suffix(".json").unlink(missing_ok=True)
 
@@ -101,9 +103,9 @@ class Slot:
     ) -> tuple[MemorySnapshot | None, str]:
         """Write the sidecar of the slot's complete copy, and then its marker.
 
-        Returns the copy as its marker describes it, or None and the reason if it could not be marked. A slot without a
-        file has no marker. `changed` is called after the checksum, because by then it has also counted a change that
-        was still running when the copy ended.
+        Returns the copy and an empty string, or None and the reason if it could not be marked. A slot without a file
+        has no marker. `changed` is called after the checksum, so that it includes changes that were still in progress
+        when the copy ended.
         """
         if not self.file:
             return None, ""
@@ -129,9 +131,9 @@ class Slot:
         return snapshot, ""
 
     def accept_copy(self, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
-        """Mark a copy that came from another worker's slot.
+        """Mark a copy received from another worker.
 
-        Return False if its checksums do not match, or if the marker cannot be written.
+        Returns False if the checksums do not match, or if the marker cannot be written.
         """
         if self._crc32() != snapshot.crc32 or zlib.crc32(sidecar) != snapshot.sidecar_crc32:
             return False
@@ -153,32 +155,31 @@ class Slot:
 
 
 class NodeMemory:
-    """Slots of this process in the shared memory of its node, for the run at `location`.
+    """This process's slots in its node's shared memory, for the run at `location`.
 
-    If `location` is None, or there is no room for a directory, slots are private to the process, and no copy outlives
-    it.
+    If `location` is None, or a directory cannot be created, slots are private to the process, and no copy outlives it.
     """
 
     def __init__(self, location: str | None, warns: bool = True) -> None:
-        """Lock a directory for this run, and find the copies that the previous process left there.
+        """Lock a directory for this run, and find the previous process's copies in it.
 
-        Problems are logged as warnings if this process `warns`. One process per node is enough, because all of them
-        have the same problems.
+        Problems are logged as warnings if `warns` is True. One process per node is enough, because all processes of a
+        node have the same problems.
         """
         self._level = logging.WARNING if warns else logging.INFO
         self._slots: list[Slot] = []
         self._copies = 2
-        "Number of copies of this size, of all processes together, for which the node must have room."
+        "The number of copies of all processes for which the node must have memory."
         self._inherited: set[Path] = set()
-        "Files of the previous process's copies, kept until there is a newer copy."
+        "The files of the previous process's copies, which are kept until there is a newer copy."
         self._making: Future[str] | None = None
-        "Future of the slot that is being made. Its result is why there is no room, or an empty string."
+        "The slot that is being created. The result is why there is no memory, or an empty string."
         self._failing = False
-        "True if the newest log message says that copies cannot be kept."
+        "True if the last log message says that copies cannot be kept."
         self._unpinned = False
-        "True once the log says that copies are not pinned."
+        "True once it has been logged that copies are not pinned."
         self._paused_until = -math.inf
-        "Time from which copies may be made again, in seconds of the monotonic clock."
+        "The time until which no copies are made, in `time.monotonic` seconds."
         self.directory: Path | None = None
         try:
             if location:
@@ -195,25 +196,25 @@ class NodeMemory:
 
     @property
     def newest(self) -> Slot | None:
-        """Slot with the newest complete copy, or None."""
+        """The slot with the newest complete copy, or None."""
         return next((slot for slot in self._slots if Use.NEWEST in slot.uses), None)
 
     def heartbeat(self, attempt: int, step: int) -> None:
-        """Record that `step` was taken, in memory that outlives the process."""
+        """Record in shared memory that `step` was taken."""
         if self._heartbeat is not None:
             HEARTBEAT.pack_into(self._heartbeat, 0, attempt, step, time.time())
 
     # Slots, in the training thread.
 
     def expect_copies(self, count: int) -> None:
-        """Make slots only if the node has room for `count` copies of their size."""
+        """Create slots only if the node has memory for `count` copies of their size."""
         self._copies = count
 
     def free_slot(self, size: int, needed: bool, device: torch.device | None = None) -> Slot | None:
         """Return a free slot of `size` bytes, or None if all are in use.
 
-        A slot that is `needed` is made at once if no slot is free. Another slot is made in the background (`reserve`)
-        if no slot is free now, or will be after this copy.
+        If no slot is free, a `needed` slot is created at once. Another slot is created in the background (`reserve`)
+        if no slot is free now, or if none will be free after this copy.
         """
         if self._making:
             if not needed and not self._making.done():
@@ -230,10 +231,7 @@ class NodeMemory:
         return slot
 
     def reserve(self, size: int, device: torch.device | None) -> None:
-        """Make a slot in a thread.
-
-        This takes a second per GB, because its memory is pinned for copies from `device`.
-        """
+        """Create a slot in a thread. This takes a second per GB, because memory is pinned for copies from `device`."""
         if self.shared and not self._making:
             self._making = start_thread(lambda: self._make_slot(size, device), "make-slot")
 
@@ -245,10 +243,9 @@ class NodeMemory:
         return None
 
     def _drop_unused(self, size: int) -> None:
-        """Remove the slots that no copy will use again.
+        """Remove slots that no copy will use again.
 
-        These are slots of another size, because a state may grow, and private slots once there is room in shared
-        memory.
+        These are slots of another size, because a state can grow, and private slots once shared memory is available.
         """
         kept = []
         for slot in self._slots:
@@ -259,7 +256,7 @@ class NodeMemory:
         self._slots = kept
 
     def _make_slot(self, size: int, device: torch.device | None) -> str:
-        """Add a slot in shared memory unless there are enough. Return why there is no room, or an empty string."""
+        """Add a slot in shared memory unless there are enough. Return why there is no memory, or an empty string."""
         if not self.directory or not self.shared or len(self._slots) >= MAX_SLOTS:
             return ""
         try:
@@ -267,7 +264,7 @@ class NodeMemory:
                 room = room_for_copies(self.directory)
                 if self._copies * size > MEMORY_FRACTION * room:
                     copies = f"{self._copies} of {size / 1e6:.0f} MB"
-                    return f"{copies} take more than half of the {room / 1e6:.0f} MB that are free"
+                    return f"{copies} need more than half of the {room / 1e6:.0f} MB that are free"
             slot = self._add(size, self._free_file("slot", self._slots))
         except OSError as error:
             return str(error.strerror or error)
@@ -280,7 +277,7 @@ class NodeMemory:
         with torch.cuda.device(device):
             refusal = slot.pin()
         if refusal and not self._unpinned:
-            self._log(f"copies of the state take longer, because their memory is not pinned: {refusal}")
+            self._log(f"copies of the state are slower, because their memory is not pinned: {refusal}")
             self._unpinned = True
 
     def _add(self, size: int, file: Path | None) -> Slot:
@@ -293,7 +290,7 @@ class NodeMemory:
             self.pause(problem)
 
     def _free_file(self, kind: str, slots: Sequence[Slot]) -> Path:
-        """Return a file name that neither these slots nor the previous process's copies use."""
+        """Return a file name that is not used by these slots or by the previous process's copies."""
         assert self.directory
         taken = {slot.file for slot in slots} | self._inherited
         files = (self.directory / f"{kind}-{number}.data" for number in itertools.count())
@@ -302,10 +299,7 @@ class NodeMemory:
     # Complete copies, in the seal thread.
 
     def make_peer_slot(self, size: int, others: Sequence[Slot]) -> Slot:
-        """Make a slot for the part of a worker on another node, beside `others`.
-
-        Raises `OSError` if there is no room.
-        """
+        """Create a slot for the part of a worker on another node. Raises `OSError` if there is no memory."""
         if not self.shared:
             raise OSError("no shared memory")
         return Slot(size, self._free_file("peer", others))
@@ -313,8 +307,7 @@ class NodeMemory:
     def complete(self, slot: Slot, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple) -> None:
         """Mark the copy in `slot` as complete, and as the newest.
 
-        The previous copy stays the newest if there is no room for the marker, or if tensors have `changed` during the
-        copy.
+        The previous copy stays the newest if the marker cannot be written, or if tensors `changed` during the copy.
         """
         try:
             snapshot, problem = slot.mark(manifest, sidecar, changed)
@@ -330,14 +323,14 @@ class NodeMemory:
                 self._failing = True
                 self._log(
                     f"the copy at step {step} is not kept in shared memory: {problem}; "
-                    "until a copy is kept, a loss takes the run back to the previous copy or checkpoint"
+                    "until a copy succeeds, a loss takes the run back to the previous copy or checkpoint"
                 )
             return
         first = not self.newest
         for other in list(self._slots):
             other.uses.discard(Use.NEWEST)
         slot.uses.add(Use.NEWEST)
-        with contextlib.suppress(OSError):  # files that stay are removed later
+        with contextlib.suppress(OSError):  # remaining files are removed later
             for file in self._inherited:
                 remove_copy(file)
             self._inherited = set()
@@ -348,20 +341,20 @@ class NodeMemory:
             self._log(f"copies in shared memory continue at step {step}")
 
     def pause(self, why: str) -> None:
-        """Make no copies that outlive this process for RETRY_S seconds. Existing copies stay."""
+        """Stop making copies that outlive this process for RETRY_S seconds. Existing copies are kept."""
         self._paused_until = max(self._paused_until, time.monotonic() + RETRY_S)
         if not self._failing:
             self._failing = True
             self._log(f"no copies in shared memory until there is room: {why}; {FALLBACK}")
 
     def stop(self, why: str) -> None:
-        """Make no more copies that outlive this process. Existing copies stay."""
+        """Stop making copies that outlive this process. Existing copies are kept."""
         if self.shared:
             self._log(f"no more copies in shared memory: {why}; {FALLBACK}")
         self._paused_until = math.inf
 
     def keep_parts_of(self, checkpoint: str | None) -> None:
-        """Remove all parts except those of `checkpoint`, which stay until there is a newer copy."""
+        """Remove all parts except those of `checkpoint`, which are kept until there is a newer copy."""
         slots = {slot.file: slot for slot in self._slots}
         for held in list_snapshots(self.directory) if self.directory else ():
             if not held.parts:
@@ -393,11 +386,11 @@ class NodeMemory:
         if not self.directory:
             return None
         try:
-            with (self.directory / "heartbeat").open("a+b") as file:  # keeps the old one until the first step
-                os.posix_fallocate(file.fileno(), 0, HEARTBEAT.size)  # reserves the page, as for a slot
+            with (self.directory / "heartbeat").open("a+b") as file:  # the old heartbeat is kept until the first step
+                os.posix_fallocate(file.fileno(), 0, HEARTBEAT.size)  # reserves the page, like for a slot
                 return mmap.mmap(file.fileno(), HEARTBEAT.size)
         except OSError as error:
-            self._log(f"steps are not recorded in shared memory, so a receipt may count too few lost steps: {error}")
+            self._log(f"steps are not recorded in shared memory, so receipts might count too few lost steps: {error}")
             return None
 
     def _log(self, text: str) -> None:

@@ -1,11 +1,11 @@
-"""Files for copies of the training state in a node's shared memory, which outlive the process that made them.
+"""Reads copies of the training state from files in a node's shared memory, which outlive the process that wrote them.
 
-Each process of a run has its own directory, which it locks until it exits. The next process on the node takes a
-directory that is not locked, and finds there the files of the previous process:
+Each process of a run has its own directory, which it locks until it exits. The next process on the node takes over a
+directory that is not locked, with the files of the previous process:
 
-    slot-0.data      the tensors of a copy, one after the other; peer-0.data has another node's part (replicas.py)
+    slot-0.data      the tensors of a copy, one after the other (peer-0.data contains another node's part, replicas.py)
     slot-0.sidecar   the rest of the state (`Sidecar`)
-    slot-0.json      the marker, written last: a copy only counts if it has a marker whose checksums match
+    slot-0.json      the marker, which is written last (a copy only counts if the marker's checksums match)
     heartbeat        the last step that the process has taken
 """
 
@@ -37,57 +37,57 @@ from sunspot.shared_pages import Pages, map_pages
 log = logging.getLogger(__name__)
 
 MAX_PROCESSES = 64
-"""Largest number of processes of a run on one node, including processes that are just exiting."""
+"""Largest number of a run's processes on a node, including processes that are exiting."""
 
 STALE_S = 24 * 3600
 """Seconds after which copies of other runs are removed."""
 
 HEARTBEAT = struct.Struct("<qqd")
-"""Format of a heartbeat: attempt, step, seconds since the epoch."""
+"""Binary format of a heartbeat: the attempt, the step, and the time in seconds since the Unix epoch."""
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """A complete copy in this node's shared memory, as its marker describes it."""
+    """A complete copy in this node's shared memory, as described by its marker."""
 
     attempt: Count
     step: Count
     evaluated: bool
-    "False if an epoch ends at this step that has not been evaluated."
+    "False if an epoch ends at this step, but has not been evaluated."
     time: Timestamp
-    "Time at which the step had been taken, in seconds since the epoch."
+    "The time at which the step was taken, in seconds since the Unix epoch."
     size: Count
     crc32: Count
-    "Checksum of the tensors' bytes, which is the same on every node that has this step."
+    "The checksum of the tensors' bytes, which is the same on all nodes."
     file: str
     nonce: str
-    "Nonce of the attempt (`Attempt.nonce`)."
+    "The attempt's nonce (`Attempt.nonce`)."
     sidecar_crc32: Count = 0
     part: Count = 0
-    "Rank whose part of the state it is."
+    "The rank to which this part of the state belongs."
     parts: Count = 0
-    "Number of parts of the state, or 0 if the copy is the whole state."
+    "The number of parts of the state, or 0 if the copy is the whole state."
 
     @property
     def checkpoint(self) -> str:
-        """Name of the checkpoint with the same state, even if that was never committed."""
+        """The name of the checkpoint with the same state, which need not exist."""
         return checkpoint_name(self.step, self.attempt, self.nonce)
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The data beside the tensors of a copy that a restart needs."""
+    """The data besides a copy's tensors that a restart needs."""
 
     structure: Any
-    "State with each tensor replaced by an empty one on the meta device."
+    "The state with each tensor replaced by an empty tensor on the meta device."
     manifest_fields: dict[str, Any]
-    "Fields of the checkpoint's manifest (`Checkpoint`), except its files."
+    "The fields of the checkpoint's manifest (`Checkpoint`), except its files."
     places: list[Any]
-    "Position of each tensor in the whole tensor (`TensorSlice`), or None if it is whole."
+    "The position of each tensor in its whole tensor (`TensorSlice`), or None if it is whole."
     ledger: list[Any]
-    "Windows of consumed rows that were not in storage yet (`LedgerWindow`)."
+    "The windows of consumed rows that were not in storage yet (`LedgerWindow`)."
     names: list[str]
-    "Names of the optimizer's parameters (`parameter_names`); empty unless the copy is a part of a state."
+    "The names of the optimizer's parameters (`parameter_names`). Empty if the copy is a whole state."
 
     def to_bytes(self) -> bytes:
         """Serialize the sidecar."""
@@ -97,15 +97,15 @@ class Sidecar:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Sidecar":
-        """Return the sidecar that `to_bytes` serialized. Raises `DamageError` for anything else."""
+        """Return a serialized sidecar. Raises `DamageError` if it is damaged."""
         try:
             return cls(**torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
-        except Exception as error:  # torch raises errors of any class
-            raise DamageError("its sidecar cannot be read") from error
+        except Exception as error:  # torch raises many kinds of errors
+            raise DamageError("the sidecar cannot be read") from error
 
 
 class LoadedSnapshot(NamedTuple):
-    """A copy that was read from this node's shared memory and verified."""
+    """A verified copy from this node's shared memory."""
 
     snapshot: MemorySnapshot
     sidecar: Sidecar
@@ -113,27 +113,27 @@ class LoadedSnapshot(NamedTuple):
 
     @property
     def data(self) -> torch.Tensor:
-        """Bytes of its tensors, uint8 [size]. Each caller gets a private mapping, so it may change them."""
+        """The bytes of the tensors, uint8 [size], in a private mapping that can be changed."""
         return map_pages(self.pages.path, self.snapshot.size)
 
 
-# ------------------------------------------------------------------------------------ copies of previous processes
+# ----------------------------------------------------------------------------------------- copies of previous processes
 
 
 def find_snapshot(location: str) -> LoadedSnapshot | None:
-    """Read the newest intact copy of the run's whole state on this node, or return None."""
+    """Return the newest intact copy of the run's whole state on this node, or None."""
     found = [snapshot for snapshot in _list_all(location) if not snapshot.parts]
     loaded = (read_if_intact(snapshot) for snapshot in sorted(found, key=_position, reverse=True))
     return next(filter(None, loaded), None)
 
 
 def find_parts(location: str) -> tuple[MemorySnapshot, ...]:
-    """List the copies on this node of parts of states, as their markers describe them."""
+    """Return all copies of parts of states on this node. They are not verified."""
     return tuple(snapshot for snapshot in _list_all(location) if snapshot.parts)
 
 
 def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
-    """List the heartbeats of the run's processes on this node: attempt, step, seconds since the epoch."""
+    """Return the attempt, step and Unix time of each heartbeat of the run's processes on this node."""
     heartbeats = []
     for file in [directory / "heartbeat" for directory in _list_processes(location)]:
         with contextlib.suppress(OSError, struct.error):
@@ -144,7 +144,7 @@ def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
 
 
 def read_if_intact(snapshot: MemorySnapshot) -> LoadedSnapshot | None:
-    """Read and verify a copy. Return None, with a warning, if it is damaged or has been replaced since."""
+    """Read and verify a copy. Return None, with a warning, if it is damaged or has been replaced."""
     try:
         with open(snapshot.file, "rb") as file:
             if os.fstat(file.fileno()).st_size < snapshot.size:
@@ -154,7 +154,7 @@ def read_if_intact(snapshot: MemorySnapshot) -> LoadedSnapshot | None:
             file.readinto(as_bytes(data))
         sidecar = Path(snapshot.file).with_suffix(".sidecar").read_bytes()
         if zlib.crc32(as_bytes(data)) != snapshot.crc32 or zlib.crc32(sidecar) != snapshot.sidecar_crc32:
-            raise DamageError("its bytes do not match its marker's checksums")
+            raise DamageError("the bytes do not match the marker's checksums")
         return LoadedSnapshot(snapshot, Sidecar.from_bytes(sidecar), pages)
     except (OSError, ValueError, DamageError) as error:
         warn_once(log, f"the copy in shared memory {snapshot.file} cannot be used: {error}; it is skipped")
@@ -163,11 +163,11 @@ def read_if_intact(snapshot: MemorySnapshot) -> LoadedSnapshot | None:
 
 def as_bytes(data: torch.Tensor) -> memoryview:
     """Return a view of a uint8 tensor's bytes."""
-    return memoryview(data.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that an array is a buffer
+    return memoryview(data.numpy())  # type: ignore[arg-type]  # numpy's stubs do not declare that an array is a buffer
 
 
 def list_snapshots(directory: Path) -> Iterator[MemorySnapshot]:
-    """Yield the complete copies in a directory, and skip those that are just being replaced."""
+    """Yield the complete copies in a directory. Copies that are being replaced are skipped."""
     for marker in directory.glob("*.json"):
         try:
             snapshot: MemorySnapshot = parse_verified(MemorySnapshot, marker.read_bytes(), str(marker))
@@ -191,9 +191,9 @@ def _position(snapshot: MemorySnapshot) -> tuple[int, int]:
 
 
 def keep_newest(directory: Path) -> set[Path]:
-    """Remove all complete copies of the previous process except the newest, and return the files that are left.
+    """Remove all complete copies of the previous process except the newest, and return the remaining files.
 
-    Two copies of a part stay, because the newest copy that all workers have may be the second newest here.
+    Two copies of a part are kept, because the newest copy that all workers have might be the second newest here.
     """
     found = sorted(list_snapshots(directory), key=_position, reverse=True)
     steps = sorted({_position(held) for held in found if held.parts}, reverse=True)[:2]
@@ -206,16 +206,16 @@ def keep_newest(directory: Path) -> set[Path]:
 
 
 def remove_copy(file: Path) -> None:
-    """Remove the files of a slot, its marker first."""
+    """Remove a slot's files, beginning with the marker."""
     for suffix in (".json", ".sidecar", ".data"):
         file.with_suffix(suffix).unlink(missing_ok=True)
 
 
-# -------------------------------------------------------------------------------------------------------- directories
+# ---------------------------------------------------------------------------------------------------------- directories
 
 
 def lock_directory(location: str) -> tuple[Path, IO[str]]:
-    """Lock the run's first directory that no other process has locked. Return it, and the open file that locks it.
+    """Lock the run's first unlocked directory, and return it with the open lock file.
 
     Raises `OSError` if there is no shared memory.
     """
@@ -231,33 +231,33 @@ def lock_directory(location: str) -> tuple[Path, IO[str]]:
             lock.close()
         else:
             return directory, lock
-    raise OSError(f"{MAX_PROCESSES} other processes of the run use this node's shared memory, which is the limit")
+    raise OSError(f"{MAX_PROCESSES} processes of the run already use this node's shared memory, which is the limit")
 
 
 def _list_processes(location: str) -> list[Path]:
-    """List the directories of all processes of the run on this node."""
+    """Return the directories of all processes of the run on this node."""
     root = node_memory_directory(location, SHARED_MEMORY)
     return sorted(root.glob("*")) if is_own_folder(root.parent) else []
 
 
 def room_for_copies(own: Path) -> int:
-    """Return the number of bytes that the run's copies on this node may take, given a process's own directory.
+    """Return the number of bytes available for the run's copies on this node, given a process's own directory.
 
-    This is the space of the copies that exist now, which make way for new ones, and what is free. Shared memory counts
-    as the container's memory, so no more is free than the container's limit leaves.
+    This is the free space, plus the space of existing copies, which new copies replace. Shared memory counts towards
+    the container's memory, so its limit applies too.
     """
     free = shutil.disk_usage(SHARED_MEMORY).free
     left = memory_left()
     taken = 0
     for file in own.parent.glob("*/*.data"):
-        with contextlib.suppress(OSError):  # just removed
+        with contextlib.suppress(OSError):  # it was just removed
             taken += file.stat().st_size
     return taken + (free if left is None else min(free, left))
 
 
 def remove_others(own: Path) -> None:
-    """Remove the directories of processes that have exited: those of this run, and others after STALE_S seconds."""
-    with contextlib.suppress(OSError):  # another process may remove the same; the rest is removed later
+    """Remove the directories of exited processes of this run, and after STALE_S seconds those of other runs."""
+    with contextlib.suppress(OSError):  # another process might remove the same directory; the rest is removed later
         for directory in own.parent.iterdir():
             _remove_if_free(directory)
         for run in own.parent.parent.iterdir():

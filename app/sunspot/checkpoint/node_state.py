@@ -1,9 +1,9 @@
-"""Brings the state that a worker group starts from to all workers of each node.
+"""Distributes the state from which a worker group starts to all workers of each node.
 
 One worker of each node reads and verifies a copy in the node's memory, or a checkpoint, and the other workers map its
 pages (`NodeState` for a whole state, `NodeParts` for a state in parts). A node without the copy gets it from another
-node (`share_pages`). So a restore reads each byte once per node, and takes the memory of one state per node beside the
-workers' own.
+node (`share_pages`). A restore therefore reads each byte once per node, and needs the memory of one more state per
+node.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from sunspot.run.checkpoints import FILES_AT_ONCE, Checkpoint, compare_bytes
 from sunspot.shared_pages import Pages, map_pages
 
 STATES = ("model.pt", "optimizer.pt")
-"""Files of a checkpoint that a worker group loads. All other files are only verified."""
+"""The files of a checkpoint that a worker group loads. All other files are only verified."""
 
 
 def share_pages(
@@ -38,11 +38,10 @@ def share_pages(
     own: Mapping[int, LoadedSnapshot],
     wanted: Mapping[int, MemorySnapshot],
 ) -> dict[int, torch.Tensor]:
-    """Map the bytes of the copies that are `wanted` by this rank, and return them by number.
+    """Return private mappings of the bytes of all `wanted` copies, keyed by number.
 
-    All workers call this together. `own` are the copies that this rank has read, by number; their pages are closed at
-    the end. If a copy is wanted on a node where no rank has it, a rank of another node sends it. Each mapping is
-    private: other ranks do not see changes to its bytes.
+    All workers must call this together. `own` contains the copies that this rank has read, keyed by number, and their
+    pages are closed at the end. If no rank of a node has a wanted copy, a rank of another node sends it.
     """
     rank = dist.get_rank(group) if group else 0
     received = dict[int, Pages]()
@@ -69,7 +68,7 @@ def share_pages(
             work += [dist.irecv(each, sender, group, number) for each in target.split(CHUNK)]
         elif rank == sender:
             work += [dist.isend(each, receiver, group, number) for each in own[number].data.split(CHUNK)]
-    for each in work:  # the limit ends the wait for a node that freezes
+    for each in work:  # the limit ends the wait for a frozen node
         cast(dist.Work, each).wait(limit)
     for number, pages in received.items():
         if zlib.crc32(as_bytes(map_pages(pages.path, wanted[number].size))) != wanted[number].crc32:
@@ -80,24 +79,26 @@ def share_pages(
         if nodes[other] == nodes[rank]:
             here |= paths
     mapped = {number: map_pages(here[number], snapshot.size) for number, snapshot in wanted.items()}
-    gather_objects(None, group)  # now all ranks have mapped them
+    gather_objects(None, group)  # after this, all ranks have mapped the pages
     for pages in mine.values():
         pages.close()
     return mapped
 
 
 class NodeState:
-    """Reads a whole state for one node, and gives it to all of the node's ranks. All workers of `group` create it
-    together."""
+    """Reads a whole state for one node, and shares it with all of the node's ranks.
+
+    All workers of `group` must create it together.
+    """
 
     def __init__(self, run: Run, group: dist.ProcessGroup | None, nodes: list[str]) -> None:
-        """`nodes` identify the machine of each rank. `group` is None for a single worker."""
+        """`nodes` identifies each rank's machine. `group` is None for a single worker."""
         self._run = run
         self._group = group
         self._nodes = nodes
         self._rank = dist.get_rank(group) if group else 0
         self._reader = nodes.index(nodes[self._rank])
-        "Lowest rank of this node, which reads for all of its ranks."
+        "The lowest rank of this node, which reads for all of the node's ranks."
         self._files: dict[str, Pages] = {}
 
     @property
@@ -106,10 +107,10 @@ class NodeState:
         return self._rank == self._reader
 
     def read(self, checkpoint: Checkpoint) -> list[str]:
-        """Read and verify the files of a checkpoint that are this rank's to read, and return a line for each fault.
+        """Read and verify this rank's share of a checkpoint's files, and return a line for each fault.
 
-        If the checkpoint is in parts, each rank only verifies some files. It loads the pieces that it needs later, when
-        the model is sharded.
+        If the checkpoint is in parts, each rank only verifies some files. The needed pieces are loaded later, when the
+        model is sharded.
         """
         self.close()
         sharded = is_sharded(checkpoint)
@@ -119,7 +120,7 @@ class NodeState:
         else:
             absent = [file for file in STATES if file not in mine]
             if absent:
-                return [f"its manifest lists no {file}" for file in absent]
+                return [f"the manifest does not list {file}" for file in absent]
             if not self.reads:
                 return []
 
@@ -132,9 +133,9 @@ class NodeState:
         return [fault for faults in map_parallel(read, mine, FILES_AT_ONCE) for fault in faults]
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Load the `model` and `optimizer` that were read, on the CPU, from pages that the node's ranks share.
+        """Return the `model` and `optimizer` that were read, on the CPU, from pages that the node's ranks share.
 
-        All workers call this together. Raises `ConflictError` for a file that cannot be loaded, although it is intact.
+        All workers must call this together. Raises `ConflictError` if an intact file cannot be loaded.
         """
         paths = gather_objects({file: pages.path for file, pages in self._files.items()}, self._group)[self._reader]
 
@@ -157,7 +158,7 @@ class NodeState:
         return data[0], sidecar
 
     def close(self) -> None:
-        """Forget the files that were read."""
+        """Discard the files that were read."""
         self._files = {}
 
 
@@ -165,33 +166,30 @@ class PartCopy(NamedTuple):
     """A copy of a part from which a group resumes."""
 
     rank: int
-    "Worker that reads the copy, on a node that has it."
+    "The worker that reads the copy. Its node has the copy."
     snapshot: MemorySnapshot
 
 
 class NodeParts:
-    """Reads a state in parts for one rank. All workers of `group` create it together.
+    """Reads a state in parts for one rank. All workers of `group` must create it together.
 
-    There may be more or fewer workers than parts.
+    The numbers of workers and parts can differ.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, nodes: list[str]) -> None:
-        """`nodes` identify the machine of each rank. `group` is None for a single worker."""
+        """`nodes` identifies each rank's machine. `group` is None for a single worker."""
         self._group = group
         self._nodes = nodes
         self._rank = dist.get_rank(group) if group else 0
         self._chosen: Sequence[PartCopy] = ()
         self._loaded: dict[int, LoadedSnapshot] = {}
-        "Parts that this rank has read, by their numbers."
+        "The parts that this rank has read, keyed by number."
         self._pieces: list[Piece] = []
-        "Pieces that this rank may read."
+        "The pieces that this rank might read."
         self._outline: Any = None
 
     def read(self, chosen: Sequence[PartCopy]) -> list[PartCopy]:
-        """Read the parts of a state that are this rank's to read, and return the damaged ones.
-
-        `chosen` has all parts in order.
-        """
+        """Read this rank's share of the parts, and return the damaged ones. `chosen` contains all parts in order."""
         self._chosen = chosen
         self._loaded = {}
         damaged = []
@@ -205,12 +203,12 @@ class NodeParts:
         return damaged
 
     def describe(self) -> Sidecar:
-        """Return the sidecar of the first part. All workers call this together, before `load`."""
+        """Return the first part's sidecar. All workers must call this together, before `load`."""
         mine = {part: make_index(part, loaded.sidecar) for part, loaded in self._loaded.items()}
         indexes: dict[int, tuple[list[Piece], list[Piece]]] = {}
         for parts in gather_objects(mine, self._group):
             indexes |= parts
-        nearest = self._rank * len(indexes) // len(self._nodes)  # the part with most of the pieces of this rank
+        nearest = self._rank * len(indexes) // len(self._nodes)  # the part with most of this rank's pieces
         self._pieces = [piece for sharded, _ in indexes.values() for piece in sharded] + indexes[nearest][1]
         first = self._loaded.get(0)
         sidecars = gather_objects(first and first.sidecar, self._group)
@@ -219,9 +217,9 @@ class NodeParts:
         return sidecar
 
     def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load this rank's part of a sharded model and its optimizer. All workers call this together.
+        """Load this rank's part of a sharded model and its optimizer. All workers must call this together.
 
-        Raises `ConflictError` if the copy is of another model.
+        Raises `ConflictError` if the copy does not fit the model.
         """
 
         def read(into: dict[str, torch.Tensor]) -> None:
@@ -238,10 +236,10 @@ class NodeParts:
 
 
 def make_index(part: int, sidecar: Sidecar) -> tuple[list[Piece], list[Piece]]:
-    """Return the positions of tensors in the slot of a part, which the part's sidecar describes.
+    """Return the positions of the tensors in a part's slot.
 
-    The first list has the pieces of sharded tensors. The second has the tensors that each part has whole (buffers, the
-    optimizer's step counts).
+    The first list contains pieces of sharded tensors. The second contains tensors that every part has completely, such
+    as buffers.
     """
     tensors = tensors_in(sidecar.structure)
     keys = keys_of(sidecar.structure, sidecar.names)
@@ -249,7 +247,7 @@ def make_index(part: int, sidecar: Sidecar) -> tuple[list[Piece], list[Piece]]:
     sharded = list[Piece]()
     whole = list[Piece]()
     for key, tensor, place, begin in zip(keys, tensors, sidecar.places, begins, strict=False):
-        if tensor.numel() or not place:  # the last ranks have no piece of a tensor with fewer rows than ranks
+        if tensor.numel() or not place:  # the last ranks have no piece of a tensor with few rows
             # No checksum is needed, because the whole part has been verified.
             piece = Piece(*extent_of(key, tensor, place), str(part), begin, tensor.nbytes, crc32=0)
             (sharded if place else whole).append(piece)

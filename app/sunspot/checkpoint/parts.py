@@ -1,23 +1,22 @@
-"""Checkpoints in parts (PARALLEL=fsdp): each rank writes its part, and rank 0 commits all parts together.
+"""Writes and reads checkpoints in parts (PARALLEL=fsdp). Each rank writes its part, and rank 0 commits all parts.
 
 The files have the format of torch.distributed.checkpoint, so any PyTorch program can read the directory with its
 `FileSystemReader`:
 
-    __0_0.distcp __0_1.distcp   rank 0's part of the model, and of the optimizer's state: tensors, one after the other
-    part-00000.json             rank 0's index: the position of each tensor in these files, written after they were
-                                verified
-    .metadata                   the indexes of all ranks, for torch; not read here, because it is a pickle
-    extra_state.pt              as under DDP, plus the optimizer's plain values, under `state`
-    model.pt                    the whole model, in the last checkpoint of a finished run; with WEIGHTS=safetensors, all
-                                ranks write safetensors files and weights-00000.json instead
+    __0_0.distcp __0_1.distcp   the tensors in rank 0's part of the model and of the optimizer's state
+    part-00000.json             rank 0's index, with the position of each tensor in these files; written after the
+                                files were verified
+    .metadata                   the indexes of all ranks, for torch (not read here, because it is a pickle)
+    extra_state.pt              the same as under DDP, plus the optimizer's plain values under `state`
+    model.pt                    the whole model (only in the last checkpoint of a finished run); with
+                                WEIGHTS=safetensors, all ranks write safetensors files and weights-00000.json instead
 
 Only rank 0 writes the tensors that are not sharded (buffers, the optimizer's step counts).
 
-Rank 0 finds out from storage alone what the other ranks have written. So a rank that dies leaves a directory without a
-manifest, but no rank that waits for it in a collective call. All ranks commit the snapshots that rank 0 begins
-(`CommitCoordinator` in commit.py).
+Rank 0 checks in storage what the other ranks have written. If a rank dies, no other rank waits for it in a collective,
+and the directory has no manifest. All ranks commit the snapshots that rank 0 begins (`CommitCoordinator` in commit.py).
 
-Parts of torch that only checkpoints in parts need are imported in functions, because their import takes seconds.
+Torch modules that only checkpoints in parts need are imported on use, because importing them takes seconds.
 """
 
 from __future__ import annotations
@@ -64,19 +63,18 @@ from sunspot.storage.limits import WARN_AFTER_S, refuse_if_given_up
 log = logging.getLogger(__name__)
 
 KINDS = ("model", "optimizer")
-"""Kinds of files of a part, in the order of their numbers. They are separate because prediction only reads the
-model."""
+"""The kinds of files in a part, in order of their numbers. Prediction only reads the model's files."""
 
 WEIGHTS = "weights-{:05d}.json"
-"""Name of the file that lists the safetensors files of one rank, written after these were verified."""
+"""Name of the file that lists a rank's safetensors files. It is written after these files were verified."""
 
 METADATA = ".metadata"
 
 PEER_TIMEOUT_S = 60.0
-"""Seconds beyond STORAGE_TIMEOUT_S that rank 0 waits for parts, so that a rank whose storage fails reports it first."""
+"""Seconds beyond STORAGE_TIMEOUT_S that rank 0 waits for parts, so that the failing rank reports its error first."""
 
 POLL_EVERY_S = 0.5
-"""Seconds between two listings while rank 0 waits for the other parts."""
+"""Seconds between listings while rank 0 waits for the other parts."""
 
 
 class ShardWriter:
@@ -94,9 +92,9 @@ class ShardWriter:
         coordinator: CommitCoordinator,
         more_files: MoreFiles | None = None,
     ) -> None:
-        """`names` are the parameters' names in the optimizer's order (`parameter_names`).
+        """`names` contains the parameters' names in the optimizer's order (`parameter_names`).
 
-        Only a finished run's last checkpoint has `more_files`.
+        `more_files` are only written to a finished run's last checkpoint.
         """
         self._run = run
         self._coordinator = coordinator
@@ -107,12 +105,12 @@ class ShardWriter:
         self._timeout_s = settings.storage_timeout_s + PEER_TIMEOUT_S
         self._safetensors = settings.weights == "safetensors"
         self._took_s = 0.0
-        "Seconds that this rank's part took. Parts of other ranks, on slower connections, may take twice as long."
+        "Seconds that writing this rank's part took. Other ranks can take twice as long."
         self._written: list[str] = []
-        "Keys of the indexes of the newest checkpoint that are in storage, which a retry does not write again."
+        "The keys of this rank's indexes of the newest checkpoint in storage, which a retry does not write again."
 
     def files(self, snapshot: Snapshot) -> Files:
-        """Write this rank's part. On rank 0, wait for the other parts, and return the files of all ranks."""
+        """Write this rank's part. On rank 0, wait for the other parts, and return all files."""
         name = snapshot.manifest.name
         safetensors = self._safetensors and snapshot.manifest.finished
         self._write_once(name, INDEX, lambda: self.write_part(snapshot))
@@ -132,8 +130,7 @@ class ShardWriter:
         tensors = zip(keys_of(snapshot.state, self._names), tensors_in(snapshot.state), snapshot.places, strict=True)
         # Tensors that are not sharded come first, because every rank reads those of rank 0, in one request.
         in_order = sorted(tensors, key=lambda item: item[2] is not None)
-        # Rank 0 writes the tensors that are not sharded. The last ranks have no part of a tensor with fewer rows than
-        # there are ranks.
+        # Rank 0 writes the tensors that are not sharded. The last ranks have no part of a tensor with few rows.
         mine = [
             (key, tensor, place) for key, tensor, place in in_order if self._rank == 0 or (place and tensor.numel())
         ]
@@ -154,10 +151,7 @@ class ShardWriter:
         return {"files": files, "tensors": [piece._asdict() for piece in pieces]}
 
     def write_weights(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Write some of the model's safetensors files, from the parts of all ranks, and return their index.
-
-        Each rank writes other files.
-        """
+        """Write this rank's share of the model's safetensors files, from all ranks' parts, and return their index."""
         run = self._run
         name = snapshot.manifest.name
         written = Files()
@@ -173,10 +167,9 @@ class ShardWriter:
         return {"files": written}
 
     def write_common(self, snapshot: Snapshot) -> Files:
-        """Write the files that all ranks share, after all parts, and return the files of the whole checkpoint.
+        """Write the files that all ranks share, after all parts, and return all files of the checkpoint.
 
-        A finished run's last checkpoint has the whole model as one file, unless all ranks have written it as
-        safetensors.
+        A finished run's last checkpoint contains the whole model in one file, unless the ranks wrote safetensors.
         """
         run = self._run
         name = snapshot.manifest.name
@@ -200,8 +193,7 @@ class ShardWriter:
         return files
 
     def _write_once(self, name: str, index: str, write: Callable[[], dict[str, Any]]) -> None:
-        """Write files and then their `index`, which marks them as complete, unless an earlier try has already done
-        so."""
+        """Write files and then their index, which marks them as complete, unless an earlier attempt did so."""
         own = self._run.key("checkpoints", name, index.format(self._rank))
         if own not in self._written:
             began = time.monotonic()
@@ -210,7 +202,7 @@ class ShardWriter:
             self._written = [own, *self._written[:1]]
 
     def _wait_for_parts(self, name: str) -> None:
-        """Wait until all ranks have written their parts. Rank 0 looks for them and informs the others."""
+        """Wait until all ranks have written their parts. Rank 0 checks this and informs the others."""
         if self._rank == 0:
             self._wait_for_indexes(name, INDEX)
             self._coordinator.announce_written(name)
@@ -219,7 +211,7 @@ class ShardWriter:
             self._wait(name, lambda: "" if self._coordinator.is_written(name) else missing)
 
     def _wait_for_indexes(self, name: str, index: str) -> None:
-        """Wait until all ranks have written their index."""
+        """Wait until all ranks have written their indexes."""
 
         def find_missing() -> str:
             entries = self._run.storage.list(self._run.key("checkpoints", name))
@@ -247,16 +239,16 @@ class ShardWriter:
 
 
 def whole_model(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
-    """Return the model's whole tensors on the meta device, in the order of rank 0's part, which has a piece of each."""
+    """Return the model's whole tensors on the meta device, in the order of rank 0's part."""
     return {
         piece.name.removeprefix("model."): piece.allocate("meta") for piece in pieces if piece.name.startswith("model.")
     }
 
 
 def read_indexes(run: Run, name: str, world_size: int, index: str = INDEX) -> tuple[Files, list[Piece]]:
-    """Read the ranks' indexes of an uncommitted checkpoint. Return all files, the indexes included, and all pieces.
+    """Read all ranks' indexes of an uncommitted checkpoint. Return all files, including the indexes, and all pieces.
 
-    Raises `DamageError` if a file has been changed since it was written.
+    Raises `DamageError` if a file has changed since it was written.
     """
     folder = run.key("checkpoints", name)
     listed = {entry.key.removeprefix(f"{folder}/"): entry for entry in run.storage.list(folder)}
@@ -271,11 +263,11 @@ def read_indexes(run: Run, name: str, world_size: int, index: str = INDEX) -> tu
         pieces += [Piece(**piece) for piece in found.get("tensors", [])]
     for file, written in files.items():
         if file not in listed or (listed[file].size, listed[file].version) != (written["size"], written["version"]):
-            raise DamageError(f"{run.storage.locate(f'{folder}/{file}')}: changed after it was written")
+            raise DamageError(f"{run.storage.locate(f'{folder}/{file}')} has changed since it was written")
     return files, pieces
 
 
-# --------------------------------------------------------------------------------------------------------- reading
+# -------------------------------------------------------------------------------------------------------------- reading
 
 
 def is_sharded(checkpoint: Checkpoint) -> bool:
@@ -284,15 +276,15 @@ def is_sharded(checkpoint: Checkpoint) -> bool:
 
 
 class ShardedContents(NamedTuple):
-    """The pieces of a checkpoint in parts, and the state that they make up."""
+    """The pieces of a checkpoint in parts, and the outline of its state."""
 
     pieces: list[Piece]
     outline: Any
-    "State with each tensor replaced by its name."
+    "The state with each tensor replaced by its name."
 
 
 def read_contents(run: Run, checkpoint: Checkpoint) -> ShardedContents:
-    """Read the contents of a checkpoint in parts, with one request per rank that wrote it.
+    """Return the contents of a checkpoint in parts. This sends one request per rank that wrote the checkpoint.
 
     Raises `DamageError` if a file does not match the manifest.
     """
@@ -311,7 +303,7 @@ def load_model(run: Run, checkpoint: Checkpoint, contents: ShardedContents | Non
 
 
 def load_whole(run: Run, checkpoint: Checkpoint, contents: ShardedContents) -> Any:
-    """Load the state that the outline describes, with whole tensors on the CPU.
+    """Load the state of an outline, with whole tensors on the CPU.
 
     Raises `DamageError` if a file does not match its index.
     """
@@ -329,9 +321,10 @@ def load_parts(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Load this rank's part of a sharded model and its optimizer. Any number of ranks may have written the checkpoint.
+    """Load this rank's part of a sharded model and its optimizer. The checkpoint can have any number of parts.
 
-    Raises `DamageError` if a file does not match its index, and `ConflictError` if the checkpoint is of another model.
+    Raises `DamageError` if a file does not match its index, and `ConflictError` if the checkpoint does not fit the
+    model.
     """
     read = functools.partial(read_into, run, checkpoint, contents.pieces)
     load_pieces(contents, checkpoint.name, model, optimizer, read)
@@ -344,7 +337,7 @@ def load_pieces(
     optimizer: torch.optim.Optimizer,
     read: Callable[[dict[str, torch.Tensor]], None],
 ) -> None:
-    """Load this rank's part of the checkpoint called `name`. `read` fills the given tensors by their names."""
+    """Load this rank's part of the checkpoint `name`. `read` fills tensors that are keyed by name."""
     pieces, outline = contents
     own = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     parameters = parameters_of(optimizer)
@@ -369,7 +362,7 @@ def load_pieces(
 
 
 def weights_digest(checkpoint: Checkpoint) -> str:
-    """Return a SHA-256 that identifies the weights of a checkpoint."""
+    """Return a SHA-256 that identifies a checkpoint's weights."""
     if "model.pt" in checkpoint.files:
         return str(checkpoint.files["model.pt"]["sha256"])
     ending = f"_{KINDS.index('model')}.distcp"

@@ -1,6 +1,6 @@
-"""Pieces of tensors in a checkpoint's parts: their positions and checksums, and how to read only the needed ones.
+"""Reads only the needed pieces of tensors from a checkpoint in parts, by their positions, and verifies their checksums.
 
-Parts of torch that only checkpoints in parts need are imported in functions, because their import takes seconds.
+Torch modules that only checkpoints in parts need are imported on use, because importing them takes seconds.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
 INDEX = "part-{:05d}.json"
-"""Name of the index of one rank's part."""
+"""File name of the index of a rank's part."""
 
 REQUEST_BYTES = 64 << 20
-"""Largest number of bytes that one request reads, unless a piece is larger. Larger requests would not be faster."""
+"""Largest number of bytes per request, unless a piece is larger. Larger requests would not be faster."""
 
 REQUESTS_AT_ONCE = 4
-"""Number of requests that one rank sends at once. A node may have eight ranks."""
+"""Number of requests that a rank sends at once. A node can have eight ranks."""
 
 
 class Piece(NamedTuple):
-    """A piece of one tensor in a file, as listed in the index of its part."""
+    """A piece of a tensor in a file, as listed in the index of its part."""
 
     name: str
     dtype: str
     shape: list[int]
-    "Shape of the whole tensor."
+    "The shape of the whole tensor."
     offset: list[int]
-    "Index of the piece's first element in the whole tensor."
+    "The index of the piece's first element in the whole tensor."
     lengths: list[int]
-    "Length of the piece in each dimension."
+    "The length of the piece in each dimension."
     file: str
     begin: int
-    "Position in the file of its first byte, as written by `torch.save`."
+    "The position of the piece's first byte in the file."
     size: int
     crc32: int
-    "Checksum of these bytes."
+    "The checksum of the piece's bytes, which `torch.save` wrote."
 
     def allocate(self, device: str = "cpu") -> torch.Tensor:
         """Allocate the whole tensor, without setting its values."""
@@ -62,8 +62,7 @@ class Piece(NamedTuple):
 def extent_of(
     name: str, part: torch.Tensor, place: TensorSlice | None
 ) -> tuple[str, str, list[int], list[int], list[int]]:
-    """Return the first fields of a `Piece`, up to its lengths, for a tensor's part at `place`, or for a whole
-    tensor."""
+    """Return the fields of a `Piece` up to `lengths`. The tensor is the part at `place`, or a whole tensor if None."""
     shape, offset = place or (part.shape, (0,) * part.ndim)
     return name, str(part.dtype).removeprefix("torch."), list(shape), list(offset), list(part.shape)
 
@@ -88,23 +87,25 @@ def make_metadata(pieces: Sequence[Piece]) -> Metadata:
         storage[MetadataIndex(piece.name, piece.offset)] = _StorageInfo(piece.file, piece.begin, piece.size)
     for name, tensor in tensors.items():
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
-            raise DamageError(f"{name}: its pieces do not make up the whole tensor of shape {list(tensor.size)}")
+            raise DamageError(
+                f"{name} is incomplete: its pieces do not cover the whole tensor of shape {list(tensor.size)}"
+            )
     return Metadata(tensors, storage_data=storage)
 
 
 def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:
-    """Read the list of a checkpoint's pieces, by rank. Raises `DamageError` for an index that Sunspot did not write."""
+    """Return all pieces of a checkpoint, in rank order. Raises `DamageError` if an index is invalid."""
     indexes = sorted(file for file in checkpoint.files if re.fullmatch(r"part-\d+\.json", file))
     try:
         contents = map_parallel(lambda file: json.loads(read_file(run, checkpoint, file)), indexes)
         return [Piece(**piece) for content in contents for piece in content["tensors"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         place = run.storage.locate(run.key("checkpoints", checkpoint.name))
-        raise DamageError(f"{place}: the indexes of its parts cannot be read: {type(error).__name__}") from error
+        raise DamageError(f"{place}: the indexes of the parts cannot be read: {type(error).__name__}") from error
 
 
 def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
-    """Fill tensors, whole ones or DTensors, by name. torch's planner finds the pieces that cover them.
+    """Read pieces into whole tensors or DTensors, which are keyed by name. torch's planner finds the needed pieces.
 
     Only verified bytes are loaded. Apart from small gaps, no other bytes are read.
     """
@@ -120,17 +121,17 @@ def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: d
                 at = piece.begin + piece.size
                 if zlib.crc32(data) != piece.crc32:
                     where = run.storage.locate(key)
-                    raise DamageError(f"{where}: {piece.name} in it does not match the index of its part")
+                    raise DamageError(f"{where}: {piece.name} does not match the index of its part")
                 try:
                     plan.copy_piece(piece, unpack(io.BytesIO(data)))
                 except ValueError as error:
-                    raise DamageError(f"{run.storage.locate(key)}: {piece.name} in it is {error}") from error
+                    raise DamageError(f"{run.storage.locate(key)}: {piece.name} is {error}") from error
 
     map_parallel(load, group_adjacent(plan.wanted), REQUESTS_AT_ONCE)
 
 
 class ReadPlan:
-    """Plan for filling tensors: the pieces to read, and the elements to copy from each."""
+    """A plan of the pieces to read, and of the elements to copy from each piece."""
 
     def __init__(self, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -144,10 +145,10 @@ class ReadPlan:
             self._items.setdefault((piece.file, piece.begin), []).append(item)
         wanted = (piece for piece in pieces if (piece.file, piece.begin) in self._items)
         self.wanted = sorted(wanted, key=lambda piece: (piece.file, piece.begin))
-        "Pieces to read, in their order in the files."
+        "The pieces to read, in file order."
 
     def copy_piece(self, piece: Piece, content: torch.Tensor) -> None:
-        """Copy the needed elements of a piece, whose `content` was read, into the tensors."""
+        """Copy the needed elements from a piece's `content` to the tensors."""
         for item in self._items[piece.file, piece.begin]:
             tensor = content
             for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -156,9 +157,9 @@ class ReadPlan:
 
 
 def group_adjacent(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """Group pieces, sorted by their positions, so that one request reads each group of at most REQUEST_BYTES.
+    """Group sorted pieces so that one request of at most REQUEST_BYTES reads each group.
 
-    A larger piece is a group of its own.
+    A larger piece forms its own group.
     """
     groups: list[list[Piece]] = []
     for piece in pieces:

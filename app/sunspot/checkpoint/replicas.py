@@ -1,7 +1,7 @@
-"""Keeps each part of a sharded state (PARALLEL=fsdp) in the memory of two nodes, so that losing a node loses no part.
+"""Keeps each part of a sharded state (PARALLEL=fsdp) in the memory of two nodes, so that no part is lost with a node.
 
-Each worker sends its part to a worker on the next node while training continues. The seal thread does this, over a
-process group of its own. It waits at most TIMEOUT_S for a worker that does not answer.
+Each worker's seal thread sends its part to a worker on the next node while training continues. It uses a separate
+process group, and waits at most TIMEOUT_S for an unresponsive worker.
 """
 
 import itertools
@@ -20,25 +20,25 @@ from sunspot.parallel.collectives import any_rank, gather_objects
 from sunspot.run.checkpoints import Checkpoint
 
 CHUNK = 16 << 20
-"""Bytes of one message."""
+"""Size of a message in bytes."""
 
 TIMEOUT_S = 60.0
-"""Largest number of seconds to wait for one message, or for the slowest worker to be ready for it."""
+"""Seconds to wait for a message, or for the slowest worker to be ready for it."""
 
 TRANSFER_COST = 0.1
-"""Fraction of a transfer's seconds that counts as lost to training, because both use the same network."""
+"""Fraction of a transfer's duration that counts as lost to training, because both use the same network."""
 
 
 class PartExchange:
-    """Exchanges one worker's part with workers on other nodes.
+    """Exchanges a worker's part with workers on other nodes.
 
-    On a single node, the workers only agree that all parts are kept.
+    On a single node, the workers only agree that all parts have been copied.
     """
 
     def __init__(self, memory: NodeMemory, nodes: Sequence[str], group: dist.ProcessGroup) -> None:
-        """Create the exchange, on all workers together.
+        """Create the exchange. All workers must call this together.
 
-        `nodes` identify the machine of each rank. The workers use `group` to agree on whether they copy.
+        `nodes` identifies each rank's machine. The workers use `group` to agree on whether to copy.
         """
         self._memory = memory
         self._control = group
@@ -49,20 +49,20 @@ class PartExchange:
         here = nodes[self._rank]
         self._replica_rank = replicas[self._rank]
         self._peers = [rank for rank, replica in enumerate(replicas) if replica == self._rank != rank]
-        "Workers on another node whose parts this worker keeps, too."
+        "The ranks on another node of which this worker also keeps the parts."
         self._newest: dict[int, Slot] = {}
-        "Slots by rank of a peer, with its newest part that belongs to a complete state."
+        "The slots with each peer's newest part that belongs to a complete state, keyed by rank."
         self._next: dict[int, Slot] = {}
-        "Slots by rank of a peer, for its next part."
+        "The slots for each peer's next part, keyed by rank."
         kept = sum(nodes[replica] == here != node for node, replica in zip(nodes, replicas, strict=True))
         self.cost_s = 0.0
-        "Seconds of training that the newest transfer cost."
+        "Seconds for which the newest transfer delayed training."
         memory.expect_copies(2 * (nodes.count(here) + kept))  # the newest and the next copy of each part
 
     def agree_to_copy(self, has_slot: bool) -> bool:
-        """Return True if all workers copy their parts now. Parts of different steps would not make up a state.
+        """Return True if all workers can copy their parts now, because parts of different steps are not a state.
 
-        All workers call this together, in the training thread; `has_slot` is False on a worker that cannot copy.
+        All workers must call this together, in the training thread. `has_slot` is False on a worker that cannot copy.
         """
         lacking, stopped = any_rank(self._control, not has_slot, not self._memory.shared)
         if stopped:
@@ -70,9 +70,9 @@ class PartExchange:
         return not lacking
 
     def complete(self, slot: Slot, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple) -> None:
-        """Mark the copy of this worker's part, like `NodeMemory.complete`, and send it to another node.
+        """Mark the copy of this worker's part, like `NodeMemory.complete`, and send the copy to another node.
 
-        The copy becomes the newest once all parts are kept twice. All workers call this together, in their seal
+        The copy becomes the newest once all parts exist twice. All workers must call this together, in their seal
         threads.
         """
         try:
@@ -86,11 +86,10 @@ class PartExchange:
             slot.uses.discard(Use.SEALING)
 
     def replicate(self, slot: Slot, snapshot: MemorySnapshot | None, sidecar: bytes) -> bool:
-        """Send the part in `slot` to the next node, and keep the parts of this worker's peers.
+        """Send the part in `slot` to the next node, receive the peers' parts, and return True if every part arrived.
 
-        All workers call this together. `snapshot` describes this worker's part, or is None if it could not be marked.
-        Returns True if every part is kept on its next node. Raises `RuntimeError` if a worker is gone or does not
-        answer for TIMEOUT_S seconds.
+        All workers must call this together. `snapshot` describes this worker's part, or is None if it could not be
+        marked. Raises `RuntimeError` if a worker is lost, or does not respond for TIMEOUT_S seconds.
         """
         everyone = gather_objects((snapshot, len(sidecar), slot.size), self._group)
         received: dict[int, list[Any]] = {}
@@ -122,7 +121,7 @@ class PartExchange:
         return slot
 
     def _transfer(self, sent: Sequence[Any], received: Mapping[int, Sequence[Any]]) -> None:
-        """Send these buffers to the next node, and at the same time fill the buffers for the peers, given by rank."""
+        """Send buffers to the next node, and fill the buffers in `received`, which are keyed by the peers' ranks."""
         to_replica = _messages(sent) if self._replica_rank != self._rank else []
         from_peers = [[(rank, message) for message in _messages(buffers)] for rank, buffers in received.items()]
         together: Iterator[tuple[Any, ...]] = itertools.zip_longest(to_replica, *from_peers)
@@ -135,7 +134,7 @@ class PartExchange:
 
 
 def ranks_by_node(nodes: Iterable[str]) -> dict[str, list[int]]:
-    """Return the ranks on each node, in order. `nodes` has the node of each rank."""
+    """Return a mapping from nodes to their ranks, given the node of each rank."""
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
@@ -143,8 +142,10 @@ def ranks_by_node(nodes: Iterable[str]) -> dict[str, list[int]]:
 
 
 def find_replica_ranks(nodes: Sequence[str]) -> list[int]:
-    """Return the rank that keeps a copy of each rank's part: a rank on the next node, or the rank itself on one
-    node."""
+    """Return the rank that keeps the copy of each rank's part.
+
+    It is a rank on the next node, or the rank itself if there is only one node.
+    """
     ranks = ranks_by_node(nodes)
     following = dict(zip(ranks, [*list(ranks)[1:], *list(ranks)[:1]], strict=True))
     positions = {rank: position for on_node in ranks.values() for position, rank in enumerate(on_node)}

@@ -1,13 +1,13 @@
 """Copies the training state while training continues.
 
-Tensors that only the optimizer changes stay the same during forward and backward. They are copied during that time, and
-only the next optimizer step waits for the copy (`wait_for_copy`). Any other tensor of the model may change in the very
-next forward pass (batch norm's averages, a teacher that follows the weights), and is copied at once. If a tensor
-changes while it is copied, that copy is torn and dropped, and the tensor is copied at once from then on. Code that
-changes parameters must therefore call `wait_for_copy` first. In train/run.py, `TrainingRun` does so for torch's
-optimizers by a hook, and loops that change parameters in another way have to tell it.
+Tensors that only the optimizer changes stay the same during the forward and backward passes. They are copied during
+these passes, and only the next optimizer step waits for the copy (`wait_for_copy`). Any other tensor of the model can
+change in the next forward pass (such as batch norm's averages), and is copied at once. If a tensor changes while it is
+copied, the copy is torn and dropped, and from then on the tensor is copied at once. Code that changes parameters must
+therefore call `wait_for_copy` first. In train/run.py, `TrainingRun` does so in a hook for torch's optimizers. Loops
+that change parameters in another way have to notify it.
 
-A GPU copies in a separate stream. Only the training stream waits for it; the CPU keeps queueing work without waiting.
+A GPU copies in a separate stream. Only the training stream waits for it, while the CPU keeps queueing work.
 """
 
 import functools
@@ -31,16 +31,16 @@ from sunspot.parallel.sharding import TensorSlice, find_slices, parameters_of, p
 from sunspot.run.checkpoints import Checkpoint
 
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
-"""Target and source tensor of each copy."""
+"""The target and source tensors of copies."""
 
 MoreFiles = Callable[[Mapping[str, torch.Tensor]], Mapping[str, bytes]]
-"""Function that returns a task's additional files for a checkpoint, by name, given the model's state_dict."""
+"""A function from the model's state_dict to a task's additional checkpoint files, keyed by name."""
 
 
 class ChangeWatch:
-    """Finds the tensors that are changed in place while they are copied. Misses changes made through `.data`.
+    """Finds tensors that are changed in place while they are copied. It misses changes made through `.data`.
 
-    It reads autograd's own version counter (`_version`), for which torch has no public name.
+    It uses autograd's version counter (`_version`), for which torch has no public API.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -48,7 +48,7 @@ class ChangeWatch:
         self._final: set[int] | None = None
 
     def changed(self) -> set[int]:
-        """Return the `id` of each tensor that changed before the watch ended. May be called from any thread."""
+        """Return the `id` of each tensor that changed before the watch ended. Can be called from any thread."""
         so_far = {id(tensor) for tensor, version in self._versions if tensor._version != version}
         return so_far if self._final is None else self._final  # after that, the optimizer changes them
 
@@ -61,22 +61,22 @@ class ChangeWatch:
 
 @dataclass(frozen=True)
 class SavedObjects:
-    """Objects whose state is saved while training continues to change them."""
+    """The objects to save, which training keeps changing."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None = None
-    "Average that is saved in place of the weights."
+    "The average that is saved instead of the weights."
     more_files: MoreFiles | None = None
     optimizer_only: "OptimizerOnlyParameters | None" = None
-    "Parameters that only the optimizer changes, as this process found out in earlier groups."
+    "The parameters that only the optimizer changes, if earlier groups of this process have found them."
 
     def state(self) -> dict[str, Any]:
-        """Return the state_dicts of `model` and `optimizer`, which contain the trained tensors themselves."""
+        """Return the state_dicts of `model` and `optimizer`. They contain the trained tensors, not copies."""
         return {"model": self.model.state_dict(keep_vars=True), "optimizer": self.optimizer.state_dict()}
 
     def with_average(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state as checkpoints store it: with the average, if there is one, in place of the weights."""
+        """Return the state in the form of checkpoints, with the average instead of the weights, if there is one."""
         return self.average.exchange(state) if self.average else state
 
 
@@ -85,19 +85,19 @@ class Snapshot:
     """A copy of the state at one step, in host memory."""
 
     manifest: Checkpoint
-    "Manifest without its files, which are not written yet."
+    "The manifest without files, which have not been written yet."
     extra_state: dict[str, Any]
     state: dict[str, Any]
-    "State_dicts of `model` and `optimizer`, whose tensors lie in the slot."
+    "The state_dicts of `model` and `optimizer`, with tensors in the slot."
     slot: Slot
     copied: Future[bool]
     watch: ChangeWatch
     places: list[TensorSlice | None]
-    "Position of each tensor of `state` (`tensors_in`) in its whole tensor under FSDP, or None if it is whole."
+    "Under FSDP, the position of each tensor of `state` in its whole tensor, or None if it is whole."
 
     @property
     def torn(self) -> bool:
-        """True if a tensor is known to have changed while it was copied. An operation only counts once it has ended."""
+        """True if a tensor is known to have changed while it was copied. Operations in progress are not counted yet."""
         return bool(self.watch.changed())
 
     def release(self) -> None:
@@ -108,8 +108,8 @@ class Snapshot:
 class OptimizerOnlyParameters:
     """Finds the parameters that only optimizer steps change.
 
-    These are the parameters that get a gradient in the second step and that the second step's forward pass does not
-    change, even through `.data`.
+    These are the parameters that have a gradient in the second step, and that its forward pass does not change, even
+    through `.data`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -119,12 +119,10 @@ class OptimizerOnlyParameters:
         self.ids: set[int] | None = None
         "The `id` of each such parameter, or None before the second step."
         self.moved = set[int]()
-        """The `id` of each parameter that the second step changed without PyTorch counting it, before the optimizer's
-        step."""
+        "The `id` of each parameter that the second forward pass changed without PyTorch's counter noticing."
 
     def begin_group(self) -> None:
-        """Forget the values after the first step unless they have been compared: the state may be another worker's
-        now."""
+        """Discard recorded values that have not been compared, because the state might now be another worker's."""
         if self.ids is None:
             self._after_first = []
 
@@ -136,7 +134,7 @@ class OptimizerOnlyParameters:
     def before_step(self) -> None:
         """Compare the parameters with their recorded values.
 
-        Call this before each optimizer step, when it has gradients.
+        Call this before each optimizer step, once gradients exist.
         """
         if self.ids is None and self._after_first and any(p.grad is not None for p in self._parameters):
             now = map(_fingerprint, self._parameters)
@@ -149,7 +147,7 @@ class OptimizerOnlyParameters:
 def _fingerprint(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
     """Return a parameter's in-place version counter and a checksum of its bits, without waiting for the device.
 
-    The counter misses changes made through `.data`. The checksum misses changes that happen to leave it unchanged.
+    The counter misses changes made through `.data`, and the checksum can collide.
     """
     return parameter._version, sum_of_bits(part_of(parameter.detach()))
 
@@ -164,7 +162,7 @@ class Snapshots:
         optimizer_only: OptimizerOnlyParameters,
         exchange: PartExchange | None = None,
     ) -> None:
-        """`exchange` keeps each part on two nodes if the state is in parts."""
+        """`exchange` stores each part on two nodes if the state is in parts."""
         self._memory = memory
         self._saved = saved
         self._optimizer_only = optimizer_only
@@ -172,21 +170,21 @@ class Snapshots:
         self._names = parameter_names(saved.model, saved.optimizer) if exchange else []
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
         self._copying: Future[torch.cuda.Event | None] | None = None
-        "Copy that training must wait for. Its result is the event at the end of a GPU's copies, or None."
+        "The copy for which training must wait. Its result is the event at the end of a GPU's copies, or None."
         self._watch = ChangeWatch(())
-        "Watch of the newest copy."
+        "The watch of the newest copy."
         self._unsteady: set[int] = set()
         "The `id` of each tensor that has ever changed during a copy."
         self._queue_wait: QueueWait | None = None
         self._sealing: Future[None] | None = None
         self.spent_s = 0.0
-        "Seconds of training that all snapshots so far have cost."
+        "Seconds for which all snapshots so far have delayed training."
         self._charged_s = 0.0
-        "The same without the newest snapshot."
+        "The same, but without the newest snapshot."
         self.size = 0
-        "Size of a snapshot in bytes."
+        "The size of a snapshot in bytes."
         self.costs: deque[float] = deque(maxlen=5)
-        "Seconds of training that each of the last snapshots cost."
+        "Seconds for which each of the last snapshots delayed training."
 
     # In the training thread.
 
@@ -195,9 +193,9 @@ class Snapshots:
     ) -> Snapshot | None:
         """Begin to copy the state. Call `wait_for_copy` before parameters change.
 
-        `ledger` is stored beside the copy in memory. With `extra_state` the snapshot is for storage, and its slot stays
-        in use until the snapshot is released. Returns None if the copy is not `needed`, and no slot is free or the
-        previous copy is not sealed yet.
+        `ledger` is stored with the copy in memory. With `extra_state`, the snapshot is for storage, and its slot stays
+        in use until the snapshot is released. Returns None if the copy is not `needed`, and either no slot is free or
+        the previous copy is not sealed yet.
         """
         began = time.perf_counter()
         self.wait_for_copy()
@@ -218,7 +216,7 @@ class Snapshots:
         slot = self._memory.free_slot(self.size, needed, device)
         asked = time.perf_counter()
         agreed = self._exchange.agree_to_copy(slot is not None) if self._exchange else True
-        began += time.perf_counter() - asked  # not a cost: the gradients would wait, too
+        began += time.perf_counter() - asked  # not counted, because the gradients would wait too
         if slot is None or not agreed:
             return None
         state = in_buffer(structure, slot.map)
@@ -240,7 +238,7 @@ class Snapshots:
         self._watch = ChangeWatch(watched)
         self._copying = self._copies.submit(self._copy, later, mark)
         copied = self._copies.submit(_wait_for_end, self._copying, source)
-        if mark:  # a slot that was made at once is not pinned yet; no thread waits for that
+        if mark:  # a slot that was created at once is not pinned yet, and nothing waits for that
             self._copies.submit(self._memory.pin, slot, mark.device)
         snapshot = Snapshot(manifest, extra_state or {}, state, slot, copied, self._watch, places)
 
@@ -250,7 +248,7 @@ class Snapshots:
         return snapshot
 
     def _begin_sealing(self, snapshot: Snapshot, structure: Any, ledger: list[Any]) -> None:
-        """Start the thread that marks the copy in memory as complete, once all tensors are copied."""
+        """Start the thread that marks the copy in memory as complete once all tensors are copied."""
         snapshot.slot.uses.add(Use.SEALING)
         fields = {name: value for name, value in asdict(snapshot.manifest).items() if name != "files"}
         places = [place and tuple(place) for place in snapshot.places]
@@ -258,16 +256,16 @@ class Snapshots:
         self._sealing = start_thread(lambda: self._seal(snapshot, sidecar), "state-seal")
 
     def reserve(self) -> None:
-        """Begin to make a slot for the first copy, so that the copy does not have to wait for it."""
+        """Begin to create a slot in advance, so that the first copy does not have to wait for it."""
         _, device = self._outline(self._saved.with_average(self._saved.state()))
         self._memory.reserve(self.size, device)
 
     def charge(self, seconds: float) -> None:
-        """Add to the cost of the newest snapshot."""
+        """Add `seconds` to the cost of the newest snapshot."""
         self.spent_s += seconds
 
     def wait_for_copy(self) -> None:
-        """Block until this thread may change the state, directly or by work that it adds to the GPU's queue."""
+        """Block until this thread can change the state, directly or by queueing work on the GPU."""
         if self._copying:
             began = time.perf_counter()
             end = self._copying.result()
@@ -290,9 +288,9 @@ class Snapshots:
             self._charged_s = self.spent_s
 
     def _outline(self, source: dict[str, Any]) -> tuple[Any, torch.device | None]:
-        """Return the state to copy with tensors on the meta device, and the GPU that the state is on, if any."""
+        """Return the state's outline with tensors on the meta device, and the state's GPU, if any."""
         structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
-        self.size = max(ALIGNMENT, size_of(structure))  # a worker may have no part of any tensor
+        self.size = max(ALIGNMENT, size_of(structure))  # a worker might have no part of any tensor
         return structure, next((tensor.device for tensor in tensors_in(source) if tensor.is_cuda), None)
 
     # In the copy thread.
@@ -315,13 +313,13 @@ class Snapshots:
             self.spent_s += self._exchange.cost_s
 
     def _charge_thread(self, before: float, on_cpu: bool) -> None:
-        """Add this thread's work since `before` to the cost of snapshots. It costs nothing if a GPU trains."""
-        if on_cpu:  # then the training threads are slower
+        """Add this thread's CPU time since `before` to the cost of snapshots, unless a GPU trains."""
+        if on_cpu:  # this slows down the training threads
             self.spent_s += (time.thread_time() - before) / torch.get_num_threads()
 
 
 def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool:
-    """Block until everything is copied, and return True if the CPU copied it. Keeps `source` alive until then."""
+    """Block until everything is copied, keeping `source` alive. Return True if the CPU copied it."""
     end = copying.result()
     if end:
         end.synchronize()
@@ -329,10 +327,7 @@ def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool
 
 
 def mark_queue(device: torch.device | None) -> torch.cuda.Event | None:
-    """Record an event in the GPU's current stream, after which the state is the one to copy.
-
-    Return None without a GPU.
-    """
+    """Record an event in the GPU's current stream, after which the state can be copied. Return None without a GPU."""
     if device is None:
         return None
     mark = torch.cuda.Event()
@@ -343,8 +338,8 @@ def mark_queue(device: torch.device | None) -> torch.cuda.Event | None:
 def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None:
     """Copy each source to its target now, or on the GPU after the event `mark`.
 
-    Returns an event that completes when the GPU has finished, or None without a `mark`. Keep the sources alive until
-    then, because freed memory is reused for other tensors.
+    Returns an event that completes when the GPU has finished, or None without a `mark`. The caller must keep the
+    sources alive until then, because freed memory is reused for other tensors.
     """
     if mark is None:
         for target, source in pairs:
@@ -362,7 +357,7 @@ def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the only stream for copies from a GPU: each stream keeps memory of its own for the tensors it lays out."""
+    """Return the GPU's only stream for copies, because each stream caches memory separately."""
     return torch.cuda.Stream(device)
 
 
@@ -370,7 +365,7 @@ class QueueWait:
     """Makes the training stream wait for copies, and measures how long it waited."""
 
     def __init__(self, end: torch.cuda.Event) -> None:
-        """Make the current stream wait for the event `end`. The CPU does not wait."""
+        """Make the current stream wait for the event `end`, without blocking the CPU."""
         stream = torch.cuda.current_stream(end.device)
         self._end = end
         self._reached = torch.cuda.Event(enable_timing=True)
@@ -379,6 +374,6 @@ class QueueWait:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the GPU waited for the copies. Reading it blocks until the copies have ended."""
+        """Seconds that the GPU waited for the copies. Blocks until the copies have ended."""
         self._end.synchronize()
         return max(0.0, self._reached.elapsed_time(self._end) / 1000) if self._reached.query() else 0.0

@@ -1,4 +1,4 @@
-"""Tensors of a training state: in a fixed order, in one buffer, and by name.
+"""Arranges the tensors of a training state in a fixed order, in a buffer, and by name.
 
 Names have the form `model.NAME` or `optimizer.state.PARAMETER.NAME`.
 """
@@ -11,14 +11,11 @@ import torch
 from sunspot.parallel.sharding import parameters_of
 
 ALIGNMENT = 64
-"""Multiple of bytes at which each tensor begins in a buffer, so that any dtype can be viewed there."""
+"""Alignment in bytes of each tensor in a buffer, so that any dtype can be viewed there."""
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the same nested dicts, lists and tuples with every other item replaced by `change(item)`.
-
-    The order of the calls is fixed.
-    """
+    """Return nested dicts, lists and tuples with every leaf replaced by `change(leaf)`, in a fixed order."""
     if isinstance(value, Mapping):
         return {key: map_leaves(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -27,12 +24,12 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return the same nested structure with every tensor replaced by `change(tensor)`."""
+    """Return a nested structure with every tensor replaced by `change(tensor)`."""
     return map_leaves(value, lambda item: change(item) if isinstance(item, torch.Tensor) else item)
 
 
 def leaves_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the keys and the item for each item that `map_leaves` changes, in the same order."""
+    """Yield the path of keys and the value of each leaf, in the order of `map_leaves`."""
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
@@ -43,27 +40,27 @@ def leaves_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return every tensor in a structure, in the order of `map_tensors`."""
+    """Return all tensors in a structure, in the order of `map_tensors`."""
     return [item for _, item in leaves_of(value) if isinstance(item, torch.Tensor)]
 
 
-# ------------------------------------------------------------------------------------------------------ in a buffer
+# ---------------------------------------------------------------------------------------------------------- in a buffer
 
 
 def size_of(structure: Any) -> int:
-    """Return the bytes of a buffer for all tensors in `structure`."""
+    """Return the size in bytes of a buffer for all tensors in `structure`."""
     return sum(padded(tensor) for tensor in tensors_in(structure))
 
 
 def padded(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes in a buffer."""
+    """Return the number of bytes that a tensor takes in a buffer."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def in_buffer(structure: Any, buffer: Any) -> Any:
-    """Return `structure` with its tensors replaced by tensors in `buffer` that have the same shapes and dtypes.
+    """Return `structure` with its tensors replaced by tensors of the same shapes and dtypes in `buffer`.
 
-    Each of them has its own storage.
+    Each tensor has its own storage.
     """
     offset = 0
 
@@ -78,17 +75,17 @@ def in_buffer(structure: Any, buffer: Any) -> Any:
     return map_tensors(structure, place)
 
 
-# ---------------------------------------------------------------------------------------------------------- by name
+# -------------------------------------------------------------------------------------------------------------- by name
 
 
 def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order in which its state_dict numbers them."""
+    """Return the names of the optimizer's parameters, in the order of its state_dict."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for parameter in parameters_of(optimizer)]
 
 
 def keys_of(state: Mapping[str, Any], names: list[str]) -> list[str]:
-    """Return the name of each tensor of `model` and `optimizer`, in the order of `tensors_in`."""
+    """Return the names of all tensors in a state, in the order of `tensors_in`."""
     keys = []
     for path in [path for path, item in leaves_of(state) if isinstance(item, torch.Tensor)]:
         if path[:2] == ("optimizer", "state"):
@@ -98,11 +95,11 @@ def keys_of(state: Mapping[str, Any], names: list[str]) -> list[str]:
 
 
 def make_outline(state: Mapping[str, Any], names: list[str]) -> Any:
-    """Return the state with each tensor replaced by its name."""
+    """Return a state with each tensor replaced by its name."""
     keys = iter(keys_of(state, names))
     return map_tensors(state, lambda _: next(keys))
 
 
 def fill(outline: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state whose outline is `outline`, with these tensors by name."""
+    """Return the state of an outline. `tensors` are keyed by name."""
     return map_leaves(outline, lambda item: tensors.get(item, item) if isinstance(item, str) else item)

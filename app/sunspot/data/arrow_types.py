@@ -1,4 +1,4 @@
-"""Converts Arrow's types to the plain types that this package reads: no views, dictionaries or run-end encoding."""
+"""Converts Arrow types to plain types, without views, dictionaries or run-end encoding."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,9 @@ import pyarrow as pa
 
 
 def map_type(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return a type with `change` applied to it, or to the types within its lists and structs.
+    """Return a type after applying `change` to it, or to each type inside its lists and structs.
 
-    List views are kept, because rows can be selected from them and pyarrow 26 casts them to lists of wrong lengths.
+    List views are kept: rows can be selected from them, and pyarrow 26 casts them to lists of wrong lengths.
     """
     types = pa.types
     if types.is_struct(stored):
@@ -28,7 +28,10 @@ def _map_items(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]
 
 
 def plain_type(stored: pa.DataType) -> pa.DataType:
-    """Return the plain type for the same values. Arrow cannot select rows of views or run-end encoded arrays."""
+    """Return the plain type for the same values.
+
+    Arrow cannot select rows from views or run-end encoded arrays.
+    """
     return map_type(stored, _plain_leaf)
 
 
@@ -42,7 +45,7 @@ def _plain_leaf(stored: pa.DataType) -> pa.DataType:
 
 
 def to_plain(table: pa.Table) -> pa.Table:
-    """Return a table with every column in its plain type."""
+    """Return a table with all columns cast to plain types."""
     for index, field in enumerate(table.schema):
         plain = plain_type(field.type)
         if plain != field.type:
@@ -51,7 +54,7 @@ def to_plain(table: pa.Table) -> pa.Table:
 
 
 def _cast(values: pa.ChunkedArray, plain: pa.DataType) -> pa.ChunkedArray:
-    if pa.types.is_run_end_encoded(values.type):  # Arrow decodes no runs of views or dictionaries
+    if pa.types.is_run_end_encoded(values.type):  # Arrow cannot decode runs of views or dictionaries
         return pa.chunked_array([pa.array(chunk.to_pylist(), plain) for chunk in values.chunks], plain)
     if pa.types.is_dictionary(values.type):  # dictionaries of views cannot be cast in one step
         values = values.cast(pa.dictionary(values.type.index_type, plain))

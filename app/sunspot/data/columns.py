@@ -1,13 +1,13 @@
-"""Columns of a table as a task declares them: checking their types, and turning their values into arrays.
+"""Declarations of table columns, which check types and convert values to arrays.
 
-A column of images (`ImageColumn`) takes three forms. An image is one of
+An image in an `ImageColumn` has one of three forms:
 
-  - PNG or JPEG bytes, also as `datasets` stores them, or a file of its own in a folder of pictures;
-  - Arrow's fixed_shape_tensor of uint8: [H, W], [H, W, C] or [C, H, W];
-  - lists of lists of integers 0 to 255 in the same shapes.
+  - PNG or JPEG bytes, including the form in which `datasets` stores them, or an image file in a folder;
+  - Arrow's fixed_shape_tensor of uint8, with shape [H, W], [H, W, C] or [C, H, W];
+  - lists of lists of integers from 0 to 255, with the same shapes.
 
-C is 1 or 3; a shape that could be either is read as [H, W, C]. For encoded images, the first row decides: greyscale PNG
-(1, 8 or 16 bits, with or without alpha) gives one channel, and everything else, palettes included, gives three.
+C is 1 or 3. An ambiguous shape is read as [H, W, C]. For encoded images, the first row determines the number of
+channels. A greyscale image, with or without alpha, has one, and any other image has three, including palette images.
 Transparency is dropped, 16-bit values keep their upper 8 bits, and grey images among colour images become RGB.
 """
 
@@ -27,57 +27,57 @@ from sunspot.data.table_files import TableFile
 from sunspot.errors import DataError, shorten
 
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-"""Types that both loaders and PyTorch support."""
+"""The types that PyTorch and both loaders support."""
 
 SCALED = b"scaled"
-"""Metadata key of a file whose images were cropped from their middle and scaled to one size."""
+"""Metadata key of files with images that were cropped and scaled to one size."""
 
 IS_NULL = "is null; fill it in, or remove the row"
-"""Message about a missing value."""
+"""The error for a missing value."""
 
 IMAGE_FORMS = "PNG or JPEG bytes, fixed_shape_tensor of uint8, or lists of lists of integers"
 """The three forms of an image, for messages."""
 
 
 class Lists(NamedTuple):
-    """Lists of numbers of any length, laid end to end."""
+    """Concatenated lists of numbers. The lists can have any length."""
 
     values: np.ndarray
     lengths: np.ndarray
-    "Length of each list, int64 [n]."
+    "The length of each list, int64 [n]."
 
 
 class ColumnOrigin(NamedTuple):
-    """File and row numbers that a column's values come from, for messages."""
+    """The file and the row numbers of a column's values, for messages."""
 
     name: str
     file: TableFile
     rows: np.ndarray
-    "Row number in the file for each value."
+    "The row number of each value in the file."
 
     def error(self, index: int, what: str) -> DataError:
-        """Return an error that names a row, by its index in the column, and says what is wrong with it."""
+        """Return an error about the value at `index`. `what` is the predicate of its sentence."""
         return DataError(f"{self.file.name_row(int(self.rows[index]))}: {self.name} {what}")
 
 
 @dataclass(frozen=True)
 class Column:
-    """Declaration of a column: how its values become a tensor of numbers, of lists, or of what `decode` returns."""
+    """The declaration of a column of numbers, of lists of numbers, or of values that `decode` converts to them."""
 
     dtype: str = "float32"
-    "One of DTYPES. Integer types take integers and booleans; floats take any number except NaN and infinity."
+    "One of DTYPES. Integer types accept integers and booleans. Float types accept any finite number."
     shape: tuple[int, ...] = ()
-    "Shape of each value: () for a number, (3,) for lists of three, (2, 3) for lists of lists."
+    "The shape of each value, such as () for a number, (3,) for a list of three, or (2, 3) for a list of lists."
     longest: int = 0
-    "Maximum length of lists. They are padded to it, and NAME_length has their lengths, int64 [n]."
+    "The length to which lists are padded. Their own lengths are in NAME_length, int64 [n]."
     fill: float = 0
-    "Number that pads lists."
+    "The number with which lists are padded."
     cut: bool = False
-    "True to truncate longer lists instead of refusing them."
+    "True to truncate longer lists, which are rejected by default."
     decode: Callable[[Any], Any] | None = None
-    "Function that turns a Python value (bytes, str, dict) into an array or nested lists. It must be picklable."
+    "A picklable function that converts a Python value (bytes, str or dict) to an array or nested lists."
     of: str = ""
-    "Name of the column in the files, if it differs there."
+    "The column's name in the files, if it is different there."
 
     @property
     def is_integer(self) -> bool:
@@ -86,35 +86,35 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        """True if each value is a single number that the files store as such."""
+        """True if each value is stored as a single number."""
         return not (self.shape or self.longest or self.decode)
 
     @property
     def is_class(self) -> bool:
-        """True if the values may be classes."""
+        """True if the column can contain class labels."""
         return self.is_integer and not (self.shape or self.longest)
 
     def find_mistake(self) -> str:
-        """Return why the declaration is invalid; empty if it is valid."""
+        """Return what is wrong with the declaration, or an empty string."""
         if self.dtype not in DTYPES:
-            return f"dtype {self.dtype!r}; it must be one of {', '.join(DTYPES)}"
+            return f"the dtype {self.dtype!r}, which must be one of {', '.join(DTYPES)}"
         if any(length < 1 for length in self.shape) or self.longest < 0:
-            return f"shape {self.shape}, longest {self.longest}; lengths must be integers from 1"
+            return f"shape {self.shape} and longest {self.longest}; lengths must be positive integers"
         if self.longest and self.shape:
             return f"shape {self.shape} and longest {self.longest}; declare only one of them"
         limits: Any = np.iinfo(self.dtype) if self.is_integer else np.finfo(self.dtype)
         if not float(limits.min) <= self.fill <= float(limits.max) or (self.is_integer and self.fill % 1):
-            return f"fill {self.fill}, which {self.dtype} cannot hold"
+            return f"fill {self.fill}, which {self.dtype} cannot represent"
         return ""
 
     def describe(self) -> Any:
-        """Return the parts of the declaration that belong to the fingerprint, as JSON values."""
+        """Return the parts of the declaration that are in the fingerprint, as JSON values."""
         named = getattr(self.decode, "__qualname__", type(self.decode).__qualname__) if self.decode else ""
         identity = getattr(self.decode, "fingerprint", named)
         return [self.dtype, self.shape, self.longest, self.fill, self.cut, self.of, identity]
 
     def takes(self, stored: pa.DataType) -> bool:
-        """Return True if a type in the files fits the declaration."""
+        """Return True if a stored type fits the declaration."""
         if self.decode:
             return True
         if isinstance(stored, pa.FixedShapeTensorType):
@@ -124,22 +124,22 @@ class Column:
         else:
             inner, depth = innermost(stored)
             fits = depth == (1 if self.longest else len(self.shape))
-        is_empty = pa.types.is_null(inner) and stored != inner  # the type of lists without values
+        is_empty = pa.types.is_null(inner) and stored != inner  # the type of empty lists
         is_number = pa.types.is_integer(inner) or pa.types.is_boolean(inner) or is_empty
         return fits and (is_number or (pa.types.is_floating(inner) and not self.is_integer))
 
     def check_type(self, stored: pa.DataType, place: str) -> None:
-        """Raise `DataError` if a type in the files does not fit the declaration."""
+        """Raise `DataError` if a stored type does not fit the declaration."""
         if not self.takes(stored):
             raise DataError(
-                f"{place} is {stored}, but the task declares {self._describe_type()}; change either of them, or give "
-                "the column a function that decodes it"
+                f"{place} is {stored}, but the task declares {self._describe_type()}; change one of them, or declare "
+                "the column with a decode function"
             )
 
     def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
-        """Return the arrays of a column by name suffix; raises `DataError`.
+        """Return the column's arrays, keyed by name suffix. Raises `DataError` for invalid values.
 
-        The suffix '' has the values, [n, *shape]. For lists, '_length' has their lengths, int64 [n].
+        The values, [n, *shape], have the suffix ''. The lengths of lists, int64 [n], have the suffix '_length'.
         """
         if not self.longest:
             return {"": self._read_fixed(values, origin)}
@@ -149,7 +149,8 @@ class Column:
             index = int(np.argmax(too_long))
             raise origin.error(
                 index,
-                f"has {lists.lengths[index]} values, but at most {self.longest} are declared; cut=True truncates lists",
+                f"has {lists.lengths[index]} values, but at most {self.longest} are allowed; set cut=True to "
+                "truncate lists",
             )
         kept = np.minimum(lists.lengths, self.longest)
         padded = np.full((len(kept), self.longest), self.fill, self.dtype)
@@ -158,12 +159,12 @@ class Column:
         return {"": padded, "_length": kept}
 
     def read_lists(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> Lists:
-        """Return the lists of a column at their full length; raises `DataError`."""
+        """Return the column's lists at full length. Raises `DataError` for invalid values."""
         if self.decode:
             decoded = [self._decode(value, origin, index) for index, value in enumerate(values)]
             for index, each in enumerate(decoded):
                 if each.ndim != 1:
-                    raise origin.error(index, f"is decoded to an array of shape {list(each.shape)}; it must be a list")
+                    raise origin.error(index, f"was decoded to an array of shape {list(each.shape)}; it must be a list")
             lengths = np.array([len(each) for each in decoded], np.int64)
             return Lists(np.concatenate([*decoded, np.empty(0, self.dtype)]), lengths)
         array = _without_nulls(values, origin)
@@ -173,7 +174,7 @@ class Column:
         return Lists(numbers, lengths)
 
     def _read_fixed(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> np.ndarray:
-        """Return [n, *shape]. Tensors and lists that have the declared dtype give a view of Arrow's memory."""
+        """Return [n, *shape]. If the dtype matches, the result is a view of Arrow's memory."""
         if self.decode:
             return self._decode_all(values, origin)
         if not origin.file.has_types:
@@ -191,7 +192,7 @@ class Column:
                 if wrong.any():
                     first = int(np.argmax(wrong))
                     found = f"a list of {lengths[first]}" if lengths[first] >= 0 else "a null"
-                    raise origin.error(first // per_row, f"has {found}; it must be {self._describe_type()}")
+                    raise origin.error(first // per_row, f"contains {found}; it must be {self._describe_type()}")
                 array = array.flatten()
                 per_row *= length
         return self._fit(array, origin, lambda index: index // per_row).reshape(len(values), *self.shape)
@@ -202,13 +203,13 @@ class Column:
             decoded = self._decode(value, origin, index)
             if decoded.shape != self.shape:
                 raise origin.error(
-                    index, f"is decoded to an array of shape {list(decoded.shape)}; it must be {list(self.shape)}"
+                    index, f"was decoded to an array of shape {list(decoded.shape)}; it must be {list(self.shape)}"
                 )
             found[index] = decoded
         return found
 
     def _decode(self, value: pa.Scalar, origin: ColumnOrigin, index: int) -> np.ndarray:
-        """Return a value as `decode` returns it, in the column's dtype."""
+        """Return the decoded value in the column's dtype."""
         assert self.decode
         if not value.is_valid:
             raise origin.error(index, IS_NULL)
@@ -216,16 +217,16 @@ class Column:
             decoded = np.asarray(self.decode(value.as_py()))
         except DataError as error:
             raise origin.error(index, str(error)) from error
-        except Exception as error:  # a task's own function may raise anything
+        except Exception as error:  # a task's function can raise anything
             raise origin.error(index, f"cannot be decoded: {type(error).__name__}: {shorten(error)}") from error
         if decoded.size and decoded.dtype.kind not in ("iub" if self.is_integer else "iubf"):
-            raise origin.error(index, f"is decoded to {decoded.dtype}; the task declares {self.dtype}")
+            raise origin.error(index, f"was decoded to {decoded.dtype}, but the task declares {self.dtype}")
         return self._cast(decoded.reshape(-1), origin, lambda _: index).reshape(decoded.shape)
 
     def _fit(self, values: pa.Array, origin: ColumnOrigin, row_of: Callable[[int], int]) -> np.ndarray:
-        """Return numbers in the column's dtype; `row_of` maps the index of a number to the index of its row."""
+        """Return numbers in the column's dtype. `row_of` maps a number's index to its row's index."""
         if values.null_count:
-            raise origin.error(row_of(first_true(pc.is_null(values))), "has a null")
+            raise origin.error(row_of(first_true(pc.is_null(values))), "contains a null")
         if pa.types.is_boolean(values.type):
             values = values.cast(pa.uint8())
         return self._cast(values.to_numpy(zero_copy_only=False), origin, row_of)
@@ -245,7 +246,7 @@ class Column:
             allowed = "finite numbers"
         if not fits.all():
             first = int(np.argmin(fits))
-            raise origin.error(row_of(first), f"has {numbers[first]}; {self.dtype} takes {allowed}")
+            raise origin.error(row_of(first), f"has the value {numbers[first]}, but {self.dtype} allows only {allowed}")
         if not self.is_integer and numbers.dtype.kind in "iu":
             inexact = find_inexact(numbers, self.dtype)
             if inexact is not None:
@@ -262,16 +263,16 @@ class Column:
 
 @dataclass(frozen=True)
 class ImageColumn(Column):
-    """A column of images of one size, in any of the three forms; read as uint8 [n, C, H, W], C-contiguous."""
+    """A column of images of one size, in any of the three forms. It is read as uint8 [n, C, H, W], C-contiguous."""
 
     dims: tuple[int, ...] = ()
-    "Dimensions of an image in tensors and lists: [H, W], [H, W, C] or [C, H, W]."
+    "The stored dimensions of an image, [H, W], [H, W, C] or [C, H, W]."
     scales: bool = False
-    "True to scale the middle of pictures of another size or colour to `shape` instead of refusing them."
+    "True to crop and scale images of a different size or colour to `shape`, which are rejected by default."
 
     @classmethod
     def of_dims(cls, dims: tuple[int, ...], place: str, scales: bool = False) -> "ImageColumn":
-        """Return the column for images stored as `dims`; raises `DataError` for an invalid shape."""
+        """Return the column for images with the stored dimensions `dims`. Raises `DataError` if they are invalid."""
         return cls("uint8", order_dims(dims, place)[0], dims=dims, scales=scales)
 
     def describe(self) -> Any:
@@ -280,14 +281,14 @@ class ImageColumn(Column):
     def check_type(self, stored: pa.DataType, place: str) -> None:
         if isinstance(stored, pa.FixedShapeTensorType) and stored.value_type == pa.uint8():
             if is_permuted(stored):
-                raise DataError(f"{place} is {stored}; write it from a C-contiguous array, without a permutation")
+                raise DataError(f"{place} is {stored}, which has a permutation; write it from a C-contiguous array")
             if order_dims(tuple(stored.shape), place)[0] != self.shape or tuple(stored.shape) != self.dims:
-                raise DataError(f"{place} of shape {list(stored.shape)}, {self._describe_first()}")
+                raise DataError(f"{place} has the shape {list(stored.shape)}, {self._describe_first()}")
         elif not is_encoded(stored) and not Column("uint8", self.dims).takes(stored):
-            raise DataError(f"{place} is {stored}, {self._describe_first()}, given as {IMAGE_FORMS}")
+            raise DataError(f"{place} is {stored}, {self._describe_first()} and be {IMAGE_FORMS}")
 
     def _describe_first(self) -> str:
-        return f"but the first image of the dataset has the shape {list(self.dims)}; all images must have one size"
+        return f"but the dataset's first image has the shape {list(self.dims)}; all images must have the same size"
 
     def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
         if is_encoded(values.type):
@@ -299,7 +300,7 @@ class ImageColumn(Column):
 
 
 def innermost(stored: pa.DataType) -> tuple[pa.DataType, int]:
-    """Return the type of the values in nested lists, and the depth of nesting."""
+    """Return the type of the values in nested lists, and the nesting depth."""
     depth = 0
     while hasattr(stored, "value_type"):
         stored = stored.value_type
@@ -308,39 +309,41 @@ def innermost(stored: pa.DataType) -> tuple[pa.DataType, int]:
 
 
 def is_permuted(stored: pa.FixedShapeTensorType) -> bool:
-    """Return True if tensors lie in memory in another order than that of their dimensions.
+    """Return True if the dimensions of tensors are permuted in memory.
 
-    pyarrow 26 writes shapes that contradict the permutation, and cannot read them back itself.
+    pyarrow 26 writes shapes that contradict the permutation, and cannot read them back.
     """
     order = list(range(len(stored.shape)))
     return list(stored.permutation or order) != order
 
 
 def order_dims(dims: tuple[int, ...], place: str) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-    """Return channels, height and width of an image stored as `dims`, and how to transpose [n, *dims] to that order."""
+    """Return an image's channels, height and width, and the axes that transpose [n, *dims] to [n, C, H, W]."""
     if len(dims) == 2 and all(dims):
         return (1, dims[0], dims[1]), ()
     if len(dims) == 3 and all(dims) and dims[2] in (1, 3):
         return (dims[2], dims[0], dims[1]), (0, 3, 1, 2)
     if len(dims) == 3 and all(dims) and dims[0] in (1, 3):
         return (dims[0], dims[1], dims[2]), ()
-    raise DataError(f"{place}: image of shape {list(dims)}; it must be [H, W], [H, W, C] or [C, H, W], C being 1 or 3")
+    raise DataError(
+        f"{place}: the image has the shape {list(dims)}; it must be [H, W], [H, W, C] or [C, H, W] with C = 1 or 3"
+    )
 
 
 def is_bytes(stored: pa.DataType) -> bool:
-    """Return True if an Arrow type holds bytes."""
+    """Return True for an Arrow type of bytes."""
     return bool(pa.types.is_binary(stored) or pa.types.is_large_binary(stored))
 
 
 def is_encoded(stored: pa.DataType) -> bool:
-    """Return True if a column holds encoded images: bytes, or as in `datasets` a struct of `bytes` and `path`."""
+    """Return True for the type of encoded images: bytes, or the struct with `bytes` that `datasets` writes."""
     return is_bytes(stored) or (
         pa.types.is_struct(stored) and stored.get_field_index("bytes") >= 0 and is_bytes(stored.field("bytes").type)
     )
 
 
 def encoded(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the bytes of encoded images; other columns are returned unchanged."""
+    """Return the bytes of encoded images. Other columns are returned unchanged."""
     return pc.struct_field(values, "bytes") if is_encoded(values.type) and not is_bytes(values.type) else values
 
 

@@ -1,4 +1,4 @@
-"""`python -m sunspot.data.convert`: writes a dataset as Parquet, in the form that reads fastest."""
+"""Writes a dataset as Parquet that is fast to read (`python -m sunspot.data.convert`)."""
 
 import contextlib
 import json
@@ -27,26 +27,26 @@ from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit,
 from sunspot.formatting import plural, some_of
 from sunspot.log import print_logs
 
-log = logging.getLogger("sunspot.data.convert")  # as a program, this module is called __main__
+log = logging.getLogger("sunspot.data.convert")  # __name__ is "__main__" if this module runs as a program
 
 GROUP_BYTES = 4 << 20
-"""Bytes of pixels in a row group, which a streaming reader fetches at once."""
+"""Bytes of pixels in a row group. A streaming reader fetches a row group at once."""
 
 MIN_GROUP_ROWS, MAX_GROUP_ROWS = 64, 2048
 """Smallest and largest number of rows in a row group."""
 
 FILE_BYTES = 256 << 20
-"""Bytes of pixels in one file. A larger dataset gets several files."""
+"""Largest number of bytes of pixels in a file. Larger datasets get several files."""
 
 DESCRIPTION = """\
-Write a dataset as Parquet in the form that reads fastest.
+Write a dataset as Parquet that is fast to read.
 
     --from mnist [--data-root DIR] OUT            OUT/train/*.parquet and OUT/test/*.parquet
-    --from imagefolder --root DIR [--size N] OUT  one folder of images per class; if they are in DIR/train and
-                                                  DIR/test (or DIR/val), OUT has train and test, too
+    --from imagefolder --root DIR [--size N] OUT  one folder of images per class; if DIR contains train and test
+                                                  (or val), OUT contains train and test too
 
-OUT is a new local directory, which appears when everything is written. Class names are in the files' metadata.
-Training also reads folders of images as they are, but then decodes them again in each epoch."""
+OUT is a new local directory. It appears once all files are complete. Class names are stored in the files' metadata.
+Training can also read the image folders directly, but then decodes the images again in every epoch."""
 
 Rows = tuple[np.ndarray, np.ndarray]
 """Images, uint8 [n, H, W] or [n, H, W, 3], and labels, int64 [n]."""
@@ -54,11 +54,11 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser("python -m sunspot.data.convert", DESCRIPTION)
-    parser.add_argument("--from", dest="form", choices=["mnist", "imagefolder"], required=True, help="what to read")
-    parser.add_argument("--data-root", default="data", help="mnist: where torchvision keeps it (default: data)")
-    parser.add_argument("--root", help="imagefolder: the folder of class folders, or of train and test (or val)")
+    parser.add_argument("--from", dest="form", choices=["mnist", "imagefolder"], required=True, help="type of dataset")
+    parser.add_argument("--data-root", default="data", help="mnist: torchvision's data directory (default: data)")
+    parser.add_argument("--root", help="imagefolder: folder with the class folders, or with train and test (or val)")
     parser.add_argument(
-        "--size", type=int, default=USUAL_SIDE, help="imagefolder: height and width (default: %(default)s)"
+        "--size", type=int, default=USUAL_SIDE, help="imagefolder: image height and width (default: %(default)s)"
     )
     parser.add_argument("out", metavar="OUT", help="a local directory that does not exist yet")
     given = parser.parse_args(arguments)
@@ -66,9 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.form == "mnist":
         rows = convert_mnist(given.data_root, given.out)
     elif not given.root:
-        raise SettingsError("--from imagefolder: name the folder with --root DIR")
+        raise SettingsError("--from imagefolder needs a folder; set it with --root DIR")
     elif given.size < 1:
-        raise SettingsError(f"--size {given.size}: must be an integer from 1")
+        raise SettingsError(f"--size {given.size}: must be a positive integer")
     else:
         rows = convert_image_folder(given.root, given.size, given.out)
     written = [f"{plural(count, 'row')}{' in ' + split if split else ''}" for split, count in rows.items()]
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def convert_mnist(data_root: str, out: str) -> dict[str, int]:
     """Write MNIST to `out`, and return the number of rows in each split.
 
-    Raises the errors of `open_mnist`, `SettingsError` if `out` exists, and `StorageError` if it cannot be written.
+    Raises whatever `open_mnist` raises, `SettingsError` if `out` exists, and `StorageError` if it cannot be written.
     """
     with _new_directory(out) as directory:
         written = {}
@@ -91,10 +91,11 @@ def convert_mnist(data_root: str, out: str) -> dict[str, int]:
 
 
 def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
-    """Write folders of images to `out`, cropped to the central square of `size`, and return the rows of each split.
+    """Write image folders to `out`, and return the number of rows in each split.
 
-    Rows are shuffled once, with a fixed seed, because folders are sorted by class and a streaming reader only shuffles
-    within a window. The result is grey if all images are grey. Raises `DataError`, which names the image or folder.
+    Images are scaled and cropped to squares of `size`, and are grey if all images are grey. Rows are shuffled once,
+    because folders are sorted by class and a streaming reader only shuffles within a window. Raises `DataError` for
+    invalid images or folders.
     """
     folders = {split: PictureFolder(str(folder)) for split, folder in _split_folders(Path(root)).items()}
     labels = {split: folder.read(["label"])["label"].to_pylist() for split, folder in folders.items()}
@@ -107,7 +108,7 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
     unknown = set(labels.get("test", [])) - set(classes)
     if unknown:
         raise DataError(
-            f"{folders['test'].path}/{min(unknown)}: not a class of the training images ({some_of(classes)})"
+            f"{folders['test'].path}/{min(unknown)} is not a class of the training images ({some_of(classes)})"
         )
     number = {name: label for label, name in enumerate(classes)}
     channels = 1 if all(len(folder.find_dims(size)) == 2 for folder in folders.values()) else 3
@@ -126,7 +127,7 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
 def write_files(directory: Path, rows: Iterator[Rows], classes: list[str], scaled: bool = False) -> int:
     """Write batches of rows as part-00000.parquet and so on, and return the number of rows.
 
-    All files have been synced to disk when this returns.
+    All files are synced to disk before this returns.
     """
     directory.mkdir(parents=True, exist_ok=True)
     total = files = in_file = 0
@@ -152,7 +153,7 @@ def write_files(directory: Path, rows: Iterator[Rows], classes: list[str], scale
 
 
 def to_table(images: np.ndarray, labels: np.ndarray, metadata: dict[bytes, bytes]) -> pa.Table:
-    """Return a table with the columns `image` (fixed_shape_tensor of uint8) and `label` (int64)."""
+    """Return a table with the columns `image`, a fixed_shape_tensor of uint8, and `label`, int64."""
     image = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(images))
     return pa.table({"image": image, "label": pa.array(labels, pa.int64())}).replace_schema_metadata(metadata)
 
@@ -160,8 +161,8 @@ def to_table(images: np.ndarray, labels: np.ndarray, metadata: dict[bytes, bytes
 def open_writer(path: Path, schema: pa.Schema, compression_level: int) -> pq.ParquetWriter:
     """Open a writer for the tables of `to_table`.
 
-    Parquet stores a uint8 as four bytes. Split into streams, three of them are all zeros: MNIST's files become a third
-    smaller and a sixth faster to read.
+    Parquet stores a uint8 as four bytes. BYTE_STREAM_SPLIT separates the three zero bytes, which makes MNIST's files a
+    third smaller and a sixth faster to read.
     """
     encoding = {"image.list.element": "BYTE_STREAM_SPLIT"}
     return pq.ParquetWriter(
@@ -185,11 +186,11 @@ def _new_directory(out: str) -> Iterator[Path]:
     Raises `SettingsError` if `out` exists, and `StorageError` if it cannot be written.
     """
     if "://" in out:
-        raise SettingsError(f"{out}: is a URL; give a local directory, and copy it afterwards (aws s3 cp --recursive)")
+        raise SettingsError(f"{out} is a URL; use a local directory, and copy it afterwards (aws s3 cp --recursive)")
     target = Path(os.path.abspath(os.path.expanduser(out)))
     if os.path.lexists(target):
-        raise SettingsError(f"{target}: already exists; remove it, or give another directory")
-    # The leading dot hides it from list_files. Only the owner could read a directory from mkdtemp.
+        raise SettingsError(f"{target} already exists; remove it, or use another directory")
+    # The leading dot hides the directory from list_files. mkdtemp would make it readable only by its owner.
     aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
     try:
         aside.mkdir(parents=True)
@@ -198,7 +199,7 @@ def _new_directory(out: str) -> Iterator[Path]:
         os.rename(aside, target)
         _fsync(target.parent)
     except OSError as error:
-        raise StorageError(f"{target}: cannot be written: {shorten(error)}") from error
+        raise StorageError(f"{target} cannot be written: {shorten(error)}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -215,27 +216,27 @@ def _fsync(path: Path) -> None:
 
 
 def _split_folders(root: Path) -> dict[str, Path]:
-    """Return the folder of class folders for each split. Without splits, the only key is ''."""
+    """Return the folder that contains the class folders of each split. Without splits, the only key is ''."""
     if not root.is_dir():
-        raise DataError(f"{root}: not a folder; name the folder of class folders with --root")
+        raise DataError(f"{root} is not a folder; set --root to the folder that contains the class folders")
     names = list_folders(str(root))
     pair = pair_folders(names) or pair_folders(names, OTHER_HELD_OUT)
     if not pair:
         return {"": root}
     for name in pair.others:
-        log.warning("%s: not converted; %s/ has the held-out rows", root / name, pair.test)
+        log.warning("%s is not converted, because %s/ has the held-out rows", root / name, pair.test)
     return {"train": root / pair.train, "test": root / pair.test}
 
 
 def _load_images(folder: PictureFolder, labels: np.ndarray, shape: tuple[int, int, int]) -> Iterator[Rows]:
-    """Yield shuffled batches of one row group each."""
+    """Yield the images and labels in random order, one row group at a time."""
 
     def load(row: int) -> np.ndarray:
         path = folder.name_row(row)
         try:
             return decode_picture(Path(path).read_bytes(), shape, scales=True)
         except DataError as error:
-            raise DataError(f"{path}: {error}") from error
+            raise DataError(f"{path} {error}") from error
 
     order = np.random.default_rng(0).permutation(len(labels))
     per_batch = _rows_per_group(math.prod(shape))

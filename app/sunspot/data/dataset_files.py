@@ -1,4 +1,4 @@
-"""A dataset's files on disk or in a bucket: lists and opens them, and translates Arrow's errors into Sunspot's."""
+"""Lists and opens a dataset's files on disk or in a bucket, and translates Arrow's errors."""
 
 import contextlib
 import json
@@ -20,61 +20,63 @@ from sunspot.errors import DataError, StorageError, shorten
 from sunspot.formatting import plural
 
 OPEN_FILES = 128
-"""Number of files that each process keeps open, with their footers."""
+"""Number of open files, with their footers, that each process caches."""
 
 SUPPORTED = (
-    "a path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), a folder with a folder of pictures for each class, or "
-    "a folder written by Hugging Face's save_to_disk"
+    "the path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), a folder with one folder of images per class, or a "
+    "folder written by Hugging Face's save_to_disk"
 )
-"""Values that DATASET takes for datasets other than the bundled digits and MNIST, for messages."""
+"""The datasets that DATASET accepts besides the bundled digits and MNIST, for messages."""
 
 KINDS_BY_SUFFIX = {(".parquet",): "Parquet", (".csv",): "CSV", (".jsonl", ".ndjson", ".json"): "JSON lines"}
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-"""Suffixes of compressed tables. Compression within Parquet adds no suffix."""
+"""Suffixes of compressed files. Compression inside Parquet adds no suffix."""
 
 PICTURES = "*/*"
-"""Name that `DatasetFiles.names` has for all pictures of a folder together."""
+"""The entry in `DatasetFiles.names` that stands for all images of a folder."""
 
 STATE_FILE = "state.json"
-"""File that `datasets` writes beside the files of a saved dataset. It lists their names, in order."""
+"""The file in which `datasets` lists the names of a saved dataset's files, in order."""
 
 MAX_STATE_BYTES = 16 << 20
-"""Largest number of bytes that are read of a STATE_FILE."""
+"""Number of bytes after which reading a STATE_FILE stops."""
 
 DICT_FILE = "dataset_dict.json"
-"""File that `datasets` writes beside the folders of several saved datasets."""
+"""The file that `datasets` writes if a folder contains several saved datasets."""
 
 CONNECT_TIMEOUT_S = 5
 """Seconds to wait for a connection to an S3 server."""
 REQUEST_TIMEOUT_S = 10
-"""Seconds to wait for an answer of a server."""
+"""Seconds to wait for a server's response."""
 REQUEST_TRIES = 2
-"""Number of tries for a request. An S3 server that does not answer is given up after less than 30 s."""
+"""Number of attempts per request. A request to an unresponsive S3 server fails within 30 s."""
 
 CLIENT_ERRORS = ("AWS Error", "google::cloud::Status", "Azure Error")
-"""Substrings of Arrow's messages for failures of a cloud client. These failures are OSErrors without an errno, like the
-errors for damaged files."""
+"""Substrings of Arrow's messages about failed cloud requests.
+
+They distinguish these failures from damaged files, because both are an OSError without an errno.
+"""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Files and folders below a folder, sorted by their paths in it."""
+    """Everything below a folder, sorted by path."""
 
     sizes: dict[str, int]
-    "Size of each file in bytes."
+    "The size of each file in bytes."
     folders: list[str]
     others: list[str]
-    "Paths that are neither files nor folders, such as broken links and pipes."
+    "Paths of anything else, such as broken links and pipes."
 
 
 class DatasetFiles(NamedTuple):
-    """Files of a dataset that are read."""
+    """The files of a dataset that are read."""
 
     names: list[str]
-    "Sorted paths below the dataset's folder; [''] if the dataset is a single file."
+    "Sorted paths below the dataset's folder, or [''] if the dataset is a single file."
     notes: tuple[str, ...] = ()
-    "Notes for the user on files that are not read."
+    "Notes for the user about files that are not read."
 
 
 def absolute(location: str) -> str:
@@ -88,11 +90,10 @@ def join(location: str, name: str) -> str:
 
 
 def list_files(location: str) -> DatasetFiles:
-    """List the files of one format below a folder; raises `DataError` if the format is ambiguous.
+    """List a dataset's files, which all have the same format. Raises `DataError` if the format is ambiguous.
 
-    For a dataset that Hugging Face's `datasets` saved, these are the files named in its STATE_FILE, in that order. For
-    a folder with a folder of pictures for each class, the only name is PICTURES. Other tables and pictures beside
-    Parquet are skipped, with a note.
+    A dataset saved by Hugging Face's `datasets` has the files in its STATE_FILE, in that order. For folders of images,
+    the only name is PICTURES. If there is Parquet, other tables and images are skipped with a note.
     """
     system, path = _file_system(location)
     with arrow_errors(location):
@@ -101,7 +102,7 @@ def list_files(location: str) -> DatasetFiles:
             _refuse_compressed([location])
             return DatasetFiles([""])
         if kind == fs.FileType.NotFound:
-            raise DataError(f"{location}: not found; set SUNSPOT_DATASET to sample, mnist, or {SUPPORTED}")
+            raise DataError(f"{location} was not found; set SUNSPOT_DATASET to sample, mnist, or {SUPPORTED}")
     listing = list_all(location)
     names = [name for name in listing.sizes if not any(part.startswith(("_", ".")) for part in name.split("/"))]
     _refuse_compressed([join(location, name) for name in names])
@@ -110,48 +111,49 @@ def list_files(location: str) -> DatasetFiles:
     if DICT_FILE in names:
         splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE_FILE)})
         fix = f"set SUNSPOT_DATASET to one of them, such as {location}/{splits[0]}"
-        raise DataError(f"{location}: saved as several datasets ({', '.join(splits)}); {fix}")
+        raise DataError(f"{location} contains several saved datasets ({', '.join(splits)}); {fix}")
     kinds = {kind: [name for name in names if _kind_of(name) == kind] for kind in KINDS_BY_SUFFIX.values()}
     if kinds["Parquet"]:
         refuse_mixed_splits(location, kinds["Parquet"])
         return DatasetFiles(kinds["Parquet"], _note_unread(location, names, "Parquet"))
-    # Only writers of Parquet mark files without rows by a leading "_". Pictures may have any name.
+    # A leading "_" only marks files without rows beside Parquet. Images can have any name.
     beside = names if any(kinds.values()) else listing.sizes
-    kinds["pictures"] = [PICTURES] if any("/" in name and is_picture(name) for name in beside) else []
+    kinds["images"] = [PICTURES] if any("/" in name and is_picture(name) for name in beside) else []
     found = [kind for kind, listed in kinds.items() if listed]
-    if len(found) > 1 and all(name.endswith(".json") for name in kinds["JSON lines"]):  # most describe the other files
+    if len(found) > 1 and all(name.endswith(".json") for name in kinds["JSON lines"]):  # mostly metadata
         found = [kind for kind in found if kind != "JSON lines"]
     if len(found) > 1:
         raise DataError(
-            f"{location}: contains both {' and '.join(found)}; give each a folder of its own, or name one file"
+            f"{location} contains both {' and '.join(found)}; move them to separate folders, or set SUNSPOT_DATASET to "
+            "one file"
         )
     if not found:
         picture = next(filter(is_picture, listing.sizes), "")
-        outside = f" ({picture} is in no such folder)" if picture else ""
+        outside = f" ({picture} is outside them)" if picture else ""
         raise DataError(
-            f"{location}: contains no *.parquet, *.csv or *.jsonl (names that begin with '_' or '.' are skipped), and "
-            f"no folders of pictures{outside}; SUNSPOT_DATASET takes {SUPPORTED}"
+            f"{location} contains no *.parquet, *.csv or *.jsonl (names that begin with '_' or '.' are skipped), and "
+            f"no folders of images{outside}; set SUNSPOT_DATASET to {SUPPORTED}"
         )
     [chosen] = found
-    if chosen == "pictures":
+    if chosen == "images":
         return DatasetFiles(kinds[chosen])
     refuse_mixed_splits(location, kinds[chosen])
     return DatasetFiles(kinds[chosen], _note_unread(location, names, chosen))
 
 
 def _note_unread(location: str, names: list[str], kind: str) -> tuple[str, ...]:
-    """Return a note on the tables and pictures that are skipped because only files of one kind are read."""
+    """Return a note about the tables and images that are skipped because only files of one `kind` are read."""
     unread = [name for name in names if _kind_of(name) not in ("", kind) or is_picture(name)]
     if not unread:
         return ()
     others = plural(len(unread), "other file")
     return (
-        f"{location}: only its {kind} files are read; not read: {others} with tables or pictures, such as {unread[0]}",
+        f"{location}: only {kind} files are read; {others} with tables or images, such as {unread[0]}, are skipped",
     )
 
 
 def _kind_of(path: str) -> str:
-    """Return the kind of table in a file, by its suffix; empty if the suffix is not in KINDS_BY_SUFFIX."""
+    """Return the kind of table that a file's suffix stands for, or an empty string."""
     return next((kind for suffixes, kind in KINDS_BY_SUFFIX.items() if path.lower().endswith(suffixes)), "")
 
 
@@ -161,7 +163,7 @@ def _refuse_compressed(paths: list[str]) -> None:
     for path in paths:
         name, suffix = os.path.splitext(path.lower())
         if suffix in COMPRESSED and name.endswith(tables):
-            raise DataError(f"{path}: is compressed; unpack it, or move it elsewhere if it is not part of this dataset")
+            raise DataError(f"{path} is compressed; unpack it, or move it out of the dataset folder")
 
 
 def list_all(location: str) -> Listing:
@@ -181,7 +183,7 @@ def list_all(location: str) -> Listing:
 
 
 def list_folders(location: str) -> list[str]:
-    """List the names of a folder's subfolders; the list is empty if `location` is a file or does not exist."""
+    """Return the names of a folder's subfolders, or an empty list if `location` is not a folder."""
     system, path = _file_system(location)
     with arrow_errors(location):
         if system.get_file_info(path).type != fs.FileType.Directory:
@@ -189,16 +191,16 @@ def list_folders(location: str) -> list[str]:
         if isinstance(system, fs.LocalFileSystem):
             with os.scandir(path.encode()) as entries:
                 return sorted(_decode(entry.name) for entry in entries if entry.is_dir())
-        # Listing one level of Google's storage omits folders that exist only as prefixes of object names (Arrow 26).
+        # A non-recursive listing of Google's storage omits folders that are only prefixes of object names (Arrow 26).
         found = system.get_file_info(fs.FileSelector(path, recursive=system.type_name == "gcs"))
     below = [os.path.relpath(info.path, path) + "/" * (info.type == fs.FileType.Directory) for info in found]
     return sorted({name.split("/")[0] for name in below if "/" in name})
 
 
 def _walk(folder: bytes, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, fs.FileType, int]]:
-    """Yield path, kind and size of everything below a local folder.
+    """Yield the path, kind and size of everything below a local folder.
 
-    Links are followed as in Arrow, but a link to a parent folder raises `DataError`.
+    Links are followed. Raises `DataError` if a link leads to one of its parent folders.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -206,7 +208,7 @@ def _walk(folder: bytes, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[s
             if entry.is_dir():
                 identity = (entry.stat().st_dev, entry.stat().st_ino)
                 if identity in above:
-                    raise DataError(f"{path}: a link to one of its own parent folders; remove it")
+                    raise DataError(f"{path} is a link to one of its own parent folders; remove it")
                 yield path, fs.FileType.Directory, 0
                 yield from _walk(entry.path, (*above, identity))
             elif entry.is_file():
@@ -216,76 +218,72 @@ def _walk(folder: bytes, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[s
 
 
 def _decode(name: bytes) -> str:
-    """Decode a name as Arrow does, in any locale; raises `DataError` if it is not UTF-8."""
+    """Decode a name as UTF-8 in any locale, like Arrow. Raises `DataError` if it is not valid UTF-8."""
     try:
         return name.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{name.decode(errors='surrogateescape')}: its name is not UTF-8; rename it") from error
+        raise DataError(f"{name.decode(errors='surrogateescape')}: the name is not valid UTF-8; rename it") from error
 
 
 def _list_saved_dataset(location: str, state: bytes) -> list[str]:
-    """Return the names of a saved dataset's files, from the content of its STATE_FILE."""
+    """Return the names of a saved dataset's files from the content of its STATE_FILE."""
     try:
         names = [str(file["filename"]) for file in json.loads(state)["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{join(location, STATE_FILE)}: does not list the dataset's files: {shorten(error)}; save it again"
+            f"{join(location, STATE_FILE)} does not list the dataset's files: {shorten(error)}; save the dataset again"
         ) from error
     if not names or any("/" in name for name in names):
-        raise DataError(f"{join(location, STATE_FILE)}: does not name files of its folder; save the dataset again")
+        raise DataError(f"{join(location, STATE_FILE)} lists no files of its folder; save the dataset again")
     return names
 
 
 def open_file(path: str) -> pq.ParquetFile:
-    """Open a new reader on each call. Readers have state, but the open file that they share has no state."""
+    """Return a new reader, because readers have state. The open file, which is stateless, is cached."""
     return pq.ParquetFile(_cached_handle(path), metadata=_cached_metadata(path), pre_buffer=True)
 
 
 def file_size(path: str) -> int:
-    """Return the size of a file in bytes."""
+    """Return a file's size in bytes."""
     with arrow_errors(path):
         return int(_cached_handle(path).size())
 
 
 def read_range(path: str, offset: int, length: int) -> bytes:
-    """Read `length` bytes of a file from an offset."""
+    """Return up to `length` bytes of a file, starting at `offset`."""
     with arrow_errors(path):
         return bytes(_cached_handle(path).read_at(length, offset))
 
 
 @contextlib.contextmanager
 def open_uncached(path: str) -> Iterator[pa.NativeFile]:
-    """Open a small file and close it afterwards, instead of keeping it open."""
+    """Context manager that opens a file without caching it."""
     system, inner = _file_system(path)
     with arrow_errors(path), system.open_input_file(inner) as file:
         yield file
 
 
 def clear_open_files() -> None:
-    """Forget all open files, because they may have been rewritten."""
+    """Clear the cache of open files, because the files might have been rewritten."""
     _cached_handle.cache_clear()
     _cached_metadata.cache_clear()
 
 
 @contextlib.contextmanager
 def arrow_errors(path: str) -> Iterator[None]:
-    """Translate Arrow's errors. It raises OSError both for storage that fails and for damaged files."""
+    """Translate Arrow's errors to `StorageError` for failed requests, and to `DataError` for damaged files."""
     try:
         yield
     except FileNotFoundError as error:
-        raise DataError(f"{path}: not found; check SUNSPOT_DATASET and SUNSPOT_TEST_DATASET") from error
-    except (
-        OSError,
-        pa.ArrowException,
-        ValueError,
-        OverflowError,
-    ) as error:  # bad names raise ValueError, bad numbers OverflowError
+        raise DataError(f"{path} was not found; check SUNSPOT_DATASET and SUNSPOT_TEST_DATASET") from error
+    # Invalid names raise ValueError, and invalid numbers OverflowError.
+    except (OSError, pa.ArrowException, ValueError, OverflowError) as error:
         if isinstance(error, OSError) and (error.errno or any(said in str(error) for said in CLIENT_ERRORS)):
-            raise StorageError(f"{path}: cannot be read: {shorten(error)}") from error
+            raise StorageError(f"{path} cannot be read: {shorten(error)}") from error
         kind = _kind_of(path)
         known = kind or path.endswith(".arrow")
-        also = "" if known else f"; SUNSPOT_DATASET takes {SUPPORTED}"
-        raise DataError(f"{path}: not a {kind or 'Parquet'} file, or damaged: {shorten(error)}{also}") from error
+        also = "" if known else f"; set SUNSPOT_DATASET to {SUPPORTED}"
+        raise DataError(f"{path} is not a {kind or 'Parquet'} file, or is damaged: {shorten(error)}{also}") from error
 
 
 @lru_cache(maxsize=OPEN_FILES)
@@ -297,20 +295,21 @@ def _cached_handle(path: str) -> pa.NativeFile:
 @lru_cache(maxsize=OPEN_FILES)
 def _cached_metadata(path: str) -> pq.FileMetaData:
     metadata = pq.ParquetFile(_cached_handle(path)).metadata
-    # Arrow trusts the number of columns that a row group states, and then reads beyond the columns of the schema.
+    # Arrow trusts a row group's number of columns, and would read beyond the schema's columns.
     if any(metadata.row_group(number).num_columns != metadata.num_columns for number in range(metadata.num_row_groups)):
-        raise DataError(f"{path}: damaged: a row group's number of columns differs from the schema's")
+        raise DataError(f"{path} is damaged: a row group's number of columns differs from the schema's")
     return metadata
 
 
 def _file_system(location: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a path or URL, and the path in that file system."""
+    """Return the file system of a path or URL, and the path inside it."""
     if "://" not in location:
         return fs.LocalFileSystem(), location
     scheme, _, path = location.partition("://")
     if scheme not in CLIENTS or not path:
         raise DataError(
-            f"{location}: unsupported URL; set SUNSPOT_DATASET to a local path or to s3://bucket/prefix, gs://... or az://..."
+            f"{location} is not a supported URL; set SUNSPOT_DATASET to a local path or to s3://bucket/prefix, "
+            "gs://... or az://..."
         )
     connect, names = CLIENTS[scheme]
     return connect(*(os.environ.get(name, "") for name in names)), path
@@ -318,7 +317,7 @@ def _file_system(location: str) -> tuple[fs.FileSystem, str]:
 
 @lru_cache(maxsize=4)
 def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, authorities: str) -> fs.FileSystem:
-    """Return Arrow's S3 client for the usual AWS environment variables; it finds the credentials itself."""
+    """Return Arrow's S3 client, configured by the usual AWS environment variables. It finds the credentials itself."""
     scheme, _, host = (endpoint_s3 or endpoint).rpartition("://")
     return fs.S3FileSystem(
         region=region or default_region or "us-east-1",
@@ -333,10 +332,7 @@ def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, autho
 
 @lru_cache(maxsize=4)
 def _google(emulator: str) -> fs.FileSystem:
-    """Return Arrow's client for Google Cloud Storage, with Application Default Credentials.
-
-    An emulator is used without credentials.
-    """
+    """Return Arrow's client for Google Cloud Storage, with Application Default Credentials unless it is an emulator."""
     scheme, _, host = emulator.rpartition("://")
     return fs.GcsFileSystem(
         anonymous=bool(host),
@@ -348,7 +344,7 @@ def _google(emulator: str) -> fs.FileSystem:
 
 @lru_cache(maxsize=4)
 def _azure(connection: str, account: str, key: str) -> fs.FileSystem:
-    """Return Arrow's client for Azure Blob Storage; without a key, it finds the identity itself."""
+    """Return Arrow's client for Azure Blob Storage. Without a key, it finds the credentials itself."""
     given = dict(pair.split("=", 1) for pair in connection.split(";") if "=" in pair)
     endpoint = urlsplit(given.get("BlobEndpoint", ""))
     where = {
@@ -370,5 +366,7 @@ CLIENTS: dict[str, tuple[Callable[..., fs.FileSystem], tuple[str, ...]]] = {
     "az": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
     "abfs": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
 }
-"""Function that connects a file system, by URL scheme, and the environment variables that it takes. A new client is
-made if the value of a variable changes."""
+"""A mapping from URL schemes to functions that create a client, and the environment variables that they take.
+
+A new client is created if a variable changes.
+"""

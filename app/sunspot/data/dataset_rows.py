@@ -1,7 +1,7 @@
 """Converts the items of a `torch.utils.data.Dataset` to arrays by column.
 
-An item is a tuple, a dict or a single value. A value is a tensor, an array, a number or a Pillow picture. Numbers are
-never changed: a value that is not numeric, or whose shape differs from that of row 0, is refused with its row.
+An item is a tuple, a dict or a single value. A value is a tensor, an array, a number or a Pillow image. Numbers are
+never changed. Values that are not numeric, or that differ in shape from row 0, are errors that give the row's number.
 """
 
 import traceback
@@ -19,29 +19,29 @@ from sunspot.errors import DataError, shorten
 from sunspot.formatting import some_of
 
 IMAGE, INPUT = "image", "input"
-"""Column names for the value beside the label in a row without names: for a picture, and for anything else."""
+"""Column names for the unnamed input of a row: IMAGE if it is an image, otherwise INPUT."""
 
 PICTURE_MODES = ("L", "RGB")
-"""Pillow's modes of 8-bit pictures, in grey or colour."""
+"""Pillow modes of 8-bit images: greyscale and RGB."""
 
 RowName = Callable[[int], str]
-"""Function that returns the name of a row, by its number, for messages."""
+"""A function that returns a row's name for messages, given the row's number."""
 
 
 class RowColumn(NamedTuple):
-    """Dtype and shape that a column has in all rows."""
+    """The dtype and shape of a column, which are the same in all rows."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, value: np.ndarray) -> "RowColumn":
-        """Return the column to which a value belongs."""
+        """Return the dtype and shape of a value."""
         return cls(value.dtype.name, value.shape)
 
     @property
     def is_picture(self) -> bool:
-        """True if the values are pictures as in other datasets: uint8 [C, H, W] with one or three channels."""
+        """True if the values are images: uint8 [C, H, W] with one or three channels."""
         return self.dtype == "uint8" and len(self.shape) == 3 and self.shape[0] in (1, 3)
 
     def __str__(self) -> str:
@@ -49,16 +49,19 @@ class RowColumn(NamedTuple):
 
 
 def read_rows(dataset: Any, numbers: list[int], name: RowName) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the rows with these numbers, as arrays by column; raises `DataError`, which names the row."""
+    """Yield the rows with these numbers, as arrays keyed by column.
+
+    Raises `DataError` with the row's name if a row cannot be read or converted.
+    """
     for number, item in zip(numbers, fetch(dataset, numbers, name), strict=True):
         yield to_columns(item, name(number))
 
 
 def fetch(dataset: Any, numbers: list[int], name: RowName) -> list[Any]:
-    """Return the items with these numbers; raises `DataError` for an item that the dataset fails to return."""
+    """Return the items with these numbers. Raises `DataError` if the dataset raises any exception."""
     fetch_together = getattr(dataset, "__getitems__", None)
     if fetch_together:
-        with suppress(Exception):  # the item that fails is found below
+        with suppress(Exception):  # the failing item is found below
             return list(fetch_together(numbers))
     items = []
     for number in numbers:
@@ -72,21 +75,21 @@ def fetch(dataset: Any, numbers: list[int], name: RowName) -> list[Any]:
 
 
 def to_columns(item: Any, row: str) -> dict[str, np.ndarray]:
-    """Return the arrays of an item by column; raises `DataError`, which begins with the name of the `row`."""
+    """Return an item's arrays, keyed by column. Raises `DataError` if the item cannot be converted."""
     named = item._asdict() if hasattr(item, "_asdict") else item
     if isinstance(named, Mapping):
         wrong = [name for name in named if not isinstance(name, str) or name == "row"]
         if wrong or not named:
             fault = f"has a column {wrong[0]!r}" if wrong else "is an empty dict"
-            raise DataError(f"{row} {fault}; name each column with text other than 'row', which holds the row's number")
+            raise DataError(f"{row} {fault}; column names must be strings other than 'row', which is reserved")
         return {name: to_array(value, f"{row}: {name}") for name, value in named.items()}
     if isinstance(named, list) or (isinstance(named, tuple) and len(named) not in (1, 2)):
         raise DataError(
-            f"{row} is a {type(named).__name__} of {len(named)} values; return a dict, which names its values, or a "
-            f"tuple of two: {IMAGE} (for a picture) or {INPUT}, and {LABEL}"
+            f"{row} is a {type(named).__name__} of {len(named)} values; return a dict of named columns, or a tuple of "
+            f"two values: the input (column {IMAGE} or {INPUT}) and the {LABEL}"
         )
     values = named if isinstance(named, tuple) else (named,)
-    given = to_array(values[0], f"{row}: its input")
+    given = to_array(values[0], f"{row}: the input")
     columns = {IMAGE if RowColumn.of(given).is_picture else INPUT: given}
     if len(values) == 2:
         columns[LABEL] = to_array(values[1], f"{row}: {LABEL}")
@@ -94,40 +97,40 @@ def to_columns(item: Any, row: str) -> dict[str, np.ndarray]:
 
 
 def to_array(value: Any, place: str) -> np.ndarray:
-    """Return the numbers of a value; raises `DataError`, which begins with `place`, if the value is not numeric."""
+    """Return a value as an array. Raises `DataError`, beginning with `place`, if the value is not numeric."""
     if isinstance(value, Image.Image):
         if value.mode not in PICTURE_MODES:
-            raise DataError(f"{place} is a picture of mode {value.mode}; convert it to {' or '.join(PICTURE_MODES)}")
+            raise DataError(f"{place} is an image of mode {value.mode}; convert it to {' or '.join(PICTURE_MODES)}")
         pixels = np.asarray(value)
         return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
     shown = "None" if value is None else f"a {type(value).__name__}"
     if isinstance(value, str):
-        raise DataError(f"{place} is text, but a batch has only numbers; tokenize it, or number the classes")
+        raise DataError(f"{place} is text, but batches contain only numbers; tokenize it, or number the classes")
     if value is None or isinstance(value, (bytes, Mapping)):
-        raise DataError(f"{place} is {shown}, but a batch has only numbers; return a tensor, or leave the column out")
+        raise DataError(f"{place} is {shown}, but batches contain only numbers; return a tensor, or omit the column")
     try:
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{place} is {shown}, which is not numeric: {shorten(error)}; return a tensor") from error
     if array.dtype.name not in (*DTYPES, "bool"):
-        raise DataError(f"{place} is {shown} of {array.dtype}; return a tensor of {', '.join(DTYPES)} or bool")
+        raise DataError(f"{place} is {shown} of {array.dtype}; return a tensor of type {', '.join(DTYPES)} or bool")
     return array
 
 
 def describe_columns(columns: Mapping[str, RowColumn]) -> str:
-    """Return the columns with their dtypes and shapes, for a message."""
+    """Return the columns' names, dtypes and shapes for a message."""
     return ", ".join(f"{name} {column}" for name, column in columns.items())
 
 
 def describe_difference(columns: Mapping[str, RowColumn], first: Mapping[str, RowColumn]) -> str:
-    """Return how the columns of a row differ from those of row 0, and the fix."""
+    """Return how a row's columns differ from those of row 0, and the fix."""
     if columns.keys() != first.keys():
         return (
-            f"has the columns {some_of(list(columns))}, but row 0 has {some_of(list(first))}; return the same "
-            "columns for all rows"
+            f"the columns are {some_of(list(columns))}, but row 0 has {some_of(list(first))}; return the same columns "
+            "for all rows"
         )
     name = next(name for name in first if columns[name] != first[name])
     return (
-        f"{name} is {columns[name]}, but {first[name]} in row 0; crop, pad or convert it in the Dataset, because all "
-        "rows need the same dtype and shape"
+        f"{name} is {columns[name]}, but it is {first[name]} in row 0; crop, pad or convert it in the Dataset, because "
+        "all rows must have the same dtype and shape"
     )

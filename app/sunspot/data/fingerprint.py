@@ -7,14 +7,14 @@ from itertools import accumulate
 import numpy as np
 
 SAMPLES = 64
-"""Number of samples of a dataset's files."""
+"""Number of samples read from a dataset's files."""
 
 SAMPLE_BYTES = 64 << 10
-"""Bytes of each sample. A dataset of up to 4 MiB is read completely."""
+"""Size of a sample in bytes. Datasets of up to 4 MiB are read completely."""
 
 
 def digest(*parts: bytes | memoryview) -> str:
-    """Return a short SHA-256 of the concatenated parts. The length of each part counts, too."""
+    """Return a truncated SHA-256 of the parts and their lengths."""
     sha = hashlib.sha256()
     for part in parts:
         sha.update(b"%d " % len(part))
@@ -23,15 +23,15 @@ def digest(*parts: bytes | memoryview) -> str:
 
 
 def digest_array(values: np.ndarray) -> str:
-    """Return a short SHA-256 of an array's values, the same on any machine."""
+    """Return a truncated SHA-256 of an array, independent of the machine's byte order."""
     little = np.ascontiguousarray(values, values.dtype.newbyteorder("<")).reshape(-1)
     return digest(repr((values.dtype.kind, values.dtype.itemsize, values.shape)).encode(), little.view(np.uint8).data)
 
 
 def sample_ranges(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return the ranges to sample in each file of a dataset, as (offset, length), given the files' sizes in bytes.
+    """Return the ranges to sample in each file as (offset, length), given the file sizes in bytes.
 
-    The ranges are spread evenly over all files laid end to end, so their number does not grow with the dataset.
+    The ranges are spread evenly over the concatenated files, so their number does not grow with the dataset.
     """
     total = sum(sizes)
     if total <= SAMPLES * SAMPLE_BYTES:
@@ -44,6 +44,6 @@ def sample_ranges(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def spread_evenly(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers 0 .. count - 1, spread evenly."""
+    """Return up to `most` evenly spaced numbers from 0 to count - 1."""
     numbers: list[int] = np.linspace(0, count - 1, min(count, most)).astype(int).tolist()
     return numbers

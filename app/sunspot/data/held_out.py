@@ -1,4 +1,4 @@
-"""TEST_SHARE: holds out a fraction of a source's rows, the same rows on every start and any number of workers."""
+"""TEST_SHARE: holds out a fraction of a source's rows. They are the same on every start, with any number of workers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sunspot.data.source import Source, rows_in
 from sunspot.errors import DataError
 
 GROUP_STREAM, ROW_STREAM = 2, 3
-"""Words that distinguish the seeds of the two draws below. Changing them holds out other rows."""
+"""Seed words for the two random orders below. Changing them changes which rows are held out."""
 
 
 @dataclass(frozen=True)
 class RowSubset:
-    """Either the held-out rows of a source or all other rows; a `Source`, with the other attributes of that source.
+    """A `Source` of either the held-out rows of another source or its remaining rows.
 
-    Each row group gives the same fraction, up to rounding, and the seed chooses the rows in it. A row group is
-    therefore read for both subsets, and no process needs a list of all rows.
+    The same fraction of every row group is held out, up to rounding, so no process needs a list of all rows. The seed
+    chooses the rows.
     """
 
     source: Source
@@ -33,7 +33,7 @@ class RowSubset:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the underlying source, such as `class_names`."""
-        if name.startswith("__") or name == "source":  # unpickling asks for these before `source` is set
+        if name.startswith("__") or name == "source":  # unpickling looks these up before `source` is set
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -52,7 +52,7 @@ class RowSubset:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the source. Only the training rows have them, so that they are printed once."""
+        """The source's notes. Only the training rows have them, so that they are printed once."""
         return () if self.held_out else getattr(self.source, "notes", ())
 
     @property
@@ -79,25 +79,21 @@ class RowSubset:
 
 
 def hold_out(source: Source, share: float, seed: int) -> tuple[RowSubset, RowSubset]:
-    """Divide a source into training rows and held-out rows; raises `DataError` if it has too few rows for both."""
+    """Split a source into training and held-out rows. Raises `DataError` if it has too few rows for both."""
     if rows_in(source) <= MIN_ROWS:
         raise DataError(
-            f"SUNSPOT_TEST_SHARE={share:g}: the data have only {rows_in(source)} rows, and {MIN_ROWS} must remain for "
-            "training; leave it at 0"
+            f"SUNSPOT_TEST_SHARE={share:g}: the dataset has only {rows_in(source)} rows, and at least {MIN_ROWS} must "
+            "remain for training; set SUNSPOT_TEST_SHARE=0"
         )
     return RowSubset(source, share, seed, held_out=False), RowSubset(source, share, seed, held_out=True)
 
 
 def count_held_out(row_groups: tuple[int, ...], share: float, seed: int) -> tuple[int, ...]:
-    """Return the number of held-out rows in each group.
-
-    Together they are `share` of all rows, rounded, and at least one row.
-    """
+    """Return the number of held-out rows in each group. Their sum is the rounded `share` of all rows, at least 1."""
     sizes = np.array(row_groups, np.int64)
     rows = sum(row_groups)
     wanted = min(max(1, round(share * rows)), rows - MIN_ROWS)
-    # Groups that are too small to give a row each are visited in random order, because at regular intervals the
-    # held-out rows would not be random.
+    # The groups are visited in random order. Otherwise, small groups would give held-out rows at regular intervals.
     order = _random_order([seed, GROUP_STREAM], len(sizes))
     counts = np.zeros_like(sizes)
     counts[order] = np.diff([int(end) * wanted // rows for end in np.cumsum(sizes[order])], prepend=0)
@@ -106,11 +102,11 @@ def count_held_out(row_groups: tuple[int, ...], share: float, seed: int) -> tupl
 
 @functools.lru_cache(maxsize=8)
 def draw_rows(seed: int, group: int, rows: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the held-out positions in a row group and all other positions, both sorted."""
+    """Return the held-out positions in a row group and the remaining positions, both sorted."""
     order = _random_order([seed, ROW_STREAM, group], rows)
     return np.sort(order[:held_out]), np.sort(order[held_out:])
 
 
 def _random_order(words: list[int], count: int) -> np.ndarray:
-    # NumPy guarantees the raw numbers of a bit generator in all versions, but not the results of a Generator.
+    # NumPy keeps the raw numbers of a bit generator the same in all versions, but not the results of a Generator.
     return np.argsort(np.random.PCG64(words).random_raw(count), kind="stable")

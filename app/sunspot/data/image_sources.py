@@ -1,4 +1,4 @@
-"""Opens the images that DATASET and TEST_DATASET name: the bundled digits, MNIST, or images in files."""
+"""Opens the images of DATASET and TEST_DATASET: the bundled digits, MNIST, or image files."""
 
 from sunspot.data.image_table import open_image_splits, open_sample
 from sunspot.data.mnist import open_mnist
@@ -7,9 +7,9 @@ from sunspot.settings import Settings
 
 
 def find_sources(settings: Settings) -> tuple[Source, Source | None]:
-    """Open the training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET.
+    """Open the training rows of DATASET and the held-out rows, if any.
 
-    Everything that can be checked before training is checked here. Raises `DataError` or `StorageError`.
+    Raises `DataError` or `StorageError` for any fault that can be found before training.
     """
     model = predicting_model(settings)
     train: Source

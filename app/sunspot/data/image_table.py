@@ -1,4 +1,4 @@
-"""Datasets of images: tables with the columns `image` and `label`, whose form the first file determines."""
+"""Image datasets: tables with an `image` and a `label` column. The first file determines their form."""
 
 import io
 from dataclasses import replace
@@ -40,17 +40,17 @@ IMAGE = "image"
 SAMPLE = Path(__file__).parent / "sample.parquet"
 
 TRAIN_GROUPS = b"train_row_groups"
-"""Metadata key in the bundled sample. Its value is the number of row groups for training; the others are held out."""
+"""Metadata key in the bundled sample, with the number of row groups for training. The remaining groups are held out."""
 
 
 def open_images(
     location: str, side: int = 0, like: ImageColumn | None = None, model: ModelData | None = None
 ) -> TableSource:
-    """Open a dataset of images, on disk or in a bucket, and check everything except the pixels.
+    """Open an image dataset, on disk or in a bucket, and check everything except the pixels.
 
-    Pictures in files of their own are scaled to one size (`PictureFolder.find_dims`). With a `side`, pictures within
-    Parquet or Arrow are scaled to it, too. If `like` scales pictures, its size is used instead. Raises `DataError`,
-    which names the file and, if possible, the row, or `StorageError`, which names the URL.
+    Images in separate files are scaled to one size (`PictureFolder.find_dims`). If `side` is set, encoded images in
+    tables are scaled to it as well. If `like` scales images, its size is used instead. Raises `DataError` or
+    `StorageError`.
     """
     location = absolute(location)
     files = find_files(location)
@@ -64,9 +64,9 @@ def open_images(
 def open_image_splits(
     dataset: str, test_dataset: str = "", side: int = 0, model: ModelData | None = None
 ) -> tuple[TableSource, TableSource | None]:
-    """Open the training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET.
+    """Open the training rows of DATASET and the held-out rows, if any.
 
-    With the data of a `model`, the rows are opened for prediction with it and need no labels.
+    With `model`, the rows are opened for that model to predict, and need no labels.
     """
     locations = locate_splits(dataset, test_dataset)
     scaled = ImageColumn("uint8", model.shape, dims=model.shape, scales=True) if model and model.scales else None
@@ -81,26 +81,26 @@ def open_image_splits(
 
 
 def open_sample() -> tuple[TableSource, TableSource]:
-    """Open the training and held-out rows of the bundled digits, which are in one file (see SAMPLE.md)."""
+    """Open the training and held-out rows of the bundled digits. SAMPLE.md describes their file."""
     both = open_images(str(SAMPLE))
     split = int(open_file(str(SAMPLE)).schema_arrow.metadata[TRAIN_GROUPS])
     return replace(both, groups=both.groups[:split]), replace(both, groups=both.groups[split:])
 
 
 def find_images(path: str) -> pa.Field:
-    """Return a file's column of images; raises `DataError` if the file has no such column."""
+    """Return a file's `image` column. Raises `DataError` if it has none."""
     schema = open_table_file(path).schema
     if IMAGE not in schema.names:
         raise DataError(
             f"{path}: no column 'image' {describe_columns(schema, IMAGE)}; set {PREFIX}TASK to a "
-            "task that declares these columns (`sunspot init table` writes one, docs/data.md), or rename the column "
-            "that holds pictures"
+            "task that declares these columns (`sunspot init table` creates one, docs/data.md), or rename the column "
+            "that contains images"
         )
     return find_column(schema, IMAGE, path)
 
 
 def _declare_images(path: str, side: int) -> ImageColumn:
-    """Return the column for a file's images, which depends on the column's type or else on the first image."""
+    """Return the declaration of a file's `image` column, based on its type or on the first image."""
     file = open_table_file(path)
     if isinstance(file, PictureFolder):
         return ImageColumn.of_dims(file.find_dims(side), path, scales=True)
@@ -110,15 +110,15 @@ def _declare_images(path: str, side: int) -> ImageColumn:
     inner, depth = innermost(stored)
     if not is_encoded(stored) and (depth not in (2, 3) or not pa.types.is_integer(inner)):
         raise DataError(
-            f"{path}: image is {stored}; it must be {IMAGE_FORMS} (file names are not followed: put "
-            "the pictures of each class into a folder of its own)"
+            f"{path}: image is {stored}; it must be {IMAGE_FORMS} (if the column contains file names, "
+            "put the images of each class into a separate folder instead)"
         )
     filled = next((number for number, rows in enumerate(file.groups) if rows), None)
     if filled is None:
-        raise DataError(f"{path}: has no rows; add rows, or remove it")
+        raise DataError(f"{path} has no rows; add rows, or remove the file")
     first = encoded(file.read([IMAGE], filled)[IMAGE])
     if not len(first):
-        raise DataError(f"{path}: damaged: its footer counts rows that are missing")
+        raise DataError(f"{path}: damaged: the footer promises more rows than the file contains")
     found = _declare_image(first[0], file.name_row(0))
     if side and is_bytes(first.type):
         return ImageColumn.of_dims((side, side, *found.dims[2:]), path, scales=True)

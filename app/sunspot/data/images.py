@@ -1,8 +1,7 @@
-"""Images from files: PNG, JPEG, and NumPy's .npy. Headers are checked before memory of that size is allocated.
+"""Decodes image files and NumPy's .npy files. Headers are checked before any memory for pixels is allocated.
 
-Pictures are decoded as by torchvision's ImageFolder (transparency and colour profiles are ignored), with two
-differences: they are turned upright according to their EXIF orientation, and 16-bit pixels keep their upper 8 bits. A
-picture that would lose more than that is refused.
+Images are decoded like those of torchvision's ImageFolder, which ignores transparency and colour profiles. In addition,
+the EXIF orientation is applied, and 16-bit pixels keep their upper 8 bits. Images that would lose more are rejected.
 """
 
 import io
@@ -20,40 +19,40 @@ from sunspot.formatting import as_bytes
 NPY_MAGIC = b"\x93NUMPY"
 
 FORMATS = ("PNG", "JPEG")
-"""Formats that are decoded. Pillow supports forty more, and one of them passes the file to Ghostscript."""
+"""Formats that are always decoded. Pillow supports forty more, and one of them passes the file to Ghostscript."""
 
 FILE_FORMATS = (*FORMATS, "BMP", "WEBP", "TIFF", "PPM", "GIF")
-"""Formats that are decoded if a file's name ends with one of SUFFIXES."""
+"""Formats that are decoded in image files, which are recognized by SUFFIXES."""
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".webp", ".tif", ".tiff"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".gif", ".mpo"),
 )
-"""Suffixes of picture files, in lower case."""
+"""Suffixes of image files, in lower case."""
 
 USUAL_SIDE = 64
-"""Default height and width to which pictures of different sizes are scaled."""
+"""Default height and width to which images of different sizes are scaled."""
 
 MAX_BYTES = 10**9
-"""Largest file that is read. A device may be endless, and a larger file would give the model too much at once."""
+"""Largest size of a file in bytes. The limit also stops reads from endless devices."""
 
 GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
-"""Pillow's modes without colour."""
+"""Pillow modes without colour."""
 
 ANIMATED_FORMATS = ("PNG", "WEBP", "GIF")
-"""Formats whose further frames are an animation. In a JPEG (MPO), they are previews or depth, which no viewer shows."""
+"""Formats in which further frames are an animation. In a JPEG (MPO), they are previews or depth maps."""
 
 REFUSED_MODES = {
-    "F": "holds floating-point numbers; write it with 8 bits, or 16",
-    "LAB": "has its colours in LAB; write it in RGB",
+    "F": "has floating-point pixels; write it with 8 or 16 bits",
+    "LAB": "has LAB colours; write it in RGB",
 }
-"""Modes that cannot be converted to grey or RGB without loss, with the message for such a picture."""
+"""Errors for modes that cannot be converted to grey or RGB without loss, keyed by mode."""
 
 ORIENTATION = 0x0112
-"""EXIF tag of a picture's orientation (EXIF 2.32, 4.6.4 A)."""
+"""The EXIF tag for an image's orientation (EXIF 2.32, 4.6.4 A)."""
 
 LAST_NOT_ROTATED = 4
-"""Last value of ORIENTATION that does not swap height and width."""
+"""The last value of ORIENTATION that does not swap height and width."""
 
 TURNS = {
     2: "FLIP_LEFT_RIGHT",
@@ -64,9 +63,9 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""Pillow's name for the operation that turns a picture of each orientation upright.
+"""The names of Pillow's operations that turn an image upright, keyed by orientation.
 
-`ImageOps.exif_transpose` also rewrites the EXIF data, and fails if a value in them is invalid
+`ImageOps.exif_transpose` is not used, because it also rewrites the EXIF data and fails if they are invalid
 (python-pillow/Pillow#8965).
 """
 
@@ -77,42 +76,42 @@ EXTRA_SAMPLES = 338
 """TIFF tags (TIFF 6.0, section 8)."""
 
 WHITE_IS_ZERO = 0
-"""Value of PHOTOMETRIC in negatives. Pillow only inverts them if they have 8 bits."""
+"""The value of PHOTOMETRIC in negatives. Pillow only inverts 8-bit negatives."""
 
 REDUCED_OR_MASK = 0b101
-"""Bits of SUBFILE_TYPE for a page that is a mask or a smaller version of another page."""
+"""The bits of SUBFILE_TYPE for a page that is a mask or a smaller version of another page."""
 
 UNSPECIFIED_CHANNEL = 0
-"""Value of EXTRA_SAMPLES for an additional channel that is not transparency, such as infrared."""
+"""The value of EXTRA_SAMPLES for an additional channel other than transparency, such as infrared."""
 
 
 def read_images(path: Path, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
-    """Read a file as uint8 [B, *shape]: a single image, or an array [B, C, H, W] of several.
+    """Read an image, or an .npy array of images, as uint8 [B, *shape].
 
-    A picture of another size or colour is refused, unless `scales` is set: then its middle is scaled to `shape`. Raises
-    `SettingsError`, which names the file, its content and what was expected.
+    If `scales` is set, an image of a different size or colour is cropped and scaled to `shape`. Otherwise, it is
+    rejected. Raises `SettingsError` if the file cannot be read.
     """
     try:
         with path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
     if len(content) > MAX_BYTES:
         raise SettingsError(
-            f"{path}: has more than {as_bytes(MAX_BYTES)}, the most that a file may have; give several files, "
-            "or the images as a dataset (--dataset)"
+            f"{path} is larger than {as_bytes(MAX_BYTES)}, the limit for a file; split it into several files, or "
+            "pass the images as a dataset (--dataset)"
         )
     return decode_images(content, shape, str(path), scales)
 
 
 def decode_images(content: bytes, shape: tuple[int, ...], place: str, scales: bool = False) -> np.ndarray:
-    """Decode the content of a file like `read_images`; `place` is its name in messages."""
+    """Decode a file's content like `read_images`. `place` is the file's name in messages."""
     if content.startswith(NPY_MAGIC):
         return _from_array(content, shape, place)
     try:
         return decode_picture(content, shape, scales)[None]
     except DataError as error:
-        raise SettingsError(f"{place}: {error}") from error
+        raise SettingsError(f"{place} {error}") from error
 
 
 def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarray:
@@ -120,60 +119,61 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
     try:
         read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
         found, in_columns, dtype = read_header(stream)
-    except Exception as error:  # NumPy's parsers raise all kinds
-        raise SettingsError(f"{place}: cannot be read as a NumPy array: {shorten(error)}") from error
+    except Exception as error:  # NumPy's parsers raise many kinds of errors
+        raise SettingsError(f"{place} cannot be read as a NumPy array: {shorten(error)}") from error
     if dtype != np.uint8 or found[-3:] != shape or len(found) not in (3, 4) or found[0] < 1:
         raise SettingsError(
-            f"{place}: an array of {dtype} {list(found)}, but the model takes uint8 {list(shape)} "
-            "(channels, height, width), or several of them as [B, C, H, W]"
+            f"{place} contains an array of {dtype} {list(found)}, but the model needs uint8 {list(shape)} "
+            "(channels, height, width), or several images as [B, C, H, W]"
         )
     values = np.asarray(memoryview(content)[stream.tell() :])
     if len(values) != math.prod(found):
         raise SettingsError(
-            f"{place}: an array of {list(found)}, with {len(values)} bytes instead of {math.prod(found)}; it is "
-            "damaged; write it again"
+            f"{place} is damaged: its array of {list(found)} has {len(values)} bytes instead of {math.prod(found)}; "
+            "write the file again"
         )
     return values.reshape(found, order="F" if in_columns else "C").reshape(-1, *shape)
 
 
 def is_picture(name: str) -> bool:
-    """Return True if a file name has the suffix of a picture."""
+    """Return True if a file name has the suffix of an image."""
     return name.lower().endswith(SUFFIXES)
 
 
 def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
-    """Return uint8 [C, H, W] of an encoded picture; raises `DataError`, which says what is wrong with it.
+    """Decode an image to uint8 [C, H, W]. Raises `DataError` with a message that lacks only the subject.
 
-    A picture of another size or colour is refused, unless `scales` is set: then its middle is scaled to `shape`.
+    If `scales` is set, an image of a different size or colour is cropped and scaled to `shape`. Otherwise, it is
+    rejected.
     """
     image = open_image(io.BytesIO(content), FILE_FORMATS if scales else FORMATS)
     grey = image.mode in GREY_MODES
     height, width = upright_size(image)
     if not scales and ((height, width) != shape[1:] or (shape[0] == 1 and not grey)):
         raise DataError(
-            f"is {height} x {width} (height x width), {'grey' if grey else 'in colour'}, but the model takes "
-            f"{shape[1]} x {shape[2]}, {'grey' if shape[0] == 1 else 'in colour'}, like the first picture of its "
+            f"is {height} x {width} (height x width) and {'grey' if grey else 'in colour'}, but the model needs images "
+            f"of {shape[1]} x {shape[2]} {'in grey' if shape[0] == 1 else 'in colour'}, like the first image of its "
             "dataset; convert it"
         )
     try:
         return fit_pixels(image, *shape) if scales else to_pixels(image, shape[0])
-    except Exception as error:  # Pillow's decoders raise all kinds
+    except Exception as error:  # Pillow's decoders raise many kinds of errors
         raise DataError(f"is damaged: {shorten(error)}") from error
 
 
 def open_image(file: BinaryIO, formats: tuple[str, ...] = FORMATS) -> Any:
-    """Return a Pillow image of one of `formats`, of which only the header has been read.
+    """Open an image of one of `formats` with Pillow, which reads only the header.
 
-    Raises `DataError` for any other file, and for a picture that cannot be read without loss.
+    Raises `DataError` for other formats, and for images that cannot be read without loss.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
         image = Image.open(file, formats=formats)
         obstacle = _find_obstacle(image)
-    except Exception as error:  # Pillow's decoders raise all kinds
+    except Exception as error:  # Pillow's decoders raise many kinds of errors
         reason = shorten(error)
-        if isinstance(error, UnidentifiedImageError):  # its message only has the repr of `file`
+        if isinstance(error, UnidentifiedImageError):  # its message only contains the repr of `file`
             reason = _describe_beginning(file)
         raise DataError(f"is not a {', '.join(formats[:-1])} or {formats[-1]}, or is damaged: {reason}") from error
     if obstacle:
@@ -182,34 +182,34 @@ def open_image(file: BinaryIO, formats: tuple[str, ...] = FORMATS) -> Any:
 
 
 def upright_size(image: Any) -> tuple[int, int]:
-    """Return the height and width at which viewers show a picture, from its header alone."""
-    # Pillow itself swaps height and width of a TIFF. In a PNG, it would decode the pixels to find EXIF data after them.
+    """Return an image's height and width as displayed by viewers, from its header alone."""
+    # Pillow swaps the height and width of a TIFF itself. In a PNG, it would decode the pixels to look for EXIF data.
     in_header = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
     turned = in_header and _find_orientation(image) > LAST_NOT_ROTATED
     return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def to_pixels(image: Any, channels: int) -> np.ndarray:
-    """Convert a Pillow image to uint8 [C, H, W], as grey (1 channel) or RGB (3 channels)."""
+    """Return a Pillow image as uint8 [C, H, W], in grey (1 channel) or RGB (3 channels)."""
     return _to_array(_convert(image, channels))
 
 
 def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray:
-    """Scale the central part of a Pillow image to uint8 [C, height, width]."""
+    """Return a Pillow image, cropped from its centre and scaled, as uint8 [C, height, width]."""
     from PIL import Image, ImageOps
 
     return _to_array(ImageOps.fit(_convert(image, channels), (width, height), Image.Resampling.BICUBIC))
 
 
 def _convert(image: Any, channels: int) -> Any:
-    """Turn a Pillow image upright, and convert it to grey (1 channel) or RGB (3 channels)."""
+    """Return an upright Pillow image in grey (1 channel) or RGB (3 channels)."""
     from PIL import Image
 
     image.load()
     turn = TURNS.get(_find_orientation(image))
     if turn:
         image = image.transpose(Image.Transpose[turn])
-    if image.mode[0] == "I":  # 16 bits: Pillow's own conversion clips them to 255 instead of scaling
+    if image.mode[0] == "I":  # Pillow's own conversion clips 16-bit pixels to 255 instead of scaling them
         image = Image.fromarray((np.asarray(image, np.uint32) >> 8).astype(np.uint8))
     return image.convert("L" if channels == 1 else "RGB")
 
@@ -220,18 +220,18 @@ def _to_array(image: Any) -> np.ndarray:
 
 
 def _find_orientation(image: Any) -> int:
-    """Return the EXIF orientation of a picture, 1 to 8; 1 (upright) if its EXIF data cannot be read."""
+    """Return an image's EXIF orientation, 1 to 8, or 1 (upright) if its EXIF data cannot be read."""
     try:
         return int(image.getexif().get(ORIENTATION, 1))
-    except Exception:  # Pillow's decoders raise all kinds
+    except Exception:  # Pillow's decoders raise many kinds of errors
         return 1
 
 
 def _find_obstacle(image: Any) -> str:
-    """Return why a picture cannot be read as 8-bit grey or RGB without loss, and the fix; empty if it can.
+    """Return why an image cannot be read as 8-bit grey or RGB without loss, with the fix, or an empty string.
 
-    Pillow's pixel limit is checked as well: a small file may claim any number of pixels, and decoding would allocate
-    them.
+    Pillow's pixel limit is checked too, because a small file can claim any number of pixels, which decoding would
+    allocate.
     """
     from PIL import Image
 
@@ -239,30 +239,30 @@ def _find_obstacle(image: Any) -> str:
     if most and image.width * image.height > most:
         return f"has {image.width} x {image.height} pixels, more than the limit of {most}; scale it down"
     if image.format in ANIMATED_FORMATS and getattr(image, "is_animated", False):
-        return f"is an animation; give one image instead of its {image.n_frames} frames"
+        return f"is an animation of {image.n_frames} frames; use a single image instead"
     if image.mode in REFUSED_MODES:
         return REFUSED_MODES[image.mode]
     return _find_obstacle_of_tiff(image) if image.format == "TIFF" else ""
 
 
 def _find_obstacle_of_tiff(image: Any) -> str:
-    """Return the same as `_find_obstacle` for features that only a TIFF has."""
+    """Like `_find_obstacle`, but for features that only TIFF has."""
     pages = range(image.n_frames)
     full_pages = [page for page in pages if not _read_tag(image, page, SUBFILE_TYPE, 0) & REDUCED_OR_MASK]
     if len(pages) > 1 and full_pages != [0]:
-        return f"has {len(pages)} pages, but only the first would be read; write each to its own file"
+        return f"has {len(pages)} pages, but only the first would be read; write each page to a separate file"
     if UNSPECIFIED_CHANNEL in _read_tag(image, 0, EXTRA_SAMPLES, ()):
-        return "has channels besides its colours and transparency; write it without them"
+        return "has channels besides colour and transparency; write it without these channels"
     bits = _read_tag(image, 0, BITS_PER_SAMPLE, (1,))[0]
     if image.mode == "I" or 8 < bits < 16:
-        return f"has pixels of {bits} bits that are neither 0 to 255 nor 0 to 65535; write them in one of these ranges"
+        return f"has {bits}-bit pixels outside the ranges 0 to 255 and 0 to 65535; convert them to one of these ranges"
     if bits == 16 and _read_tag(image, 0, PHOTOMETRIC, None) == WHITE_IS_ZERO:
-        return "is a negative of 16 bits (photometric interpretation WhiteIsZero); write it as BlackIsZero"
+        return "is a 16-bit negative (photometric interpretation WhiteIsZero); write it as BlackIsZero"
     return ""
 
 
 def _read_tag(image: Any, page: int, tag: int, default: Any) -> Any:
-    """Read a tag from a page of a TIFF, then return to its first page."""
+    """Return a tag's value from a page of a TIFF, and seek back to the first page."""
     image.seek(page)
     found = image.tag_v2.get(tag, default)
     image.seek(0)
@@ -272,20 +272,20 @@ def _read_tag(image: Any, page: int, tag: int, default: Any) -> Any:
 def _describe_beginning(file: BinaryIO) -> str:
     file.seek(0)
     beginning = file.read(16)
-    return f"its content begins with {beginning!r}" if beginning else "the file is empty"
+    return f"the file begins with {beginning!r}" if beginning else "the file is empty"
 
 
 @dataclass(frozen=True)
 class Resized:
-    """Decodes pictures of any size to one `shape`, [C, H, W], C being 1 or 3: `Column("uint8", SHAPE, decode=...)`."""
+    """A `Column.decode` that decodes images of any size to one `shape`, [C, H, W]. C is 1 or 3."""
 
     shape: tuple[int, ...]
 
     @property
     def fingerprint(self) -> str:
-        """Text that identifies the resulting pixels."""
+        """A string that identifies how images are decoded."""
         return f"resized to {self.shape}, upright"
 
     def __call__(self, stored: Any) -> np.ndarray:
-        """Decode a file's bytes, or a dictionary with the bytes as `bytes`, to uint8 [C, H, W]; raises `DataError`."""
+        """Decode a file's bytes, or a dict that contains them as `bytes`, to uint8 [C, H, W]. Raises `DataError`."""
         return decode_picture(stored["bytes"] if isinstance(stored, dict) else stored, self.shape, scales=True)

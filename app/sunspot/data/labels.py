@@ -1,4 +1,4 @@
-"""Class labels: integers from 0, or text, whose classes are numbered in sorted order."""
+"""Class labels: non-negative integers, or text. Classes in text are numbered in sorted order."""
 
 import json
 from collections.abc import Iterable
@@ -20,54 +20,54 @@ from sunspot.errors import DataError
 from sunspot.formatting import brief, some_of
 
 LABEL = "label"
-"""Column name whose integers and text are classes. Values of other types in it are ordinary numbers."""
+"""Name of the column with class labels. Values that are neither integers nor text are ordinary numbers."""
 
 MAX_LABEL = 2**31 - 1
-"""Largest allowed label. A larger label is a mistake, because no model has a score for that many classes."""
+"""Largest allowed label. A larger label is a mistake, because no model has that many classes."""
 
 CLASS_NAMES = b"classes"
-"""Metadata key of class names from `sunspot.data.convert`: a JSON list by label."""
+"""Metadata key of the class names that `sunspot.data.convert` writes, a JSON list in label order."""
 
 HUGGINGFACE = b"huggingface"
-"""Metadata key of the features that `datasets` stores, which include class names."""
+"""Metadata key of the features that `datasets` stores, including class names."""
 
 
 class ClassLabels(NamedTuple):
-    """Classes that the labels of one file, or of all files, define."""
+    """The classes defined by the labels of one file or of all files."""
 
     classes: int
-    "Number of classes."
+    "The number of classes."
     names: tuple[str, ...]
-    """Class names in any order: the labels themselves if they are text, else the names in the file's metadata."""
+    "The labels themselves if they are text, otherwise the class names in the file's metadata. They are not sorted."
     text: bool
     "True if the labels are text."
     digest: str = ""
     numbers: frozenset[int] = frozenset()
-    "Labels that occur, if they are numbers."
+    "The labels that occur, if they are numbers."
     as_text: "ClassLabels | None" = None
-    "The same labels as names, if they are numbers in CSV. They count as names if another file has names."
+    "The same labels as names, if they are numbers in CSV. They are used if another file has names."
 
 
 NO_LABELS = ClassLabels(0, (), False, digest_array(np.empty(0, np.int64)))
 
 CLASS_NUMBER = r"^(0|[1-9][0-9]*)$"
-"""Pattern of CSV labels that are class numbers."""
+"""A pattern for CSV labels that are class numbers."""
 
 CODE = r"^0[0-9]+$"
-"""Pattern of digits in CSV labels that are names, because a number would lose their leading zeros."""
+"""A pattern for CSV labels with leading zeros. They are names, because a number would lose the zeros."""
 
 MISSING = pa.csv.ConvertOptions().null_values
-"""Words that mean a missing value in a column of numbers."""
+"""Words for a missing value in a column of numbers."""
 
 
 @dataclass(frozen=True)
 class TextLabels(Column):
-    """A column of class names in text, read as class numbers."""
+    """A column of class names that is read as class numbers."""
 
     names: tuple[str, ...] = ()
 
     def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
-        """Return the number of each class; raises `DataError` for text that is not a class."""
+        """Return the class numbers. Raises `DataError` for text that is not a known class."""
         numbers = pc.index_in(values.cast(pa.string()), pa.array(self.names, pa.string()))
         if numbers.null_count:
             row = first_true(pc.is_null(numbers))
@@ -76,9 +76,9 @@ class TextLabels(Column):
 
 
 def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
-    """Read the labels of a file. Rows `to_predict` may lack labels.
+    """Return a file's class labels. If the rows are `to_predict`, labels can be missing.
 
-    Raises `DataError`, which names the first bad row.
+    Raises `DataError` for the first invalid label.
     """
     if column.decode:
         numbers = column.read(values, ColumnOrigin(LABEL, file, np.arange(len(values))))[""]
@@ -88,13 +88,13 @@ def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_pre
         return ClassLabels(0, ("",), True)
     elif values.null_count:
         row = first_true(pc.is_null(values))
-        raise DataError(f"{file.name_row(row)}: label is null; it must be text or an integer from 0")
+        raise DataError(f"{file.name_row(row)}: label is null; it must be text or a non-negative integer")
     elif is_text(values.type):
         return _read_names(values.cast(pa.string()).combine_chunks().dictionary_encode(), file, to_predict)
     elif not pa.types.is_integer(values.type):
         raise DataError(
-            f"{file.name_row(0)}: label is {brief(str(values.type))} ({brief(str(values[0]))}); it must be text or an "
-            "integer from 0 (for a value to predict, declare it as float32 in the task)"
+            f"{file.name_row(0)}: label is {brief(str(values.type))} ({brief(str(values[0]))}); it must be text or a "
+            "non-negative integer (if it is a value to predict, declare it as float32 in the task)"
         )
     else:
         numbers = values.to_numpy()
@@ -105,7 +105,9 @@ def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_pre
     classes = int(numbers.max()) + 1
     names = _stored_names(file.schema, column.of or LABEL)
     if 0 < len(names) < classes:
-        raise DataError(f"{file.path}: label {classes - 1}, but its metadata names only {len(names)} classes")
+        raise DataError(
+            f"{file.path} contains the label {classes - 1}, but its metadata has names for only {len(names)} classes"
+        )
     content = digest_array(numbers.astype(np.int64, copy=False))
     occurring = frozenset(pc.unique(pa.array(numbers)).to_pylist())
     return ClassLabels(max(classes, len(names)), names, False, content, occurring)
@@ -115,15 +117,15 @@ def _read_names(labels: pa.DictionaryArray, file: TableFile, to_predict: bool) -
     names = tuple(labels.dictionary.to_pylist())
     if "" in names and not to_predict:
         row = first_true(pc.equal(labels.indices, names.index("")))
-        raise DataError(f"{file.name_row(row)}: label is empty; it must be text or an integer from 0")
+        raise DataError(f"{file.name_row(row)}: label is empty; it must be text or a non-negative integer")
     content = digest(digest_array(labels.indices.to_numpy()).encode(), json.dumps(names).encode())
     return ClassLabels(len(names), names, True, content)
 
 
 def _read_label_cells(cells: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
-    """Read the labels of a CSV file: class numbers if all cells are integers from 0, else names.
+    """Return a CSV file's labels: class numbers if all cells are non-negative integers, otherwise names.
 
-    Raises `DataError` if all cells are numbers or missing, but some cannot be the number of a class.
+    Raises `DataError` if all cells are numbers or missing, but some are not valid class numbers.
     """
     labels = cells.combine_chunks().dictionary_encode()
     distinct = pc.utf8_trim_whitespace(labels.dictionary)
@@ -138,8 +140,8 @@ def _read_label_cells(cells: pa.ChunkedArray, file: TableFile, to_predict: bool)
     if not are_classes.all():
         row = first_true(np.isin(labels.indices.to_numpy(), np.flatnonzero(~are_classes)))
         raise DataError(
-            f"{file.name_row(row)}: label is {brief(cells[row].as_py().strip()) or 'empty'}; it must be text or an "
-            "integer from 0 (for a value to predict, declare it as float32 in the task)"
+            f"{file.name_row(row)}: label is {brief(cells[row].as_py().strip()) or 'empty'}; it must be text or a "
+            "non-negative integer (if it is a value to predict, declare it as float32 in the task)"
         )
     each = [int(label) for label in distinct.to_pylist()]
     if max(each) > MAX_LABEL:
@@ -150,17 +152,17 @@ def _read_label_cells(cells: pa.ChunkedArray, file: TableFile, to_predict: bool)
 
 
 def _refuse_number(file: TableFile, row: int, number: int) -> DataError:
-    return DataError(f"{file.name_row(row)}: label {number}; it must be an integer from 0 to {MAX_LABEL}")
+    return DataError(f"{file.name_row(row)}: label is {number}; it must be an integer from 0 to {MAX_LABEL}")
 
 
 def merge_labels(
     files: list[ClassLabels], location: str, as_names: bool = False, model: ModelData | None = None
 ) -> ClassLabels:
-    """Merge the labels of a dataset's files; raises `DataError` if they do not go together.
+    """Merge the labels of a dataset's files. Raises `DataError` if they are inconsistent.
 
-    Classes in text are numbered in sorted order. With a `model` that predicts the rows, they get its class numbers, or
-    the rows have no labels if one of them is not a class of the model. Numbers in CSV are names with `as_names`, if
-    another file has names, or if the model's classes have these names.
+    Names are numbered in sorted order. If a `model` predicts the rows, they get the model's class numbers, or no labels
+    if any name is unknown to the model. Numbers in CSV count as names if `as_names` is set, if another file has names,
+    or if they are all class names of the model.
     """
     if not files:
         return NO_LABELS
@@ -173,14 +175,14 @@ def merge_labels(
         other = next((file.names for file in files if file.names != known[: len(file.names)]), None)
         if other:
             raise DataError(
-                f"{location}: some files name the classes {some_of(known)}, and others {some_of(other)}; number them "
-                "in the same way"
+                f"{location}: the classes are {some_of(known)} in some files, but {some_of(other)} in others; number "
+                "them in the same way"
             )
         occurring = frozenset[int]().union(*(file.numbers for file in files))
         return ClassLabels(max(file.classes for file in files), known, False, numbers=occurring)
     if not all(file.text for file in files):
         raise DataError(
-            f"{location}: label is text in some files and numbers in others; use the same type in all files"
+            f"{location}: labels are text in some files and numbers in others; use the same type in all files"
         )
     names = {name for file in files for name in file.names}
     if model is None:
@@ -192,9 +194,9 @@ def merge_labels(
 
 
 def refuse_lookalikes(names: Iterable[str], location: str) -> None:
-    """Raise `DataError` if the names of two classes are the same text in different Unicode forms.
+    """Raise `DataError` if two class names are the same text in different Unicode forms.
 
-    macOS decomposes letters with accents in file names, and most other programs compose them.
+    macOS decomposes accented letters in file names, but most other programs compose them.
     """
     seen: dict[str, str] = {}
     for name in sorted(names):
@@ -202,17 +204,17 @@ def refuse_lookalikes(names: Iterable[str], location: str) -> None:
         if other != name:
             raise DataError(
                 f"{location}: the classes {name!r} ({name!a}) and {other!r} ({other!a}) are the same text in "
-                "different Unicode forms; write both in the form NFC"
+                "different Unicode forms; convert both to NFC"
             )
 
 
 def is_text(stored: pa.DataType) -> bool:
-    """Return True if labels of this Arrow type are names: text and booleans."""
+    """Return True if labels of this Arrow type are names, which text and booleans are."""
     return any(test(stored) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_boolean))
 
 
 def _stored_names(schema: pa.Schema, name: str) -> tuple[str, ...]:
-    """Return the class names in a file's metadata, or an empty tuple."""
+    """Return the class names from a file's metadata, or an empty tuple."""
     metadata = schema.metadata or {}
     try:
         if CLASS_NAMES in metadata:

@@ -1,4 +1,4 @@
-"""DATASET=mnist: torchvision's MNIST in DATA_ROOT, downloaded if missing."""
+"""DATASET=mnist: reads torchvision's MNIST from DATA_ROOT, and downloads it if it is missing."""
 
 import hashlib
 import json
@@ -18,34 +18,34 @@ from sunspot.errors import DataError, shorten
 CLASSES = 10
 
 FILES = tuple(f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
-"""Names of the four unpacked files."""
+"""The names of the four unpacked files."""
 
 GROUP_ROWS = 4096
-"""Rows in a row group; the files themselves have no groups."""
+"""Rows in a row group. The files themselves have no groups."""
 
 SOCKET_TIMEOUT_S = 15
-"""Seconds without an answer after which a server is given up."""
+"""Seconds to wait for a response before a server counts as unreachable."""
 
 WAIT_S = 900
-"""Seconds that a process waits for another process to download the files."""
+"""Seconds to wait for another process to download the files."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MnistSource:
-    """One split of MNIST; a `Source`. Each node reads its own files, and downloads them if they are missing."""
+    """A `Source` of one split of MNIST. Each node reads its own files, and downloads them if they are missing."""
 
     data_root: str
     split: str
-    "Prefix of the split's file names: train or t10k."
+    "The prefix of the split's file names: train or t10k."
     row_groups: tuple[int, ...]
     shape: tuple[int, int, int]
     classes: int = CLASSES
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of names and shape, then a '-', then a digest of all bytes (0.1 s for the training digits)."""
+        """A digest of the file names and the shape, then a '-' and a digest of all bytes."""
         names = (f"{self.split}-images-idx3-ubyte", f"{self.split}-labels-idx1-ubyte")
         layout = json.dumps([names, self.row_groups, self.shape])
         content = digest(*(digest_array(array).encode() for array in _load(self.data_root, self.split)))
@@ -57,7 +57,7 @@ class MnistSource:
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         images, labels = _load(self.data_root, self.split)
         if len(labels) != sum(self.row_groups):
-            raise DataError(f"{self.where(0, 0)}: has changed since it was opened; start the run again")
+            raise DataError(f"{_raw(self.data_root)} has changed since it was opened; restart the run")
         mine = slice(group * GROUP_ROWS, group * GROUP_ROWS + self.row_groups[group])
         image = images[mine]
         label = labels[mine]
@@ -65,9 +65,9 @@ class MnistSource:
 
 
 def open_mnist(data_root: str) -> tuple[MnistSource, MnistSource]:
-    """Open the 60,000 training and 10,000 held-out digits; raises `DataError` if they cannot be downloaded."""
+    """Open the 60,000 training and 10,000 held-out digits. Raises `DataError` if the files are missing or damaged."""
     data_root = os.path.abspath(os.path.expanduser(data_root))
-    _load.cache_clear()  # the files may have been replaced
+    _load.cache_clear()  # the files might have been replaced
     sources = []
     for split in ("train", "t10k"):
         images, labels = _load(data_root, split)
@@ -78,7 +78,7 @@ def open_mnist(data_root: str) -> tuple[MnistSource, MnistSource]:
 
 @lru_cache(maxsize=4)
 def _load(data_root: str, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Load images (uint8 [n, 1, H, W]) and labels (int64 [n])."""
+    """Return images, uint8 [n, 1, H, W], and labels, int64 [n]."""
     from torchvision.datasets import MNIST
 
     if _find_missing(data_root):
@@ -90,11 +90,11 @@ def _load(data_root: str, split: str) -> tuple[np.ndarray, np.ndarray]:
         if not len(images) == len(labels) > 0:
             raise ValueError(f"{split}: {len(images)} images but {len(labels)} labels")
         if labels.max() >= CLASSES:
-            raise ValueError(f"{split}: label {labels.max()}, but the largest digit is {CLASSES - 1}")
-    except Exception as error:  # torchvision's parser raises all kinds
+            raise ValueError(f"{split}: label {labels.max()} is larger than {CLASSES - 1}")
+    except Exception as error:  # torchvision's parser raises many kinds of errors
         raise DataError(
-            f"{_raw(data_root)}: the files of {split} are damaged: {shorten(error)}; remove the folder to download "
-            "them again"
+            f"{_raw(data_root)}: the {split} files are damaged: {shorten(error)}; delete the folder to download them "
+            "again"
         ) from error
     return images, labels
 
@@ -108,18 +108,16 @@ def _find_missing(data_root: str) -> list[str]:
 
 
 def _download(data_root: str) -> None:
-    """Download the missing files, unless another process that shares DATA_ROOT is downloading or has downloaded them.
+    """Download the missing files, or wait until another process has downloaded them.
 
-    The files are unpacked in a temporary folder and then moved, so a file in its final place is complete.
+    The files are unpacked in a temporary folder and then moved, so a file in its final location is complete.
     """
     from filelock import FileLock, Timeout
 
     aside = Path(data_root) / ".mnist-download"
     try:
         os.makedirs(data_root, exist_ok=True)
-        log.warning(
-            "downloading MNIST into %s, or waiting up to %d s for another process that downloads it", data_root, WAIT_S
-        )
+        log.warning("downloading MNIST into %s, or waiting up to %d s for another process to do so", data_root, WAIT_S)
         with FileLock(os.path.join(data_root, ".mnist.lock"), timeout=WAIT_S):
             missing = _find_missing(data_root)
             if not missing:
@@ -136,20 +134,20 @@ def _download(data_root: str) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
     except Timeout as error:
         raise DataError(
-            f"{error.lock_file}: another process has held it for {WAIT_S} s to download MNIST into {data_root}; "
-            "end that process, or put the files there by hand"
+            f"{error.lock_file}: another process that downloads MNIST into {data_root} has held this lock for {WAIT_S} "
+            "s; stop that process, or copy the files there yourself"
         ) from error
-    except Exception as error:  # torchvision's mirrors fail in many ways
+    except Exception as error:  # torchvision's mirrors raise many kinds of errors
         failed = DataError(
-            f"{_raw(data_root)} lacks files of MNIST, and torchvision cannot download it: {shorten(error)}. Put the "
-            f"four files there, unpacked: {', '.join(FILES)}; or set SUNSPOT_DATASET=sample, which needs no download"
+            f"{_raw(data_root)} lacks MNIST files, and torchvision cannot download them: {shorten(error)}; copy the "
+            f"unpacked files there ({', '.join(FILES)}), or set SUNSPOT_DATASET=sample, which needs no download"
         )
-        failed.final = False  # the mirror may answer on the next try
+        failed.final = False  # the mirror might respond to the next attempt
         raise failed from error
 
 
 def _fetch(folder: str) -> None:
-    """Run torchvision's own download, which verifies checksums but sets no timeout."""
+    """Download MNIST with torchvision, which verifies checksums but sets no timeout."""
     from torchvision.datasets import MNIST
 
     before = socket.getdefaulttimeout()

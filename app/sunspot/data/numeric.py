@@ -1,4 +1,4 @@
-"""Reads numbers from CSV cells, and finds integers that a float dtype would change."""
+"""Reads numbers from CSV cells, and finds integers that a float dtype cannot represent exactly."""
 
 from collections.abc import Callable
 
@@ -10,21 +10,21 @@ from sunspot.errors import DataError
 from sunspot.formatting import brief
 
 INTEGER = r"^[+-]?[0-9]+$"
-"""Pattern of CSV cells that are integers."""
+"""A pattern for CSV cells that contain integers."""
 
 NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-"""Pattern of CSV cells that are numbers."""
+"""A pattern for CSV cells that contain numbers."""
 
 BOOLEANS = {"1": ["true", "True", "TRUE"], "0": ["false", "False", "FALSE"]}
-"""Words that Arrow reads as booleans in CSV, by the digit that replaces them."""
+"""The words that Arrow reads as booleans in CSV, keyed by the digit that replaces them."""
 
 INT64 = np.iinfo(np.int64)
 
 
 def read_numbers(cells: pa.ChunkedArray, dtype: str, make_error: Callable[[int, str], DataError]) -> pa.ChunkedArray:
-    """Read CSV cells as float64 if `dtype` is a float, else as int64; true and false become 1 and 0.
+    """Return CSV cells as int64 if `dtype` is an integer type, otherwise as float64. Booleans become 1 and 0.
 
-    Raises the error that `make_error` returns for the index of a bad cell and a description of its fault.
+    For an invalid cell, raises the error returned by `make_error(index, fault)`.
     """
     is_integer = np.dtype(dtype).kind in "iu"
     kind = pa.int64() if is_integer else pa.float64()
@@ -40,9 +40,9 @@ def read_numbers(cells: pa.ChunkedArray, dtype: str, make_error: Callable[[int, 
 
 
 def find_inexact(numbers: np.ndarray, dtype: str) -> int | None:
-    """Return the index of the first integer that a float `dtype` would change, or None if it represents all exactly.
+    """Return the index of the first integer that a float `dtype` cannot represent exactly, or None.
 
-    A float changes integers with more bits than its mantissa, not counting trailing zeros in binary.
+    A float represents an integer exactly if its bits, without trailing zeros, fit into the mantissa.
     """
     most = _most_exact(dtype)
     if not numbers.size or np.iinfo(numbers.dtype).max <= most or (numbers.max() <= most and numbers.min() >= -most):
@@ -54,11 +54,11 @@ def find_inexact(numbers: np.ndarray, dtype: str) -> int | None:
 
 
 def describe_inexact(number: object, dtype: str) -> str:
-    """Return why an integer is refused, and the fix."""
+    """Return the error for an integer that a float `dtype` cannot represent, with the fix."""
     wider = "int64" if dtype == "float64" else "float64 or int64"
     return (
-        f"has {number}; {dtype} represents integers exactly only up to {_most_exact(dtype)}: declare the column as "
-        f"{wider}, and subtract or scale in the task"
+        f"has the value {number}, but {dtype} represents integers exactly only up to {_most_exact(dtype)}; declare the "
+        f"column as {wider}, and subtract or scale in the task"
     )
 
 
@@ -69,7 +69,7 @@ def _most_exact(dtype: str) -> int:
 def _tidy(
     cells: pa.ChunkedArray, dtype: str, is_integer: bool, make_error: Callable[[int, str], DataError]
 ) -> pa.ChunkedArray:
-    """Return cells that Arrow can cast: without surrounding spaces and '+', and with digits in place of words."""
+    """Return cells that Arrow can cast: stripped of spaces and '+', and with booleans replaced by digits."""
     tidy = pc.replace_substring_regex(pc.utf8_trim_whitespace(cells.combine_chunks()), r"^\+", "")
     for digit, words in BOOLEANS.items():
         tidy = pc.if_else(pc.is_in(tidy, pa.array(words)), digit, tidy)
@@ -78,8 +78,8 @@ def _tidy(
         index = fits.index(False).as_py()
         cell = cells[index].as_py()
         comma = "; write numbers with a decimal point and without thousands separators" if "," in cell else ""
-        takes = f"{dtype} takes {'integers' if is_integer else 'numbers'}"
-        raise make_error(index, f"is {repr(brief(cell)) if cell.strip() else 'empty'}; {takes}{comma}")
+        expected = f"{dtype} needs {'an integer' if is_integer else 'a number'}"
+        raise make_error(index, f"is {repr(brief(cell)) if cell.strip() else 'empty'}, but {expected}{comma}")
     if is_integer:
         for index in np.flatnonzero(pc.match_substring_regex(tidy, "[0-9]{19}")):
             if not INT64.min <= int(tidy[index].as_py()) <= INT64.max:
@@ -90,7 +90,7 @@ def _tidy(
 def _refuse_inexact_cells(
     cells: pa.ChunkedArray, numbers: np.ndarray, dtype: str, make_error: Callable[[int, str], DataError]
 ) -> None:
-    """Raise an error for the first integer cell that a float `dtype` would change."""
+    """Raise an error for the first integer cell that a float `dtype` cannot represent exactly."""
     large = np.flatnonzero(np.abs(numbers) >= _most_exact(dtype))
     if not len(large):
         return

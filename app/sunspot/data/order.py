@@ -1,8 +1,8 @@
-"""The rows that each optimizer step takes, and which of them each worker takes.
+"""Assigns rows to optimizer steps, and each step's rows to workers.
 
-Everything here is a pure function of the seed, the epoch and the dataset's row groups. The world size only divides a
-step among the workers. A run therefore takes the same steps on any number of workers, and its position in the data is
-one number: how many optimizer steps it has taken. Ten rows with a global batch size of 4, on two workers:
+Everything here is a pure function of the seed, the epoch and the dataset's row groups. The world size only decides how
+a step is divided among the workers. A run therefore takes the same steps with any number of workers, and the number of
+steps taken is its position in the data. For example, ten rows with a global batch size of 4 on two workers:
 
     the epoch's order (`Order`)        7 2 9 0   4 1 8 3   5 6
     cut into steps (`Steps`)          |   0    |    1    |  2  |
@@ -24,20 +24,20 @@ import numpy as np
 from sunspot.data.fingerprint import digest, digest_array
 
 MIN_ROWS = 2
-"""Number of rows that batch norm needs in a forward pass."""
+"""Smallest number of rows in a forward pass, because batch norm needs two."""
 
 WINDOW_ROWS = 8192
-"""Rows in a shuffle window of LOADER=ray. Changing it reorders all rows, so stored positions would mean other rows."""
+"""Rows in a shuffle window of LOADER=ray. Changing it reorders all rows, which invalidates stored positions."""
 
 CHECKSUM_ROWS = 1 << 20
-"""Largest number of rows that `Order.checksum` permutes, even if a window has more."""
+"""Largest number of rows that `Order.checksum` permutes."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Cuts an epoch of `rows` rows into optimizer steps of `batch` rows.
+    """Splits an epoch of `rows` rows into optimizer steps of `batch` rows.
 
-    The last step takes the remainder; a remainder of one row joins the step before it.
+    The last step takes the remainder. If only one row remains, the step before it takes that row too.
     """
 
     rows: int
@@ -45,34 +45,31 @@ class Steps:
 
     @property
     def per_epoch(self) -> int:
-        """Number of steps in an epoch."""
+        """The number of steps in an epoch."""
         full, rest = divmod(self.rows, self.batch)
         return max(1, full + (rest >= MIN_ROWS))
 
     @property
     def sizes(self) -> set[int]:
-        """Numbers of rows that a step can have.
-
-        The last step of an epoch may have fewer rows than the others, or one row more.
-        """
+        """The possible numbers of rows in a step. The last step of an epoch can have fewer rows, or one more."""
         return {end - begin for begin, end in map(self.bounds, (0, self.per_epoch - 1))}
 
     def total(self, epochs: int, limit: int) -> int:
-        """Return the number of steps in `epochs` epochs, at most `limit` (0: no limit)."""
+        """Return the number of steps in `epochs` epochs, but at most `limit` unless it is 0."""
         return min(epochs * self.per_epoch, limit or epochs * self.per_epoch)
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Return the first and last-plus-one position of a step (0 .. per_epoch - 1) in the epoch's order."""
+        """Return the start and end positions of a step in the epoch's order. Steps count from 0 in each epoch."""
         return step * self.batch, self.rows if step == self.per_epoch - 1 else (step + 1) * self.batch
 
     def share(self, step: int, world_size: int, rank: int) -> tuple[int, int]:
-        """Return the first and last-plus-one position of the rows of `step` that `rank` takes."""
+        """Return the start and end positions of the rows that `rank` takes in a step."""
         first, last = self.bounds(step)
         begin, end = share(last - first, world_size, rank)
         return first + begin, first + end
 
     def ranks(self, world_size: int, first: int, last: int) -> np.ndarray:
-        """Return the rank that takes each position `first` .. `last` - 1, int64 [last - first]."""
+        """Return the ranks that take positions `first` .. `last` - 1, int64 [last - first]."""
         positions = np.arange(first, last)
         steps = np.minimum(positions // self.batch, self.per_epoch - 1)
         begins = steps * self.batch
@@ -82,15 +79,15 @@ class Steps:
         return np.maximum(places // (size + 1), (places - longer) // size)
 
     def workers(self, world_size: int) -> int:
-        """Return the number of workers, from rank 0, that get rows in any step: all of them unless steps are small."""
+        """Return the number of workers that get rows in any step. In small steps, the last ranks get none."""
         return max(1, min(world_size, max(self.sizes) // MIN_ROWS))
 
 
 def share(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the slice of a step's `rows` rows that `rank` takes.
+    """Return the start and end of the slice of a step's `rows` rows that `rank` takes.
 
-    Slices differ by at most one row and have at least MIN_ROWS. If a step is too small for that, the last ranks get no
-    rows.
+    Slices differ in size by at most one row and have at least MIN_ROWS rows. In a step with too few rows, the last
+    ranks get none.
     """
     workers = max(1, min(world_size, rows // MIN_ROWS))
     if rank >= workers:
@@ -101,7 +98,7 @@ def share(rows: int, world_size: int, rank: int) -> tuple[int, int]:
 
 
 def micro_batches(rows: int, limit: int) -> Iterator[slice]:
-    """Cut `rows` rows evenly into the fewest slices of at most `limit` rows (0: one slice)."""
+    """Split `rows` rows evenly into the fewest slices of at most `limit` rows, or into one slice if `limit` is 0."""
     parts = -(-rows // limit) if limit else 1
     bounds = [rows * part // parts for part in range(parts + 1)]
     return (slice(begin, end) for begin, end in pairwise(bounds))
@@ -109,20 +106,20 @@ def micro_batches(rows: int, limit: int) -> Iterator[slice]:
 
 @functools.cache
 def largest_pass(rows: int, world_size: int, limit: int) -> int:
-    """Return the number of rows in the largest forward pass that any worker makes in a step of `rows` rows."""
+    """Return the number of rows in any worker's largest forward pass, in a step of `rows` rows."""
     sizes = {end - begin for begin, end in (share(rows, world_size, rank) for rank in range(world_size))} - {0}
-    # The largest share need not have the largest pass: if it is cut into one more part, its parts may be smaller.
+    # The largest share does not always have the largest pass, because it can be split into one more part.
     return max(part.stop - part.start for size in sizes for part in micro_batches(size, limit))
 
 
 def forward_passes(rows: int, world_size: int, limit: int) -> int:
-    """Return the number of forward passes in a step of `rows` rows on rank 0, which takes the most rows."""
+    """Return rank 0's number of forward passes in a step of `rows` rows. No rank has more rows than rank 0."""
     begin, end = share(rows, world_size, 0)
     return len(list(micro_batches(end - begin, limit)))
 
 
 class ShuffleWindow(NamedTuple):
-    """Part of an epoch's order, positions `first` .. `last` - 1: the rows of a few row groups, permuted."""
+    """Positions `first` .. `last` - 1 of an epoch's order, which are the permuted rows of a few row groups."""
 
     number: int
     groups: tuple[int, ...]
@@ -134,9 +131,8 @@ class ShuffleWindow(NamedTuple):
 class Order:
     """The order in which each epoch visits the rows.
 
-    Row groups are permuted, then cut into windows of at least `window_rows` rows, and the rows of each window are
-    permuted. A reader therefore never holds more than one window. With a single window, the order is a permutation of
-    all rows.
+    Row groups are permuted and gathered into windows of at least `window_rows` rows, and the rows of each window are
+    permuted. A reader therefore holds at most one window in memory.
     """
 
     row_groups: tuple[int, ...]
@@ -144,7 +140,7 @@ class Order:
     window_rows: int
 
     def windows(self, epoch: int) -> list[ShuffleWindow]:
-        """Return the windows of an epoch (from 1), in order; together they cover the positions 0 .. rows - 1."""
+        """Return the windows of an epoch, in order. Epochs count from 1."""
         shuffled = np.random.default_rng([self.seed, epoch]).permutation(len(self.row_groups))
         windows: list[ShuffleWindow] = []
         groups: list[int] = []
@@ -161,19 +157,18 @@ class Order:
         return windows
 
     def permutation(self, epoch: int, window: ShuffleWindow, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
-        """Return the rows of a window in the order in which they are visited, `dtype` [last - first].
+        """Return a window's row numbers in the order of their visits, `dtype` [last - first].
 
-        Rows are numbered through `window.groups` laid end to end; `locate_rows` finds them there.
+        Rows are numbered across the concatenated `window.groups`. `locate_rows` finds their groups.
         """
         rows = np.arange(window.last - window.first, dtype=dtype)
         np.random.default_rng([self.seed, epoch, window.number]).shuffle(rows)
         return rows
 
     def checksum(self) -> str:
-        """Return a digest of the first epoch's windows and of the order of the rows in the first window.
+        """Return a digest of the first epoch's windows and of the row order in its first window.
 
-        If it changes, the same seed gives another order: NumPy does not promise the same shuffle in all of its
-        versions.
+        It reveals whether the same seed still gives the same order, which NumPy does not guarantee across versions.
         """
         windows = self.windows(1)
         first = windows[0]._replace(last=min(windows[0].last, CHECKSUM_ROWS))
@@ -182,15 +177,15 @@ class Order:
 
 
 def run_order(loader: str, row_groups: Sequence[int], seed: int) -> Order:
-    """Return the order for a run's LOADER: torch keeps all rows in memory, and permutes them as one window."""
+    """Return the order for a run's LOADER. With `torch`, all rows are in memory and form a single window."""
     rows = sum(row_groups)
     return Order((rows,), seed, rows) if loader == "torch" else Order(tuple(row_groups), seed, WINDOW_ROWS)
 
 
 def locate_rows(lengths: Sequence[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the group and the position in it for rows that are numbered through groups of `lengths` rows.
+    """Return the group and the position in the group of each row, both int64.
 
-    Groups are indices into `lengths`; both results are int64.
+    Rows are numbered across concatenated groups with `lengths` rows.
     """
     ends = np.cumsum(lengths)
     which = np.searchsorted(ends, rows, side="right")

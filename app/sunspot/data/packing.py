@@ -1,7 +1,7 @@
-"""Packs lists of any length, such as documents of tokens, into rows of one length.
+"""Packs lists of any length, such as tokenized documents, into rows of equal length.
 
-The lists of a row group are laid end to end and cut into rows. Each row group is packed independently, so a reader
-needs no other group, and every value is in exactly one row. Only the last row of a group is padded.
+The lists of a row group are concatenated and cut into rows, so every value is in exactly one row. Row groups are packed
+independently, so that each can be read alone. Only the last row of a group is padded.
 """
 
 import hashlib
@@ -20,15 +20,16 @@ from sunspot.formatting import some_of
 from sunspot.settings import PREFIX, Settings
 
 POSITION = "position"
-"""Column that separates lists: int32 [n, length], the position of each value in its list, from 0 in every row."""
+"""Name of the column with each value's position in its list, int32 [n, length]. A list continued from the previous row
+starts at 0 again."""
 
 
 @dataclass(frozen=True)
 class PackedSource:
-    """Rows of `length` values; a `Source`.
+    """A `Source` of rows with `length` values each.
 
-    Its columns are the declared columns, [n, length], and `position`. For each declared column, NAME_length is the
-    number of values that are not padding, int64 [n].
+    The columns are the declared columns, [n, length], and `position`. For each declared column, NAME_length has the
+    number of values without padding, int64 [n].
     """
 
     table: TableSource
@@ -38,7 +39,7 @@ class PackedSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Number of values in a row."""
+        """The number of values in a row."""
         return (self.length,)
 
     @cached_property
@@ -48,7 +49,7 @@ class PackedSource:
         return f"{hashlib.sha256(packed.encode()).hexdigest()[:16]}-{content}"
 
     def where(self, group: int, row: int) -> str:
-        return f"{self.table.where(group, 0)} and those after it, packed row {row}"
+        return f"packed row {row} of the rows from {self.table.where(group, 0)}"
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         lists = self.table.read_lists(group)
@@ -56,7 +57,7 @@ class PackedSource:
         used = int(lengths.sum())
         count = -(-used // self.length)
         if count != self.row_groups[group]:
-            raise DataError(f"{self.table.where(group, 0)}: has changed since it was opened; start the run again")
+            raise DataError(f"{self.table.location} has changed since it was opened; restart the run")
         chosen = np.arange(count) if rows is None else rows
         found: dict[str, np.ndarray] = {}
         for name, (values, _) in lists.items():
@@ -76,15 +77,15 @@ class PackedSource:
 def open_packed(
     settings: Settings, columns: Mapping[str, Column], length: int
 ) -> tuple[PackedSource, PackedSource | None]:
-    """Open a table like `open_table`, but pack its lists into rows of `length` values.
+    """Like `open_table`, but pack the lists into rows of `length` values.
 
-    All columns are cut at the same positions. All lists are read once, to count their values.
+    All columns are cut at the same positions. This reads every list once to count its values.
     """
     wrong = [name for name, column in columns.items() if column.shape or column.longest or name == POSITION]
     if wrong:
         raise SettingsError(
             f"{PREFIX}TASK={settings.task}: column {wrong[0]!r} cannot be packed; declare it without shape and "
-            f"longest, and not with the name {POSITION!r}"
+            f"longest, and do not name it {POSITION!r}"
         )
     train, test = open_table(settings, {name: replace(column, longest=length) for name, column in columns.items()})
     return _pack(train, length), _pack(test, length) if test else None

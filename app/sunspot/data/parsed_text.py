@@ -1,4 +1,4 @@
-"""Parses CSV and JSON lines with Arrow. Text is kept as written, and errors name the line."""
+"""Parses CSV and JSON lines with Arrow. Text is kept unchanged, and errors include the line number."""
 
 import contextlib
 import csv
@@ -20,10 +20,10 @@ from sunspot.errors import DataError, shorten
 from sunspot.formatting import as_bytes, brief, plural
 
 BLOCK_BYTES = 16 << 20
-"""Size of the blocks that Arrow parses at a time, which is also the largest size of a row."""
+"""Size in bytes of the blocks that Arrow parses. A row cannot be larger."""
 
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
-"""Separators that other programs write instead of commas, with their names."""
+"""Separators that other programs use instead of commas, and their names."""
 
 MAGIC_BYTES = {
     b"\x1f\x8b": "gzip",
@@ -32,21 +32,21 @@ MAGIC_BYTES = {
     b"\xfd7zXZ": "xz",
     b"PK\x03\x04": "zip",
 }
-"""First bytes of compressed files, by format."""
+"""The names of compressed formats, keyed by the first bytes of a file."""
 
 MARKER_ROW = "sunspot's own last row"
-"""Content of the row that `_refuse_open_quote` appends."""
+"""The content of the row that `_refuse_open_quote` appends."""
 
 MAX_EXACT = 2.0**53
-"""Largest magnitude up to which a float64 represents every integer."""
+"""The magnitude up to which float64 represents every integer exactly."""
 
-csv.field_size_limit(1 << 30)  # Python's default limit is 131,072 characters a cell
+csv.field_size_limit(1 << 30)  # Python's default limit is 131,072 characters per cell
 
 
 def read_csv(content: bytes, path: str) -> pa.Table:
-    """Parse CSV. All columns are text, because only the task's declaration says which are numbers.
+    """Parse CSV with all columns as text, because the task declares which columns contain numbers.
 
-    Raises `DataError`, which names the line.
+    Raises `DataError` with the line number.
     """
     reading = pa.csv.ReadOptions(block_size=BLOCK_BYTES)
     parsing = pa.csv.ParseOptions(newlines_in_values=True)
@@ -55,7 +55,7 @@ def read_csv(content: bytes, path: str) -> pa.Table:
             names = file.schema.names
         as_text = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
         table = pa.csv.read_csv(pa.BufferReader(content), reading, parsing, as_text)
-    except ValueError as error:  # the base class of Arrow's errors and of UnicodeDecodeError
+    except ValueError as error:  # Arrow's errors and UnicodeDecodeError are subclasses of ValueError
         raise DataError(f"{path}: {_explain_csv(content, error)}") from error
     other = _find_separator(names)
     if other:
@@ -66,13 +66,13 @@ def read_csv(content: bytes, path: str) -> pa.Table:
 
 
 def read_json_lines(content: bytes, path: str) -> pa.Table:
-    """Parse JSON lines. Strings stay strings, even if they look like dates. Raises `DataError`."""
+    """Parse JSON lines. Strings that look like dates stay strings. Raises `DataError`."""
     if content.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-        raise DataError(f"{path}: is one JSON array; write each of its objects on its own line (jq -c '.[]' does)")
+        raise DataError(f"{path} is a single JSON array; write each object on its own line (jq -c '.[]' does this)")
     reading = pa.json.ReadOptions(block_size=BLOCK_BYTES)
     try:
         table = pa.json.read_json(pa.BufferReader(content), reading)
-        # Arrow turns strings that look like dates into timestamps, which JSON does not have.
+        # Arrow converts strings that look like dates to timestamps.
         strings = [field.with_type(map_type(field.type, _timestamp_to_text)) for field in table.schema]
         changed = [new for new, old in zip(strings, table.schema, strict=True) if new != old]
         if changed:
@@ -85,24 +85,24 @@ def read_json_lines(content: bytes, path: str) -> pa.Table:
 
 
 def find_inexact_integers(content: bytes, table: pa.Table) -> dict[str, str]:
-    """Describe the first integer of JSON lines that Arrow has changed, for each column that has one.
+    """Return a description of the first integer in each column that Arrow has changed, keyed by column.
 
-    Arrow makes a column float64 if it has a fraction or an integer that does not fit into int64.
+    Arrow reads a column as float64 if it contains a fraction, or an integer that does not fit into int64.
     """
     found: dict[str, str] = {}
     suspects = {field.name: field.type for field in table.schema if _has_large_floats(table.column(field.name))}
     for number, line in enumerate(io.BytesIO(content) if suspects else (), 1):
-        with contextlib.suppress(ValueError):  # Arrow parses some lines that Python refuses
+        with contextlib.suppress(ValueError):  # Arrow parses some lines that Python rejects
             row = json.loads(line)
             for name, stored in suspects.items():
                 changed = _find_changed(row.get(name), stored)
                 if changed is not None and name not in found:
-                    found[name] = f"line {number}: {name} has {changed}"
+                    found[name] = f"line {number}: {name} has the value {changed}"
     return found
 
 
 def _has_large_floats(values: pa.ChunkedArray) -> bool:
-    """Return True if a column has floats, at any depth, that may replace an integer that they cannot represent."""
+    """Return True if a column has floats so large that they might replace inexact integers. Lists are searched too."""
     if pa.types.is_list(values.type):
         return _has_large_floats(pc.list_flatten(values))
     if pa.types.is_struct(values.type):
@@ -111,7 +111,7 @@ def _has_large_floats(values: pa.ChunkedArray) -> bool:
 
 
 def _find_changed(value: Any, stored: pa.DataType) -> int | None:
-    """Return the first integer in a JSON value that its float in Arrow does not equal, or None."""
+    """Return the first integer in a JSON value that differs from its float in Arrow, or None."""
     inner: Iterator[tuple[Any, pa.DataType]] = iter(())
     if isinstance(value, list) and pa.types.is_list(stored):
         inner = ((each, stored.value_type) for each in value)
@@ -123,12 +123,12 @@ def _find_changed(value: Any, stored: pa.DataType) -> int | None:
 
 
 def find_line(content: bytes, row: int) -> int:
-    """Return the line, from 1, on which a row of CSV begins; 0 if there is no such row."""
+    """Return the number of the line on which a CSV row begins, or 0 if there is no such row. Lines count from 1."""
     return next((line for line, _ in islice(_read_records(content), row + 1, None)), 0)
 
 
 def find_json_line(content: bytes, row: int, rows: int) -> int:
-    """Return the line, from 1, of a row of JSON lines; 0 unless all `rows` are on lines of their own."""
+    """Return the line number of a row in JSON lines, from 1, or 0 unless each of the `rows` has its own line."""
     lines = [number for number, line in enumerate(io.BytesIO(content), 1) if line.strip()]
     return lines[row] if len(lines) == rows else 0
 
@@ -138,35 +138,35 @@ def _timestamp_to_text(stored: pa.DataType) -> pa.DataType:
 
 
 def _read_records(content: bytes) -> Iterator[tuple[int, list[str]]]:
-    """Yield each record of CSV, the header first: the line on which it begins, and its cells."""
+    """Yield the line number and the cells of each CSV record, including the header."""
     reader = csv.reader(io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", errors="replace", newline=""))
     line = 1
     for cells in reader:
-        if cells:  # Arrow skips blank lines, too
+        if cells:  # Arrow also skips blank lines
             yield line, cells
         line = reader.line_num + 1
 
 
 def _refuse_open_quote(content: bytes, path: str) -> None:
-    """Raise `DataError` if a quote in CSV is never closed, because its cell would swallow all later rows.
+    """Raise `DataError` if a quote in CSV is never closed, because its cell would contain all later rows.
 
-    The check appends a marker row, which is missing if an open quote swallows it.
+    The check appends a marker row, which an open quote would swallow.
     """
     [(line, cells)] = deque(_read_records(content + b"\n" + MARKER_ROW.encode()), maxlen=1)
     if cells != [MARKER_ROW]:
         raise DataError(
-            f'{path}: a cell of the row that begins on line {line} opens a quote (") that is never closed and contains '
-            "the rest of the file; close it, or double quotes within a quoted cell"
+            f'{path}: the row that begins on line {line} opens a quote (") that is never closed, so one cell contains '
+            "the rest of the file; close the quote, or double the quotes inside a quoted cell"
         )
 
 
 def _explain_csv(content: bytes, error: Exception) -> str:
-    """Return why CSV cannot be parsed, and the fix."""
+    """Return why CSV cannot be parsed, with the fix."""
     found = _explain_text(content)
     if found:
         return found
     if "straddling" in str(error):
-        return f"a row takes more than the limit of {as_bytes(BLOCK_BYTES)}; write the file as Parquet"
+        return f"a row is larger than the limit of {as_bytes(BLOCK_BYTES)}; write the file as Parquet"
     records = _read_records(content)
     _, header = next(records)
     other = _find_separator(header)
@@ -177,40 +177,40 @@ def _explain_csv(content: bytes, error: Exception) -> str:
             text = brief(",".join(cells))
             return (
                 f"line {line} has {plural(len(cells), 'cell')}, but the header has {len(header)}: {text}; correct it, "
-                "and quote cells that contain a comma or a line break"
+                "and quote cells that contain commas or line breaks"
             )
     return _damaged("CSV file", error)
 
 
 def _explain_text(content: bytes) -> str:
-    """Return why the content is not UTF-8 text, and the fix; empty if it is."""
+    """Return why the content is not UTF-8 text, with the fix, or an empty string if it is."""
     if not content.strip():
-        return "is empty; add rows, or remove it"
+        return "the file is empty; add rows, or remove the file"
     packed = [kind for start, kind in MAGIC_BYTES.items() if content.startswith(start)]
     if packed:
-        return f"is compressed ({packed[0]}); unpack it"
+        return f"the file is compressed ({packed[0]}); unpack it"
     if b"\0" in content[:1000]:
-        return "is UTF-16 or binary; save it as UTF-8 (iconv -f UTF-16 -t UTF-8 does)"
+        return "the file is UTF-16 or binary; save it as UTF-8 (iconv -f UTF-16 -t UTF-8 does this)"
     for number, line in enumerate(io.BytesIO(content), 1):
         try:
             line.decode()
         except UnicodeDecodeError as error:
             byte = line[error.start]
             return (
-                f"line {number} is not UTF-8: its byte 0x{byte:02x} is {chr(byte)!r} in Latin-1; save it as UTF-8 "
-                "(iconv -f ISO-8859-1 -t UTF-8 does)"
+                f"line {number} is not UTF-8: byte 0x{byte:02x} would be {chr(byte)!r} in Latin-1; save the file as "
+                "UTF-8 (iconv -f ISO-8859-1 -t UTF-8 does this)"
             )
     return ""
 
 
 def _find_separator(header: list[str]) -> str:
-    """Return a message that names the separator used instead of commas, with the fix; empty if commas are used."""
+    """Return an error about a separator other than commas, with the fix, or an empty string."""
     found = next((separator for separator in SEPARATORS if separator in header[0]), "")
     if len(header) > 1 or not found:
         return ""
     return (
-        f"has {SEPARATORS[found]} between its cells ({brief(header[0])}); write it with commas, and numbers with a "
-        "decimal point"
+        f"cells are separated by {SEPARATORS[found]} ({brief(header[0])}); separate them with commas, and write "
+        "numbers with a decimal point"
     )
 
 

@@ -1,16 +1,15 @@
-"""LOADER=ray: rows streamed by Ray Data, which reads and decodes them in tasks anywhere in the cluster.
+"""LOADER=ray: streams rows with Ray Data, which reads and decodes them in tasks across the cluster.
 
-One stream serves all workers, in rounds, from the run's position to its end. A round is a few shuffle windows. One task
-reads it and cuts it into a part for each worker. Each row is therefore read once, for any number of workers, and each
-worker gets exactly its own rows, in the order in which its steps take them:
+One stream serves all workers from the run's position to its end, in rounds of a few shuffle windows. A task reads each
+round and cuts it into one part per worker. Each row is therefore read once, regardless of the number of workers, and
+each worker gets exactly its own rows, in the order of its steps:
 
     `RoundPlanner`                       | round 0               | round 1               | ...
     `RoundReader`, in a task per round   | part 0 | part 1 | ... | part 0 | part 1 | ... |
     rank 1 takes (`streaming_split`)              | part 1 |              | part 1 |
 
-To Ray Data, a part is a single row with all of its columns. Ray's split balances rows in the order in which they
-arrive, so part r goes to rank r. Only the position in the data has to be stored, and no worker's stream ends before
-another's.
+To Ray Data, a part is a single row. Ray distributes rows in order of arrival, so part r goes to rank r. The streams of
+all workers end together, and a checkpoint only stores the position in the data.
 """
 
 import math
@@ -30,25 +29,23 @@ from sunspot.data.source import Batch, DataPlan, Source
 from sunspot.errors import DataError, SunspotError
 
 PART_BYTES = 1 << 20
-"""Target size in bytes of a worker's part of a round. Small parts are avoided, because each part costs Ray Data the
-same. A round has at least one window."""
+"""Target size of a part in bytes. Smaller parts are inefficient, because Ray Data has a fixed cost per part."""
 
 MAX_BLOCKS = 1000
-"""Largest number of blocks in the index of held-out rows. More blocks would only cost scheduling, because a task yields
-its pieces one by one."""
+"""Largest number of blocks for the held-out rows. More blocks would only add scheduling costs."""
 
 PREFETCH_PARTS = 2
-"""Number of parts of rounds that each worker prepares in advance."""
+"""Number of parts that each worker prefetches."""
 
 PREFETCH_BATCHES = 4
-"""Number of batches of held-out rows that each worker prepares in advance."""
+"""Number of batches of held-out rows that each worker prefetches."""
 
 Columns: TypeAlias = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class RoundPlanner:
-    """Plans the rounds of a run on demand, in one task of Ray Data. The windows of each epoch are computed once."""
+    """Plans a run's rounds on demand, in one Ray Data task. The windows of each epoch are computed once."""
 
     order: Order
     steps: Steps
@@ -56,9 +53,10 @@ class RoundPlanner:
     round_rows: int
 
     def __call__(self, start: pa.Table) -> Iterator[pa.Table]:
-        """Yield each round from `step` on: `epoch`, `first` and `last` position, `windows`, and `starts`.
+        """Yield a one-row table for each round, starting at column `step` of `start`.
 
-        The starts are the ids of the first rows of each window's groups.
+        Its columns are `epoch`, the positions `first` and `last`, `windows`, and `starts`, the IDs of the first rows of
+        each window's groups.
         """
         starts = np.cumsum([0, *self.order.row_groups])
         for epoch, first, last in self._epochs(*start["step"].to_pylist()):
@@ -69,7 +67,7 @@ class RoundPlanner:
                 yield pa.Table.from_pylist([{"epoch": epoch, **bounds, "windows": described, "starts": firsts}])
 
     def _epochs(self, step: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the number (from 1) and the first and last-plus-one position of each epoch, from `step` on."""
+        """Yield the number of each epoch from `step` on, from 1, and its start and end positions."""
         while step < self.total_steps:
             epoch, first = divmod(step, self.steps.per_epoch)
             last = min(self.steps.per_epoch, first + self.total_steps - step)
@@ -77,7 +75,7 @@ class RoundPlanner:
             step += last - first
 
     def _rounds(self, epoch: int, first: int, last: int) -> Iterator[list[ShuffleWindow]]:
-        """Yield the windows that hold the positions `first` .. `last` - 1, grouped by round."""
+        """Yield the windows that contain positions `first` .. `last` - 1, grouped by round."""
         together: list[ShuffleWindow] = []
         for window in self.order.windows(epoch):
             if window.first < last and first < window.last:
@@ -91,20 +89,20 @@ class RoundPlanner:
 
 @dataclass(frozen=True)
 class RoundReader:
-    """Reads rounds and cuts them into parts, in Ray Data's tasks."""
+    """Reads rounds and cuts them into parts, in Ray Data tasks."""
 
     source: Source
     order: Order
     steps: Steps
     world_size: int
     streams: int
-    "Number of workers that get rows in any step, and therefore get a part."
+    "The number of workers that get a part, because they get rows in any step."
 
     def __call__(self, rounds: pa.Table) -> Iterator[dict[str, np.ndarray]]:
-        """Yield each worker's part of the planned rounds.
+        """Yield the parts of the planned rounds.
 
-        A part has its rows' columns [1, n, ...], its `_rank` [1], and `_epoch` and `_first` [1], where the round
-        begins.
+        A part contains the columns of its rows, [1, n, ...], its `_rank`, [1], and the start of its round as `_epoch`
+        and `_first`, [1].
         """
         for given in rounds.to_pylist():
             ranks = self.steps.ranks(self.world_size, given["first"], given["last"])
@@ -116,7 +114,7 @@ class RoundReader:
                 yield {"_rank": np.array([rank]), **where, **part}
 
     def _read(self, given: dict[str, Any], places: np.ndarray) -> Columns:
-        """Read the rows of a round, and put each at its position in `places`."""
+        """Return the rows of a round, each at its position in `places`."""
         columns: Columns = {}
         for described, starts in zip(given["windows"], given["starts"], strict=True):
             window = ShuffleWindow(**described)
@@ -137,17 +135,16 @@ class RoundReader:
 
 
 def read_pieces(pieces: dict[str, np.ndarray], source: Source) -> Iterator[dict[str, np.ndarray]]:
-    """Read pieces of row groups of held-out rows, in Ray Data's tasks."""
+    """Yield the held-out rows in pieces of row groups. Runs in Ray Data tasks."""
     for group, first, last in zip(*(pieces[name].tolist() for name in ("group", "first", "last")), strict=True):
         rows = np.arange(first, last)
         yield {"row": sum(source.row_groups[:group]) + rows, **source.read(group, rows)}
 
 
 def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[dict[str, int]]:
-    """Return a rank's pieces of row groups: rows `first` .. `last` - 1 of a `group`.
+    """Return a rank's pieces of row groups. A piece is rows `first` .. `last` - 1 of a `group`.
 
-    All ranks get equally many rows. A worker takes adjacent rows, so most groups are read once, and a group of a
-    million rows is divided.
+    All ranks get the same number of rows, up to one. The pieces are adjacent, so most groups are read by one rank only.
     """
     begin, end = (sum(row_groups) * number // world_size for number in (rank, rank + 1))
     bounds = enumerate(pairwise(accumulate(row_groups, initial=0)))
@@ -159,9 +156,9 @@ def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[di
 
 
 class StepStreams(ray.train.DataConfig):
-    """Gives every worker the rows of its steps, which Ray's own split of a dataset cannot do.
+    """Gives each worker the rows of its own steps, which Ray's default split cannot do.
 
-    Ray asks for new streams for each worker group. `start` returns the step at which the group begins.
+    Ray requests new streams for each worker group. `start` returns the step at which the group begins.
     """
 
     def __init__(self, data: DataPlan, total_steps: int, start: Callable[[], int], reading_cpus: float = 1.0) -> None:
@@ -185,8 +182,8 @@ class StepStreams(ray.train.DataConfig):
         planner = RoundPlanner(self._order, self._steps, self._total_steps, round_rows)
         reader = RoundReader(self._source, self._order, self._steps, world_size, streams)
         rounds = ray.data.from_items([{"step": self._start()}])
-        rounds.context.execution_options.preserve_order = True  # else the rank with the fewest parts gets the next
-        rounds.context.target_max_block_size = 1  # one round in each block, and later one part
+        rounds.context.execution_options.preserve_order = True  # otherwise the rank with the fewest parts is next
+        rounds.context.target_max_block_size = 1  # a block contains one round, and later one part
         rounds = rounds.map_batches(planner, batch_size=None, batch_format="pyarrow", num_cpus=0)
         parts = rounds.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=self._reading_cpus)
         splits = parts.streaming_split(streams)
@@ -206,7 +203,7 @@ class StepStreams(ray.train.DataConfig):
 
 
 class RayLoader:
-    """Batches of this worker, cut from its streams."""
+    """Loads one worker's batches from its streams."""
 
     def __init__(self, steps: Steps, world_size: int, rank: int, device: torch.device, has_test: bool) -> None:
         self._steps = steps
@@ -220,28 +217,28 @@ class RayLoader:
         self._left: Batch = {}
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """Yield this worker's rows of the steps `first` .. `last` - 1 of an epoch (from 1).
+        """Yield this worker's batches for steps `first` .. `last` - 1 of an epoch, or {} for a step without rows.
 
-        A step without rows yields {}.
+        Epochs count from 1.
         """
         if not self._parts and self._rank < self._steps.workers(self._world_size):
-            # Parts stay in main memory, because they may not fit on a GPU beside the model.
+            # Parts stay in main memory, because a GPU might not have enough memory for them and the model.
             options = {"batch_size": None, "prefetch_batches": PREFETCH_PARTS, "pin_memory": self._pin}
             self._parts = iter(self._stream.iter_torch_batches(device="cpu", **options))
-            # Every rank asks, even before a step without rows, because the stream begins when all have asked.
+            # The stream waits for all ranks, so every rank requests its first part, even before a step without rows.
             self._left = self._next_part(begins_at=(epoch, self._steps.bounds(first)[0]))
         for step in range(first, last):
             begin, end = self._steps.share(step, self._world_size, self._rank)
             yield self._take(end - begin)
 
     def test(self, batch_size: int) -> Iterator[Batch]:
-        """Return this worker's part of the held-out rows. Each row goes to exactly one worker."""
+        """Return batches of this worker's held-out rows. Each row goes to exactly one worker."""
         assert self._test
         options = {"batch_size": batch_size, "prefetch_batches": PREFETCH_BATCHES, "pin_memory": self._pin}
         return iter(self._test.iter_torch_batches(device=self._device, **options))
 
     def _take(self, rows: int) -> Batch:
-        """Take the next `rows` rows of the stream, which runs through all epochs without a pause."""
+        """Return the next `rows` rows of the stream, which continues across epochs."""
         if not rows:
             return {}
         while len(self._left["row"]) < rows:
@@ -255,13 +252,13 @@ class RayLoader:
         assert self._parts
         part = next(self._parts, None)
         if part is None:
-            raise DataError(f"rank {self._rank}: its stream of rows ended early; has the dataset been changed?")
+            raise DataError(f"rank {self._rank}: the stream of rows ended early; check whether the dataset has changed")
         if int(part.pop("_rank")) != self._rank:
-            raise SunspotError(f"rank {self._rank}: Ray {ray.__version__} gave it another worker's rows")
+            raise SunspotError(f"rank {self._rank} received another worker's rows from Ray {ray.__version__}")
         begins = int(part.pop("_epoch")), int(part.pop("_first"))
-        if begins_at and begins != begins_at:  # storage may have shown an older attempt when the stream was made
+        if begins_at and begins != begins_at:  # storage may have listed an older attempt when the stream was created
             raise RuntimeError(
-                f"rank {self._rank}: its stream of rows begins at row {begins[1]} of epoch {begins[0]}, but its step "
-                f"begins at row {begins_at[1]} of epoch {begins_at[0]}; the next worker group gets another stream"
+                f"rank {self._rank}: the stream of rows begins at row {begins[1]} of epoch {begins[0]}, but the step "
+                f"begins at row {begins_at[1]} of epoch {begins_at[0]}; the next worker group gets a new stream"
             )
         return {name: column[0] for name, column in part.items()}

@@ -1,6 +1,6 @@
-"""Loads all rows of a dataset into memory once per node. The node's workers map the same pages, and each reads a part.
+"""Loads all rows of a dataset into memory that the workers of a node share. Each worker reads a part of the rows.
 
-If memory cannot be shared (in a sandbox that hides /proc), each worker loads all rows for itself.
+If memory cannot be shared, for example in a sandbox that hides /proc, each worker loads all rows.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from sunspot.formatting import as_bytes
 from sunspot.shared_pages import Pages, map_pages
 
 ALIGNMENT = 64
-"""Bytes to whose multiples the beginning of a column is aligned."""
+"""Alignment of each column's first byte, in bytes."""
 
 MEMORY_WAIT_S = 20.0
-"""Seconds to wait for free memory, because processes of the previous worker group may not have ended yet."""
+"""Seconds to wait for free memory, because processes of the previous worker group might still be exiting."""
 
 
 class LocalWorkers(NamedTuple):
-    """Communication among the workers. All workers call each function together."""
+    """A worker's rank and its communication with the other workers. All workers must call the functions together."""
 
     rank: int
     world_size: int
     node: str
-    "Name of the node. Workers on the same node can share memory."
+    "The node's name. Workers on the same node share memory."
     gather: Callable[[Any], list[Any]]
-    "Function that returns every worker's object, by rank."
+    "A function that returns every worker's object, ordered by rank."
     finish: Callable[[Callable[[], None]], None]
-    "Function that calls its argument, and returns when the call has returned on all workers."
+    "A function that calls its argument, and returns once the call has returned on all workers."
 
 
 class _Column(NamedTuple):
@@ -47,7 +47,7 @@ class _Column(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes, including the padding before the next column."""
+        """The size in bytes, including the padding before the next column."""
         return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
     def cut(self, pages: np.ndarray) -> np.ndarray:
@@ -56,9 +56,9 @@ class _Column(NamedTuple):
 
 
 def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
-    """Load all rows of each source as a read-only tensor for each column, with the row of id k at index k.
+    """Load all rows of each source as one read-only tensor per column, indexed by row ID.
 
-    Raises the errors of `Source.read`, and `DataError` if a node has too little memory.
+    Raises whatever `Source.read` raises, and `DataError` if a node runs out of memory.
     """
     plans = [_plan_columns(source) for source in sources]
     size = sum(column.size for plan in plans for column in plan)
@@ -89,30 +89,30 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
                     columns[name][first : ends[group]] = values
 
     workers.finish(read)
-    clear_file_cache()  # parsed text would double the memory
+    clear_file_cache()  # parsed text would double the memory usage
     return [{name: torch.from_numpy(values) for name, values in columns.items()} for columns in loaded]
 
 
 def _plan_columns(source: Source) -> list[_Column]:
-    """Plan the columns by the first row of a source."""
+    """Return the columns of a source, based on its first row."""
     group = next(number for number, rows in enumerate(source.row_groups) if rows)
     first = source.read(group, np.zeros(1, np.int64))
     return [_Column(name, (rows_in(source), *values.shape[1:]), values.dtype) for name, values in first.items()]
 
 
 class SharedPages(NamedTuple):
-    """Memory for the rows, uint8 [size], and the workers of this node that use it."""
+    """The memory that the workers of this node share."""
 
     pages: np.ndarray | None
-    "Memory of all rows; None if a worker of this node cannot map it."
+    "Memory for all rows, uint8 [size], or None if a worker of this node cannot map it."
     number: int
-    "Number of this worker among the workers of its node."
+    "This worker's number among the workers of its node, from 0."
     workers: int
-    "Number of workers on this node."
+    "The number of workers on this node."
 
 
 def _share_pages(size: int, workers: LocalWorkers) -> SharedPages:
-    """Map pages that all workers of this node share. They take memory once they are written to."""
+    """Map pages that all workers of this node share. Pages use no memory until they are written."""
     mine = Pages(size)
     paths = [path for node, path in workers.gather((workers.node, mine.path)) if node == workers.node]
     pages = None
@@ -125,13 +125,13 @@ def _share_pages(size: int, workers: LocalWorkers) -> SharedPages:
 
 
 def _await_memory(size: int) -> None:
-    """Block until the node has `size` bytes of free memory; raises `DataError` if that takes too long."""
+    """Wait until the node has `size` bytes of free memory. Raises `DataError` after MEMORY_WAIT_S seconds."""
     until = time.monotonic() + MEMORY_WAIT_S
     while (left := memory_left()) is not None and left < size:
         if time.monotonic() >= until:
             raise DataError(
-                f"{socket.gethostname()}: all rows in memory take {as_bytes(size)}, but only {as_bytes(left)} are "
-                "left there; give the workers more memory, or set SUNSPOT_LOADER=ray, which streams the rows (a run "
-                "that has begun keeps its loader: choose another SUNSPOT_RUN_NAME)"
+                f"{socket.gethostname()}: loading all rows takes {as_bytes(size)}, but only {as_bytes(left)} of memory "
+                "is left; give the workers more memory, or start a new run with SUNSPOT_LOADER=ray, which streams the "
+                "rows (the loader of an existing run cannot change)"
             )
         time.sleep(1.0)

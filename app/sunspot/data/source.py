@@ -1,4 +1,4 @@
-"""`Source`, through which both loaders read rows, and the record of a model's data in its checkpoints."""
+"""The `Source` protocol, through which loaders read rows, and the record of a model's data in checkpoints."""
 
 from __future__ import annotations
 
@@ -20,57 +20,56 @@ if TYPE_CHECKING:
     import torch
 
 HELD_OUT = "held_out"
-"""Name of the only column of `RowNumbers`: uint8 [n], 1 for held-out rows."""
+"""Name of the only column of `RowNumbers`, uint8 [n]. Its value is 1 for held-out rows."""
 
 SAMPLED_ROWS = 64
-"""Number of rows, spread evenly over all, whose content is part of the fingerprint of `RowNumbers`."""
+"""Number of evenly spaced rows that the fingerprint of a PyTorch or Hugging Face dataset covers."""
 
 
 class Source(Protocol):
-    """Rows, usually images with labels, in row groups. A source must be picklable, because Ray's tasks get a copy.
+    """Rows in row groups, usually images with labels. A row group is the unit of reading.
 
-    A row group is the unit of reading. A source may also have `class_names`, the name of each class by its label;
-    `scales`, which is True if pictures were scaled to `shape`; and `notes`, lines that a run prints before its first
+    A source must be picklable, because Ray tasks get a copy. It can have three more attributes: `class_names`, indexed
+    by label, `scales`, which is True if images are scaled to `shape`, and `notes`, which a run prints before its first
     step.
 
-    A task with its own `find_sources` chooses the columns of its rows: only predictions need images or labels.
-    `build_model` gets the source for its `shape` and `classes`.
+    A task's own `find_sources` can return sources with any columns. `build_model` gets the source, so that it can use
+    `shape` and `classes`.
     """
 
     @property
     def row_groups(self) -> tuple[int, ...]:
-        """Number of rows in each group. Row ids count through all groups, from 0."""
+        """The number of rows in each group. Row IDs count from 0 across all groups."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of every image; for other rows, whatever their task needs."""
+        """The channels, height and width of each image. For other rows, whatever the task needs."""
 
     @property
     def classes(self) -> int:
-        """Number of classes. Labels are 0 .. classes - 1."""
+        """The number of classes. Labels are 0 .. classes - 1."""
 
     @property
     def fingerprint(self) -> str:
-        """Digest that changes with the rows: their files, row groups and shape, and samples of their content.
+        """A digest of the files, row groups and shape, then a '-' and a digest of samples of the content.
 
-        The part before the first '-' does not depend on the content. Older versions recorded only that part.
+        Older versions recorded only the part before the '-'.
         """
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Read `image` (uint8 [n, C, H, W]) and, if the rows have labels, `label` (int64 [n]) of one row group.
+        """Read `image`, uint8 [n, C, H, W], and `label`, int64 [n], of a row group. Rows can lack labels.
 
-        `rows` are positions in the group, in any order. Only these rows are decoded, and they are returned in that
-        order. The method is thread-safe, and the arrays may be read-only views. Raises `DataError`, which names the
-        file and the row, or `StorageError`.
+        With `rows`, which are positions in the group, only these rows are decoded and returned, in that order. This
+        method is thread-safe, and the arrays can be read-only views. Raises `DataError` or `StorageError`.
         """
 
     def where(self, group: int, row: int) -> str:
-        """Return a name for a row in messages: its file and its position there."""
+        """Return a row's name for messages, such as its file and its position in the file."""
 
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """A `Source` of row ids, for a library or task that reads the rows itself."""
+    """A `Source` of row IDs for libraries and tasks that read the rows themselves."""
 
     row_groups: tuple[int, ...]
     shape: tuple[int, ...]
@@ -87,19 +86,21 @@ class RowNumbers:
 
 
 MAX_VALUES = 1 << 27
-"""Largest number of values in a row, and of classes, that a checkpoint's record may state. An RGB image of 6000 by 6000
-pixels has fewer."""
+"""Largest valid number of values in a row, or of classes, in a checkpoint's record.
+
+An RGB image of 6000 x 6000 pixels has fewer values.
+"""
 
 
 @dataclass(frozen=True)
 class ModelData:
-    """Record of a model's training data in its checkpoints, so that rows to predict are read in the same way."""
+    """A model's record of its training data in checkpoints. Rows to predict are read in the same way."""
 
     shape: tuple[int, ...]
     classes: int
     class_names: tuple[str, ...] = ()
     scales: bool = False
-    "True if pictures of any size were scaled to `shape`."
+    "True if images of any size were scaled to `shape`."
 
     @classmethod
     def of(cls, source: Source) -> ModelData:
@@ -108,14 +109,14 @@ class ModelData:
         return cls(tuple(source.shape), source.classes, tuple(names), getattr(source, "scales", False))
 
     def record(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
+        """Return the record as JSON values for a checkpoint."""
         return asdict(self) | {"shape": list(self.shape), "class_names": list(self.class_names)}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> ModelData:
-        """Return the data that a checkpoint records.
+        """Return the data from a checkpoint's record.
 
-        Raises `KeyError`, `TypeError` or `ValueError` for a record that this class did not make.
+        Raises `KeyError`, `TypeError` or `ValueError` if the record is invalid.
         """
         listed = {"shape": tuple(record["shape"]), "class_names": tuple(record.get("class_names", ()))}
         data = cls(**{**record, **listed})
@@ -123,40 +124,40 @@ class ModelData:
         are_names = all(isinstance(name, str) for name in data.class_names)
         if not (are_counts and are_names and math.prod(data.shape) <= MAX_VALUES):
             raise ValueError(
-                f"the shape {data.shape}, {data.classes} classes and their names do not describe a model's rows"
+                f"the shape {data.shape}, {data.classes} classes and their names cannot be those of a model's rows"
             )
         return data
 
     def name(self, label: int) -> str:
-        """Return the name of a class, or its number if classes have no names."""
+        """Return a class's name, or its number if it has no name."""
         return self.class_names[label] if label < len(self.class_names) else str(label)
 
 
 @dataclass(frozen=True)
 class EmptySource(ModelData):
-    """A `Source` without rows, for building a model when there is no dataset."""
+    """A `Source` without rows, used to build a model without a dataset."""
 
     row_groups: tuple[int, ...] = ()
     fingerprint: str = ""
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        raise DataError("a model is being built from its checkpoint alone: there are no rows to read")
+        raise DataError("the model is built from its checkpoint without a dataset, so there are no rows to read")
 
     def where(self, group: int, row: int) -> str:
         return "no dataset"
 
 
 class PredictionSettings(Settings):
-    """Settings for opening rows that a run's model predicts. Such rows may lack labels or have other classes.
+    """Settings for opening rows that a run's model predicts. The rows can lack labels or have other classes.
 
-    A task's `find_sources` takes nothing but settings, so these settings carry the model's data to `open_table`.
+    A task's `find_sources` takes only settings, so these settings carry the model's data to `open_table`.
     """
 
     predicting_model: ModelData
 
     @classmethod
     def of(cls, settings: Settings, model: ModelData) -> PredictionSettings:
-        """Return a run's settings together with the data of its model."""
+        """Return a run's settings, extended by its model's data."""
         return cls.model_construct(settings.model_fields_set, **dict(settings), predicting_model=model)
 
 
@@ -167,7 +168,7 @@ def predicting_model(settings: Settings) -> ModelData | None:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Training rows and held-out rows of a run, and the steps that go through them."""
+    """A run's training and held-out rows, and its optimizer steps."""
 
     train: Source
     test: Source | None
@@ -179,7 +180,7 @@ Column = TypeVar("Column")
 
 
 def model_inputs(rows: Mapping[str, Column]) -> dict[str, Column]:
-    """Return the columns that a model predicts from: all but `row` and `label`."""
+    """Return the columns from which a model predicts, which are all except `row` and `label`."""
     return {name: column for name, column in rows.items() if name not in ("row", "label")}
 
 
@@ -189,14 +190,14 @@ def rows_in(source: Source) -> int:
 
 
 def notes_on(*sources: Source | None) -> list[str]:
-    """Return notes for the user on these sources, such as which files are not read."""
+    """Return the sources' notes for the user, for example about files that are not read."""
     return [note for source in sources for note in getattr(source, "notes", ())]
 
 
 def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
-    """Read the rows with the ids `first` .. `last` - 1, and their ids as `row` (int64 [n]).
+    """Read the rows with IDs `first` .. `last` - 1, and add the IDs as column `row`, int64 [n].
 
-    Raises the errors of `Source.read`.
+    Raises whatever `Source.read` raises.
     """
     starts = np.cumsum([0, *source.row_groups])
     parts = [
@@ -208,9 +209,9 @@ def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
 
 
 def number_rows(dataset: Any, held_out: bool = False) -> RowNumbers:
-    """Return the row numbers of a dataset that has a length and returns rows by number.
+    """Return the row numbers of a dataset with `__len__` and `__getitem__`.
 
-    The `shape` of the result is the number of columns.
+    The result's `shape` is the number of columns.
     """
     count = len(dataset)
     chosen = [dataset[number] for number in spread_evenly(count, SAMPLED_ROWS)]
@@ -222,11 +223,11 @@ def number_rows(dataset: Any, held_out: bool = False) -> RowNumbers:
 
 
 def check_labels_match(train: Source, test: Source) -> None:
-    """Raise `DataError` if a model for the training rows cannot evaluate the held-out rows."""
+    """Raise `DataError` if a model trained on `train` cannot be evaluated on `test`."""
     if train.shape != test.shape:
         raise DataError(
-            f"{test.where(0, 0)}: images of shape {test.shape} (channels, height, width), but {train.where(0, 0)} has "
-            f"{train.shape}; both must have the same shape"
+            f"{test.where(0, 0)}: the image has the shape {test.shape} (channels, height, width), but "
+            f"{train.where(0, 0)} has {train.shape}; both must have the same shape"
         )
     if test.classes <= train.classes:
         return
@@ -236,11 +237,14 @@ def check_labels_match(train: Source, test: Source) -> None:
         if len(outside):
             row = int(outside[0])
             raise DataError(
-                f"{test.where(group, row)}: label {labels[row]}, but the training rows have only 0 to "
+                f"{test.where(group, row)}: label is {labels[row]}, but the training rows only have labels 0 to "
                 f"{train.classes - 1}; number the classes in the same way in both"
             )
 
 
 Batch: TypeAlias = "dict[str, torch.Tensor]"
-"""Columns of some rows: `row` int64 [B] (row ids) and the columns of their source, such as `image` uint8 [B, C, H, W]
-and `label` int64 [B], or `text` uint8 [B, T]."""
+"""A mapping from column names to the values of B rows.
+
+`row` contains row IDs, int64 [B]. The other columns are those of the source, such as `image`, uint8 [B, C, H, W], and
+`label`, int64 [B], or `text`, uint8 [B, T].
+"""

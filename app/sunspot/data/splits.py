@@ -1,4 +1,4 @@
-"""Recognizes training rows and held-out rows by the names of their folders and files."""
+"""Recognizes training and held-out rows by folder and file names."""
 
 import itertools
 import re
@@ -9,23 +9,23 @@ from typing import NamedTuple
 from sunspot.errors import DataError
 
 TRAINING, HELD_OUT = ("train", "training"), ("test", "testing")
-"""Folder names of training and held-out rows if a dataset has both, compared without case."""
+"""Folder names of training and held-out rows, compared case-insensitively. A dataset must have both."""
 
 OTHER_HELD_OUT = ("val", "valid", "validation", "eval", "dev")
-"""Other common names of held-out rows, which may be meant for TEST_DATASET or for something else."""
+"""Other common names of held-out rows. They are not read automatically, because their purpose is unclear."""
 
 
 class SplitFolders(NamedTuple):
-    """A folder of training rows and a folder of held-out rows beside it."""
+    """Sibling folders of training rows and held-out rows."""
 
     train: str
     test: str
     others: tuple[str, ...]
-    "Further folders of training or held-out rows beside them, which are not read."
+    "Other sibling folders that look like training or held-out rows. They are not read."
 
 
 def pair_folders(names: Iterable[str], held_out: Collection[str] = HELD_OUT) -> SplitFolders | None:
-    """Return the folders of training rows and of held-out rows among `names`, or None if one of them is missing."""
+    """Return the training and held-out folders among `names`, or None if either is missing."""
     folders = sorted(names, key=lambda name: (name not in (TRAINING[0], HELD_OUT[0]), name))
     trains = [name for name in folders if name.lower() in TRAINING]
     tests = [name for name in folders if name.lower() in held_out]
@@ -37,10 +37,10 @@ def pair_folders(names: Iterable[str], held_out: Collection[str] = HELD_OUT) -> 
 
 
 def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] = frozenset()) -> None:
-    """Raise `DataError` if names in `paths` show training and held-out rows beside each other in one folder.
+    """Raise `DataError` if a folder seems to contain both training and held-out rows, judged by the names in `paths`.
 
-    Words within names count, too ("training_set" and "test_set"), except between two of `classes`. These are folders
-    that contain pictures directly, and their names may be "train station" and "test tube".
+    Words inside names also count ("training_set" and "test_set"), unless both names are in `classes`. Those are class
+    folders, which can have names like "train station" and "test tube".
     """
     children: dict[str, set[str]] = defaultdict(set)
     for path in paths:
@@ -57,13 +57,13 @@ def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] =
             if is_whole or classes.isdisjoint(both):
                 shown = [f"{path.rpartition('/')[2]}{'/' * (path in children or path in classes)}" for path in both]
                 raise DataError(
-                    f"{location}{'/' * bool(folder)}{folder}: has {' and '.join(shown)}, and both would be trained on; "
-                    f"set SUNSPOT_DATASET to {location}/{both[0]} and SUNSPOT_TEST_DATASET to {location}/{both[1]}, or "
-                    "move the rows of each into a folder train/ or test/"
+                    f"{location}{'/' * bool(folder)}{folder} contains {' and '.join(shown)}, and both would be used "
+                    f"for training; set SUNSPOT_DATASET to {location}/{both[0]} and SUNSPOT_TEST_DATASET to "
+                    f"{location}/{both[1]}, or move the rows into the folders train/ and test/"
                 )
 
 
 def _is_named(name: str, words: Collection[str]) -> bool:
-    """Return True if a name contains one of these words and no word for another split."""
+    """Return True if a name contains one of these words, and no word for another split."""
     found = set(re.findall("[a-z]+", name.lower())) & {*TRAINING, *HELD_OUT, *OTHER_HELD_OUT}
     return bool(found) and found <= set(words)

@@ -1,4 +1,4 @@
-"""Datasets of any columns, in files on disk or in a bucket. A task declares which columns it reads, and their types."""
+"""Opens datasets of tables, on disk or in a bucket. The task declares the columns that it reads."""
 
 import difflib
 import hashlib
@@ -53,17 +53,17 @@ from sunspot.formatting import brief, some_of
 from sunspot.settings import PREFIX, Settings
 
 PICTURE_DECODING = b"upright"
-"""Version of the decoding of pictures. It is part of their digest, so a run does not resume with different pixels."""
+"""Version of the image decoding. It is in the digest of images, so that a run does not resume with different pixels."""
 
 FILES_AT_ONCE = 8
-"""Number of files whose footers and labels are read at the same time when a dataset is opened."""
+"""Number of files that are read concurrently when a dataset is opened."""
 
 MAX_NAMED_COLUMNS = 10
-"""Largest number of columns that a message names."""
+"""Largest number of columns that a message lists."""
 
 
 class Group(NamedTuple):
-    """A row group: its file (an index into `TableSource.files`), its number in that file, and its first row there."""
+    """A row group. `file` is an index into `TableSource.files`, and `number` and `first` count within that file."""
 
     file: int
     number: int
@@ -73,26 +73,26 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class TableSource:
-    """A `Source` of the declared columns. It only holds names and numbers, and reads the files on demand."""
+    """A `Source` of the declared columns. Files are read on demand."""
 
     location: str
-    "Absolute path or URL of the file or folder that was opened."
+    "The absolute path or URL of the dataset."
     files: tuple[str, ...]
-    "Paths relative to `location`; a single empty path if `location` is a file."
+    "Paths relative to `location`, or a single empty path if `location` is a file."
     groups: tuple[Group, ...]
     sizes: tuple[int, ...]
-    "Size of each file in bytes."
+    "The size of each file in bytes."
     labels_digest: str
-    "Digest of all labels and of the sizes of all row groups."
+    "A digest of all labels and of what identifies each file's other content."
     columns: dict[str, Column]
     classes: int
-    "Number of classes; 0 if the rows have no classes."
+    "The number of classes, or 0 if the rows have no classes."
     class_names: tuple[str, ...] = ()
-    "Class names by label, from labels in text, class folders or the files' metadata."
+    "Class names in label order, from text labels, class folders or the files' metadata."
     classes_seen: int = 0
-    "Number of classes that have rows, if labels are numbers."
+    "The number of classes that have rows, if labels are numbers."
     notes: tuple[str, ...] = ()
-    "Notes for the user on how these rows are read."
+    "Notes for the user about how the rows are read."
 
     @cached_property
     def row_groups(self) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ class TableSource:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the column `image`, or without one the number of values that a row has besides its label."""
+        """The shape of the column `image`, or without one, the number of values in a row without its label."""
         if "image" in self.columns:
             return self.columns["image"].shape
         others = [column for name, column in self.columns.items() if name != LABEL]
@@ -108,17 +108,16 @@ class TableSource:
 
     @property
     def scales(self) -> bool:
-        """True if pictures of any size are scaled to `shape`."""
+        """True if images of any size are scaled to `shape`."""
         image = self.columns.get("image")
         return isinstance(image, ImageColumn) and image.scales
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of names, groups and columns, then a '-', then a digest of the content.
+        """A digest of names, groups and columns, then a '-' and a digest of the content.
 
-        A copy of the files elsewhere has the same fingerprint. The content is represented by all labels, the sizes of
-        all row groups, and samples of the files' bytes. Changes to values are missed if they lie outside the samples
-        and keep the file's size.
+        The digest of the content covers all labels, the sizes of all row groups, and samples of the files' bytes. It
+        misses changes outside these samples that keep the file's size. The fingerprint does not depend on the location.
         """
         names = [name or os.path.basename(self.location) for name in self.files]
         image = self.columns.get("image")
@@ -143,9 +142,9 @@ class TableSource:
         return found
 
     def read_lists(self, group: int) -> dict[str, Lists]:
-        """Return the complete lists of a row group, by column.
+        """Return the complete lists of a row group, keyed by column.
 
-        Raises the errors of `read`, and `DataError` if the lists of a row differ in length between columns.
+        Raises whatever `read` raises, and `DataError` if the lists of a row have different lengths.
         """
         found: dict[str, Lists] = {}
         for name, values, origin in self._read_columns(group, None):
@@ -156,13 +155,13 @@ class TableSource:
                 row = int(np.argmax(differs))
                 raise origin.error(
                     row,
-                    f"has {found[name].lengths[row]} values, but {first} has {found[first].lengths[row]}; columns "
-                    "are packed together, so both must have the same number",
+                    f"has {found[name].lengths[row]} values, but {first} has {found[first].lengths[row]}; packed "
+                    "columns must have the same number of values in each row",
                 )
         return found
 
     def _read_columns(self, group: int, rows: np.ndarray | None) -> list[tuple[str, pa.ChunkedArray, ColumnOrigin]]:
-        """Return the name, values and origin of each column, for some positions in a row group or for all rows."""
+        """Return each column's name, values and origin. `rows` are positions in the group, or None for all rows."""
         stored = {name: column.of or name for name, column in self.columns.items()}
         file, table = self._read_table(group, list(dict.fromkeys(stored.values())))
         if rows is None:
@@ -173,13 +172,13 @@ class TableSource:
         return [(name, table[column], ColumnOrigin(name, file, in_file)) for name, column in stored.items()]
 
     def _read_table(self, group: int, columns: Sequence[str]) -> tuple[TableFile, pa.Table]:
-        """Read some columns of a row group; raises `DataError` if its file has changed since it was opened."""
+        """Return the `columns` of a row group. Raises `DataError` if the file has changed since it was opened."""
         wanted = self.groups[group]
         path = self._path_of(group)
         with arrow_errors(path):
             file = open_table_file(path)
             if file.size != self.sizes[wanted.file] or file.groups[wanted.number :][:1] != [wanted.rows]:
-                raise DataError(f"{path}: has changed since it was opened; start the run again")
+                raise DataError(f"{path} has changed since it was opened; restart the run")
             return file, file.read(columns, wanted.number)
 
     def _path_of(self, group: int) -> str:
@@ -187,10 +186,10 @@ class TableSource:
 
 
 def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[TableSource, TableSource | None]:
-    """Open the training and held-out rows of DATASET and TEST_DATASET with these columns, for a task's `find_sources`.
+    """Open the training rows of DATASET and the held-out rows, if any, with the given columns.
 
-    Raises `SettingsError` for an invalid column declaration, `DataError` if a file's column types or labels do not fit
-    (values are only checked when they are read), and `StorageError`.
+    Raises `SettingsError` for an invalid column, `DataError` for column types or labels that do not fit, or
+    `StorageError`. Other values are checked when they are read.
     """
     for name, column in columns.items():
         mistake = column.find_mistake()
@@ -198,7 +197,7 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
             raise SettingsError(f"{PREFIX}TASK={settings.task}: column {name!r} has {mistake}")
     if settings.dataset in ("sample", "mnist"):
         raise DataError(
-            f"{PREFIX}DATASET={settings.dataset}: contains images of digits, but {settings.task} reads the columns "
+            f"{PREFIX}DATASET={settings.dataset} contains images of digits, but {settings.task} reads the columns "
             f"{some_of(list(columns))}; set it to {SUPPORTED}"
         )
     model = predicting_model(settings)
@@ -217,18 +216,19 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
 
 
 class SplitLocations(NamedTuple):
-    """Locations of the training rows and the held-out rows."""
+    """The locations of the training and held-out rows."""
 
     train: str
     test: str
-    "Location of the held-out rows; empty without any."
+    "The location of the held-out rows, or an empty string."
     notes: tuple[str, ...]
 
 
 def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
-    """Find the locations of the training and held-out rows for DATASET and TEST_DATASET.
+    """Return the locations of the training and held-out rows of DATASET and TEST_DATASET.
 
-    If a location has folders `train` and `test`, the matching folder is used. TEST_DATASET overrides DATASET's `test`.
+    If a location contains the folders `train` and `test`, the matching folder is used. TEST_DATASET takes precedence
+    over a `test` folder in DATASET.
     """
     location = absolute(dataset)
     given = absolute(test_dataset) if test_dataset else ""
@@ -240,14 +240,14 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
     if not pair:
         return SplitLocations(train, "", ())
     unread = ", ".join(f"{name}/" for name in pair.others)
-    note = f"{location}: not read: {unread}; SUNSPOT_TEST_DATASET can name it instead of {pair.test}/"
+    note = f"{location}: {unread} not read; to use it instead of {pair.test}/, set SUNSPOT_TEST_DATASET"
     return SplitLocations(train, join(location, pair.test), (note,) if unread else ())
 
 
 def check_training_rows(train: TableSource, locations: SplitLocations, model: ModelData | None) -> TableSource:
-    """Return training rows with the notes on their location.
+    """Return the training rows with the notes about their location.
 
-    Raises `DataError` if the class folders are deeper than the location, unless a `model` predicts the rows.
+    Raises `DataError` if the class folders are at a deeper level, unless a `model` predicts the rows.
     """
     if PICTURES in train.files and LABEL in train.columns and model is None:
         open_pictures(train.location).folders.refuse_wrong_level()
@@ -255,7 +255,7 @@ def check_training_rows(train: TableSource, locations: SplitLocations, model: Mo
 
 
 def find_files(location: str) -> DatasetFiles:
-    """Find a dataset's files (`TableSource.files`), and forget files that were opened before."""
+    """Return a dataset's files. This clears the cache of open files."""
     clear_file_cache()
     return list_files(location)
 
@@ -267,10 +267,10 @@ def open_rows(
     has_class_names: bool = False,
     model: ModelData | None = None,
 ) -> TableSource:
-    """Open the files of a dataset, and check their types, labels and CSV cells.
+    """Open a dataset's files, and check their types, labels and CSV cells.
 
-    With `has_class_names`, labels in CSV are names even if all are numbers. With the data of a `model`, the rows are
-    opened for prediction with it and need no labels.
+    If `has_class_names` is set, numbers in CSV labels are names. With `model`, the rows are opened for that model to
+    predict, and need no labels.
     """
     paths = [join(location, name) for name in found.names]
     if model is not None and LABEL in columns:
@@ -282,7 +282,7 @@ def open_rows(
     if labels.text:
         dtype = columns[LABEL].dtype
         if labels.classes > np.iinfo(dtype).max + 1:
-            raise DataError(f"{location}: {labels.classes} classes, more than {dtype} holds; declare label as int64")
+            raise DataError(f"{location}: {labels.classes} classes do not fit in {dtype}; declare label as int64")
         columns = columns | {LABEL: TextLabels(dtype, of=columns[LABEL].of, names=labels.names)}
         if not labels.names:
             del columns[LABEL]
@@ -301,16 +301,16 @@ def open_rows(
 
 
 class _FileSummary(NamedTuple):
-    """Facts about a file that are known once it has been opened."""
+    """The summary of an opened file."""
 
     groups: list[int]
-    "Number of rows in each row group."
+    "The number of rows in each row group."
     size: int
-    "Size in bytes."
+    "The size in bytes."
     digest: str
-    "Digest of the labels and the sizes of the row groups."
+    "A digest of the labels and of what identifies the other content."
     labels: ClassLabels | None
-    "Classes of the file; None without classes."
+    "The file's class labels, or None."
     notes: tuple[str, ...]
 
 
@@ -319,7 +319,7 @@ def _check_file(path: str, columns: dict[str, Column], model: ModelData | None) 
         file = open_table_file(path)
         fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
         if not sum(file.groups):
-            raise DataError(f"{path}: has no rows; add rows, or remove it")
+            raise DataError(f"{path} has no rows; add rows, or remove the file")
         if isinstance(file, PictureFolder) and LABEL in columns and model is None:
             file.folders.refuse_lost_classes()
         labels = None
@@ -339,9 +339,9 @@ def _check_file(path: str, columns: dict[str, Column], model: ModelData | None) 
 
 
 def match_classes(train: TableSource, test: TableSource) -> TableSource:
-    """Return held-out rows with the class numbers of the training rows.
+    """Return the held-out rows with the class numbers of the training rows.
 
-    Raises `DataError` for a class that the training rows lack.
+    Raises `DataError` for a class that the training rows do not have.
     """
     known = some_of(train.class_names) or "numbers"
     ours = train.columns.get(LABEL)
@@ -350,8 +350,8 @@ def match_classes(train: TableSource, test: TableSource) -> TableSource:
         alike = type(ours) is type(theirs) and not (train.class_names and test.class_names)
         if not alike and train.class_names != test.class_names:
             raise DataError(
-                f"{test.location}: its classes are {some_of(test.class_names) or 'numbers'}, but the training rows "
-                f"have {known}; name and number the classes in the same way"
+                f"{test.location}: the classes are {some_of(test.class_names) or 'numbers'}, but those of the training "
+                f"rows are {known}; name and number the classes in the same way"
             )
         return test
     refuse_lookalikes({*ours.names, *theirs.names}, test.location)
@@ -362,7 +362,7 @@ def match_classes(train: TableSource, test: TableSource) -> TableSource:
 
 
 def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
-    """Return the column with this name; raises `DataError` unless the file has exactly one."""
+    """Return the column `name`. Raises `DataError` unless the file has exactly one such column."""
     if name not in schema.names:
         raise DataError(
             f"{path}: no column {name!r} {describe_columns(schema, name)}; {_how_to_name(schema, name, path)}"
@@ -374,7 +374,7 @@ def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
 
 
 def describe_columns(schema: pa.Schema, name: str) -> str:
-    """Return a list of a file's columns for a message, the names most similar to `name` first."""
+    """Return a list of a file's columns for a message. Names similar to `name` come first."""
     names = schema.names
     if len(names) > MAX_NAMED_COLUMNS:
         nearest = difflib.get_close_matches(name, names, n=3)
@@ -385,15 +385,15 @@ def describe_columns(schema: pa.Schema, name: str) -> str:
 def _how_to_name(schema: pa.Schema, name: str, path: str) -> str:
     """Return the fix for a file that lacks a column."""
     if name in (other.strip() for other in schema.names):
-        return "remove the spaces around its name"
+        return "remove the spaces around the column's name"
     if f"/{name}=" in path:
-        return f"the folder name {name}=... is not read as a column: write the column into the files"
-    first_line = "; the first line must name the columns" if path.lower().endswith(CSV) else ""
-    return f"rename the column that has these values{first_line}"
+        return f"a folder name {name}=... is not read as a column, so write the column into the files"
+    first_line = "; the first line must contain the column names" if path.lower().endswith(CSV) else ""
+    return f"rename the column that contains these values{first_line}"
 
 
 def _number_groups(files: Iterable[Sequence[int]]) -> tuple[Group, ...]:
-    """Number the row groups of all files, given the row counts of each file's groups. Empty groups are left out."""
+    """Return the row groups of all files, given the sizes of each file's groups. Empty groups are omitted."""
     return tuple(
         Group(index, number, first, rows)
         for index, sizes in enumerate(files)

@@ -1,4 +1,4 @@
-"""Files of tables with one interface: Parquet, CSV, JSON lines, Arrow as `datasets` saves it, and picture folders."""
+"""One interface to all table formats: Parquet, CSV, JSON lines, Arrow files of `datasets`, and image folders."""
 
 import contextlib
 import io
@@ -33,31 +33,31 @@ CSV = ".csv"
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 TEXT_GROUP_ROWS = 1024
-"""Rows in a row group of CSV or JSON lines, which have no groups themselves."""
+"""Rows in a row group of CSV or JSON lines. The formats themselves have no groups."""
 
 PICTURE_GROUP_ROWS = 32
-"""Pictures in a row group. Groups are small, because neighbours have the same class and groups are not split."""
+"""Images in a row group. Groups are small, because neighbouring images have the same class and groups are not split."""
 
 MAX_TEXT_BYTES = 1 << 30
-"""Largest size of a text file. Each process that reads from it keeps it in memory."""
+"""Largest size of a text file in bytes. Each process that reads the file keeps it in memory."""
 
 TEXT_FILES = 8
-"""Number of parsed text files that a process keeps in memory."""
+"""Number of parsed text files that each process caches."""
 
 HEADER_BYTES = 64 << 10
-"""Bytes of a picture that are read at once for its header. Pillow reads a few at a time, each a request to a bucket."""
+"""Buffer size in bytes for reading an image's header. Unbuffered, each small read is a request to the bucket."""
 
 
 class TableFile(ABC):
-    """An open file. Its methods raise Arrow's errors, which `arrow_errors` translates."""
+    """An open file. Its methods raise Arrow's errors, which callers translate with `arrow_errors`."""
 
     schema: pa.Schema
     groups: list[int]
-    "Number of rows in each row group."
+    "The number of rows in each row group."
     has_types = True
-    "True if the columns have types. Otherwise all are text, and the task declares which are numbers."
+    "False if all columns are text, so that only the task's declaration says which are numbers."
     notes: tuple[str, ...] = ()
-    "Notes for the user on how its rows are read."
+    "Notes for the user about how the rows are read."
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -65,20 +65,20 @@ class TableFile(ABC):
     @property
     @abstractmethod
     def identity(self) -> Sequence[object]:
-        """Values that identify the content besides its labels: the bytes of each row group, or a digest."""
+        """Values that identify the content without its labels: a digest, or the size of each row group or image."""
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
+        """The size in bytes."""
         return file_size(self.path)
 
     def name_row(self, row: int) -> str:
-        """Return the name of a row for messages."""
+        """Return a row's name for messages."""
         return f"{self.path}, row {row}"
 
     @abstractmethod
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
-        """Read some columns of one row group, or of all."""
+        """Return the `columns` of one row group, or of all groups."""
 
 
 class ParquetTable(TableFile):
@@ -93,7 +93,7 @@ class ParquetTable(TableFile):
 
     @property
     def identity(self) -> list[int]:
-        # Reading the sizes of single columns from damaged metadata ends the process (pyarrow 26).
+        # Reading the sizes of single columns from damaged metadata crashes the process (pyarrow 26).
         return [group.total_byte_size for group in self._metadata]
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
@@ -109,7 +109,7 @@ class ArrowTable(TableFile):
         super().__init__(path)
         if "://" in path:
             raise DataError(
-                f"{path}: Arrow files can only be read from disk; copy the dataset to a disk that all nodes see, or "
+                f"{path}: Arrow files can only be read from disk; copy the dataset to a disk that all nodes share, or "
                 "write it as Parquet"
             )
         with pa.ipc.open_stream(pa.memory_map(path)) as reader:
@@ -133,8 +133,8 @@ class TextTable(TableFile):
         super().__init__(path)
         if self.size > MAX_TEXT_BYTES:
             raise DataError(
-                f"{path}: {as_bytes(self.size)} of text, more than the {as_bytes(MAX_TEXT_BYTES)} that a file may "
-                "have, because each worker keeps it in memory; cut it into several files, or write it as Parquet"
+                f"{path} has {as_bytes(self.size)}, but the limit for text files is {as_bytes(MAX_TEXT_BYTES)}, "
+                "because each worker keeps the file in memory; split it into several files, or write it as Parquet"
             )
         content = read_range(path, 0, self.size)
         self._digest = digest(content)
@@ -147,7 +147,7 @@ class TextTable(TableFile):
     def name_row(self, row: int) -> str:
         name = super().name_row(row)
         line = 0
-        with contextlib.suppress(SunspotError):  # the file may be gone
+        with contextlib.suppress(SunspotError):  # the file might be gone
             content = read_range(self.path, 0, self.size)
             line = find_json_line(content, row, len(self._table)) if self.has_types else find_line(content, row)
         return f"{name} (line {line})" if line else name
@@ -160,17 +160,18 @@ class TextTable(TableFile):
         changed = next((self._inexact[name] for name in columns if name in self._inexact), "")
         if changed:
             raise DataError(
-                f"{self.path}, {changed}; its column has fractions or larger integers, so it is read as float64, which "
-                "cannot represent this integer: write such numbers as strings, or the file as Parquet"
+                f"{self.path}, {changed}, which float64 cannot represent exactly, but the column is read as float64 "
+                "because of its fractions or larger integers; write these numbers as strings, or write the file as "
+                "Parquet"
             )
         rows = self._table if group is None else self._table.slice(group * TEXT_GROUP_ROWS, TEXT_GROUP_ROWS)
         return rows.select(list(columns))
 
 
 class PictureFolder(TableFile):
-    """A folder that contains a folder of pictures for each class. Rows are in the order of the pictures' paths.
+    """A folder that contains one folder of images per class. Rows are sorted by path.
 
-    Its columns are `image`, the bytes of the file, and `label`, the name of the class.
+    The columns are `image`, the bytes of the file, and `label`, the class name.
     """
 
     schema = pa.schema({"image": pa.large_binary(), "label": pa.string()})
@@ -206,14 +207,14 @@ class PictureFolder(TableFile):
         return pa.table({name: found[name] for name in columns})
 
     def find_dims(self, side: int) -> tuple[int, ...]:
-        """Return [H, W] if all pictures are grey, else [H, W, 3].
+        """Return [H, W] if all images are grey, otherwise [H, W, 3].
 
-        H and W are `side` if it is set, else the size that all pictures have, or USUAL_SIDE if their sizes differ.
+        H and W are `side` if it is set, otherwise the size of all images, or USUAL_SIDE if their sizes differ.
         """
         headers = map_parallel(self._read_header, self._names)
         refused = [header for header in headers if isinstance(header, DataError)]
         if refused:
-            others = f" (and {plural(len(refused) - 1, 'other picture')} cannot be read)" if len(refused) > 1 else ""
+            others = f" (and {plural(len(refused) - 1, 'other image')} cannot be read)" if len(refused) > 1 else ""
             raise DataError(f"{refused[0]}{others}")
         sizes, modes = zip(*(header for header in headers if not isinstance(header, DataError)), strict=True)
         height, width = (side, side) if side else sizes[0] if len(set(sizes)) == 1 else (USUAL_SIDE, USUAL_SIDE)
@@ -224,30 +225,30 @@ class PictureFolder(TableFile):
             return bytes(file.read())
 
     def _read_header(self, name: str) -> tuple[tuple[int, int], str] | DataError:
-        """Return a picture's height, width and Pillow mode, or the error if it cannot be read."""
+        """Return an image's (height, width) and Pillow mode, or the error if it cannot be read."""
         path = join(self._location, name)
         with open_uncached(path) as file, io.BufferedReader(file, HEADER_BYTES) as buffered:
             try:
                 image = open_image(buffered, FILE_FORMATS)
             except DataError as error:
-                return DataError(f"{path}: {error}")
+                return DataError(f"{path} {error}")
             return upright_size(image), image.mode
 
 
 def group_sizes(rows: int, group_rows: int) -> list[int]:
-    """Return the sizes of groups of `group_rows` rows; the last group takes the remainder."""
+    """Return the sizes of groups of `group_rows` rows. The last group takes the remainder."""
     return [min(group_rows, rows - first) for first in range(0, rows, group_rows)]
 
 
 def open_table_file(path: str) -> TableFile:
-    """Open a file of any format, chosen by its name. Parquet readers have state, so each call gets a new reader."""
+    """Open a file of the format that its name indicates. Parquet readers are not cached, because they have state."""
     if path.endswith((ARROW, "/" + PICTURES)):
         return _cached_table(path)
     return _cached_text(path) if path.lower().endswith((CSV, *JSON_LINES)) else ParquetTable(path)
 
 
 def open_pictures(location: str) -> PictureFolder:
-    """Open the picture folders below a location."""
+    """Open the image folders below a location."""
     pictures = open_table_file(join(location, PICTURES))
     assert isinstance(pictures, PictureFolder)
     return pictures
@@ -264,7 +265,7 @@ def _cached_text(path: str) -> TableFile:
 
 
 def clear_file_cache() -> None:
-    """Forget all files that are open or parsed, because they may have been rewritten."""
+    """Clear the caches of open and parsed files, because the files might have been rewritten."""
     clear_open_files()
     _cached_table.cache_clear()
     _cached_text.cache_clear()

@@ -1,4 +1,4 @@
-"""Opens the rows of a run: from its task's `build_dataset` or `find_sources`, or else the images of DATASET."""
+"""Opens a run's rows: those of the task's `find_sources` or `build_dataset`, otherwise the images of DATASET."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from sunspot.settings import PREFIX, Settings
 
 
 def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | None]:
-    """Open the training rows and, if there are any, the held-out rows, which TEST_SHARE may hold out.
+    """Open the training rows and the held-out rows, if any. TEST_SHARE is applied if nothing else is held out.
 
-    Raises `SettingsError` if a function of the task returns anything else, `DataError` or `StorageError`.
+    Raises `SettingsError` if a function of the task returns anything but rows, `DataError` or `StorageError`.
     """
     train, test = open_without_test_share(settings, task)
     if test is None and settings.test_share:
@@ -32,16 +32,16 @@ def open_without_test_share(settings: Settings, task: Any) -> tuple[Source, Sour
 
 
 def _check_sources(returned: Any, task: str) -> tuple[Source, Source | None]:
-    """Return the sources that `find_sources` returned; raises `SettingsError` if it returned anything else."""
+    """Return the sources that `find_sources` returned. Raises `SettingsError` if it returned anything else."""
     parts = list(returned) if isinstance(returned, (tuple, list)) and len(returned) == 2 else [returned]
     wrong = [each for each in parts if not _is_source(each)]
     if len(parts) == 2 and wrong in ([], [None]) and parts[0] is not None:
         return parts[0], parts[1]
     found = f"a {type(wrong[0]).__name__}" if wrong else "one Source"
     raise SettingsError(
-        f"{PREFIX}TASK={task}: its find_sources returned {found}; return two values, the training rows and the "
-        "held-out rows or None, each a Source such as open_table returns; or return a torch.utils.data.Dataset from "
-        "build_dataset(settings) (docs/data.md)"
+        f"{PREFIX}TASK={task}: find_sources returned {found}; return a tuple of two Sources, the training rows and "
+        "the held-out rows (or None), for example from open_table; or define build_dataset(settings) and return a "
+        "torch.utils.data.Dataset from it (docs/data.md)"
     )
 
 

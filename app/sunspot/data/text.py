@@ -1,4 +1,4 @@
-"""Text as rows of bytes, for language models: Python's own reference, or any file."""
+"""Text as rows of bytes for language models, from Python's language reference or any file."""
 
 import hashlib
 from dataclasses import dataclass
@@ -10,37 +10,37 @@ from sunspot.errors import DataError, shorten
 from sunspot.settings import PREFIX
 
 REFERENCE = "pydoc_data.topics"
-"""Python's language reference as `help()` shows it: about 465 kB of English that come with Python."""
+"""The module with the language reference that `help()` shows: 465 kB of English, shipped with Python."""
 
 HELD_OUT_FRACTION = 0.1
-"""Fraction of the text, at its end, that is held out."""
+"""Fraction of the text that is held out. The held-out part is the end of the text."""
 
 GROUP_ROWS = 256
-"""Rows in a row group, the unit in which LOADER=ray reads."""
+"""Rows in a row group, which LOADER=ray reads as a unit."""
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Consecutive windows of a text; a `Source`.
+    """A `Source` of consecutive windows of a text.
 
-    A row is `text`, uint8 [length]: `length` - 1 input bytes, each followed by the byte to predict for it. Each row
-    begins with the last byte of the previous row, so every byte but the first is predicted once.
+    The only column is `text`, uint8 [n, length]. The model predicts each byte of a row except the first. Each row
+    begins with the last byte of the previous row, so every byte of the text except the first is predicted once.
     """
 
     location: str
-    "Path of a file, or REFERENCE."
+    "A file path, or REFERENCE."
     length: int
     first: int
-    "Offset of row 0 in the text."
+    "The offset of row 0 in the text, in bytes."
     rows: int
     fingerprint: str
-    "Digest of the text and of how it is cut into rows."
+    "A digest of the text and of how it is cut into rows."
     classes: int = 256
-    "Number of values of the next byte."
+    "The number of possible byte values."
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Number of bytes in a row."""
+        """The number of bytes in a row."""
         return (self.length,)
 
     @cached_property
@@ -52,7 +52,7 @@ class TextSource:
         begins = self.first + (group * GROUP_ROWS + chosen) * (self.length - 1)
         text = np.frombuffer(read_text(self.location), np.uint8)
         if self.first + self.rows * (self.length - 1) >= len(text):
-            raise DataError(f"{self.location}: has changed since it was opened; start the run again")
+            raise DataError(f"{self.location} has changed since it was opened; restart the run")
         return {"text": text[begins[:, None] + np.arange(self.length)]}
 
     def where(self, group: int, row: int) -> str:
@@ -60,16 +60,16 @@ class TextSource:
 
 
 def open_text(dataset: str, context: int) -> tuple[TextSource, TextSource | None]:
-    """Open the training and held-out rows of a text, each of `context` + 1 bytes.
+    """Open the training and held-out rows of a text. Each row has `context` + 1 bytes.
 
-    `dataset` is DATASET: 'sample' for Python's reference, or a file that all nodes see. Raises `DataError`.
+    `dataset` is 'sample' for Python's language reference, or a file that all nodes can read. Raises `DataError`.
     """
     location = REFERENCE if dataset == "sample" else dataset
     text = read_text(location)
     cut = round(len(text) * (1 - HELD_OUT_FRACTION))
     train = _between(location, context, 0, cut)
     if not train.rows:
-        raise DataError(f"{location}: {len(text)} bytes of text are too few for rows of {context + 1}")
+        raise DataError(f"{location} has only {len(text)} bytes, too few for a training row of {context + 1} bytes")
     test = _between(location, context, cut, len(text))
     return train, test if test.rows else None
 
@@ -83,7 +83,7 @@ def _between(location: str, context: int, first: int, last: int) -> TextSource:
 
 @lru_cache(maxsize=1)
 def read_text(location: str) -> bytes:
-    """Read a complete text, once per process."""
+    """Return a complete text. The last text read is cached."""
     if location == REFERENCE:
         from pydoc_data.topics import topics
 
@@ -93,6 +93,6 @@ def read_text(location: str) -> bytes:
             return file.read()
     except OSError as error:
         raise DataError(
-            f"{PREFIX}DATASET={location}: cannot be read as text: {shorten(error)}; set it to a file that all nodes "
-            "see, or to 'sample' for Python's own reference"
+            f"{PREFIX}DATASET={location} cannot be read as text: {shorten(error)}; set it to a file that all nodes "
+            "can read, or to 'sample' for Python's language reference"
         ) from error

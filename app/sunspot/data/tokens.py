@@ -11,36 +11,39 @@ from sunspot.extras import how_to_install
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A `Column.decode` for text. It holds the file's content, so no node needs the file."""
+    """A `Column.decode` for text. It carries the file's content, so nodes do not need the file."""
 
     content: bytes
-    "Content of tokenizer.json."
+    "The content of tokenizer.json."
     end: int | None = None
-    "Token id appended to each text, if any."
+    "The token ID appended to each text, if any."
 
     @cached_property
     def fingerprint(self) -> str:
-        """Text that identifies the resulting tokens."""
+        """A string that identifies the tokenization."""
         return f"tokens of {hashlib.sha256(self.content).hexdigest()[:16]}, end {self.end}"
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
-            raise DataError(f"is {type(text).__name__}; a tokenizer takes text")
+            raise DataError(f"has type {type(text).__name__}, but the tokenizer needs text")
         ids: list[int] = load_tokenizer(self.content).encode(text).ids
         return ids if self.end is None else [*ids, self.end]
 
 
 @lru_cache(maxsize=2)
 def load_tokenizer(content: bytes) -> Any:
-    """Load a `tokenizers.Tokenizer`, once in each process; raises `DataError`."""
+    """Return a `tokenizers.Tokenizer`, cached per process.
+
+    Raises `DataError` if the library is missing or the content is invalid.
+    """
     try:
         from tokenizers import Tokenizer as Tokens
 
         tokens = Tokens.from_str(content.decode())
     except ModuleNotFoundError as error:
-        raise DataError(f"a tokenizer is needed, and {error.name} is not installed; {how_to_install('hf')}") from error
+        raise DataError(f"tokenization needs {error.name}, which is not installed; {how_to_install('hf')}") from error
     except Exception as error:  # the library raises no narrower class
-        raise DataError(f"tokenizer.json cannot be used: {shorten(error)}") from error
-    tokens.no_padding()  # the file may turn on both
+        raise DataError(f"tokenizer.json is invalid: {shorten(error)}") from error
+    tokens.no_padding()  # the file can enable both
     tokens.no_truncation()
     return tokens

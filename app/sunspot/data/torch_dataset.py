@@ -1,7 +1,7 @@
-"""Rows of a map-style `torch.utils.data.Dataset`, or of anything else with a length and rows by number.
+"""Reads rows from a task's map-style dataset, which is any object with `__len__` and `__getitem__`.
 
-A task's `build_dataset(settings)` returns the dataset. Only the name of that function is sent to other processes. Each
-process that reads rows builds the dataset itself, so a dataset may be large and need not be picklable.
+Each process that reads rows calls the task's `build_dataset(settings)` itself, so the dataset can be large and need not
+be picklable.
 """
 
 import math
@@ -36,32 +36,32 @@ from sunspot.settings import PREFIX, Settings
 GROUP_BYTES = 16 << 20
 """Largest size of a row group in bytes.
 
-Changing it or GROUP_ROWS reorders the rows of LOADER=ray, and TEST_SHARE holds out other rows.
+Changing it or GROUP_ROWS reorders the rows of LOADER=ray, and changes which rows TEST_SHARE holds out.
 """
 
 GROUP_ROWS = 1024
 """Largest number of rows in a row group."""
 
 REREAD_ROWS = 16
-"""Number of rows, spread evenly over all, that are read twice to detect random changes."""
+"""Number of evenly spaced rows that are read twice to detect random changes."""
 
 
 class Splits(NamedTuple):
-    """Datasets that `build_dataset` returned."""
+    """The datasets that `build_dataset` returned."""
 
     train: Any = None
     test: Any = None
-    "Held-out rows, or None."
+    "The held-out rows, or None."
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """Training rows or held-out rows of `build_dataset`; a `Source`."""
+    """A `Source` of the training or held-out rows that `build_dataset` returned."""
 
     settings: Settings
     folder: str
-    "Working directory of the driver, to which the task's relative paths refer."
+    "The driver's working directory, to which the task's paths are relative."
     held_out: bool
     rows: int
     columns: dict[str, RowColumn]
@@ -75,7 +75,7 @@ class DatasetSource:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the column `image` if it has pictures, else the number of values besides the label in a row."""
+        """The shape of the column `image`, or without images, the number of values in a row without its label."""
         if IMAGE in self.columns and self.columns[IMAGE].is_picture:
             return self.columns[IMAGE].shape
         return (sum(math.prod(column.shape) for name, column in self.columns.items() if name != LABEL),)
@@ -107,21 +107,21 @@ class DatasetSource:
         return max(1, min(GROUP_ROWS, GROUP_BYTES // max(1, row_bytes)))
 
     def _refuse_label(self, row: Mapping[str, np.ndarray], name: str) -> None:
-        """Raise `DataError` for a label that is not the number of a named class."""
+        """Raise `DataError` if a row's label is not the number of a known class."""
         label = row.get(LABEL)
         if label is None or not self.classes or label.ndim or label.dtype.kind not in "iu":
             return
         if not 0 <= label < self.classes:
             raise DataError(
-                f"{name}: label {label}, but the Dataset names {self.classes} classes; number the labels from 0 to "
-                f"{self.classes - 1}"
+                f"{name}: label {label} is out of range, because the Dataset declares {self.classes} classes; number "
+                f"the labels from 0 to {self.classes - 1}"
             )
 
 
 def open_datasets(settings: Settings) -> tuple[DatasetSource, DatasetSource | None]:
-    """Open the training rows and, if there are any, the held-out rows that the task's `build_dataset` returns.
+    """Open the training rows and the held-out rows, if any, that the task's `build_dataset` returns.
 
-    Raises `SettingsError` for anything but datasets, and `DataError` for rows that cannot become tensors.
+    Raises `SettingsError` if it returns anything but datasets, and `DataError` if rows cannot be converted to tensors.
     """
     folder = os.getcwd()
     splits = _built.build(settings, folder)
@@ -129,8 +129,8 @@ def open_datasets(settings: Settings) -> tuple[DatasetSource, DatasetSource | No
     test = _open(settings, folder, splits, held_out=True) if splits.test is not None else None
     if test and test.columns != train.columns:
         raise DataError(
-            f"SUNSPOT_TASK={settings.task}: its build_dataset returned held-out rows of "
-            f"{describe_columns(test.columns)}, but training rows of {describe_columns(train.columns)}; return the "
+            f"SUNSPOT_TASK={settings.task}: build_dataset returned held-out rows with the columns "
+            f"{describe_columns(test.columns)}, but training rows with {describe_columns(train.columns)}; return the "
             "same columns for both"
         )
     return train, test
@@ -153,22 +153,25 @@ def _open(settings: Settings, folder: str, splits: Splits, held_out: bool) -> Da
 
 
 class _BuiltDatasets:
-    """Datasets that this process has built, of one task at a time."""
+    """The datasets that this process built last, for a single task."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._key: tuple[Settings, str] | None = None
         self._splits = Splits()
         self._fingerprints: dict[bool, str] = {}
-        "Fingerprints of the held-out rows (True) and of the training rows (False), once they are known."
+        "The computed fingerprints of the held-out rows (key True) and the training rows (key False)."
 
     def build(self, settings: Settings, folder: str) -> Splits:
-        """Build the datasets of a task, even if they were built before."""
+        """Build a task's datasets, even if they were built before."""
         with self._lock:
             return self._build(settings, folder)
 
     def get(self, source: DatasetSource) -> Any:
-        """Return the dataset of a source; raises `ConflictError` if its rows differ from the driver's."""
+        """Return a source's dataset, which is built if needed.
+
+        Raises `ConflictError` if its rows differ from those on the driver.
+        """
         settings = source.settings
         held_out = source.held_out
         with self._lock:
@@ -177,13 +180,13 @@ class _BuiltDatasets:
             dataset = self._splits.test if held_out else self._splits.train
             if self._fingerprint(settings.task, held_out) != source.fingerprint:
                 raise ConflictError(
-                    f"{PREFIX}TASK={settings.task}: its build_dataset returns different rows here and on the driver; "
-                    "seed whatever splits or shuffles them, sort lists of files, and give all nodes the same files"
+                    f"{PREFIX}TASK={settings.task}: build_dataset returned different rows here than on the driver; "
+                    "seed any splitting or shuffling, sort lists of files, and use the same files on all nodes"
                 )
             return dataset
 
     def fingerprint(self, task: str, held_out: bool) -> str:
-        """Return the fingerprint of the held-out rows or of the training rows that were built last."""
+        """Return the fingerprint of the training or held-out rows that were built last."""
         with self._lock:
             return self._fingerprint(task, held_out)
 
@@ -207,7 +210,10 @@ _built = _BuiltDatasets()
 
 
 def build_splits(settings: Settings) -> Splits:
-    """Call the task's `build_dataset`, with random generators seeded by SEED; raises `SettingsError`."""
+    """Call the task's `build_dataset`, with all random generators seeded from SEED.
+
+    Raises `SettingsError` if it returns anything but datasets.
+    """
     build = pkgutil.resolve_name(f"{settings.task}:build_dataset")
     torch.manual_seed(settings.seed)
     np.random.seed(settings.seed)
@@ -216,25 +222,25 @@ def build_splits(settings: Settings) -> Splits:
 
 
 def find_splits(returned: Any, task: str) -> Splits:
-    """Return the training rows and the held-out rows that `build_dataset` returned; raises `SettingsError`."""
-    who = f"{PREFIX}TASK={task}: its build_dataset returned"
+    """Return the datasets in the return value of `build_dataset`. Raises `SettingsError` if it is invalid."""
+    who = f"{PREFIX}TASK={task}: build_dataset returned"
     notes: tuple[str, ...] = ()
     train = returned
     test = None
     if isinstance(returned, Mapping):
         if "train" not in returned:
             raise SettingsError(
-                f"{who} a dict of {some_of([str(name) for name in returned]) or 'nothing'}; name the training rows "
-                "'train', and the held-out rows 'test'"
+                f"{who} a dict with {some_of([str(name) for name in returned]) or 'no keys'}; use the key 'train' for "
+                "the training rows and 'test' for the held-out rows"
             )
         train = returned["train"]
         test = returned.get("test")
         unread = [str(name) for name in returned if name not in ("train", "test")]
         if unread:
-            notes = (f"build_dataset: not read: {', '.join(unread)}; name the held-out rows 'test' to use them",)
+            notes = (f"build_dataset: {', '.join(unread)} not used; return held-out rows under the key 'test'",)
     elif isinstance(returned, tuple) or is_list_of_datasets(returned):
         if len(returned) != 2:
-            raise SettingsError(f"{who} {len(returned)} datasets; return the training rows and the held-out rows")
+            raise SettingsError(f"{who} {len(returned)} datasets; return two, the training rows and the held-out rows")
         train, test = returned
     for dataset in (train,) if test is None else (train, test):
         fault = find_fault(dataset)
@@ -244,15 +250,15 @@ def find_splits(returned: Any, task: str) -> Splits:
 
 
 def is_list_of_datasets(returned: Any) -> bool:
-    """Return True for a list of datasets, such as the result of `random_split`, and False for a list of rows."""
+    """Return True for a list of datasets, such as the result of `random_split`, but not for a list of rows."""
     return isinstance(returned, list) and bool(returned) and all(isinstance(each, Dataset) for each in returned)
 
 
 def find_fault(dataset: Any) -> str:
-    """Return why a dataset cannot be used, and the fix; empty if it can."""
+    """Return why a dataset cannot be used, with the fix, or an empty string if it can."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
-        return "a DataLoader; return its dataset, because Sunspot makes the batches"
+        return "a DataLoader; return its dataset, because Sunspot creates the batches"
     if hasattr(dataset, "row_groups"):
         return f"a {kind}, which is a Source; return it from find_sources(settings)"
     try:
@@ -261,14 +267,14 @@ def find_fault(dataset: Any) -> str:
         rows = None
     if rows is None:
         return (
-            f"a {kind}, which does not return rows by number, but a run resumes at a row number; return a map-style "
-            "Dataset, with __len__ and __getitem__ (with Hugging Face: load_dataset without streaming=True)"
+            f"a {kind}, which does not return rows by number, so a run could not resume; return a map-style Dataset, "
+            "with __len__ and __getitem__ (for Hugging Face datasets, call load_dataset without streaming=True)"
         )
-    return "" if rows else f"a {kind} of length 0; return at least one row"
+    return "" if rows else f"a {kind} without rows; return at least one row"
 
 
 def find_class_names(dataset: Any) -> tuple[str, ...]:
-    """Return the names of the classes, from torchvision's `classes` or from the `label` feature of `datasets`."""
+    """Return the class names from the `label` feature of `datasets` or from torchvision's `classes`."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     features = getattr(dataset, "features", None)
@@ -279,7 +285,7 @@ def find_class_names(dataset: Any) -> tuple[str, ...]:
 
 
 def fingerprint(dataset: Any, name: RowName) -> str:
-    """Return a digest of the number of rows and their columns, then a '-', then a digest of some rows' content."""
+    """Return a digest of the number of rows and their columns, then a '-' and a digest of some rows' content."""
     rows = list(read_rows(dataset, spread_evenly(len(dataset), SAMPLED_ROWS), name))
     columns = sorted((column, *RowColumn.of(value)) for column, value in rows[0].items())
     content = [digest_array(row[column]).encode() for row in rows for column in sorted(row)]
@@ -287,7 +293,7 @@ def fingerprint(dataset: Any, name: RowName) -> str:
 
 
 def refuse_random(dataset: Any, task: str, held_out: bool) -> None:
-    """Raise `SettingsError` if a row differs when it is read again, as a randomly augmented row does."""
+    """Raise `SettingsError` if a row differs when it is read again, for example because of random augmentation."""
     row_name = partial(name_row, task, held_out)
     numbers = spread_evenly(len(dataset), REREAD_ROWS)
     first, again = (list(read_rows(dataset, numbers, row_name)) for _ in range(2))
@@ -296,11 +302,11 @@ def refuse_random(dataset: Any, task: str, held_out: bool) -> None:
         if changed:
             raise SettingsError(
                 f"{PREFIX}TASK={task}: {row_name(number)} has a different {changed[0]} each time it is read, but a run "
-                "may read a row once for all epochs; move random transforms to augment_row(row), which is called for "
+                "can read a row once for all epochs; move random transforms to augment_row(row), which is called for "
                 "each training row in each epoch (docs/tasks.md#augmentation)"
             )
 
 
 def name_row(task: str, held_out: bool, number: int) -> str:
-    """Return the name of a row, for messages."""
+    """Return a row's name for messages."""
     return f"row {number} of the {'held-out' if held_out else 'training'} rows of {task}.build_dataset"

@@ -1,6 +1,6 @@
-"""LOADER=torch: all rows in memory, once per node, and a DataLoader that takes an epoch's rows in order.
+"""LOADER=torch: keeps all rows in memory, once per node, and takes each step's rows with a DataLoader.
 
-Rows are kept on the GPU if they leave enough memory for training. A step then only sends the row numbers to the GPU.
+If the rows leave enough GPU memory for training, they are kept there. A step then sends only row numbers to the GPU.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,18 @@ from sunspot.data.shared_rows import LocalWorkers, load_shared
 from sunspot.data.source import Batch, DataPlan, rows_in
 
 GPU_FRACTION = 0.2
-"""Fraction of a GPU's free memory that rows may take. Training needs most of the memory, but the exact amount is
-unknown before it runs."""
+"""Largest fraction of a GPU's free memory that rows can use. How much training needs is unknown before it runs."""
 
 
 class TorchLoader:
-    """Batches of this worker."""
+    """Loads one worker's batches from rows in memory."""
 
     def __init__(self, data: DataPlan, device: torch.device, workers: LocalWorkers, full_batch: bool = False) -> None:
-        """Load the rows. With `full_batch`, each step takes all of the worker's rows and is an epoch."""
+        """Load the rows. With `full_batch`, each step is an epoch and takes all of the worker's rows."""
         loaded = load_shared([data.train, data.test] if data.test else [data.train], workers)
         self._device = device
         self.resident = fits_on(device, sum(column.nbytes for rows in loaded for column in rows.values()))
-        "True if the rows are on the device that trains."
+        "True if the rows are in the memory of the training device."
         if self.resident:
             loaded = [{name: column.to(device) for name, column in rows.items()} for rows in loaded]
         self._rows = loaded[0]
@@ -42,38 +41,38 @@ class TorchLoader:
         self._ahead: tuple[int, Future[list[np.ndarray]]] | None = None
         self._full_batch = full_batch
         self._batch: Batch = {}
-        "Rows of each step if `full_batch` is set; empty before the first step."
+        "The rows of every step if `full_batch` is set. Empty before the first step."
 
     def move(self, world_size: int, rank: int) -> None:
-        """Load the rows of this rank in a group of `world_size` workers from now on."""
+        """Change the worker's rank and the number of workers for the following batches."""
         self._world_size = world_size
         self._rank = rank
         self._ahead = None
         self._batch = {}
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """Return this worker's rows of the steps `first` .. `last` - 1 of an epoch (from 1).
+        """Return this worker's batches for steps `first` .. `last` - 1 of an epoch.
 
-        A batch may have no rows.
+        Epochs count from 1. A batch can be empty.
         """
         if self._full_batch:
             self._batch = self._batch or next(self._batches(self._rows, self._shuffle(1)))
             return iter([self._batch])
         ahead, self._ahead = self._ahead, None
         shares = ahead[1].result() if ahead and ahead[0] == epoch else self._shuffle(epoch)
-        # Computing the next epoch's order takes seconds for many rows.
+        # Computing the order of many rows takes seconds, so the next epoch's order is computed in advance.
         self._ahead = epoch + 1, start_thread(lambda: self._shuffle(epoch + 1), "shuffle")
         return self._batches(self._rows, shares[first:last])
 
     def test(self, batch_size: int) -> Iterator[Batch]:
-        """Return this worker's part of the held-out rows. Each row goes to exactly one worker."""
+        """Return batches of this worker's held-out rows. Each row goes to exactly one worker."""
         mine = np.arange(self._rank, self._test_size, self._world_size)
         return self._batches(
             self._test, [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]
         )
 
     def _shuffle(self, epoch: int) -> list[np.ndarray]:
-        # The smaller type that can number the rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB.
+        # int32 saves memory if it can number all rows: an order of 1e8 rows takes 0.4 GB instead of 0.8 GB.
         dtype = np.int32 if self._steps.rows <= np.iinfo(np.int32).max else np.int64
         order = self._order.permutation(epoch, self._order.windows(epoch)[0], dtype)
         return cut_shares(order, self._steps, self._world_size, self._rank)
@@ -82,17 +81,17 @@ class TorchLoader:
         taken = Selections(rows, selections, self._device if self.resident else None)
         if self.resident:
             return map(taken.__getitem__, range(len(taken)))
-        # With batch_size=None, an item is a complete batch, taken in one indexing operation instead of row by row. Only
-        # copies from pinned memory to a GPU, one batch ahead, run while the host continues.
+        # With batch_size=None, each item is a complete batch, so the DataLoader does not collate single rows. Pinned
+        # memory lets the next batch be copied to the GPU asynchronously.
         loader = DataLoader(taken, batch_size=None, pin_memory=self._device.type == "cuda")
         return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
 
 
 class Selections(Dataset[Batch]):
-    """Dataset whose item k is the rows of selection k."""
+    """A dataset of batches: item k contains the rows of selection k."""
 
     def __init__(self, rows: Batch, selections: list[np.ndarray], device: torch.device | None = None) -> None:
-        """Use rows in this process's memory or, if `device` is given, on that device."""
+        """Select from `rows`, which are on `device`, or in main memory if `device` is None."""
         self._rows = rows
         self._selections = selections
         self._device = device
@@ -109,16 +108,16 @@ class Selections(Dataset[Batch]):
 
 
 def cut_shares(order: np.ndarray, steps: Steps, world_size: int, rank: int) -> list[np.ndarray]:
-    """Return the rows that a worker takes in each step of an epoch.
+    """Return the row numbers that a worker takes in each step of an epoch.
 
-    The arrays are copies, so that they do not keep other workers' rows in memory.
+    The arrays are copies, so that they do not keep the other workers' row numbers in memory.
     """
-    full = steps.per_epoch - 1  # all steps but the last have the same size
+    full = steps.per_epoch - 1  # all steps except the last have the same size
     each, rest = (slice(*steps.share(step, world_size, rank)) for step in (0, full))
     alike = order[: full * steps.batch].reshape(full, steps.batch)[:, each]
     return [*np.ascontiguousarray(alike), order[rest].copy()]
 
 
 def fits_on(device: torch.device, size: int) -> bool:
-    """Return True if `size` bytes of rows belong on the device: a GPU with enough free memory."""
+    """Return True if the device is a GPU with enough free memory for `size` bytes of rows."""
     return device.type == "cuda" and size <= GPU_FRACTION * torch.cuda.mem_get_info(device)[0]

@@ -1,4 +1,4 @@
-"""Reduces the workers' numbers over a window of steps to one record of the metric history."""
+"""Reduces all workers' numbers over a window of steps to one record of the metric history."""
 
 import math
 import resource
@@ -18,7 +18,7 @@ from sunspot.run.history import Columns
 
 
 class Sums:
-    """Sums of per-row values. They are kept on the device, because reading a value would wait for the device."""
+    """Sums of per-row values. They stay on the device, because reading a value would wait for it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -26,27 +26,26 @@ class Sums:
 
     @property
     def rows(self) -> int:
-        """Number of rows that have a value. If it differs between names, this is the largest number."""
+        """The number of rows with a value. If it differs between names, this is the maximum."""
         return max(self._rows.values(), default=0)
 
     def add(self, values: Batch) -> None:
-        """Add the values of some rows: a tensor [B] for each name."""
+        """Add per-row values. Each name has a tensor of shape [B]."""
         for name, rows in values.items():
             total = rows.detach().double().sum()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             self._rows[name] = self._rows.get(name, 0) + len(rows)
 
     def totals(self) -> dict[str, tuple[float, int]]:
-        """Return the sum of each name so far, and the number of rows that had it. Waits for the device."""
+        """Return each name's sum and its number of rows. Waits for the device."""
         return {name: (float(total), self._rows[name]) for name, total in self._sums.items()}
 
 
 def reduce(sums: Sums, numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[dict[str, float], np.ndarray]:
-    """Return the means over the rows of all workers by name, and each worker's numbers: float64 [workers, numbers].
+    """Return the means over all workers' rows, keyed by name, and all workers' numbers, float64 [workers, numbers].
 
-    All workers call this together with equally many `numbers`, and get results that are equal to the last bit, because
-    each worker adds up the same values in the order of the ranks. Waits for the device. A name without rows has no
-    mean.
+    All workers must call this together with the same number of `numbers`. The results are bitwise equal, because each
+    worker adds the same values in rank order. Names without rows have no mean. Waits for the device.
     """
     ranks = gather_objects((sums.totals(), [*numbers]), group)
     means = {}
@@ -59,9 +58,9 @@ def reduce(sums: Sums, numbers: Sequence[float], group: dist.ProcessGroup) -> tu
 
 
 class Stopwatch:
-    """Sums the time that a device spends on the code in its contexts.
+    """Context manager that sums the time that a device spends on the code inside it.
 
-    Work is queued on a GPU ahead of time, so two CUDA events in its stream take the times, and nothing waits for them.
+    A GPU runs asynchronously, so CUDA events measure the time, and nothing waits for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +74,7 @@ class Stopwatch:
         self._spans.append((self._began, self._now()))
 
     def seconds(self) -> float:
-        """Return the sum so far. Waits until the last measurement has ended."""
+        """Return the total seconds. Waits for the last measurement."""
         if self._device.type != "cuda" or not self._spans:
             return float(sum(end - begin for begin, end in self._spans))
         self._spans[-1][1].synchronize()
@@ -90,22 +89,22 @@ class Stopwatch:
 
 
 RECENT_ROWS = 10_000
-"""Smallest number of rows over which a checkpoint's metrics are averaged, unless an epoch has fewer."""
+"""Smallest number of rows over which a checkpoint's metrics are averaged, unless an epoch has fewer rows."""
 
 
 class RecentMeans:
-    """Means over the newest windows. A single window may have only one step, so that its means are too noisy."""
+    """Means over the newest windows. A single window might cover only one step, which makes its means noisy."""
 
     def __init__(self, epoch_rows: int, before: Mapping[str, Any]) -> None:
-        """Create the means. `before` has the metrics of the state from which training continues."""
+        """`before` contains the metrics of the state from which training continues."""
         self._enough = min(RECENT_ROWS, epoch_rows)
         rows = before.get("recent_rows")
         self._windows = [(rows, before)] if isinstance(rows, int) else []
         self.newest = dict(before)
-        "Means over the newest windows, and their number of rows, `recent_rows`; `before` until there is a window."
+        "The means over the newest windows, with their number of rows as `recent_rows`. Initially, this is `before`."
 
     def add(self, rows: int, means: Mapping[str, Any]) -> None:
-        """Add a window's means over its `rows`. If a mean is finite, older ones that are not finite do not spoil it."""
+        """Add a window's means over its `rows`. If a mean is finite, older values that are not finite are ignored."""
         self._windows.append((rows, means))
         while sum(rows for rows, _ in self._windows[1:]) >= self._enough:
             self._windows.pop(0)
@@ -118,35 +117,38 @@ class RecentMeans:
 
 
 NUMBERS = ("seconds", "time", "step_time_median_s", "step_time_p95_s", "data_wait_s", "memory_mib", "gpu_memory_mib")
-"""Names of the numbers of which a record has the maximum over all workers."""
+"""Names of the numbers for which a record contains the maximum over all workers."""
 
 
 class MetricWindow:
-    """Numbers of this worker since the window opened. `close` reduces those of all workers to one record."""
+    """This worker's numbers since the window opened. `close` reduces all workers' numbers to one record."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, recent: RecentMeans) -> None:
         self._group = group
         self._device = device
         self.recent = recent
         self.own: dict[str, float] = {}
-        """Numbers of this worker in the window that was closed last, NaN if unknown: NUMBERS and
+        """This worker's numbers in the last closed window. Unknown numbers are NaN.
 
-        `steps_s`, `forward_s`: seconds of its steps, and of their forward passes (`data_wait_s`: waiting for data);
-        `resident_mib`: its own memory now (`memory_mib`: at its peak);
-        `memory_left_mib`: memory left until the limit of its container or machine;
-        `throttled_s`: seconds, summed over processors, in which the container's CPU quota throttled it;
-        `throttled_share`: fraction of the quota's periods in which it was throttled."""
+        It contains NUMBERS and:
+
+        `steps_s`, `forward_s`: seconds in steps, and in their forward passes (`data_wait_s` is the wait for data);
+        `resident_mib`: current memory of this process (`memory_mib` is the peak);
+        `memory_left_mib`: memory left until the limit of the container or machine;
+        `throttled_s`: seconds, summed over processors, for which the container's CPU quota throttled this worker;
+        `throttled_share`: fraction of the quota's periods in which this worker was throttled.
+        """
         self.ranks: Columns | None = None
-        "Numbers of all workers except the time, on rank 0."
+        "The numbers of all workers except the time. Only set on rank 0."
         self._open()
 
     def move(self, group: dist.ProcessGroup) -> None:
-        """Reduce the numbers of another group's workers from now on."""
+        """Change the group with which the following windows are reduced."""
         self._group = group
 
     def _open(self) -> None:
         self.forward = Stopwatch(self._device)
-        "Time of the forward passes. In the rest of a step, workers wait for each other."
+        "Measures the forward passes. In the rest of a step, workers wait for each other."
         self._throttling = read_throttling()
         self._sums = Sums()
         self._step_times: list[float] = []
@@ -159,27 +161,27 @@ class MetricWindow:
 
     @property
     def last_step_s(self) -> float:
-        """Seconds of the newest step."""
+        """The duration of the newest step in seconds."""
         return self._step_times[-1]
 
     @property
     def mean_loss(self) -> float | None:
-        """Mean loss of this worker's rows so far, or None if there are no rows. Waits for the device."""
+        """The mean loss of this worker's rows so far, or None if there are no rows. Waits for the device."""
         total, rows = self._sums.totals().get("loss", (0.0, 0))
         return total / rows if rows else None
 
     def add_step(self, values: list[Batch], step_time: float, data_wait: float) -> None:
-        """Add an optimizer step: its per-row `values`, its seconds, and the seconds that it waited for data."""
+        """Add an optimizer step with its per-row `values`. Both times are in seconds."""
         for part in values:
             self._sums.add(part)
         self._step_times.append(step_time)
         self._data_waits.append(data_wait)
 
     def close(self, step: int, epoch: int, learning_rate: float) -> dict[str, Any]:
-        """Reduce the windows of all workers to a record, and open new windows. All workers call this together.
+        """Reduce all workers' windows to a record, set `own` and `ranks`, and open a new window.
 
-        The record is the same on all workers. It has the maximum over workers of each of NUMBERS. Sets `own` and
-        `ranks`.
+        All workers must call this together, and get the same record. It contains the maximum over workers of each of
+        NUMBERS.
         """
         throttling = read_throttling().since(self._throttling)
         self.own = {

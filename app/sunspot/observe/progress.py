@@ -1,4 +1,4 @@
-"""Shows progress on the driver's terminal: a bar, or plain lines if the output is not a terminal."""
+"""Shows progress on the driver's terminal as a bar, or as plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from sunspot.run.history import format_metric, model_metrics
 from sunspot.run.logs import log_shipper
 
 PROGRESS_EVERY_S = 1.0
-"""Seconds between two updates."""
+"""Seconds between updates."""
 
 PLAIN_EVERY_S = 10.0
-"""Seconds between two plain lines, in addition to the line at the end of each epoch."""
+"""Seconds between plain lines, besides the line at the end of each epoch."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a worker group."""
+    """The progress of a worker group."""
 
     attempt: int = 0
-    "Number of the attempt, or 0 if no group has taken a step yet."
+    "The number of the attempt, or 0 if no group has taken a step yet."
     step: int = 0
     loss: float | None = None
     committed: int = 0
-    "Step of the newest checkpoint."
+    "The step of the newest checkpoint."
     time: float = 0.0
-    "Time at which the step was taken, in seconds since the epoch."
+    "The time at which the step was taken, in seconds since the Unix epoch."
     doing: str = ""
-    "Activity other than training steps, such as an evaluation; empty while steps are taken."
+    "An activity other than training steps, such as an evaluation, or an empty string."
 
 
 class News(NamedTuple):
@@ -42,15 +42,15 @@ class News(NamedTuple):
 
     progress: Progress
     metrics: list[dict[str, Any]]
-    "Records of the metric history."
+    "New records of the metric history."
     lines: list[str]
     ended: str = ""
-    "Why the newest worker group ended; empty once the next one begins."
+    "Why the newest worker group ended. Empty once the next group begins."
 
 
 @contextmanager
 def shown_progress(fetch: Callable[[], News], total_steps: int, steps_per_epoch: int) -> Iterator[None]:
-    """Show the updates that `fetch` returns while the context lasts."""
+    """Context manager that shows the updates returned by `fetch`."""
     screen = _Terminal(total_steps, steps_per_epoch) if sys.stdout.isatty() else _Lines(total_steps, steps_per_epoch)
 
     def update() -> None:
@@ -61,7 +61,7 @@ def shown_progress(fetch: Callable[[], News], total_steps: int, steps_per_epoch:
         with Background(PROGRESS_EVERY_S, update):
             yield
     finally:
-        with suppress(OSError):  # the terminal may be closed
+        with suppress(OSError):  # the terminal might be closed
             screen.close()
 
 
@@ -73,7 +73,7 @@ class _Lines:
         self._printed = time.monotonic()
         self._shown = Progress()
         self._first = Progress()
-        "First progress of the worker group, from which its rate is computed."
+        "The first progress of the worker group, from which the speed is computed."
 
     def update(self, news: News) -> None:
         """Show the updates."""
@@ -81,7 +81,7 @@ class _Lines:
             self.print(text)
         for record in news.metrics:
             self.record(record)
-        if news.lines:  # for example, about a lost rank: the progress is from before that, and is not shown
+        if news.lines:  # for example, about a lost rank, which makes the progress outdated
             self._shown = news.progress
         elif news.progress.attempt:
             self.show(news.progress)
@@ -99,7 +99,7 @@ class _Lines:
         """Do nothing, because no bar is open."""
 
     def describe(self, progress: Progress) -> str:
-        """Return a line with step, loss, steps per second, time left and last checkpoint, or with another activity."""
+        """Return a line with the step, loss, speed, time left and last checkpoint, or with the current activity."""
         if progress.doing:
             return f"step {progress.step}/{self._total}  {progress.doing}"
         loss = "" if progress.loss is None else f"  loss {progress.loss:.4f}"
@@ -119,14 +119,14 @@ class _Lines:
 
 
 class _Terminal(_Lines):
-    """Shows progress as a bar, with the lines of the epochs above it."""
+    """Shows progress as a bar, with other lines above it."""
 
     def __init__(self, total_steps: int, steps_per_epoch: int) -> None:
         super().__init__(total_steps, steps_per_epoch)
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        # The bar is shown on the terminal alone, because it does not belong in a log.
+        # The bar is only shown on the terminal, because it does not belong in a log.
         self._ship = log_shipper()
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(), console=Console(file=sys.__stdout__))
         self._task = self._bar.add_task("starting the workers", total=total_steps)
@@ -144,6 +144,6 @@ class _Terminal(_Lines):
 
 
 def epoch_line(record: dict[str, Any]) -> str:
-    """Return the record at the end of an epoch as a line."""
+    """Return a line for the record at the end of an epoch."""
     numbers = [f"{name} {format_metric(value)}" for name, value in model_metrics(record).items()]
     return f"epoch {record['epoch']}  step {record['step']}  {'  '.join(numbers)}  {record['rows_per_s']:.0f} rows/s"

@@ -1,8 +1,8 @@
-"""Exports a run's metrics to Prometheus through Ray's exporter. Each node exposes those of its own processes.
+"""Exports a run's metrics to Prometheus through Ray's exporter. Each node exposes the metrics of its own processes.
 
-Ray prefixes the names below with `ray_` and adds labels, among them `WorkerId`, so that each start of a worker is a
-series of its own. The counters of a process keep their last value after it has ended. Ray's agent forgets a gauge that
-was not set for 20 s, so a thread sets all gauges repeatedly.
+Ray prefixes the names below with `ray_` and adds labels, including `WorkerId`, so each start of a worker is a separate
+series. A process's counters keep their last value after it has ended. Ray's agent drops gauges that have not been set
+for 20 s, so a thread sets all gauges repeatedly.
 """
 
 from collections import deque
@@ -18,69 +18,74 @@ from sunspot.background import Background
 from sunspot.cgroup import memory_left, resident_memory
 
 EXPORT_EVERY_S = 5.0
-"""Seconds between two exports. Ray's processes report to the node's agent every 10 s (`metrics_report_interval_ms`, Ray
-2.60), and the agent forgets gauges that are missing from two reports."""
+"""Seconds between exports.
+
+Ray's processes report to the node's agent every 10 s (`metrics_report_interval_ms`, Ray 2.60). The agent drops gauges
+that are missing from two reports.
+"""
 
 STEP_BUCKETS_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0]
-"""Buckets from the steps of the smallest model on a CPU to steps of many micro-batches."""
+"""Histogram buckets, from steps of the smallest model on a CPU to steps of many micro-batches."""
 
 COUNTERS = {
-    "steps_total": "Optimizer steps taken by this rank, including steps that were repeated after a restart.",
+    "steps_total": "Optimizer steps taken by this rank, including steps repeated after a restart.",
     "rows_total": "Rows that this rank has trained on.",
-    "step_seconds_total": "Seconds of this rank's steps, including the time in which it waits for other ranks.",
-    "data_wait_seconds_total": "Seconds of its steps in which this rank waited for rows.",
-    "forward_seconds_total": "Seconds of its steps in forward passes. With the waits for rows, they are its own work.",
-    "checkpoint_stall_seconds_total": "Seconds of training that copies of the state have cost.",
+    "step_seconds_total": "Seconds that this rank spent in steps, including waits for other ranks.",
+    "data_wait_seconds_total": "Seconds that this rank waited for rows during its steps.",
+    "forward_seconds_total": "Seconds that this rank spent in forward passes, which do not wait for other ranks.",
+    "checkpoint_stall_seconds_total": "Seconds for which copying the state delayed training.",
     "evaluated_batches_total": "Batches of held-out rows that this rank has evaluated.",
 }
 """Counters of each rank. A counter appears with its first increment."""
 
 GAUGES = {
-    "step": "Optimizer steps of the whole run that this rank has reached.",
-    "resident_memory_bytes": "Memory that this process does not share with others.",
+    "step": "Optimizer steps of the run that this rank has reached.",
+    "resident_memory_bytes": "Memory that this process does not share with other processes.",
     "memory_available_bytes": "Memory left until the limit of the container or the machine.",
-    "gpu_memory_peak_bytes": "Peak memory of this process's tensors on its GPU; 0 without a GPU.",
-    "gpu_memory_limit_bytes": "Memory of this process's GPU; 0 without a GPU.",
+    "gpu_memory_peak_bytes": "Peak memory of this process's tensors on its GPU, or 0 without a GPU.",
+    "gpu_memory_limit_bytes": "Memory of this process's GPU, or 0 without a GPU.",
 }
 """Gauges of each rank."""
 
 RUN_GAUGES = {
     "planned_steps": "Optimizer steps at which the run ends.",
-    "workers": "Training workers of the current worker group.",
+    "workers": "Number of training workers in the current worker group.",
     "attempt": "Number of the current attempt. Each start of a worker group is an attempt.",
-    "attempt_timestamp_seconds": "Time at which the current worker group began, in seconds since the epoch.",
-    "loss": "Mean loss of the last 10,000 training rows, or of an epoch if it has fewer, over all workers.",
-    "nan_windows": "Number of consecutive metric windows with a NaN or infinite loss; 0 if the newest loss is finite.",
+    "attempt_timestamp_seconds": "Unix time at which the current worker group began, in seconds.",
+    "loss": "Mean loss of the last 10,000 training rows of all workers, or of a shorter epoch.",
+    "nan_windows": "Number of consecutive metric windows, up to the newest, with a NaN or infinite loss.",
     "goodput_ratio": "Useful fraction of all worker-seconds of the run so far.",
-    "checkpoint_timestamp_seconds": "Time at which the newest checkpoint was committed, in seconds since the epoch; "
-    "before the first checkpoint, the time at which the run began.",
+    "checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was committed, in seconds. Before the "
+    "first checkpoint, it is the time at which the run began.",
     "checkpoint_interval_seconds": "Longest time that should pass between two checkpoints, at the current pace.",
     "checkpoint_commit_seconds": "Seconds from the beginning of the newest save until its commit.",
 }
 """Gauges of the whole run, exported by rank 0 (`Reporter.gauges`)."""
 
 INCIDENTS = "incidents"
-"""Gauge of the number of incidents. It is computed from storage, because an incident ends the process that would count
-it."""
+"""Name of the gauge with the number of incidents.
+
+It is computed from storage, because an incident ends the process that would count it.
+"""
 
 RUN_ACTIVE = "run_active"
-"""Gauge that the driver exports."""
+"""Name of the gauge that the driver exports."""
 
 
 class RunGauges(NamedTuple):
-    """Rank 0's numbers of the whole run."""
+    """The metrics of the whole run, which rank 0 exports."""
 
     values: Mapping[str, float]
-    "Values by name in RUN_GAUGES, without unknown ones."
+    "Known values, keyed by name in RUN_GAUGES."
     incidents: Mapping[str, int]
-    "Number of incidents in the whole run, by cause."
+    "The number of incidents in the run, keyed by cause."
 
 
 class Telemetry:
     """Exports one rank's metrics, and on rank 0 those of the whole run.
 
-    The training thread only adds numbers up. Another thread calls `export` every EXPORT_EVERY_S to pass the sums to
-    Ray, whose calls take 2 to 3 microseconds each.
+    The training thread only adds numbers. Another thread passes the sums to Ray every EXPORT_EVERY_S, because each
+    call to Ray takes 2 to 3 microseconds.
     """
 
     def __init__(
@@ -93,8 +98,8 @@ class Telemetry:
     ) -> None:
         """Create the metrics of one rank.
 
-        `stall_s` returns the seconds that copies of the state have cost. On rank 0, `read_run` returns the numbers of
-        the whole run.
+        `stall_s` returns the seconds for which copying the state delayed training. On rank 0, `read_run` returns the
+        metrics of the whole run.
         """
         self._device = device
         self._stall_s = stall_s
@@ -107,17 +112,17 @@ class Telemetry:
         self._duration.set_default_tags(of_rank)
         of_run = {"run": run}
         self._run_gauges = {name: _make(Gauge, name, text, of_run) for name, text in RUN_GAUGES.items()}
-        text = "Incidents that have interrupted the run's training so far, by cause."
+        text = "Incidents that have interrupted the run so far, by cause."
         self._incidents = Gauge(f"sunspot_{INCIDENTS}", text, ("run", "cause")).set_default_tags(of_run)
         self._step: int | None = None
         self._durations: deque[float] = deque()
         self._sums = dict.fromkeys(COUNTERS, 0.0)
         self._exported = dict.fromkeys(COUNTERS, 0.0)
 
-    # ---------------------------------------------------------------------------- called in the training thread
+    # ---------------------------------------------------------------------------- training thread
 
     def took_step(self, step: int, seconds: float) -> None:
-        """Count a step. `step` is the number of steps taken, and `seconds` is the duration of the last one."""
+        """Count a step. `step` is the number of steps taken, and `seconds` is the duration of this step."""
         self._step = step
         self._sums["steps_total"] += 1
         self._durations.append(seconds)
@@ -127,21 +132,21 @@ class Telemetry:
         self._sums["evaluated_batches_total"] += 1
 
     def report(self, mine: Mapping[str, float]) -> None:
-        """Add this rank's numbers of a window (`MetricWindow.own`)."""
+        """Add this rank's numbers for a window (`MetricWindow.own`)."""
         self._sums["rows_total"] += mine["rows"]
         self._sums["step_seconds_total"] += mine["steps_s"]
         self._sums["data_wait_seconds_total"] += mine["data_wait_s"]
         self._sums["forward_seconds_total"] += mine["forward_s"]
 
-    # ------------------------------------------------------------------------------ called in the exporting thread
+    # ------------------------------------------------------------------------------ exporting thread
 
     def export(self) -> None:
-        """Pass all numbers to Ray."""
+        """Pass all metrics to Ray."""
         while self._durations:
             self._duration.observe(self._durations.popleft())
         self._sums["checkpoint_stall_seconds_total"] = self._stall_s()
         for name, total in self._sums.items():
-            if total > self._exported[name]:  # Ray refuses to add 0
+            if total > self._exported[name]:  # Ray rejects an increment of 0
                 self._counters[name].inc(total - self._exported[name])
                 self._exported[name] = total
         for name, value in {**self._memory(), "step": self._step}.items():
@@ -165,8 +170,8 @@ class Telemetry:
 
 @contextmanager
 def exported_run(run: str) -> Iterator[None]:
-    """Export from the driver that the run is active while the context lasts, even if it waits for workers."""
-    text = "1 while a driver trains the run, even if there are no workers yet."
+    """Context manager that exports the run as active from the driver, even while it waits for workers."""
+    text = "1 while a driver trains the run, even if it has no workers yet."
     active = _make(Gauge, RUN_ACTIVE, text, {"run": run})
     active.set(1)
     with Background(EXPORT_EVERY_S, partial(active.set, 1)):

@@ -1,4 +1,4 @@
-"""Writes the numbers of each rank, and combines old records so that their number stays limited during long attempts."""
+"""Writes each rank's numbers, and combines old records so that long attempts do not grow without limit."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,31 +14,35 @@ from sunspot.run.history import Columns
 from sunspot.run.streams import SIZES, LineWriter, new_stream
 
 MIN_RECORDS = 64
-"""Smallest number of the newest records that stay unchanged. Older records are combined to at most as many, and at
-least half as many."""
+"""Smallest number of the newest records that are never combined.
+
+Older records are combined to at most the same number, and at least half of it.
+"""
 
 MIN_BYTES = SIZES[-1] // 4
-"""Smallest number of bytes of the newest records that stay unchanged."""
+"""Smallest size in bytes of the newest records that are never combined."""
 
 FLUSH_BURST = 60
-"""Number of flushes that write at once, at the beginning of an attempt or after a pause."""
+"""Number of flushes that write immediately, at the beginning of an attempt or after a pause."""
 
 FLUSH_EVERY_S = 60.0
-"""Seconds between two writes once the burst is used up."""
+"""Seconds between writes after the burst."""
 
 SUMS = {"rows", "seconds", "steps_s", "forward_s", "data_wait_s", "throttled_s"}
-"""Numbers that are combined to their sum."""
+"""Names of numbers that are combined by summing."""
 
 MAXIMA = {"step_time_p95_s", "memory_mib", "gpu_memory_mib"}
-"""Numbers that are combined to their maximum."""
+"""Names of numbers that are combined by taking the maximum."""
 
 MEANS = {"step_time_median_s": "steps", "throttled_share": "seconds"}
-"""Numbers that are combined to a weighted mean, with the name of the weight. Of all other numbers, the last one is
-kept."""
+"""Names of numbers that are combined to a weighted mean, and the names of their weights.
+
+Of any other number, the last value is kept.
+"""
 
 
 class RankHistory:
-    """Writes the numbers of all ranks in one attempt."""
+    """Writes all ranks' numbers during one attempt."""
 
     def __init__(self, run: Run, attempt: int) -> None:
         self._attempt = attempt
@@ -49,27 +53,27 @@ class RankHistory:
         self._pace = TokenBucket(FLUSH_BURST, FLUSH_EVERY_S)
 
     def append(self, record: Mapping[str, Any], ranks: Columns) -> None:
-        """Add the numbers that belong to a record of the metric history."""
+        """Add the ranks' numbers for a record of the metric history."""
         kept = {name: record[name] for name in ("step", "time", "steps", "seconds") if name in record}
         with self._lock:
             self._waiting.append(({"attempt": self._attempt, **kept}, ranks))
 
     def end(self) -> None:
-        """Make every later flush write at once."""
+        """Make every later flush write immediately."""
         self._ends = True
 
     def flush(self) -> None:
-        """Write the added numbers, unless they have to wait. Raises `StorageError`, and can then be called again."""
+        """Write the added numbers, unless the last write was too recent. After a `StorageError`, call it again."""
         with self._lock:
             due = bool(self._waiting) and (self._ends or self._pace.take())
             waiting, self._waiting = (self._waiting, []) if due else ([], self._waiting)
-        for record, ranks in waiting:  # not in `append`, because a thousand ranks take milliseconds
+        for record, ranks in waiting:  # not in `append`, because encoding a thousand ranks takes milliseconds
             self._stream.append(to_json({**record, "ranks": ranks}))
         self._stream.flush()
 
 
 def downsample(text: bytes) -> bytes:
-    """Combine older records, in groups whose size is a power of two, so that combined records stay together."""
+    """Combine older records in groups of a power of two, so that combined records stay in the same group."""
     lines = text.splitlines()
     newest = size = 0
     while newest < len(lines) and (newest < MIN_RECORDS or size < MIN_BYTES):
@@ -89,7 +93,7 @@ def downsample(text: bytes) -> bytes:
 
 
 def combine(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine neighbouring records of one attempt into one."""
+    """Combine adjacent records of one attempt into a single record."""
     totals = {name: round(sum(record.get(name, 0) for record in records), 6) for name in ("steps", "seconds")}
     names = [name for name in records[-1]["ranks"] if all(name in record["ranks"] for record in records)]
     ranks = {name: _combine(name, records) for name in names}
@@ -111,7 +115,7 @@ def _combine(name: str, records: Sequence[dict[str, Any]]) -> list[float | None]
 
 
 def to_column(name: str, values: Any) -> list[float | None]:
-    """Return the numbers of an array, float64 [ranks], as they are written: to the microsecond, with None for NaN."""
+    """Return an array, float64 [ranks], as JSON values: rounded to microseconds, with None for NaN."""
     if name == "rows":
         return [int(value) for value in values.tolist()]
     return [None if value != value else value for value in values.round(6).tolist()]

@@ -1,4 +1,7 @@
-"""Collectives on the CPU, which all workers call together. They wait for the slowest worker without a time limit."""
+"""Collectives on the CPU, which all workers must call together.
+
+`run_on_all_ranks` and `broadcast_from_rank0` wait for the slowest worker without a time limit.
+"""
 
 from __future__ import annotations
 
@@ -18,54 +21,53 @@ Result = TypeVar("Result")
 CPU = torch.device("cpu")
 
 INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer type by size in bytes. The bits of numbers are summed up as integers of the same size."""
+"""A mapping from sizes in bytes to integer types. A number's bits are summed as an integer of the same size."""
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Rank of a worker, and the group in which it has that rank."""
+    """A worker's rank in a group."""
 
     group: dist.ProcessGroup | None = None
-    """Process group on the CPU for agreements between workers, separate from that for gradients; None for a single
-    worker."""
+    "The CPU process group for agreements, separate from the one for gradients. None for a single worker."
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
     nodes: Sequence[str] = ()
-    "Ray's node id of each rank; empty if unknown."
+    "Ray's node ID of each rank. Empty if unknown."
 
 
 ALONE = WorkerPlace()
 
 ROUND_S = 5.0
-"""Seconds between two rounds in which waiting ranks tell each other that they are alive. It is far below the time limit
-of any collective."""
+"""Seconds between rounds in which waiting ranks confirm that they are alive, far below any collective's timeout."""
 
 _listeners: list[Callable[[], Any]] = []
-"""Functions that are called after each round (`listening_to_rounds`). They are in a module variable because most
-callers of `run_on_all_ranks` do not know the watchdog that listens."""
+"""Functions that are called after each round (`listening_to_rounds`).
+
+They are in a module variable, because most callers of `run_on_all_ranks` do not know about the watchdog that listens.
+"""
 
 
 def sync_buffers(model: torch.nn.Module) -> None:
-    """Give every worker rank 0's buffers, which a checkpoint contains. All workers call this together.
+    """Copy rank 0's buffers to every worker, so that all workers have the buffers of a checkpoint.
 
-    Until then, each worker has batch norm's averages of its own rows. DDP does the same before the next forward pass.
+    All workers must call this together. Until then, batch norm's averages on each worker are those of its own rows.
+    DDP does the same before the next forward pass.
     """
-    for same, flat in flatten(model.buffers()):  # one message for each type instead of one for each buffer
+    for same, flat in flatten(model.buffers()):  # one message per type instead of one per buffer
         dist.broadcast(flat, src=0)
         unflatten(same, flat)
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Yield the tensors of each type, together with one tensor of all their values."""
+    """Yield the tensors of each type, and one flat tensor with all their values."""
     for same in by_type(tensors):
         yield same, torch.cat([tensor.reshape(-1) for tensor in same])
 
 
 def by_type(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the tensors of each type. The types are in the order in which they appear, which is the same on all
-    workers.
-    """
+    """Return the tensors grouped by type, in order of first appearance, which is the same on all workers."""
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
@@ -73,15 +75,13 @@ def by_type(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def unflatten(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-    """Set tensors to the values that `flatten` has returned for them."""
+    """Copy the values of a flat tensor from `flatten` back to the tensors."""
     for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(values.view_as(tensor))
 
 
 def same_parameters(model: torch.nn.Module, group: dist.ProcessGroup) -> bool:
-    """Return True if the sums of the bits of all parameters are equal on all workers. All workers call this
-    together.
-    """
+    """Return True if all workers have the same parameters, judged by bit sums. All workers must call this together."""
     with torch.no_grad():
         sums = [sum_of_bits(parameter) for parameter in model.parameters()]
         mine = torch.stack(sums).tolist() if sums else []
@@ -89,13 +89,16 @@ def same_parameters(model: torch.nn.Module, group: dist.ProcessGroup) -> bool:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits of a tensor's numbers, taken as integers, without waiting for a device."""
+    """Return the sum of a tensor's numbers, reinterpreted as integers. Does not wait for the device."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.view(INTEGER_OF_SIZE[real.element_size()]).sum()
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return every worker's object, by rank. All workers call this together. `group` is None for a single worker."""
+    """Return every worker's object, ordered by rank. All workers must call this together.
+
+    `group` is None for a single worker.
+    """
     if group is None:
         return [mine]
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -104,7 +107,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def any_rank(group: dist.ProcessGroup, *mine: bool) -> list[bool]:
-    """Return for each flag whether it is set on any worker. All workers call this together."""
+    """Return for each flag whether any worker has set it. All workers must call this together."""
     flags = torch.tensor(mine, dtype=torch.uint8)
     dist.all_reduce(flags, dist.ReduceOp.MAX, group)
     return [bool(flag) for flag in flags.tolist()]
@@ -112,9 +115,9 @@ def any_rank(group: dist.ProcessGroup, *mine: bool) -> list[bool]:
 
 @contextmanager
 def listening_to_rounds(listener: Callable[[], Any]) -> Iterator[None]:
-    """Call `listener` after each round of `run_on_all_ranks` while the context lasts.
+    """Context manager that calls `listener` after each round of `run_on_all_ranks`.
 
-    All workers took part in the round, so they are all alive, even if one of them takes long.
+    A round proves that all workers are alive, even if one of them is slow.
     """
     _listeners.append(listener)
     try:
@@ -124,10 +127,10 @@ def listening_to_rounds(listener: Callable[[], Any]) -> Iterator[None]:
 
 
 def run_on_all_ranks(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Result:
-    """Return the result of `act` once it has returned on all workers. All workers call this together.
+    """Call `act`, and return its result once it has returned on all workers. All workers must call this together.
 
-    No collective waits for longer than ROUND_S for the slowest worker, so that none reaches its time limit. An error of
-    `act` is raised at once, because the end of this worker ends the others. `group` is None for a single worker.
+    Each collective waits at most ROUND_S for the slowest worker, so none times out. An error raised by `act` is raised
+    at once, because the other workers end with this one. `group` is None for a single worker.
     """
     if group is None:
         return act()
@@ -146,7 +149,10 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, act: Callable[[], Result])
 
 
 def broadcast_from_rank0(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Result:
-    """Return rank 0's result of `act` on all workers, without a time limit. All workers call this together."""
+    """Call `act` on rank 0, and return its result on all workers. All workers must call this together.
+
+    `group` is None for a single worker.
+    """
     if group is None:
         return act()
     result: list[Any] = [run_on_all_ranks(group, act if dist.get_rank(group) == 0 else lambda: None)]

@@ -1,9 +1,9 @@
 """DistributedDataParallel (DDP) for models that do not use all parameters in every backward pass.
 
-DDP averages gradients in buckets, and sends a bucket once all of its parameters have a gradient. If a rank has not used
-a parameter, such as an expert without rows, the averaging does not end. DDP notices this only in the next forward pass,
-when the optimizer has already taken a step with gradients that differ between the ranks. Here, the averaging ends with
-each backward pass, and gives the gradients that one process with all rows would have
+DDP averages gradients in buckets, and sends a bucket once all of its parameters have a gradient. If a rank does not use
+a parameter, such as an expert without rows, DDP never completes the averaging. It only raises an error in the next
+forward pass, after the optimizer has taken a step with gradients that differ between ranks. Here, each backward pass
+completes the averaging, and the gradients are those of a single process with all rows
 (docs/decisions/0012-parameters-without-a-gradient.md).
 """
 
@@ -22,24 +22,24 @@ from torch.nn.parallel import DistributedDataParallel
 from sunspot.errors import SettingsError
 
 WAITING_FOR = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
-"""Matches the part of torch's message that names the parameters for which DDP waits (2.9 to 2.15)."""
+"""Matches the parameter numbers in torch's error about unfinished averaging (torch 2.9 to 2.15)."""
 
 
 class DataParallel(DistributedDataParallel):
-    """Model whose gradients are averaged over the workers at the end of each backward pass.
+    """A wrapper that averages a model's gradients over the workers at the end of each backward pass.
 
-    Afterwards, a parameter that any rank has used has a gradient on all ranks. A parameter that no rank has used has no
-    gradient, so that the optimizer leaves it alone.
+    Afterwards, a parameter that any rank has used has a gradient on all ranks. A parameter that no rank has used has
+    none, so that the optimizer does not change it.
     """
 
     def __init__(self, module: nn.Module, name: str = "", **options: Any) -> None:
-        """Wrap a model, with DDP's options. `name` distinguishes it from the task's other models."""
-        # DDP gives wrong averages to the buckets that follow one with a sparse gradient (torch 2.15, gloo).
+        """Wrap a model. `options` are those of DDP, and `name` must be unique among the task's models."""
+        # DDP averages all buckets after one with a sparse gradient incorrectly (torch 2.15, gloo).
         sparse = find_sparse(module)
         if sparse:
             if not {each for each in module.parameters() if each.requires_grad} - sparse.keys():
                 raise SettingsError(
-                    "all parameters of the model have sparse gradients; use embeddings with sparse=False"
+                    "all parameters of the model have sparse gradients; create the embeddings with sparse=False"
                 )
             ignored = [name for name, each in module.named_parameters() if each in sparse]
             self._set_params_and_buffers_to_ignore_for_model(module, ignored)
@@ -49,23 +49,23 @@ class DataParallel(DistributedDataParallel):
                 dist.broadcast(parameter.detach(), 0, self.process_group)
         parameters = [each for name, each in module.named_parameters() if name not in self.parameters_to_ignore]
         self._averaged = [each for each in parameters if each.requires_grad]
-        "Parameters that DDP averages, in its order."
+        "The parameters that DDP averages, in DDP's order."
         self._others = [*sparse, *(each for each in parameters if not each.requires_grad)]
-        "Parameters that DDP ignores: frozen ones, even if they are trained later, and those with sparse gradients."
+        "The parameters that DDP ignores, which are frozen at first or have sparse gradients."
         self._usage = UsageBoard(self.process_group, name)
         self._passes = 0
-        "Number of forward passes after which gradients are averaged."
+        "The number of forward passes for which gradients are averaged."
         self._fresh = False
-        "True if such a forward pass has begun since the newest backward pass."
+        "True if such a forward pass has begun since the last backward pass."
         self._ends = False
-        "True if `_end_backward` is to be called when the current backward pass has ended."
+        "True if `_end_backward` is scheduled for the end of the current backward pass."
         self._counts: list[int | None] = []
-        "Result of `_count_changes` after the newest backward pass."
+        "The result of `_count_changes` after the last backward pass."
         self._unused_before: list[nn.Parameter] | None = None
-        "Parameters without a gradient before passes over rows that do not count; None if the rows count."
+        "The parameters without a gradient before the first pass over uncounted rows, or None if rows count."
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return the model's output. The backward pass through it averages the gradients."""
+        """Return the model's output. A backward pass through the output averages the gradients."""
         output = super().forward(*inputs, **options)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._passes += 1
@@ -76,7 +76,7 @@ class DataParallel(DistributedDataParallel):
         return output
 
     def count_rows(self, counted: bool) -> None:
-        """Set whether the rows of the following passes count. Rows that do not count leave parameters unused."""
+        """Set whether the rows of the following passes count. Uncounted rows do not mark parameters as used."""
         if not counted:
             if self._unused_before is None:
                 self._unused_before = [each for each in self._averaged if each.grad is None]
@@ -86,7 +86,7 @@ class DataParallel(DistributedDataParallel):
             self._unused_before = None
 
     def complete(self) -> None:
-        """End the averaging of a backward pass if it waits for parameters without a gradient."""
+        """Complete the averaging of a backward pass if it waits for parameters without a gradient."""
         waiting = self._find_waiting()
         if waiting:
             self._announce(each for each in self._averaged if each.grad is None)
@@ -94,17 +94,15 @@ class DataParallel(DistributedDataParallel):
             if self._find_waiting():
                 raise RuntimeError("DDP has not averaged all gradients of a backward pass")
         if self._usage.announced:
-            if self._averaged[0].is_cuda:  # until then, another rank may not have made its announcement
+            if self._averaged[0].is_cuda:  # before that, another rank might not have announced its unused parameters
                 torch.cuda.synchronize(self._averaged[0].device)
             for index in self._usage.find_unused():
                 self._averaged[index].grad = None
 
     def _find_waiting(self) -> list[int]:
-        """Return the numbers of the parameters that DDP waits for: an empty list if averaging has ended or not
-        begun.
-        """
+        """Return the numbers of the parameters for which an unfinished averaging waits, if any."""
         try:
-            self._check_reducer_finalized()  # torch has no public name for it (2.15)
+            self._check_reducer_finalized()  # torch has no public API for this (2.15)
         except RuntimeError as error:
             named = WAITING_FOR.search(str(error))
             if named is None:
@@ -117,16 +115,16 @@ class DataParallel(DistributedDataParallel):
         self._usage.announce(self._passes, {numbers[each] for each in unused})
 
     def _end_with_backward(self, _: torch.Tensor) -> None:
-        """Make the engine call `_end_backward` once at the end of the current backward pass, after DDP's own callback.
+        """Schedule one call of `_end_backward` for the end of the current backward pass, after DDP's own callback.
 
-        Ranks that use different numbers of outputs for their losses then take part in the same collectives.
+        All ranks then join the same collectives, even if they use different numbers of outputs in their losses.
         """
         if self._ends:
             return
         self._ends = True
         if self._unused_before is not None:
             self._announce(self._unused_before)
-        engine: Any = torch.autograd.Variable._execution_engine  # private, but used by DDP and FSDP, too (2.15)
+        engine: Any = torch.autograd.Variable._execution_engine  # private, but also used by DDP and FSDP (2.15)
         queue = engine.queue_callback
         queue(lambda: queue(self._end_backward))
 
@@ -135,21 +133,20 @@ class DataParallel(DistributedDataParallel):
         self._fresh = self._ends = False
         self.complete()
         others = [each for each in self._others if each.requires_grad]
-        if again or others:  # DDP averages only once after a forward pass
+        if again or others:  # DDP averages only once per forward pass
             average([*self._averaged, *others] if again else others, self.process_group)
         self._counts = self._count_changes()
 
     def _count_changes(self) -> list[int | None]:
-        """Return PyTorch's version counter of each gradient, or None if there is no gradient."""
+        """Return PyTorch's version counter of each gradient, with None for missing gradients."""
         return [None if (gradient := each.grad) is None else gradient._version for each in self._averaged]
 
 
 class UsageBoard:
-    """Finds the parameters that no rank has used, through the store of the ranks' process group.
+    """Finds the parameters that no rank has used, through the process group's store.
 
-    A rank that has used all parameters does nothing. Any other rank announces its unused parameters before it sends its
-    last gradients. All announcements have therefore been made once gradients are averaged, and no rank waits for
-    another.
+    A rank with unused parameters announces them before it sends its last gradients, so all announcements are complete
+    once gradients are averaged. No rank has to wait for another.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
@@ -157,19 +154,19 @@ class UsageBoard:
         self._store = group.get_group_store()
         self._unused: set[int] | None = None
         self._passes: list[int] = []
-        "Numbers under which this rank's two newest announcements are stored."
+        "The pass numbers of this rank's two newest announcements."
 
     @property
     def announced(self) -> bool:
-        """True if this rank has made an announcement, but has not read those of the other ranks yet."""
+        """True if this rank has announced parameters, but has not read the other ranks' announcements yet."""
         return self._unused is not None
 
     def announce(self, number: int, unused: set[int]) -> None:
-        """Announce which parameters this rank has not used in pass `number`. Only the first call for a pass counts."""
+        """Announce the parameters that this rank has not used in pass `number`. Only the first call per pass counts."""
         self._unused = unused if self._unused is None else self._unused
         if number in self._passes:
             return
-        for old in self._passes[:-1]:  # gradients have been averaged since, so all ranks have read it
+        for old in self._passes[:-1]:  # all ranks have read it, because gradients have been averaged since
             self._store.delete_key(self._key(old, self._group.rank()))
             self._store.delete_key(self._key(old, "ranks"))
         self._passes = [*self._passes[-1:], number]
@@ -177,7 +174,7 @@ class UsageBoard:
         self._store.add(self._key(number, "ranks"), 1)
 
     def find_unused(self) -> set[int]:
-        """Return the parameters that no rank has used. Call this once the gradients are averaged."""
+        """Return the numbers of the parameters that no rank has used. Call this after gradients are averaged."""
         unused, self._unused = self._unused or set(), None
         ranks, number = range(self._group.size()), self._passes[-1]
         if self._store.add(self._key(number, "ranks"), 0) < len(ranks):
@@ -191,12 +188,12 @@ class UsageBoard:
 
 
 def mark_ready(parameters: list[nn.Parameter]) -> None:
-    """Run a backward pass that gives parameters a gradient of zeros, or adds zeros to the gradient that they have."""
+    """Run a backward pass that adds zeros to the parameters' gradients, which are created if they are missing."""
     frozen = [each for each in parameters if not each.requires_grad]
-    for parameter in frozen:  # trainable when DDP began, which therefore waits for it
+    for parameter in frozen:  # DDP waits for it, because it was trainable when DDP was created
         parameter.requires_grad_(True)
     try:
-        zeros = [each.new_zeros(()).expand_as(each) for each in parameters]  # zeros that take no memory
+        zeros = [each.new_zeros(()).expand_as(each) for each in parameters]  # zeros that use no memory
         torch.autograd.backward(parameters, zeros)
     finally:
         for parameter in frozen:
@@ -204,7 +201,7 @@ def mark_ready(parameters: list[nn.Parameter]) -> None:
 
 
 def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average gradients over the ranks, one after another. All ranks call this together."""
+    """Average gradients over the ranks, one parameter at a time. All ranks must call this together."""
     here = [0 if each.grad is None else 2 if each.grad.is_sparse else 1 for each in parameters]
     kinds = torch.tensor(here, dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(kinds, dist.ReduceOp.MAX, group)
@@ -218,13 +215,13 @@ def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
 
 
 def find_sparse(module: nn.Module) -> dict[Any, None]:
-    """Return the weights of embeddings whose gradients are sparse, in the same order on all ranks."""
+    """Return the weights of embeddings with sparse gradients, in the same order on all ranks."""
     embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
     return dict.fromkeys(each.weight for each in embeddings if each.sparse)
 
 
 def find_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a model's output at any depth at which DDP finds them."""
+    """Yield the tensors in a model's output. Nested containers are searched like in DDP."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):

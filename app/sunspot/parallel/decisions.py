@@ -1,4 +1,4 @@
-"""Brings rank 0's decisions after a step to all workers, and ends an evaluation on all of them together."""
+"""Sends rank 0's decisions after a step to all workers, and ends evaluations on all workers together."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import torch
 import torch.distributed as dist
 
 ASK_EVERY_S = 0.1
-"""Seconds between two decisions of rank 0, a small fraction of the time that a preemption notice leaves."""
+"""Seconds between decisions of rank 0, a small fraction of the time left after a preemption notice."""
 
 MAX_STEPS_BETWEEN = 16
-"""Largest number of steps between two decisions. If fast steps suddenly take seconds, a notice must not wait long."""
+"""Largest number of steps between decisions, so that a notice is not delayed for long if steps become slow."""
 
 LONG_STEP_S = 0.3
-"""Duration of a step in seconds above which workers wait for the decision after it. A broadcast to 64 ranks takes less
-than a millisecond."""
+"""Duration of a step in seconds above which workers wait for the decision after it.
+
+A broadcast to 64 ranks takes less than a millisecond.
+"""
 
 
 class StepActions(NamedTuple):
-    """Actions of the workers after a step."""
+    """The workers' actions after a step."""
 
     save: bool = False
     "Save a checkpoint to storage."
@@ -31,24 +33,24 @@ class StepActions(NamedTuple):
     report: bool = False
     "Add a record to the metric history."
     stop: bool = False
-    "Save and return, because the run ends here."
+    "Save and return, because the run ends."
     restart: bool = False
-    "Save and end, so that Ray starts a new worker group."
+    "Save and exit, so that Ray starts a new worker group."
     regroup: bool = False
-    "Form the next group of the current members. The processes stay."
+    "Form a new group of the current members, in the same processes."
     busy: bool = False
-    "Under fsdp, do not begin a checkpoint that can wait, because another one is being committed."
+    "Under fsdp, postpone optional checkpoints, because another checkpoint is being committed."
     next_in: int = MAX_STEPS_BETWEEN
-    "Number of steps after which there may be something to do again."
+    "The number of steps until the next possible action."
 
 
 class StepDecisionBroadcast:
-    """Brings rank 0's decisions to all workers for the same step, about every ASK_EVERY_S, or with each longer step.
+    """Sends rank 0's decisions to all workers about every ASK_EVERY_S, or after every step if steps are longer.
 
-    After a short step, the broadcast overlaps with the next step, and its result comes one step late. No worker then
-    waits for the slowest one, except where gradients make it wait anyway. After a step longer than LONG_STEP_S, all
-    workers wait for the result, because a notice may leave time for only one more step. Each broadcast also tells when
-    the next one is due, and whether the workers wait for it.
+    After a short step, the broadcast overlaps with the next step, so workers do not wait for each other, and the result
+    arrives one step late. After a step longer than LONG_STEP_S, all workers wait for the result, because a notice might
+    leave time for only one more step. Each broadcast also contains the number of steps until the next broadcast, and
+    whether workers wait for its result.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -57,20 +59,21 @@ class StepDecisionBroadcast:
         self._pending: dist.Work | None = None
         self._busy = self._waits = False
         self._every = 1
-        "Number of steps between the last two broadcasts."
+        "The number of steps between the last two broadcasts."
         self._left = 1
-        "Number of steps until the next broadcast."
+        "The number of steps until the next broadcast."
         self._asked = time.monotonic()
 
     def agree(self, decide: Callable[[], StepActions]) -> StepActions:
-        """Return the actions that rank 0 chose after this step or the previous one, the same on all workers.
+        """Return the actions that rank 0 chose after this step or the previous one. They are the same on all workers.
 
-        All workers call this after each step. `decide` is called when a broadcast is due, and rank 0's result counts.
+        All workers must call this after each step. `decide` is called when a broadcast is due. Only rank 0's result is
+        used.
         """
         agreed = StepActions(busy=self._busy)
         if self._pending:
             agreed = self._receive()
-            if self._waits:  # one result for each step
+            if self._waits:  # one result per step
                 return agreed
         self._left -= 1
         if self._left == 0:
@@ -92,9 +95,9 @@ class StepDecisionBroadcast:
         return agreed
 
     def _choose_interval(self, mine: StepActions) -> tuple[int, bool]:
-        """Return the number of steps until the next broadcast, and whether all workers wait for its result.
+        """Return the number of steps until the next broadcast, and whether workers wait for its result.
 
-        The interval at most doubles, because a pause tells little about the pace.
+        The interval at most doubles, because a single measurement can be wrong.
         """
         now = time.monotonic()
         step_s = max(now - self._asked, 1e-9) / self._every
@@ -105,26 +108,26 @@ class StepDecisionBroadcast:
 
 
 class EvaluationEnd:
-    """Ends an evaluation on all workers after the same round, while each worker evaluates its rows at its own pace.
+    """Ends an evaluation on all workers after the same round, while each worker evaluates at its own pace.
 
-    A worker that has rows left does not wait for a round; rounds come about every ASK_EVERY_S. A worker without rows
-    waits, but only until the slowest worker's next batch. The rounds continue until no worker has rows left, or until a
+    Rounds take place about every ASK_EVERY_S. A worker with rows left does not wait for a round. A worker without rows
+    waits, but only until the slowest worker's next batch. Rounds continue until no worker has rows left, or until a
     worker is asked to stop or restart.
     """
 
     def __init__(self, group: dist.ProcessGroup, together: bool) -> None:
-        """Create the rounds of one evaluation. `together` is True if the workers make each forward pass together."""
+        """`together` is True if workers must make each forward pass together."""
         self._group, self._together = group, together
         self._flags = torch.zeros(3, dtype=torch.uint8)
         self._pending: dist.Work | None = None
         self._began = -math.inf
         self.stop = self.restart = False
-        "Why the evaluation was cut short, known once it has ended."
+        "Why the evaluation ended early, if it did."
 
     def reached(self, stop: bool, restart: bool, more: bool) -> bool:
-        """Return True if the evaluation ends here, given this worker's commands and whether it has `more` rows.
+        """Return True if the evaluation ends now. `more` is True if this worker has rows left.
 
-        Call it before each batch, and repeatedly when there are no rows left.
+        Call this before each batch, and repeatedly once no rows are left.
         """
         waits = self._together or not more
         if not self._pending and (waits or time.monotonic() - self._began >= ASK_EVERY_S):

@@ -1,4 +1,4 @@
-"""Averages a step's gradients over the workers, once for each optimizer step, and clips them."""
+"""Averages gradients over the workers, once per optimizer step, and clips them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sunspot.settings import Settings
 def prepare(
     model: nn.Module, settings: Settings, averages: bool = True, synced: bool = False, name: str = ""
 ) -> nn.Module:
-    """Return the model to train, made from the result of `shard_model`. Its gradients are averaged over the workers.
+    """Wrap the result of `shard_model` so that its gradients are averaged over the workers.
 
-    A worker that trains alone (not `averages`) needs no averaging. If the workers' parameters are not `synced` yet, all
-    workers take those of rank 0 together. `name` distinguishes the model from the task's other models.
+    A single worker does not average (`averages` is False). Unless the workers' parameters are already `synced`, rank
+    0's parameters are copied to all workers. `name` must be unique among the task's models.
     """
     if not averages or is_fsdp(model) or not any(each.requires_grad for each in model.parameters()):
         return model
@@ -41,10 +41,10 @@ def prepare(
 
 
 def release(model: nn.Module) -> None:
-    """Stop a prepared model from averaging gradients. The wrapped model can then be prepared again for another group.
+    """Make a prepared model stop averaging gradients, so that the wrapped model can be prepared for another group.
 
-    This also removes its hooks on gradients, because a loop may still hold the prepared model. torch has no public name
-    for that (2.15).
+    This removes DDP's gradient hooks, for which torch has no public API (2.15). A loop might still use the prepared
+    model.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -53,8 +53,9 @@ def release(model: nn.Module) -> None:
 
 @contextmanager
 def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
-    """Surround a pass of a prepared model. Gradients are averaged over workers if `now` is True, or else only summed
-    locally.
+    """Context manager for a forward or backward pass of a prepared model.
+
+    Gradients are averaged over the workers if `now` is True. Otherwise, they are only accumulated locally.
     """
     if is_fsdp(model):
         model.set_requires_gradient_sync(now)
@@ -68,17 +69,17 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
 
 
 def complete_gradients(model: nn.Module) -> None:
-    """Average the gradients of a prepared model after a backward pass from a loss that used none of its outputs."""
+    """Average a prepared model's gradients after a backward pass from a loss that used none of its outputs."""
     for part in model.children() if has_several(model) else [model]:
         if isinstance(part, DataParallel):
             part.complete()
 
 
 class FiniteGradients:
-    """Filter that keeps rows that do not count out of gradients while it is on.
+    """A switch that excludes uncounted rows from gradients.
 
-    A weight of 0 is not enough: 0 times the infinite loss of a row is NaN, and the average brings it to all workers.
-    Also, a parameter that only such rows use would get a gradient of zeros, and the optimizer would change it.
+    Multiplying their loss by 0 is not enough: 0 times an infinite loss is NaN, which the average would send to all
+    workers. A parameter used only by these rows would also get a gradient of zeros, and the optimizer would change it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,7 +100,7 @@ class FiniteGradients:
                 self._watch(self._model)
 
     def _watch(self, module: nn.Module, *_: Any) -> None:
-        """Watch a module whose parameters are not sharded at this moment."""
+        """Filter the gradients of a module with parameters that are currently not sharded."""
         whole = [each for each in module.parameters() if each.requires_grad and not is_dtensor(each)]
         self._handles += [parameter.register_hook(_without_infinite) for parameter in whole]
 
@@ -109,10 +110,10 @@ def _without_infinite(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> None:
-    """Scale a step's gradient down to the norm `max_norm` (0: off), over all parameters and, under fsdp, over all
-    parts.
+    """Clip the norm of all averaged gradients to `max_norm`, or do nothing if it is 0.
 
-    Call it once for a step, when gradients are averaged, on all workers together. No worker waits for its device.
+    All workers must call this together, once per step. Under fsdp, the norm covers all workers' parts. This does not
+    wait for the device.
     """
     if max_norm:
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)

@@ -1,9 +1,9 @@
-"""Forms the process groups of a generation without Ray, and breaks them when a member is gone.
+"""Forms a generation's process groups without Ray, and breaks them after the loss of a member.
 
-A collective of gloo waits for a lost member until its time limit, and no public call ends it. Shutting down its sockets
-ends it at once; they are the sockets that appeared while the group formed. A collective of NCCL waits on the GPU
-forever. It can be aborted, but then it leaves a wrong sum and raises no error. Its sums must therefore not be used
-until `await_device` has returned and the group is found to be intact.
+A gloo collective waits for a lost member until it times out, and no public API ends it. Shutting down the group's
+sockets ends it at once. These are the sockets that were opened while the group formed. An NCCL collective waits on the
+GPU forever. It can be aborted, but then it leaves a wrong sum without raising an error. Sums must therefore not be used
+before `await_device` has returned and the group is known to be intact.
 """
 
 import contextlib
@@ -20,58 +20,58 @@ import torch
 import torch.distributed as dist
 
 FORM_LIMIT_S = 20
-"""Seconds in which the members of a group must meet and connect. The loss of a member ends their wait sooner."""
+"""Seconds within which the members of a group must connect. The loss of a member ends the wait earlier."""
 
 NCCL_LIMIT_S = 120
-"""Seconds that NCCL's first collective may take. It finds all paths between the GPUs and connects them."""
+"""Time limit in seconds for NCCL's first collective, which finds all paths between the GPUs and connects them."""
 
 LOOPBACK = "127.0.0.1"
 
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Environment variables that make gloo and NCCL listen on the loopback interface alone, unless they are already set."""
+"""Environment variables that make gloo and NCCL listen only on the loopback interface, unless they are already set."""
 
 NCCL_SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # otherwise torch ends the process when a member is gone
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # otherwise torch ends the process after the loss of a member
     "NCCL_NVLS_ENABLE": "0",  # its multicast memory can outlive an abort (NVIDIA, nvidia-resiliency-ext, in-process)
 }
-"""Environment variables for NCCL, unless they are already set."""
+"""Environment variables for NCCL, which are set unless they already are."""
 
 
 class ProcessGroups:
-    """Process groups of this process's newest generation: the default one for gradients, and another for agreements."""
+    """The process groups of the newest generation: the default group for gradients, and another for agreements."""
 
     def __init__(self, device: torch.device, limit_s: float, server: tuple[str, int] = ("", 0)) -> None:
-        """Create the state of the groups. Gradients are summed on `device`. Collectives on the CPU wait at most
-        `limit_s`.
+        """Gradients are summed on `device`. CPU collectives time out after `limit_s` seconds.
 
-        Connections to `server`, the address of the membership server, may open while a group forms, and are never cut.
+        Connections to `server`, the membership server's address, are never cut, even if they were opened while a group
+        formed.
         """
         self._device = device
         self._limit = timedelta(seconds=limit_s)
         self._server = server
         self._ending = threading.Lock()
         self._before: set[str] | None = None
-        "Sockets that existed before a group began to form; None while no group forms."
+        "The sockets that existed before a group began to form, or None while no group is forming."
         self._own: set[str] = set()
-        "Sockets of the groups that have formed."
+        "The sockets of the groups that have formed."
         self._of_gloo: set[str] = set()
-        "Sockets among them that belong to gloo."
+        "The subset of these sockets that belong to gloo."
         self._form_by = math.inf
-        "Deadline of the groups that are forming (`monotonic`)."
+        "The deadline of the groups that are forming, in `time.monotonic` seconds."
 
     @property
     def overdue(self) -> bool:
-        """True if groups have been forming for too long."""
+        """True if groups have been forming for longer than their time limit."""
         return time.monotonic() > self._form_by
 
     def form(
         self, open_store: Callable[[], Any], rank: int, world_size: int, limit_s: float = FORM_LIMIT_S
     ) -> dist.ProcessGroup:
-        """Form both groups in a store, and return the one for agreements.
+        """Form both groups through a store, and return the group for agreements.
 
-        Call it in the context of `forming`. The store is opened here so that `cut` closes its connection, too. torch's
-        own limits are those of later collectives, so after `limit_s` the groups are `overdue`, and the caller cuts
-        them. Raises `RuntimeError` if a member is lost before the groups have formed.
+        Call this inside `forming`. The store is opened here, so that `cut` also closes its connection. torch's timeouts
+        apply only to later collectives. After `limit_s`, the groups are `overdue`, and the caller must cut them. Raises
+        `RuntimeError` if a member is lost before the groups have formed.
         """
         self._form_by = time.monotonic() + limit_s
         if self._server[0] == LOOPBACK:
@@ -85,18 +85,18 @@ class ProcessGroups:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=self._limit)
         agreements = dist.new_group(backend="gloo", timeout=self._limit)
         self._of_gloo = {name for _, name in _sockets()} - (self._before or set())
-        if self._device.type == "cuda":  # NCCL connects in its first collective
+        if self._device.type == "cuda":  # NCCL connects during its first collective
             self._form_by = time.monotonic() + NCCL_LIMIT_S
             dist.all_reduce(torch.zeros(1, device=self._device))
             await_device(self._device)
-            if self.overdue:  # an aborted collective raises nothing
+            if self.overdue:  # an aborted collective raises no error
                 raise RuntimeError(f"NCCL did not connect within {NCCL_LIMIT_S} s")
         self._form_by = math.inf
         return cast(dist.ProcessGroup, agreements)
 
     @contextlib.contextmanager
     def forming(self) -> Iterator[None]:
-        """Take all sockets that appear in this context for those of the groups that form in it."""
+        """Context manager that assigns all sockets opened inside it to the groups."""
         self._before = {name for _, name in _sockets()}
         try:
             yield
@@ -105,18 +105,18 @@ class ProcessGroups:
             self._before, self._form_by = None, math.inf
 
     def cut(self) -> None:
-        """End all collectives in this process; those of gloo raise an error. This may be called in any thread."""
+        """End all collectives in this process, from any thread. Gloo's collectives then raise an error."""
         with self._ending:
-            before = self._before  # read once, because another thread may set it
+            before = self._before  # read once, because another thread can change it
             appeared = {name for _, name in _sockets()} - before if before is not None else set()
             _shut_down(self._own | appeared, self._server)
             if self._device.type == "cuda" and dist.group.WORLD:
-                dist.group.WORLD._get_backend(self._device).abort()  # torch has no public name for it (2.15)
+                dist.group.WORLD._get_backend(self._device).abort()  # torch has no public API for this (2.15)
 
     def leave(self) -> None:
-        """Forget the groups, because their generation has ended."""
+        """Discard the groups after the end of their generation."""
         with self._ending:
-            # Otherwise the destructor would wait for a running collective until a stopped peer continues.
+            # Otherwise the destructor would wait for a running collective until a stopped peer resumed.
             _shut_down(self._of_gloo, self._server)
             self._own, self._of_gloo = set(), set()
             if dist.is_initialized():
@@ -125,23 +125,23 @@ class ProcessGroups:
 
 
 def await_device(device: torch.device) -> None:
-    """Wait until a GPU has completed everything in its current stream."""
+    """Wait until a GPU has completed all work in its current stream."""
     torch.cuda.current_stream(device).synchronize()
 
 
 def _shut_down(names: set[str], spared: tuple[str, int]) -> None:
-    """Shut down the connections among these sockets, which ends all waits for them. `spared` is an address to keep."""
+    """Shut down the connections of these sockets, which ends all waits for them. Connections to `spared` are kept."""
     for descriptor, name in list(_sockets()):
         if name not in names:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-            # A listening socket has no peer, and stays: gloo ends the process if it is shut down.
+            # A listening socket has no peer and is kept, because gloo ends the process if it is shut down.
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername()[:2] != spared:
                 found.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> Iterator[tuple[int, str]]:
-    """Yield the descriptor and the name of each socket of this process."""
+    """Yield the descriptor and name of each of this process's sockets."""
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{entry}")

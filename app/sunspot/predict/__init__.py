@@ -1,13 +1,13 @@
-"""Prediction with a checkpoint's model: of files, of complete datasets, and in other programs.
+"""Predicts files and datasets with a checkpoint's model, also from other programs.
 
-1. `classifier.open_checkpoint` finds a checkpoint, verifies its files, and reads what it records of settings and data.
+1. `classifier.open_checkpoint` finds a checkpoint, verifies its files, and reads the recorded settings and data.
 
-2. `classifier.Classifier` builds the model, loads the weights and predicts rows. Each forward pass is
-`forward.forward_rows`.
+2. `classifier.Classifier` builds the model, loads the weights and predicts rows. `forward.forward_rows` makes each
+forward pass.
 
 3. `batch.predict_dataset` predicts a complete dataset with a pool of classifiers, and resumes if it is killed.
 
-4. `actor.model_worker` runs a classifier as a Ray actor, for other programs.
+4. `actor.model_worker` runs a classifier as a Ray actor for other programs.
 
 5. `for_report` stores predictions of held-out rows at the end of a run.
 """
@@ -23,7 +23,7 @@ __all__ = ["ModelWorker", "model_worker"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and Ray only when a name is used, so `python -m sunspot.predict --help` answers at once."""
+    """Import torch and Ray only when a name is used, so that `python -m sunspot.predict --help` is fast."""
     if name not in __all__:
         raise AttributeError(name)
     from sunspot.predict import actor

@@ -1,4 +1,4 @@
-"""`sunspot predict` and `python -m sunspot.predict`: predict images or datasets, or answer prompts."""
+"""Predicts images or datasets, or answers prompts (`sunspot predict` and `python -m sunspot.predict`)."""
 
 import argparse
 import json
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from sunspot.predict.classifier import Classifier
 
 DESCRIPTION = """\
-Predict images, or a dataset of any columns, with a run's model, or answer prompts with it.
+Predict images or a dataset with a run's model, or answer prompts with a language model.
 
-python -m sunspot.predict mnist digit.png more.npy                     a line for each image
-python -m sunspot.predict mnist --dataset mnist --output predictions   Parquet, for any dataset; resumes if killed
-python -m sunspot.predict lora --prompt "The with statement"           a language model's continuation, or a class"""
+python -m sunspot.predict mnist digit.png more.npy                     print a line for each image
+python -m sunspot.predict mnist --dataset mnist --output predictions   write Parquet; resumes if killed
+python -m sunspot.predict lora --prompt "The with statement"           print a continuation, or a class"""
 
 
 def main() -> int:
-    """Parse the command line, and predict."""
+    """Run `python -m sunspot.predict`."""
     parser = CommandParser(
         "python -m sunspot.predict", DESCRIPTION, ("storage_path", "test_dataset", "data_root", "use_gpu")
     )
     add_arguments(parser)
-    parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--storage", help="storage path of the runs (default: SUNSPOT_STORAGE_PATH)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     arguments = parser.parse_args()
     print_logs("stderr")
     predict(arguments)
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    """Predict files or a dataset, or answer prompts; print a table or, with --json, one document."""
+    """Predict files or a dataset, or answer prompts. Print text, or with --json one document."""
     check_arguments(arguments)
     task = find_task(arguments.task)
     given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset, "TASK": task}
@@ -77,7 +77,7 @@ def predict(arguments: argparse.Namespace) -> None:
 
 
 def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
-    """Return the JSON document: the checkpoint, and the index, class and probabilities of each image."""
+    """Return a JSON document with the checkpoint and each image's class and probabilities."""
     import numpy as np
 
     from sunspot.data.images import read_images
@@ -85,7 +85,9 @@ def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
 
     print_warnings(model.warnings)
     if len(model.shape) != 3:
-        raise SettingsError(f"{model.name}: the model takes no images; give rows with --dataset and --output")
+        raise SettingsError(
+            f"{model.name}: the model does not predict images; use --dataset and --output to predict rows"
+        )
     images = [read_images(file, model.shape, model.data.scales) for file in files]
     predictions, probabilities = model.predict(np.concatenate(images))
     places = [(file, index) for file, batch in zip(files, images, strict=True) for index in range(len(batch))]
@@ -107,7 +109,7 @@ def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
 
 
 def show_table(result: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each image, with its index if its file has several images."""
+    """Yield a line for each image. It includes the index if the file contains several images."""
     counts = Counter(image["file"] for image in result["images"])
     rows = [["file", "prediction", "probability"]]
     for image in result["images"]:
@@ -117,16 +119,16 @@ def show_table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def show_summary(result: dict[str, Any]) -> Iterator[str]:
-    """Yield lines with the number of rows, the accuracy, and the location of the predictions."""
+    """Yield lines with the number of rows, the accuracy and the location of the predictions."""
     yield f"{result['checkpoint']}: {result['rows']} rows of {result['dataset']} ({result['split']})"
     if result["accuracy"] is not None:
         yield f"  accuracy: {result['accuracy']:.4f}"
-    kept = f", {result['kept']} of them already written" if result["kept"] else ""
+    kept = f", {result['kept']} of them from before" if result["kept"] else ""
     yield f"  predictions: {plural(result['parts'], 'file')} in {result['output']}{kept}"
 
 
 def show_answers(result: dict[str, Any]) -> Iterator[str]:
-    """Yield each prompt with its answer."""
+    """Yield each prompt and its answer."""
     for each in result["answers"]:
         yield visible(f"{each['prompt']}: {each['answer']}")
 

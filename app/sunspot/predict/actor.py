@@ -1,4 +1,4 @@
-"""Runs a checkpoint's model in other Ray processes: in an actor that keeps it, or for a single call in a task."""
+"""Runs a checkpoint's model in other Ray processes, as an actor or in a single task."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,14 +16,13 @@ from sunspot.settings_file import find_task
 from sunspot.storage.local import local_path
 
 START_S = 600
-"""Seconds in which a worker must start. It waits for a core, imports torch and reads the checkpoint twice."""
+"""Seconds within which a worker must start. It waits for a core, imports torch and reads the checkpoint twice."""
 
 
 ModelWorker = ray.remote(Classifier)
-"""Ray actor with the model of a verified checkpoint: `ModelWorker.remote(run, checkpoint, storage, use_gpu)`.
+"""A Ray actor class with the methods of `Classifier`: `ModelWorker.remote(run, checkpoint, storage, use_gpu)`.
 
-`storage` and the files to predict are paths on the actor's node. `Classifier` documents its methods. `model_worker`
-starts an actor and cleans it up.
+`storage` and the files to predict are paths on the actor's node. `model_worker` starts an actor and stops it.
 """
 
 
@@ -31,13 +30,13 @@ starts an actor and cleans it up.
 def model_worker(
     run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto", task: str = ""
 ) -> Iterator[Any]:
-    """Start a `ModelWorker` with its model. The worker ends with the context, and so does Ray if it was started here.
+    """Context manager that starts a `ModelWorker`, and stops it afterwards. Ray is started and stopped if needed.
 
-    If the run trained a task of your own, give its module as `task`, unless SUNSPOT_TASK or sunspot.toml names it
+    If the run trained your own task, pass its module as `task`, unless SUNSPOT_TASK or sunspot.toml contains it
     (`open_checkpoint`).
 
-    The worker gets one core, and a GPU if Ray has one and `use_gpu` allows it. Raises the errors of `Classifier`, and
-    `GaveUpError` if the worker is not ready after START_S.
+    The worker gets one core, and a GPU if Ray has one and `use_gpu` allows it. Raises whatever `Classifier` raises, and
+    `GaveUpError` if the worker is not ready after START_S seconds.
     """
     with ray_session():
         gpu = wants_gpu(use_gpu)
@@ -59,10 +58,10 @@ def model_worker(
 def call_in_task(
     act: Callable[[Plan, str, str, str], Any], plan: Plan, run: str, checkpoint: str, limit_s: float
 ) -> Any:
-    """Return the result of `act(plan, run, checkpoint, use_gpu)` in a Ray task with a training worker's resources.
+    """Call `act(plan, run, checkpoint, use_gpu)` in a Ray task with a training worker's resources.
 
-    With these resources, the task fits on a node. Raises what `act` raises, and `GaveUpError` if it has not returned
-    after `limit_s`.
+    With these resources, the task fits on a node. Raises whatever `act` raises, and `GaveUpError` if it has not
+    returned after `limit_s` seconds.
     """
     with ray_session():
         nodes = sum(node["Alive"] for node in ray.nodes())
@@ -74,9 +73,8 @@ def call_in_task(
         try:
             return get_result(reference, limit_s, "a task with the model")
         except GaveUpError:
-            ray.cancel(
-                reference, force=True
-            )  # not otherwise: cancelling a task that is just ending can abort this process
+            # Other tasks are not cancelled, because cancelling a task that is ending can abort this process.
+            ray.cancel(reference, force=True)
             raise
 
 
@@ -89,28 +87,30 @@ def wants_gpu(use_gpu: str) -> bool:
     """Return True if a GPU should be requested. Ray would wait forever for a GPU that it does not have."""
     available = ray.cluster_resources().get("GPU", 0) >= 1
     if use_gpu == "true" and not available:
-        raise SettingsError(f"{PREFIX}USE_GPU=true: Ray has no GPU here; set it to auto")
+        raise SettingsError(f"{PREFIX}USE_GPU=true, but Ray has no GPU here; set it to auto")
     return available and use_gpu != "false"
 
 
 def get_result(reference: Any, limit_s: float | None, what: str) -> Any:
-    """Return a worker's result.
+    """Return a worker's result. `what` describes the worker in messages.
 
-    Raises the worker's `SunspotError`, `GaveUpError` if there is no result after `limit_s`, or a `SunspotError` that
-    explains how the worker failed. `what` names the worker.
+    Raises the worker's `SunspotError`, or a `SunspotError` that explains how the worker failed. Raises `GaveUpError` if
+    there is no result after `limit_s` seconds.
     """
     try:
         return ray.get(reference, timeout=limit_s)
     except ray.exceptions.GetTimeoutError as error:
-        raise GaveUpError(f"{what}: not ready after {limit_s:.0f} s; does Ray have a free core for it?") from error
+        raise GaveUpError(
+            f"{what} was not ready after {limit_s:.0f} s; check that Ray has a free core for it"
+        ) from error
     except ray.exceptions.RayError as error:
-        raise find_in(error) or SunspotError(f"{what}: {shorten(error)}") from error
+        raise find_in(error) or SunspotError(f"{what} failed: {shorten(error)}") from error
 
 
 def absolute_path(location: str, name: bool = True) -> str:
-    """Return an absolute path, because workers may run in another directory; a URL is returned unchanged.
+    """Return an absolute path, because workers can have another working directory. URLs are returned unchanged.
 
-    With `name`, `location` may be a run's name, and is only a path if it contains a '/'.
+    If `name` is True, `location` can be a run's name. It is a path only if it contains a '/'.
     """
     is_path = "://" not in location and ("/" in location or not name)
     return str(local_path(location)) if is_path else location

@@ -1,14 +1,14 @@
-"""Predictions for every row of a dataset, as Parquet: Ray Data reads, and a pool of model workers predicts.
+"""Writes predictions for all rows of a dataset as Parquet. Ray Data reads rows, and a pool of workers predicts them.
 
     <output>/
-        _predictions.json           names the checkpoint and the data; the folder takes no other predictions
+        _predictions.json           identifies the checkpoint and the data
         rows-00000000-00002048.parquet
-                                    columns `row` (int64), `label` (if the data has labels), `prediction` (int64),
-                                    `class` (its name, if classes have names) and `probabilities` (list of float);
-                                    without classes, `prediction` is the model's output; the file has the rows from
-                                    the first id up to, but not including, the second
+                                    predictions for rows 0 to 2047, with the columns `row` (int64), `label` (if the
+                                    data has labels), `prediction` (int64), `class` (the class name, if classes have
+                                    names) and `probabilities` (list of float). Without classes, `prediction` is the
+                                    model's output.
 
-A file has all of its rows or does not exist, so a killed command resumes with the missing files.
+A file is either complete or missing, so a killed command resumes with the missing files.
 """
 
 import io
@@ -55,41 +55,43 @@ from sunspot.storage.base import Storage
 from sunspot.tasks import load_predict, load_task
 
 IDENTITY = "_predictions.json"
-"""Name of the file that says which checkpoint and data the predictions are for."""
+"""Name of the file that identifies the checkpoint and the data of the predictions."""
 
 PART_ROWS = 2048
-"""Largest number of rows in a file. If the command is killed, only a few files are lost."""
+"""Largest number of rows in a file. If the command is killed, only a few files have to be repeated."""
 
 PART_BYTES = 32 << 20
-"""Largest size of the images and probabilities for a file. Ray Data splits blocks of more than 128 MiB."""
+"""Largest size in bytes of the images and probabilities for a file. Ray Data splits blocks above 128 MiB."""
 
 STALLED_S = 600
-"""Seconds without progress after which prediction gives up. Storage hangs, or the cluster lacks a core for a worker or
-reader."""
+"""Seconds without progress after which prediction fails.
+
+Either storage hangs, or the cluster lacks a core for a worker or a reader.
+"""
 
 PROGRESS_EVERY_S = 10
-"""Seconds between lines about the progress."""
+"""Seconds between progress lines."""
 
 
 class OutputFile(NamedTuple):
-    """Rows `first` .. `last` - 1, which are written to one file."""
+    """A file with the predictions of rows `first` .. `last` - 1."""
 
     first: int
     last: int
 
     @property
     def key(self) -> str:
-        """Name of the file in the output folder."""
+        """The file's name in the output folder."""
         return f"rows-{self.first:08d}-{self.last:08d}.parquet"
 
 
 def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarray]:
-    """Read the rows of one part, in a task of Ray Data."""
+    """Read the rows of one part, in a Ray Data task."""
     return read_rows(source, int(part["first"][0]), int(part["last"][0]))
 
 
 class PartPredictor(Classifier):
-    """A model worker of the pool, which predicts one part at a time."""
+    """A model worker in the pool. It predicts one part at a time."""
 
     def __call__(self, rows: dict[str, np.ndarray]) -> pa.Table:
         predictions, probabilities = self.predict_rows(rows)
@@ -101,25 +103,25 @@ class PartPredictor(Classifier):
 
 
 def to_lists(values: np.ndarray) -> pa.Array:
-    """Return numbers, [n], or lists of numbers, [n, ...], as a column."""
+    """Return an array as a column of numbers, or of flattened lists if it has several dimensions."""
     return pa.array(values if values.ndim == 1 else list(values.reshape(len(values), -1)))
 
 
 def predict_dataset(
     settings: Settings, model: ModelCheckpoint, split: str | None, output: str, workers: int = 0
 ) -> dict[str, Any]:
-    """Predict the rows of DATASET that `output` lacks, and return a summary of all predictions in it.
+    """Predict the rows of DATASET that `output` lacks, and return a summary of all predictions in `output`.
 
-    `split` is train, test, or None, which means test if there are held-out rows. With `workers` 0, there is one worker
-    for each GPU that Ray has, or for each core if Ray has no GPU. The summary has `checkpoint`, `step`, `dataset`,
-    `split`, `rows`, `accuracy` (None for rows without labels), `output`, `parts` and `kept`, the number of parts that
-    existed before.
+    `split` is train or test. The default is test if there are held-out rows. If `workers` is 0, there is one worker per
+    GPU, or per core if Ray has no GPU. The summary contains `checkpoint`, `step`, `dataset`, `split`, `rows`,
+    `accuracy` (None if the rows have no labels), `output`, `parts`, and `kept`, the number of parts that already
+    existed.
 
-    Raises `ConflictError` if `output` has other predictions, `GaveUpError` if nothing makes progress, `SettingsError`,
-    `DataError` or `DamageError`.
+    Raises `ConflictError` if `output` contains other predictions, `GaveUpError` if there is no progress,
+    `SettingsError`, `DataError` or `DamageError`.
     """
     print_warnings(model.warnings)
-    load_predict(model.settings)  # fails early if the task defines none
+    load_predict(model.settings)  # fails early if the task has no predict
     source, split = choose_rows(settings, model, split)
     storage = open_storage(absolute_path(output, name=False))
     parts = split_rows(rows_in(source), math.prod(source.shape) + 4 * model.data.classes)
@@ -145,7 +147,7 @@ def predict_dataset(
 
 
 def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -> tuple[Source, str]:
-    """Return the rows to predict, and their split; raises `SettingsError` if no rows fit the model."""
+    """Return the rows to predict and the name of their split. Raises `SettingsError` if no rows fit the model."""
     task: Any = load_task(model.settings)
     chosen = {name: getattr(settings, name) for name in ("dataset", "test_dataset", "data_root")}
     opened = PredictionSettings.of(model.settings.model_copy(update=chosen), model.data)
@@ -157,12 +159,12 @@ def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -
     split = split or ("test" if test else "train")
     source = test if split == "test" else train
     if source is None:
-        raise SettingsError(f"--split test: {settings.dataset} has no held-out rows; predict --split train")
+        raise SettingsError(f"--split test: {settings.dataset} has no held-out rows; use --split train")
     print_warnings(notes_on(source))
     if source.shape != model.data.shape:
         raise SettingsError(
-            f"{source.where(0, 0)}: images of shape {list(source.shape)} (channels, height, width), but the model of "
-            f"{model.checkpoint.name} takes {list(model.data.shape)}"
+            f"{source.where(0, 0)} has the shape {list(source.shape)} (channels, height, width), but the model of "
+            f"{model.checkpoint.name} needs {list(model.data.shape)}"
         )
     return source, split
 
@@ -184,13 +186,10 @@ def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
 def open_output(
     storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[OutputFile]
 ) -> set[OutputFile]:
-    """Claim an empty folder for these predictions, or check that it holds them.
-
-    Returns the parts that the folder already has.
-    """
+    """Claim an empty folder for the predictions, or check that it belongs to them. Return the existing parts."""
     present = {entry.key for entry in storage.list("")}
     if present and IDENTITY not in present:
-        raise SettingsError(f"{storage.locate('')} is not empty, but holds no predictions; choose another --output")
+        raise SettingsError(f"{storage.locate('')} is not empty, but contains no predictions; choose another --output")
     identity = {
         "checkpoint": model.checkpoint.name,
         "weights": weights_digest(model.checkpoint),
@@ -203,8 +202,8 @@ def open_output(
         changed = "\n".join(f"  {line}" for line in differences(before, identity))
         if changed:
             raise ConflictError(
-                f"{storage.locate('')} holds other predictions, which must not be mixed with these:\n{changed}\n"
-                "choose another --output, or name the --checkpoint of the predictions that it holds"
+                f"{storage.locate('')} contains other predictions, which must not be mixed with these:\n{changed}\n"
+                "choose another --output, or use the --checkpoint of the existing predictions"
             )
     return {part for part in parts if part.key in present}
 
@@ -212,12 +211,12 @@ def open_output(
 def predict_parts(
     source: Source, model: ModelCheckpoint, settings: Settings, parts: Sequence[OutputFile], workers: int
 ) -> ray.data.Dataset:
-    """Return a lazy dataset with the predictions of the parts, a block for each part, in any order."""
+    """Return a lazy dataset of predictions, with one block per part, in any order."""
     cluster = ray.cluster_resources()
     gpu = wants_gpu(settings.use_gpu)
     cores = cluster.get("CPU", 0.0)
     workers = min(len(parts), workers or max(1, int(cluster["GPU"] if gpu else cores)))
-    # If the workers took all cores, readers would get none, and both would wait forever.
+    # Cores are left for readers. Otherwise, readers and workers would wait for each other forever.
     each = min(1.0, math.floor(100 * cores / (workers + 1)) / 100)
     index = ray.data.from_items([part._asdict() for part in parts], override_num_blocks=len(parts))
     index.context.execution_no_progress_timeout_s = STALLED_S
@@ -236,7 +235,7 @@ def predict_parts(
 
 
 def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence[OutputFile], rows: int) -> None:
-    """Write each part when it arrives, and print the progress."""
+    """Write each part as soon as it is predicted, and print the progress."""
     missing = set(parts)
     timer = Timer()
     for table in _tables(predictions):
@@ -253,14 +252,15 @@ def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence
 
 
 def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
-    """Yield the dataset's blocks, and translate Ray's errors into Sunspot's."""
+    """Yield the dataset's blocks. Ray's errors are translated to `SunspotError`."""
     from ray.data.exceptions import ExecutionTimeoutError
 
     try:
         yield from predictions.iter_batches(batch_size=None, batch_format="pyarrow")
     except ExecutionTimeoutError as error:
         raise GaveUpError(
-            f"no row was read or predicted for {STALLED_S} s; does Ray have free cores? Run the same command to resume"
+            f"no row was read or predicted for {STALLED_S} s; check that Ray has free cores, and run the same command "
+            "to resume"
         ) from error
     except ray.exceptions.RayError as error:
         raise find_in(error) or SunspotError(f"a model worker failed: {shorten(error)}") from error
@@ -269,25 +269,25 @@ def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
 def count_correct(storage: Storage, parts: Sequence[OutputFile]) -> tuple[bool, int]:
     """Return whether the rows have labels, and the number of correct predictions.
 
-    Raises `DamageError` for a file that cannot be used.
+    Raises `DamageError` if a file is damaged.
     """
 
     def count(part: OutputFile) -> int | None:
         try:
             table = pq.read_table(io.BytesIO(storage.read(part.key)))
             if table["row"].to_numpy().tolist() != list(range(*part)):
-                raise ValueError("its row numbers do not match the range in its name")
+                raise ValueError("the row numbers do not match the range in the name")
             if "label" not in table.column_names:
                 return None
             return int(pc.sum(pc.equal(table["label"], table["prediction"])).as_py())
         except NotFoundError as error:
             raise SunspotError(
-                f"{storage.locate(part.key)}: was deleted while it was counted; run the same command to write it again"
+                f"{storage.locate(part.key)} was deleted meanwhile; run the same command to write it again"
             ) from error
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             raise DamageError(
-                f"{storage.locate(part.key)}: cannot be used: {shorten(error)}; delete it, and run the same "
-                "command to write it again"
+                f"{storage.locate(part.key)} cannot be used: {shorten(error)}; delete it, and run the same command to "
+                "write it again"
             ) from error
 
     counts = map_parallel(count, parts)

@@ -1,4 +1,4 @@
-"""A checkpoint's model, ready to predict rows or to answer prompts in this process."""
+"""Loads a checkpoint's model, and predicts rows or answers prompts in this process."""
 
 import logging
 import os
@@ -27,28 +27,28 @@ from sunspot.tasks import load_predict, load_task
 log = logging.getLogger(__name__)
 
 Images = np.ndarray | torch.Tensor | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""Images as an array or tensor, uint8 [C, H, W] or [B, C, H, W], or as one or several files (data/images.py)."""
+"""Images as an array or tensor, uint8 [C, H, W] or [B, C, H, W], or as one or more files (data/images.py)."""
 
 
 OWN_TASKS = "sunspot.tasks."
-"""Prefix of the names of the tasks that come with Sunspot."""
+"""Module prefix of Sunspot's own tasks."""
 
 
 class ModelCheckpoint(NamedTuple):
-    """A verified checkpoint, and what it records of its model."""
+    """A verified checkpoint and its record of the model."""
 
     run: Run
     checkpoint: Checkpoint
     settings: Settings
-    "Settings of the run when the checkpoint was written."
+    "The run's settings when the checkpoint was written."
     data: ModelData
-    "Record of the data that the model was trained on, and takes."
+    "The record of the data on which the model was trained."
     warnings: tuple[str, ...]
-    "Warnings about checkpoints that were skipped to find this one."
+    "Warnings about newer checkpoints that were skipped."
 
     @property
     def arguments(self) -> dict[str, str]:
-        """Arguments with which a `Classifier` in any process opens exactly this checkpoint."""
+        """The arguments with which a `Classifier` in any process opens this checkpoint."""
         if isinstance(self.run, CheckpointDirectory):
             return {"run": self.run.location, "task": self.settings.task}
         storage = self.run.storage.locate("")
@@ -61,7 +61,7 @@ class ModelCheckpoint(NamedTuple):
 
 
 class Classifier:
-    """The model of one verified checkpoint, in evaluation mode, on this process's GPU or CPU."""
+    """A verified checkpoint's model in evaluation mode, on this process's GPU or CPU."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class Classifier:
         folder: str = "",
         task: str = "",
     ) -> None:
-        """Load the checkpoint that `open_checkpoint` finds. `task` is a module of your own, `use_gpu` is USE_GPU.
+        """Load the checkpoint that `open_checkpoint` finds. `use_gpu` is a value of USE_GPU.
 
-        A Ray process first changes to the `folder` of its caller. Raises `SettingsError` for a task without `predict`,
-        and `ConflictError` if the weights do not fit the model that the task builds.
+        If `folder` is set, the process first changes to it, like the caller of a Ray process. Raises `SettingsError` if
+        the task has no `predict`, and `ConflictError` if the weights do not fit the task's model.
         """
         enter_folder(folder)
         loaded = open_checkpoint(run, checkpoint, storage, task)
@@ -93,11 +93,10 @@ class Classifier:
         self._model = restore_model(loaded).to(self._device).eval()
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts about the model, by name.
+        """Return a description of the model as a dict.
 
-        These are the checkpoint's `name`, `step` and `metrics`; the `shape` of an image, [C, H, W]; the number of
-        `classes` and their `class_names`, if any; the model's `device`; and `warnings` about checkpoints that were
-        skipped.
+        Its keys are the checkpoint's `name`, `step` and `metrics`, an image's `shape`, [C, H, W], the number of
+        `classes`, their `class_names`, if any, the model's `device`, and `warnings` about skipped checkpoints.
         """
         names = ("name", "step", "metrics", "shape", "classes", "class_names", "warnings")
         return {**{name: getattr(self, name) for name in names}, "device": str(self._device)}
@@ -105,16 +104,16 @@ class Classifier:
     def predict(self, images: Images) -> tuple[np.ndarray, np.ndarray]:
         """Return the most probable class of each image, int64 [B], and all probabilities, float32 [B, classes].
 
-        One image is a batch of one. Forward passes are at most as large as in the run, and have the run's precision.
-        Raises `SettingsError` for images that the model does not take.
+        A single image is a batch of one. Forward passes are at most as large as in the run, and have the run's
+        precision. Raises `SettingsError` if the images do not fit the model.
         """
         return self.predict_rows({"image": self._as_batch(images).numpy()})
 
     @torch.inference_mode()
     def predict_rows(self, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Predict rows with the task's columns, like `predict`.
+        """Like `predict`, but for rows with the task's columns.
 
-        Without classes, the result is the model's output and an empty array [B, 0].
+        If there are no classes, return the model's output and an empty array [B, 0].
         """
         run = self._settings
         largest = largest_pass(run.global_batch_size, run.num_workers.most, run.micro_batch_size)
@@ -131,34 +130,34 @@ class Classifier:
         return scores.argmax(dim=1).cpu().numpy(), scores.softmax(dim=1).cpu().numpy()
 
     def _as_batch(self, images: Images) -> torch.Tensor:
-        """Return uint8 [B, C, H, W]; raises `SettingsError`."""
+        """Return images as uint8 [B, C, H, W]. Raises `SettingsError` if they do not fit the model."""
         if isinstance(images, (str, os.PathLike)):
             images = [images]
         if isinstance(images, Sequence) and images:
             images = np.concatenate([read_images(Path(file), self.shape, self.data.scales) for file in images])
         if not isinstance(images, (np.ndarray, torch.Tensor)):
-            raise SettingsError(f"images of type {type(images).__name__}: give an array, a tensor, or file names")
+            raise SettingsError(f"images must be an array, a tensor or file names, not {type(images).__name__}")
         shape = list(images.shape)
         dtype = str(images.dtype).removeprefix("torch.")
         if dtype != "uint8" or len(shape) not in (3, 4) or tuple(shape[-3:]) != self.shape or not shape[0]:
             taken = ", ".join(str(length) for length in self.shape)
             raise SettingsError(
-                f"images of {dtype} {shape}, but the model takes uint8 [{taken}], one image (channels, height, width) "
-                f"of pixels from 0 to 255, or uint8 [B, {taken}] with at least one image"
+                f"the images are {dtype} {shape}, but the model needs uint8 [{taken}] for one image (channels, height, "
+                f"width), or uint8 [B, {taken}] for several, with pixels from 0 to 255"
             )
         batch = torch.from_numpy(images.copy()) if isinstance(images, np.ndarray) else images
         return batch.reshape(-1, *self.shape)
 
 
 def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> ModelCheckpoint:
-    """Open the `checkpoint` ('newest', 'best' or a name) of `run` below `storage`, or the checkpoint in a directory.
+    """Open a `run`'s `checkpoint` ('newest', 'best' or a name) below `storage`, or the checkpoint in a directory.
 
-    A directory is a path or URL with a '/', given as `run` or `checkpoint`. Nothing is unpickled before all files match
-    the size and SHA-256 in the manifest, and then only tensors and plain values are. Loading the model imports the
-    checkpoint's task, so that must be one of Sunspot's tasks, or `task`, or without `task` the module that `find_task`
-    finds.
+    A directory is a path or URL with a '/', passed as `run` or `checkpoint`. All files must match the size and SHA-256
+    in the manifest before anything is unpickled. Only tensors and plain values are unpickled. Loading the model imports
+    the checkpoint's task, which must be one of Sunspot's own tasks, or `task`. The default is the module that
+    `find_task` finds.
 
-    Raises `SettingsError` for another task, `NotFoundError`, `StorageError` or `DamageError`.
+    Raises `SettingsError` for any other task, `NotFoundError`, `StorageError` or `DamageError`.
     """
     warnings: list[str] = []
     location = next((place for place in (checkpoint, run) if "/" in place), None)
@@ -173,9 +172,9 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
     where = place.storage.locate(place.key("checkpoints", chosen.name)).rstrip("/")
     faults = find_faults(place, chosen)
     needed = ["extra_state.pt"] if is_sharded(chosen) else ["model.pt", "extra_state.pt"]
-    faults += [f"its manifest lists no {file}" for file in needed if file not in chosen.files]
+    faults += [f"the manifest does not list {file}" for file in needed if file not in chosen.files]
     if faults:
-        raise DamageError(f"{where}: damaged, {'; '.join(faults)}")
+        raise DamageError(f"{where} is damaged: {'; '.join(faults)}")
     extra = load_state(place, chosen, "extra_state.pt")
     try:
         if not isinstance(extra, dict):
@@ -192,10 +191,10 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
 
 
 def refuse_foreign_task(task: str, own: str, where: str) -> None:
-    """Raise `SettingsError` if a run's `task` is neither one of Sunspot's nor the user's `own`.
+    """Raise `SettingsError` if a run's `task` is neither one of Sunspot's tasks nor the user's `own`.
 
-    Without `own`, `find_task` finds the user's task. Importing a module runs it, and anybody who can write the run's
-    files could name any module there.
+    If `own` is empty, `find_task` finds the user's task. Importing a module executes it, and anyone who can write the
+    run's files could put the name of any module there.
     """
     if task.startswith(OWN_TASKS):
         return
@@ -203,28 +202,28 @@ def refuse_foreign_task(task: str, own: str, where: str) -> None:
     if task != own:
         yours = f"SUNSPOT_TASK is {own}" if own else "SUNSPOT_TASK is not set"
         raise SettingsError(
-            f"{where}: the run names {task} as its task, but {yours}. Importing a module runs it; if you trust "
-            f"this module, give --task {task}, SUNSPOT_TASK={task}, or in Python task={task!r}"
+            f"{where}: the run's task is {task}, but {yours}. Importing a module executes it; if you trust this "
+            f"module, use --task {task}, SUNSPOT_TASK={task}, or in Python task={task!r}"
         )
 
 
 def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
-    """Build a checkpoint's model on the CPU; raises `ConflictError` if the weights do not fit the model."""
+    """Build a checkpoint's model on the CPU. Raises `ConflictError` if the weights do not fit the model."""
     model = load_task(loaded.settings).build_model(loaded.settings, EmptySource(**vars(loaded.data)))
     load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
     return model
 
 
 def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use_gpu: str) -> dict[str, Any]:
-    """Answer prompts with at most `tokens` tokens each, and return the JSON document: the checkpoint and the answers.
+    """Return a JSON document with the checkpoint and its answers, of at most `tokens` tokens each.
 
-    Raises the errors of `restore_model`, and `SettingsError` for a task without `answer`.
+    Raises whatever `restore_model` raises, and `SettingsError` if the task has no `answer`.
     """
     answer = load_task(loaded.settings).answer
     if answer is None:
         raise SettingsError(
-            f"{PREFIX}TASK={loaded.settings.task}: defines no answer(model, prompts, tokens) -> texts, so its models "
-            "cannot answer prompts; sunspot.tasks.finetune has one"
+            f"{PREFIX}TASK={loaded.settings.task} does not define answer(model, prompts, tokens) -> texts, so its "
+            "models cannot answer prompts; use a model of sunspot.tasks.finetune, or define it"
         )
     texts = answer(restore_model(loaded).to(choose_device(use_gpu)).eval(), prompts, tokens)
     return {
@@ -236,15 +235,18 @@ def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use
 
 
 def choose_device(use_gpu: str) -> torch.device:
-    """Return this process's GPU, or the CPU if it has no GPU or USE_GPU is 'false'. Raises `SettingsError`."""
+    """Return this process's GPU, or the CPU if there is no GPU or USE_GPU is 'false'.
+
+    Raises `SettingsError` if USE_GPU is 'true' but there is no GPU.
+    """
     if use_gpu != "false" and torch.cuda.is_available():
         return torch.device("cuda")
     if use_gpu == "true":
-        raise SettingsError("SUNSPOT_USE_GPU=true: this process has no GPU; set it to auto")
+        raise SettingsError("SUNSPOT_USE_GPU=true, but this process has no GPU; set it to auto")
     return torch.device("cpu")
 
 
 def print_warnings(texts: Iterable[str]) -> None:
-    """Print each warning on stderr, apart from the result."""
+    """Log each warning on stderr."""
     for text in texts:
         log.warning(text)

@@ -1,6 +1,6 @@
-"""Stores predictions for the report when training has ended, from the run's newest checkpoint.
+"""Stores predictions of the run's newest checkpoint for the report, at the end of training.
 
-They are predictions of held-out rows, and whatever the task itself shows of its trained model (its `show`).
+These are predictions of held-out rows, and the result of the task's `show` function.
 """
 
 import io
@@ -45,28 +45,28 @@ from sunspot.tasks import load_predict, load_task
 log = logging.getLogger(__name__)
 
 LIMIT_S = 120
-"""Seconds for loading the model and predicting all rows. After that, the predictions made so far are stored."""
+"""Time limit in seconds for loading the model and predicting rows. Predictions made until then are stored."""
 
 READ_ROWS = 1024
-"""Largest number of rows that are given to the model at a time."""
+"""Largest number of rows that are predicted at a time."""
 
 READ_BYTES = 16 << 20
-"""Largest size of the rows that are given to the model at a time."""
+"""Largest size in bytes of the rows that are predicted at a time."""
 
 MAX_CLASSES = 1000
-"""Largest number of classes. With more, nothing is stored, because the confusion matrix alone would take megabytes."""
+"""Largest number of classes. With more, nothing is stored, because the confusion matrix would take megabytes."""
 
 SAMPLE_RANGES = 4
-"""Number of places, spread over the training rows, from which samples are taken. Rows may be sorted by label."""
+"""Number of evenly spaced positions from which samples are taken, because rows might be sorted by label."""
 
 SHOWN_ROWS = 256
-"""Largest number of held-out rows (or training rows, without held-out rows) that a task's `show` gets."""
+"""Largest number of held-out rows that a task's `show` gets, or of training rows if nothing is held out."""
 
 
 def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
-    """Predict the first PREDICT_ROWS held-out rows at the end of a run, once. A failure is only a warning.
+    """Predict the first PREDICT_ROWS held-out rows at the end of a run. Failures are only logged.
 
-    Nothing is stored if another driver has taken over the run since this start of `driver`.
+    Nothing is stored if the predictions exist already, or if another driver has taken over the run from `driver`.
     """
     rows = min(plan.settings.predict_rows, rows_in(plan.test)) if plan.test else 0
     if not rows or not checkpoint.finished:
@@ -82,7 +82,9 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
         if not plan.source.classes or (kept and kept.checkpoint == checkpoint.name):
             return
         if plan.source.classes > MAX_CLASSES:
-            raise SunspotError(f"{plan.source.classes} classes; predictions are stored for at most {MAX_CLASSES}")
+            raise SunspotError(
+                f"there are {plan.source.classes} classes, but predictions are stored for at most {MAX_CLASSES}"
+            )
         print(f"  predicting {plural(rows, 'held-out row')} for the report", flush=True)
         predictions = call_in_task(predict_held_out, plan, run.name, checkpoint.name, 2 * LIMIT_S)
         if predictions.rows < rows:
@@ -94,7 +96,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
 
 
 def predict_held_out(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> Predictions:
-    """Predict the first PREDICT_ROWS held-out rows, or as many as LIMIT_S allows, in a Ray task."""
+    """Predict the first PREDICT_ROWS held-out rows, or as many as LIMIT_S allows. Runs in a Ray task."""
     assert plan.test
     deadline = time.monotonic() + LIMIT_S
     model = Classifier(run, checkpoint, plan.settings.storage_path, use_gpu, task=plan.settings.task)
@@ -110,17 +112,20 @@ def predict_held_out(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> Pre
 
 
 class PredictionSummary:
-    """Accumulates predictions, with the images of the few examples that the report shows, if rows have images."""
+    """Accumulates predictions, and the images of the few examples that the report shows."""
 
     def __init__(self, data: ModelData) -> None:
         self._data = data
         self._confusion = np.zeros((data.classes, data.classes), np.int64)
         self._mistakes: list[Example] = []
-        "Mistakes, in order of falling probability."
+        "The mistakes, in descending order of probability."
         self._right: dict[int, list[Example]] = {}
 
     def add(self, part: dict[str, np.ndarray], predictions: np.ndarray, probabilities: np.ndarray) -> None:
-        """Add rows (`row`, `label`, maybe `image`), their predicted classes, [B], and probabilities, [B, classes]."""
+        """Add rows with their predicted classes, [B], and probabilities, [B, classes].
+
+        The columns of `part` are `row`, `label` and possibly `image`.
+        """
         labels = part["label"]
         certainty = probabilities.max(axis=1)
         np.add.at(self._confusion, (labels, predictions), 1)
@@ -166,7 +171,7 @@ class PredictionSummary:
 
 
 def sample_rows(source: Source) -> list[Example]:
-    """Return examples of training rows from SAMPLE_RANGES places."""
+    """Return examples of training rows from SAMPLE_RANGES positions."""
     rows = rows_in(source)
     each = min(MAX_SAMPLES // SAMPLE_RANGES, max(1, rows // SAMPLE_RANGES))
     firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_RANGES)}
@@ -180,13 +185,13 @@ def sample_rows(source: Source) -> list[Example]:
 
 
 def has_pictures(rows: Mapping[str, np.ndarray]) -> bool:
-    """Return True if rows have a column `image` of 8-bit pictures, and not of other numbers."""
+    """Return True if the column `image` exists and contains 8-bit images."""
     images = rows.get("image")
     return images is not None and images.dtype == np.uint8 and images.ndim == 4 and images.shape[1] in (1, 3)
 
 
 def to_png(image: np.ndarray) -> bytes:
-    """Encode uint8 [C, H, W] as PNG, shrunk to MAX_PIXELS if larger."""
+    """Encode an image, uint8 [C, H, W], as PNG. Larger images are shrunk to MAX_PIXELS."""
     picture = Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0))
     picture.thumbnail((MAX_PIXELS, MAX_PIXELS))
     content = io.BytesIO()
@@ -195,9 +200,9 @@ def to_png(image: np.ndarray) -> bytes:
 
 
 def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
-    """Store what the task shows of a finished run, once. A failure is only a warning.
+    """Store the result of the task's `show` at the end of a run. Failures are only logged.
 
-    Nothing is stored if another driver has taken over the run since this start of `driver`.
+    Nothing is stored if the result exists already, or if another driver has taken over the run from `driver`.
     """
     if not checkpoint.finished or not plan.settings.predict_rows or not load_task(plan.settings).show:
         return
@@ -209,11 +214,11 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
         if find_own_status(run, driver):
             write_shown(run, TaskExhibit(checkpoint.name, checkpoint.step, parts))
     except Exception as error:
-        log.warning(f"the task shows nothing in the report: {shorten(error)}")
+        log.warning(f"no output of the task's show function for the report: {shorten(error)}")
 
 
 def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
-    """Return what the task shows of a checkpoint's model, in a Ray task."""
+    """Return the result of the task's `show` for a checkpoint's model. Runs in a Ray task."""
     settings = plan.settings
     device = choose_device(use_gpu)
     model = restore_model(open_checkpoint(run, checkpoint, settings.storage_path, settings.task)).to(device).eval()
@@ -225,10 +230,13 @@ def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
 
 
 def to_parts(found: Any) -> list[Exhibit]:
-    """Return the parts that a task's `show` returned, cut to the limits; raises `SettingsError` for invalid parts."""
+    """Return the parts in the result of a task's `show`, truncated to the limits.
+
+    Raises `SettingsError` if the result is invalid.
+    """
     if not isinstance(found, Mapping):
         raise SettingsError(
-            f"show returned a {type(found).__name__}; return a dict of texts, numbers, tables and images by title"
+            f"show returned {type(found).__name__}; return a dict that maps titles to texts, numbers, tables or images"
         )
     parts: list[Exhibit] = []
     for title, value in list(found.items())[:MAX_PARTS]:
@@ -247,7 +255,7 @@ def _to_part(title: str, value: Any, room: int) -> Exhibit:
     if not all(isinstance(row, Mapping) for row in rows):
         raise SettingsError(
             f"show returned {title!r} as {type(value).__name__}; "
-            "give a text, a number, a list of dicts, or images: a uint8 tensor [N, C, H, W] of 1 or 3 channels"
+            "return a text, a number, a list of dicts, or images as a uint8 tensor [N, C, H, W] with 1 or 3 channels"
         )
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return Exhibit(

@@ -1,4 +1,4 @@
-"""One forward pass of a task's `predict`, shared by prediction, evaluation and `sunspot check`."""
+"""Runs a task's `predict` for prediction, evaluation and `sunspot check`."""
 
 import torch
 
@@ -11,9 +11,9 @@ from sunspot.tasks import Predict
 def forward_rows(
     predict: Predict, model: torch.nn.Module, rows: Batch, settings: Settings, classes: int = 0
 ) -> torch.Tensor:
-    """Return what a task's `predict` computes for rows on the model's device, in the run's PRECISION.
+    """Return the scores that a task's `predict` computes for rows on the model's device, in the run's PRECISION.
 
-    Raises `SettingsError` unless the result is a tensor [rows, classes], or [rows, ...] if `classes` is 0.
+    Raises `SettingsError` unless the scores are a tensor [rows, classes], or [rows, ...] if `classes` is 0.
     """
     inputs = model_inputs(rows)
     first = next(iter(inputs.values()))
@@ -23,6 +23,6 @@ def forward_rows(
     got = list(getattr(scores, "shape", [type(scores).__name__]))
     fits = got == [count, classes] if classes else got[:1] == [count]
     if not fits:
-        wanted = f"[{count}, {classes}], the rows and classes" if classes else f"[{count}, ...], one for each row"
-        raise SettingsError(f"{PREFIX}TASK={settings.task}: its predict returned {got}; return scores {wanted}")
+        wanted = f"[{count}, {classes}] (rows and classes)" if classes else f"[{count}, ...], one for each row"
+        raise SettingsError(f"{PREFIX}TASK={settings.task}: predict returned scores of shape {got}; return {wanted}")
     return scores

@@ -1,12 +1,12 @@
-"""Storage for runs: a local directory, or a bucket of Amazon, Google or Azure, behind one interface (`Storage`).
+"""Storage for runs: a local directory or a bucket, behind one interface (`Storage`).
 
 `open_storage` chooses the backend by the scheme of the storage path:
 
-    base.py      `Storage`, what a run needs of its storage, and the rules for a new backend
+    base.py      the interface `Storage`, and how to add a backend
     local.py     a directory, local or on NFS
-    bucket.py    what the object stores share, and the base class of their backends: s3.py, google.py, azure.py
+    bucket.py    the base class of the object stores in s3.py, google.py and azure.py
     limits.py    deadlines and retries for work on storage
-    prove.py     checks that a storage does what runs rely on, and the measurements of `sunspot doctor`
+    prove.py     checks that storage works as runs require, and the measurements of `sunspot doctor`
 """
 
 import importlib
@@ -25,8 +25,11 @@ BACKENDS = {
     "az": ("azure", "AzureStorage", "azure"),
     "abfs": ("azure", "AzureStorage", "azure"),
 }
-"""Module, class and extra of each scheme's backend. The extra installs the cloud's client; it is empty if that comes
-with Sunspot. Only the module that is needed is imported, because the clients are slow to import."""
+"""A mapping from URL schemes to the backend's module, class and extra.
+
+The extra installs the cloud's client, and is empty if Sunspot depends on the client. Modules are imported on use,
+because the clients are slow to import.
+"""
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -34,7 +37,7 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 def open_storage(storage_path: str, follow_links: bool = False) -> Storage:
     """Open the storage at a local path or `scheme://bucket/prefix`.
 
-    Use `follow_links` only to read files that the user has named. They may be links to anywhere, as in Hugging Face's
+    Use `follow_links` only to read files chosen by the user, which can be links to any location, as in Hugging Face's
     cache. Raises `SettingsError` for an unknown scheme, and `RefusedStorageError` if the backend's client is not
     installed.
     """
@@ -44,7 +47,7 @@ def open_storage(storage_path: str, follow_links: bool = False) -> Storage:
     scheme = url[1]
     if scheme not in BACKENDS:
         known = ", ".join(f"{each}://" for each in BACKENDS)
-        raise SettingsError(f"{storage_path}: no storage has the scheme {scheme}://; use {known} or a local path")
+        raise SettingsError(f"{storage_path}: the scheme {scheme}:// is not supported; use {known} or a local path")
     module, name, extra = BACKENDS[scheme]
     try:
         backend: type[Storage] = getattr(importlib.import_module(f"sunspot.storage.{module}"), name)

@@ -1,6 +1,6 @@
 """Storage in a container of Azure Blob Storage.
 
-The parts of an upload are blocks of the blob. One request at the end makes them the blob's content.
+The parts of an upload are blocks of the blob. A final request turns the blocks into the blob's content.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from sunspot.storage.limits import record_progress
 
 
 class AzureStorage(Bucket):
-    """A prefix in a container, through Azure's client.
+    """A prefix in a container, accessed through Azure's client.
 
     The account and its credentials come from AZURE_STORAGE_CONNECTION_STRING, or from AZURE_STORAGE_ACCOUNT and
-    AZURE_STORAGE_KEY. Without a key, the identity that `DefaultAzureCredential` finds is used.
+    AZURE_STORAGE_KEY. Without a key, `DefaultAzureCredential` finds the credentials.
     """
 
     SCHEME = "az"
@@ -39,7 +39,7 @@ class AzureStorage(Bucket):
         "AuthenticationFailed": "check AZURE_STORAGE_CONNECTION_STRING or AZURE_STORAGE_KEY, and this machine's clock",
         "NoAuthenticationInformation": "set AZURE_STORAGE_KEY, or give the pod's service account an identity",
         "ClientAuthenticationError": "run az login, or give the pod's service account an identity (Workload Identity)",
-        "ConditionNotMet": "it was replaced while it was read; try again",
+        "ConditionNotMet": "the object was replaced while it was read; try again",
         "ServiceRequestError": "check AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING, and that it can be "
         "reached from here",
     }
@@ -47,9 +47,11 @@ class AzureStorage(Bucket):
     KEY_REFUSALS = ("AuthorizationPermissionMismatch", "AuthorizationFailure", "AuthenticationFailed")
     KEYS = ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_KEY")
     MISSING = "BlobNotFound"
-    VERSIONS_FIX = "switch versioning and soft delete of blobs off for this storage account, or keep them for a day"
+    VERSIONS_FIX = (
+        "disable blob versioning and soft delete for this storage account, or keep deleted blobs for a day only"
+    )
     VERSIONS_RIGHT = "Microsoft.Storage/storageAccounts/blobServices/read"
-    UNFINISHED_FIX = UNFINISHED_RIGHT = ""  # Azure always removes unfinished uploads
+    UNFINISHED_FIX = UNFINISHED_RIGHT = ""  # Azure always deletes unfinished uploads
     FAILURES = (exceptions.AzureError, OSError, ValueError)
 
     def __init__(self, storage_path: str) -> None:
@@ -113,7 +115,9 @@ class AzureStorage(Bucket):
                     continue
                 blocks = self._container.get_blob_client(name).get_block_list("uncommitted")[1]
                 if blocks:
-                    token = max(block.id.rpartition("-")[0] for block in blocks)  # the newest; it begins with the time
+                    token = max(
+                        block.id.rpartition("-")[0] for block in blocks
+                    )  # the newest one, because a token begins with the time
                     found.append(UnfinishedWrite(key, sum(block.size for block in blocks), float(token[:10]), token))
         return sorted(found)
 
@@ -140,7 +144,7 @@ class AzureStorage(Bucket):
         return str(getattr(code, "value", code))
 
     def _text(self, error: Exception) -> str:
-        return shorten(Exception(str(error).partition("\n")[0]))  # the lines after it are request numbers and XML
+        return shorten(Exception(str(error).partition("\n")[0]))  # the following lines are request IDs and XML
 
 
 def _azure_client(url: str) -> Any:
@@ -160,8 +164,7 @@ def _azure_client(url: str) -> Any:
             return BlobServiceClient.from_connection_string(connection, **options)
         if not account:
             raise RefusedStorageError(
-                f"{url}: the storage account is not known; set AZURE_STORAGE_ACCOUNT, or "
-                "AZURE_STORAGE_CONNECTION_STRING"
+                f"{url}: the storage account is unknown; set AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING"
             )
         credential = os.environ.get("AZURE_STORAGE_KEY") or DefaultAzureCredential()
         return BlobServiceClient(f"https://{account}.blob.core.windows.net", credential, **options)
@@ -175,13 +178,13 @@ def _azure_client(url: str) -> Any:
 class BlockUpload(PartUpload):
     """An upload in parts.
 
-    Blocks belong to a blob and not to an upload. If two writers upload the same blob, the first to complete it removes
-    the blocks of the other, which then fails. Every checkpoint has its own name, so this only happens between two tries
-    to write the same checkpoint.
+    Blocks belong to a blob rather than to an upload. If two writers upload the same blob, the first to complete it
+    removes the other's blocks, and the other upload fails. Each checkpoint has a unique name, so this only happens
+    between two attempts to write the same checkpoint.
     """
 
     def __init__(self, storage: AzureStorage, key: str, token: str = "") -> None:
-        """`token` distinguishes its blocks from those of other uploads of the blob; by default it is a new one."""
+        """`token` identifies the upload's blocks. By default, a new token is generated."""
         super().__init__(storage, key)
         self._blob = storage._container.get_blob_client(storage._full(key))
         self._token = token or f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"  # `list_unfinished` reads the time
@@ -196,13 +199,13 @@ class BlockUpload(PartUpload):
             try:
                 self._blob.commit_block_list([BlobBlock(block_id=self._block(part.number)) for part in sorted(parts)])
             except exceptions.HttpResponseError as error:
-                # An earlier try may have succeeded although its answer was lost: then the blob is there without blocks.
+                # If an earlier attempt succeeded but its response was lost, the blob exists without blocks.
                 if error.error_code != "InvalidBlockList" or self._blob.get_blob_properties().size != size:
                     raise
         return True
 
     def abort(self) -> None:
-        # Blocks that were never committed are only freed with their blob, or after a week.
+        # Uncommitted blocks are only freed with their blob, or after a week.
         committed = (exceptions.ResourceExistsError, exceptions.ResourceModifiedError, exceptions.ResourceNotFoundError)
         with self._request(), contextlib.suppress(*committed):
             empty = self._blob.commit_block_list([], match_condition=MatchConditions.IfMissing)

@@ -1,6 +1,6 @@
-"""Base of the object stores: keys below a prefix, ranges of one version, listings, creation, uploads in parts.
+"""The base class of the object stores, `Bucket`.
 
-A subclass of `Bucket` names its service's error codes, and implements one request for each abstract method.
+A subclass defines its service's error codes, and implements one request per abstract method.
 """
 
 from __future__ import annotations
@@ -25,84 +25,90 @@ from sunspot.storage.limits import OPERATION_S, operation
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 20
 REQUEST_TRIES = 4
-"""Number of tries of the service's client: a request fails after about 4 x 20 s of silence, plus its backoff."""
+"""Number of attempts by the service's client. A request without response fails after about 4 x 20 s plus backoff."""
 
 PART = 16 << 20
-"""Bytes of each of the first EVEN_PARTS parts of an object."""
+"""Size in bytes of each of an object's first EVEN_PARTS parts."""
 
 EVEN_PARTS = 1000
-"""Number of parts of the same size, which hold 16 GiB."""
+"""Number of parts of equal size, which together hold 16 GiB."""
 
 GROWTH = 136 << 10
-"""Bytes that each later part has more than the one before. With it, the 10,000 parts that S3 allows hold the 5 TiB that
-it allows, in parts of at most 1.2 GiB. Other clouds allow more."""
+"""Bytes by which each later part is larger than the previous part.
+
+The 10,000 parts allowed by S3 then hold its limit of 5 TiB, with parts of at most 1.2 GiB. Other clouds allow more.
+"""
 
 PARTS_IN_FLIGHT = 8
-"""Number of an object's parts that are sent or read at once, each over its own connection, because servers limit the
-speed of a connection. With their size this bounds the memory of one transfer, besides the part that is being filled, to
-128 MiB, or to one percent of an object of 200 GiB."""
+"""Number of an object's parts that are transferred at once, because servers limit the speed of a connection.
+
+Together, these parts need 128 MiB of memory, or one percent of an object of 200 GiB.
+"""
 
 CONNECTIONS = 4 * PARTS_IN_FLIGHT
-"""Number of connections that a client keeps open, enough to transfer the parts of several files at once."""
+"""Number of connections that a client keeps open, enough for the parts of several files."""
 
 
 class ByteRange(NamedTuple):
     """A range of an object's bytes."""
 
     body: bytes | bytearray
-    "The bytes requested, or those up to the object's end."
+    "The requested bytes, up to the object's end."
     total: int
-    "Size of the whole object in bytes; only valid if no version was requested."
+    "The size of the whole object in bytes. Only valid if no version was requested."
     version: str
 
 
 class ListingPage(NamedTuple):
-    """One page of a listing, sorted by key."""
+    """A page of a listing, sorted by key."""
 
     entries: list[Entry]
     more: bool
-    "True if other pages follow this one."
+    "True if more pages follow."
 
 
 class Bucket(Storage):
-    """A prefix in a bucket, opened by `scheme://bucket/prefix`."""
+    """A prefix in a bucket, `scheme://bucket/prefix`."""
 
     is_bucket = True
 
     SCHEME: ClassVar[str]
     FIXES: ClassVar[dict[str, str]]
-    "Fix for each error, by the service's code or by the class of the client's exception."
+    "The fix for each error, keyed by the service's code or the class of the client's exception."
     REFUSALS: ClassVar[tuple[str, ...]]
-    "Error codes that mean that the bucket does not exist or contradicts the settings."
+    "Error codes for a bucket that does not exist or contradicts the settings."
     KEY_REFUSALS: ClassVar[tuple[str, ...]]
-    """Error codes that mean that the credentials were refused. The credentials of a pod's own identity may become valid
-    a moment later, or in the next pod (kubernetes-external-secrets#419, aws-iam-authenticator#285)."""
+    """Error codes for rejected credentials.
+
+    The credentials of a pod's own identity can become valid a moment later, or in the next pod
+    (kubernetes-external-secrets#419, aws-iam-authenticator#285).
+    """
     KEYS: ClassVar[tuple[str, ...]]
-    "Environment variables that hold credentials. If one is set, a retry would send the same credentials again."
+    "Environment variables with credentials. If one is set, a retry would send the same credentials again."
     MISSING: ClassVar[str]
-    "Error code for a missing object in a bucket that exists."
+    "The error code for a missing object in an existing bucket."
     VERSIONS_FIX: ClassVar[str]
-    "Instruction for the user: make the service free the space of deleted objects."
+    "Tells the user how to make the service free the space of deleted objects."
     VERSIONS_RIGHT: ClassVar[str]
-    "Permission that `keeps_versions` needs."
+    "The permission that `keeps_versions` needs."
     UNFINISHED_FIX: ClassVar[str]
-    "Instruction for the user: make the service remove unfinished uploads."
+    "Tells the user how to make the service delete unfinished uploads."
     UNFINISHED_RIGHT: ClassVar[str]
-    "Permission that `drops_unfinished` needs."
+    "The permission that `drops_unfinished` needs."
     FAILURES: ClassVar[tuple[type[Exception], ...]]
-    "Exceptions of the service's client."
+    "The exceptions of the service's client."
 
     def __init__(self, storage_path: str) -> None:
         self.bucket, _, prefix = storage_path.partition("://")[2].partition("/")
         self.prefix = prefix.strip("/")
 
-    # Requests that each service has in its own form.
+    # Requests that each service implements in its own way.
 
     @abstractmethod
     def _read_range(self, key: str, begin: int, size: int, version: str = "") -> ByteRange | None:
         """Return a range of an object's bytes, or None if the object ends before it.
 
-        With a `version`, raise an error if the object has another one by now.
+        With a `version`, raises an error if the object now has a different version.
         """
 
     @abstractmethod
@@ -111,7 +117,7 @@ class Bucket(Storage):
 
     @abstractmethod
     def _put_new(self, key: str, data: bytes) -> bool:
-        """Write an object unless it exists. Return False if the service refused because it does."""
+        """Write an object unless it exists. Return False if the service reports that it does."""
 
     @abstractmethod
     def _begin_upload(self, key: str) -> PartUpload:
@@ -119,17 +125,17 @@ class Bucket(Storage):
 
     @abstractmethod
     def _list_pages(self, prefix: str) -> Iterator[ListingPage]:
-        """Yield the pages of a listing of all entries whose key in the bucket begins with the string `prefix`."""
+        """Yield the pages of a listing of all keys in the bucket that begin with the string `prefix`."""
 
     @abstractmethod
     def _list_prefixes(self, prefix: str) -> Iterable[str]:
-        """Return the keys of all folders that begin with the string `prefix`, each including its final '/'."""
+        """Return the keys of all folders that begin with the string `prefix`. Each key ends with '/'."""
 
     @abstractmethod
     def _code(self, error: Any) -> str:
-        """Return the code of one of the FAILURES, as in FIXES."""
+        """Return the code of one of the FAILURES, in the form used by FIXES."""
 
-    # Code that all services share.
+    # Code shared by all services.
 
     def locate(self, key: str) -> str:
         return f"{self.SCHEME}://{self.bucket}/{self._full(key)}"
@@ -172,12 +178,12 @@ class Bucket(Storage):
             with self._request("create", key):
                 if self._put_new(key, data):
                     return True
-            # It is this writer's if an earlier try was carried out and only its answer was lost.
-            with contextlib.suppress(NotFoundError):  # another writer is just creating it, or has deleted it
+            # The object is this writer's own if an earlier attempt succeeded, but its response was lost.
+            with contextlib.suppress(NotFoundError):  # another writer is creating it, or has deleted it
                 return self.read(key) == data
             time.sleep(RACE_PAUSE_S * (tries + 1))
         raise StorageError(
-            f"{self.locate(key)}: cannot create: refused {RACE_TRIES} times, although there is no such object"
+            f"{self.locate(key)}: cannot create: rejected {RACE_TRIES} times, although the object does not exist"
         )
 
     @contextlib.contextmanager
@@ -186,7 +192,7 @@ class Bucket(Storage):
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
-        # Keys that end in '/' are folders made by bucket browsers.
+        # Keys that end with '/' are folders created by bucket browsers.
         return sorted(entry for entry in self._entries(prefix) if not entry.key.endswith("/"))
 
     def list_folders(self) -> Sequence[str]:
@@ -194,15 +200,15 @@ class Bucket(Storage):
             return sorted(self._relative(key).rstrip("/") for key in self._list_prefixes(self._full("")))
 
     def _entries(self, prefix: str) -> Sequence[Entry]:
-        """List every entry that takes space, folders included."""
+        """Return all entries that take space, including folders."""
         with self._request("list", prefix):
             return [e for page in self._pages(self._full(prefix)) for e in page.entries if is_below(e.key, prefix)]
 
     def _pages(self, prefix: str) -> Iterator[ListingPage]:
-        """Yield the pages of a listing that contain the object `prefix` and its folder.
+        """Yield the pages of a listing with the object `prefix` and everything in its folder.
 
-        Buckets only compare the first letters of keys, so a plain listing of `search` would read its way through
-        `search-01/` and all others. At most two of these pages contain such other keys.
+        Buckets list keys by string prefix, so a plain listing of `search` would include `search-01/` and so on. Here,
+        at most two pages contain such other keys.
         """
         folder = prefix.rstrip("/") + "/"
         for page in self._list_pages(prefix):
@@ -215,9 +221,11 @@ class Bucket(Storage):
             return
 
     def _note_clock(self, date: str | None) -> None:
-        """Compare the server's clock, as dated in an answer that has just arrived, with this machine's clock."""
+        """Update `ahead_s` from the date of a response that has just arrived."""
         with contextlib.suppress(TypeError, ValueError):  # the date is missing or cannot be parsed
-            self.ahead_s = parsedate_to_datetime(date or "").timestamp() + 0.5 - time.time()  # whole seconds
+            self.ahead_s = (
+                parsedate_to_datetime(date or "").timestamp() + 0.5 - time.time()
+            )  # the date has whole seconds
 
     def delete_many(self, keys: Sequence[str]) -> None:
         map_parallel(self.delete, keys)
@@ -230,14 +238,14 @@ class Bucket(Storage):
 
     @contextlib.contextmanager
     def _request(self, action: str, key: str, gives_s: float = OPERATION_S) -> Iterator[None]:
-        """Track an operation like `limits.operation`, and turn the client's errors into a `StorageError`."""
+        """Like `limits.operation`, but turn the client's errors into a `StorageError`."""
         try:
             with operation(self.locate(key), gives_s):
                 yield
         except self.FAILURES as error:
             code = self._code(error)
             if code == self.MISSING:
-                raise NotFoundError(f"{self.locate(key)}: not found") from error
+                raise NotFoundError(f"{self.locate(key)} was not found") from error
             said = "; ".join(filter(None, (self._text(error), self._fix(code))))
             text = f"{self.locate(key)}: cannot {action}: {said}"
             if code not in (*self.REFUSALS, *self.KEY_REFUSALS):
@@ -254,7 +262,7 @@ class Bucket(Storage):
 
 
 class _RangeReader(io.RawIOBase):
-    """Reads an object's bytes from an offset, in ranges of one version, each twice as long as the one before."""
+    """Reads one version of an object from an offset, in ranges of growing size."""
 
     def __init__(self, read_range: Callable[[int, int, str], ByteRange | None], offset: int) -> None:
         super().__init__()
@@ -262,7 +270,7 @@ class _RangeReader(io.RawIOBase):
         self._next = offset
         self._size = CHUNK
         self._left = memoryview(b"")
-        first = read_range(offset, CHUNK, "")  # here, so that a missing object is noticed at once
+        first = read_range(offset, CHUNK, "")  # here, so that a missing object raises an error at once
         self._version, self._total = (first.version, first.total) if first else ("", 0)
         if first:
             self._take(first)
@@ -286,7 +294,7 @@ class _RangeReader(io.RawIOBase):
 
 
 def is_below(key: str, prefix: str) -> bool:
-    """Return True if `key` is the object `prefix` or lies in the folder `prefix`."""
+    """Return True if `key` is the object `prefix` or is in the folder `prefix`."""
     return not prefix or key == prefix or key.startswith(prefix.rstrip("/") + "/")
 
 
@@ -294,40 +302,40 @@ def is_below(key: str, prefix: str) -> bool:
 
 
 class Part(NamedTuple):
-    """A part that storage has received."""
+    """An uploaded part."""
 
     number: int
-    "Number of the part, counted from 1."
+    "The part's number, from 1."
     version: str
-    "Identifier of the part's content in storage: S3's ETag or Google's generation."
+    "The identifier of the part's content: S3's ETag or Google's generation."
     crc32: int = 0
-    "Checksum of its bytes, for S3, which wants it again when the upload is completed."
+    "The checksum of the bytes, which S3 needs again when the upload is completed."
 
 
 class PartUpload(ABC):
-    """A large object that is being uploaded in parts."""
+    """An upload of a large object in parts."""
 
     def __init__(self, bucket: Bucket, key: str) -> None:
         self._request = functools.partial(bucket._request, "upload", key)
 
     @abstractmethod
     def send(self, number: int, body: bytes | bytearray) -> Part:
-        """Send one part, which replaces a part with the same number."""
+        """Upload a part. It replaces an earlier part with the same number."""
 
     @abstractmethod
     def complete(self, parts: Sequence[Part], size: int) -> bool:
-        """Publish the object of `size` bytes, and return whether storage has verified its bytes (`Writer.verified`)."""
+        """Publish the object of `size` bytes, and return whether storage has verified it (`Writer.verified`)."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Remove the parts. Raises `StorageError` if that fails."""
+        """Delete the parts. Raises `StorageError` if that fails."""
 
 
 class PartWriter(Writer):
-    """Uploads an object in parts, a few at once, or in one request if it fits into one part.
+    """Uploads an object in parts, several at once, or in a single request if it fits into one part.
 
-    The clouds' own clients cannot do that here: they read from a file, but torch.save writes into one. Joining the two
-    would take a temporary file, or a second copy of the state in memory.
+    The clouds' own clients read from a file, but torch.save writes to one. Using them would require a temporary file or
+    a second copy of the state in memory.
     """
 
     def __init__(self, bucket: Bucket, key: str) -> None:
@@ -337,7 +345,7 @@ class PartWriter(Writer):
         self._buffer = bytearray()
         self._filled = 0
         self._sent: list[bytearray] = []
-        "Buffers of parts that have arrived, for further parts: allocating a new buffer costs as much as filling it."
+        "Buffers of uploaded parts. They are reused, because allocating a buffer costs as much as filling it."
         self._upload: PartUpload | None = None
         self._parts: list[Future[Part]] = []
 
@@ -355,7 +363,7 @@ class PartWriter(Writer):
     def _send_part(self) -> None:
         self._upload = self._upload or self._bucket._begin_upload(self._key)
         if len(self._parts) >= PARTS_IN_FLIGHT:
-            self._parts[-PARTS_IN_FLIGHT].result()  # bounds the memory, and raises the error of the first failed part
+            self._parts[-PARTS_IN_FLIGHT].result()  # limits the memory usage, and raises the error of a failed part
         number = len(self._parts) + 1
         body = self._buffer
         del body[self._filled :]
@@ -378,12 +386,12 @@ class PartWriter(Writer):
         self.verified = self._upload.complete([part.result() for part in self._parts], self.size)
 
     def abort(self) -> None:
-        wait(self._parts)  # a part that arrives after the upload was aborted would stay
+        wait(self._parts)  # a part that arrives after the upload was aborted would be left over
         if self._upload:
-            with contextlib.suppress(Exception):  # then `list_unfinished` shows it, and a lifecycle rule removes it
+            with contextlib.suppress(Exception):  # otherwise, `list_unfinished` and a lifecycle rule find it
                 self._upload.abort()
 
 
 def part_size(number: int) -> int:
-    """Return the size in bytes of the part with this number, counted from 1. The last part may be smaller."""
+    """Return the size in bytes of the part with this number, from 1. The last part can be smaller."""
     return PART + max(0, number - EVEN_PARTS) * GROWTH

@@ -1,7 +1,7 @@
 """Storage in a Google Cloud Storage bucket.
 
-The parts of an upload are objects of their own, which the service joins into one without copying. Its other kinds of
-upload do not help: a resumable upload is a single stream, and multipart uploads belong to the API for S3's clients.
+The parts of an upload are separate objects, which the service composes into one without copying. A resumable upload is
+not used because it is a single stream, and multipart uploads because they belong to the S3-compatible API.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from sunspot.storage.bucket import Bucket, ByteRange, ListingPage, Part, PartUpl
 from sunspot.storage.limits import record_progress
 
 LISTED_AT_ONCE = 1000
-"""Objects on one page of a listing, the largest number that the service allows."""
+"""Number of objects per page of a listing, the most that the service allows."""
 
 JOINED_AT_ONCE = 32
-"""Largest number of objects that the service joins in one request (its documentation, "Composite objects")."""
+"""Largest number of objects that the service composes per request (see "Composite objects" in its documentation)."""
 
 PART_SUFFIX = ".part"
-"""End of the name of a part's object, by which a lifecycle rule finds the parts that a killed writer left."""
+"""Suffix of the names of parts. A lifecycle rule finds the parts of killed writers by this suffix."""
 
 PART_OBJECT = re.compile(r"\.(?P<token>[0-9a-f]{32})\.\d-\d{5}\.part$")
-"""End of a part's name: the upload's token, the level in the tree of joined parts, and the part's number."""
+"""The end of a part's name: the upload's token, the level in the tree of composed parts, and the part's number."""
 
 
 class GoogleStorage(Bucket):
-    """A prefix in a bucket, through Google's client, with Application Default Credentials.
+    """A prefix in a bucket, accessed through Google's client with Application Default Credentials.
 
-    The service's S3-compatible API is no alternative, because it ignores `If-None-Match: *`.
+    The S3-compatible API cannot be used, because it ignores `If-None-Match: *`.
     """
 
     SCHEME = "gs"
@@ -67,8 +67,8 @@ class GoogleStorage(Bucket):
     KEYS = ("GOOGLE_APPLICATION_CREDENTIALS",)
     MISSING = "no such object"
     VERSIONS_FIX = (
-        "switch versioning and soft delete off for this bucket (gcloud storage buckets update gs://BUCKET "
-        "--no-versioning --clear-soft-delete), or let a lifecycle rule delete noncurrent versions"
+        "disable versioning and soft delete for this bucket (gcloud storage buckets update gs://BUCKET "
+        "--no-versioning --clear-soft-delete), or add a lifecycle rule that deletes noncurrent versions"
     )
     UNFINISHED_FIX = f"add a lifecycle rule that deletes objects with matchesSuffix {PART_SUFFIX} after a day"
     VERSIONS_RIGHT = UNFINISHED_RIGHT = "storage.buckets.get"
@@ -82,7 +82,7 @@ class GoogleStorage(Bucket):
 
     @functools.cached_property
     def _limits(self) -> dict[str, Any]:
-        """Time limits of each request and of its retries."""
+        """The time limits of each request and its retries."""
         return {
             "timeout": (bucket.CONNECT_TIMEOUT_S, bucket.READ_TIMEOUT_S),
             "retry": retry.DEFAULT_RETRY.with_timeout(bucket.REQUEST_TRIES * bucket.READ_TIMEOUT_S),
@@ -101,11 +101,11 @@ class GoogleStorage(Bucket):
             except NotFound as error:
                 if version:
                     raise StorageError(
-                        f"{self.locate(key)}: cannot read: it was replaced while it was read; try again"
+                        f"{self.locate(key)}: cannot read: the object was replaced while it was read; try again"
                     ) from error
                 raise
             body, total = content.getvalue(), begin + content.tell()
-            if len(body) == size and not version:  # the object may be longer than that
+            if len(body) == size and not version:  # the object might be longer
                 blob.reload(**self._limits)
                 total = blob.size
         return ByteRange(body, total, str(blob.generation))
@@ -162,14 +162,14 @@ class GoogleStorage(Bucket):
             self._bucket.blob(self._full(key)).delete(**condition, **self._limits)
 
     def keeps_versions(self) -> bool | None:
-        with contextlib.suppress(*self.FAILURES):  # this identity may lack the permission
+        with contextlib.suppress(*self.FAILURES):  # the credentials might lack the permission
             self._bucket.reload(**self._limits)
             kept_s = self._bucket.soft_delete_policy.retention_duration_seconds
             return bool(self._bucket.versioning_enabled or kept_s)
         return None
 
     def drops_unfinished(self) -> bool | None:
-        with contextlib.suppress(*self.FAILURES):  # this identity may lack the permission
+        with contextlib.suppress(*self.FAILURES):  # the credentials might lack the permission
             self._bucket.reload(**self._limits)
             return any(
                 rule["action"]["type"] == "Delete"
@@ -180,14 +180,14 @@ class GoogleStorage(Bucket):
         return None
 
     def _code(self, error: Any) -> str:
-        # A missing bucket is a 404 too, and only the text, which contains the URL, distinguishes it from an object.
+        # A missing bucket is a 404 too. Only the URL in the text distinguishes it from a missing object.
         name = type(getattr(error, "cause", None) or error).__name__
         text = str(error)
         return self.MISSING if name == "NotFound" and "/o/" in text and "bucket does not exist" not in text else name
 
 
 class _CountedBytes(io.BytesIO):
-    """A buffer for a download, which reports the bytes that arrive as progress."""
+    """A download buffer that reports received bytes as progress."""
 
     def write(self, data: Any) -> int:
         record_progress(len(data))
@@ -197,7 +197,7 @@ class _CountedBytes(io.BytesIO):
 def _google_client(url: str) -> Any:
     try:
         client = storage.Client()
-        # A private attribute, but Google's own advice for more than ten connections (google-cloud-storage 3.17).
+        # Private, but recommended by Google for more than ten connections (google-cloud-storage 3.17).
         client._http.mount("https://", HTTPAdapter(pool_maxsize=bucket.CONNECTIONS))
         client._http.mount("http://", HTTPAdapter(pool_maxsize=bucket.CONNECTIONS))
     except (GoogleAuthError, OSError, ValueError) as error:
@@ -210,10 +210,10 @@ def _google_client(url: str) -> Any:
 
 
 class ComposedUpload(PartUpload):
-    """An upload in parts, which are objects until they are joined into one."""
+    """An upload in parts, which are separate objects until they are composed into one."""
 
     def __init__(self, storage: GoogleStorage, key: str, token: str = "") -> None:
-        """`token` distinguishes its parts from those of other uploads of the object; by default it is a new one."""
+        """`token` identifies the upload's parts. By default, a new token is generated."""
         super().__init__(storage, key)
         self._bucket = storage._bucket
         self._name = storage._full(key)
@@ -234,14 +234,12 @@ class ComposedUpload(PartUpload):
             names = [self._part_name(level, number) for number in range(len(groups))]
             sources = map_parallel(lambda group: (group[0], self._join(*group)), list(zip(names, groups, strict=True)))
         self._join(self._name, sources, size)
-        with contextlib.suppress(
-            StorageError
-        ):  # parts that stay are listed as unfinished, and deleted with the checkpoint
+        with contextlib.suppress(StorageError):  # remaining parts are listed as unfinished
             self.abort()
         return True
 
     def _join(self, name: str, sources: Sequence[tuple[str, str]], size: int | None = None) -> str:
-        """Join objects, given by their names and generations, into one, and return its generation."""
+        """Compose objects into one, and return its generation. `sources` are names and generations."""
         blob = self._bucket.blob(name)
         blobs = [self._bucket.blob(source, generation=int(generation)) for source, generation in sources]
         with self._request():
@@ -249,7 +247,7 @@ class ComposedUpload(PartUpload):
             blob.compose(blobs, if_source_generation_match=[source.generation for source in blobs], **self._limits)
         if size is not None and blob.size != size:
             raise StorageError(
-                f"gs://{self._bucket.name}/{name}: has {blob.size} bytes instead of {size} after its parts were joined"
+                f"gs://{self._bucket.name}/{name} has {blob.size} bytes instead of {size} after its parts were composed"
             )
         return str(blob.generation)
 
@@ -266,7 +264,7 @@ class ComposedUpload(PartUpload):
 
 
 def put(blob: Any, body: bytes | bytearray, limits: dict[str, Any], **condition: int) -> str:
-    """Write an object and return its generation. Raises `ValueError` if the service received other bytes."""
+    """Write an object, and return its generation. Raises `ValueError` if the service received different bytes."""
     checksum = base64.b64encode(Checksum(bytes(body)).digest()).decode()
     options = {"content_type": "application/octet-stream", "checksum": "crc32c", "crc32c_checksum_value": checksum}
     blob.upload_from_file(io.BytesIO(body), size=len(body), **options, **condition, **limits)

@@ -1,17 +1,16 @@
 """Deadlines for work on storage, and retries while storage fails.
 
-There are two ways to wait for storage, and both name the work for their messages:
+There are two ways to wait for storage. `what` describes the work in messages:
 
-    with_deadline(limit_s, what, work, *arguments)   calls `work` once, and gives it up if storage stops answering
+    with_deadline(limit_s, what, work, *arguments)   calls `work` once, and aborts it if storage stops responding
     retry_storage(limit_s, what, work, *arguments)   also calls `work` again while it raises `StorageError`
 
-The unit that is timed and retried is the caller's work, not a single request. Most work reads before it writes (who
-owns the run, which attempt is the newest), so a retry has to read again. Streams cannot be retried inside storage
-either, because the caller has already used their first bytes.
+The caller's work is timed and retried as a whole, rather than single requests. Most work reads before it writes (for
+example, the owner of the run), so a retry has to read again. Streams cannot be retried either, because the caller has
+already used their first bytes.
 
-A thread that hangs cannot be stopped. So the work runs in a daemon thread, which does not keep the process from
-exiting. Once the work is given up, none of its further operations begins (`operation`), and nothing that it was about
-to publish is published (`refuse_if_given_up`).
+A hung thread cannot be stopped, so the work runs in a daemon thread, which does not keep the process from exiting. Once
+aborted, the work cannot begin any operation (`operation`) or publish an object (`refuse_if_given_up`).
 """
 
 import contextlib
@@ -32,41 +31,40 @@ MIN_RATE = 100_000
 """Slowest transfer that counts as progress, in bytes per second."""
 
 OPERATION_S = 10.0
-"""Seconds that each answer from storage adds to a deadline, whatever the answer's size."""
+"""Seconds that each response from storage adds to a deadline, regardless of its size."""
 
 WARN_AFTER_S = 30.0
-"""Seconds without progress before a warning tells the user what the process is waiting for."""
+"""Seconds without progress before a warning says what the process is waiting for."""
 
 BACKOFF_S = (1, 2, 4, 8, 16, 30)
-"""Pauses between tries; the last one repeats until the limit."""
+"""Seconds between attempts. The last value repeats until the time limit."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 class ProgressDeadline:
-    """Deadline for work on storage: `limit_s` seconds, extended by progress.
+    """A deadline of `limit_s` seconds for work on storage, which progress extends.
 
-    Each answer adds OPERATION_S seconds and each byte 1 / MIN_RATE seconds, but the time left never exceeds `limit_s`.
-    So work ends at most `limit_s` after storage has stopped. Altogether it takes at most `limit_s`, plus OPERATION_S
-    for each operation, plus the time that its bytes take at MIN_RATE.
+    Each response adds OPERATION_S seconds and each byte 1 / MIN_RATE seconds, but the time left never exceeds
+    `limit_s`. Work therefore ends at most `limit_s` after storage stops responding.
     """
 
     def __init__(self, limit_s: float, what: str) -> None:
-        """`what` describes the work in messages, as in "reading the run"."""
+        """`what` describes the work in messages, for example "reading the run"."""
         self._limit_s = limit_s
         self._what = what
         self._progress = time.monotonic()
-        "Time of the newest progress, by the monotonic clock."
+        "The time of the last progress, in `time.monotonic` seconds."
         self._ends = self._progress + limit_s
         self._running: dict[object, str] = {}
-        "Objects of the operations in progress, the oldest operation first."
+        "The objects of the operations in progress, beginning with the oldest operation."
         self._lock = threading.Lock()
         self.passed = False
-        "True once the work has been given up."
+        "True once the work has been aborted."
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`. Raises `StorageError`, which names the object, once the deadline has passed."""
+        """Return the result of `work`. Raises `StorageError` with the object's location if the deadline passes."""
 
         def marked_work() -> Result:
             CURRENT_DEADLINE.set(self)
@@ -83,7 +81,7 @@ class ProgressDeadline:
                     silent_s = now - self._progress
                 silent = f"{where}: no answer from storage for {silent_s:.0f} s"
                 if left_s <= 0:
-                    slow = f"{where}: storage moves less than {MIN_RATE / 1000:.0f} kB/s"
+                    slow = f"{where}: storage transfers less than {MIN_RATE / 1000:.0f} kB/s"
                     raise StorageError(silent if silent_s > self._limit_s / 2 else slow)
                 if silent_s > WARN_AFTER_S and not warned:
                     warned = True
@@ -95,7 +93,7 @@ class ProgressDeadline:
 
     @contextlib.contextmanager
     def operation(self, where: str, gives_s: float) -> Iterator[None]:
-        """Track an operation on the object at `where`, whose answer adds `gives_s` seconds to the deadline."""
+        """Context manager for an operation on the object at `where`. Its response adds `gives_s` seconds."""
         this = object()
         with self._lock:
             self._running[this] = where
@@ -107,7 +105,7 @@ class ProgressDeadline:
             self.give_back(gives_s)
 
     def give_back(self, seconds: float) -> None:
-        """Record progress that adds `seconds` to the deadline. Zero seconds are no progress."""
+        """Record progress that adds `seconds` to the deadline. Zero does not count as progress."""
         if seconds:
             with self._lock:
                 self._progress = time.monotonic()
@@ -138,9 +136,9 @@ backend's requests.
 
 
 def operation(where: str, gives_s: float = OPERATION_S) -> contextlib.AbstractContextManager[None]:
-    """Track an operation on the object at `where`, whose answer moves the deadline of the current work by `gives_s`.
+    """Context manager for an operation on the object at `where`. Its response extends the deadline by `gives_s`.
 
-    Pass 0 if `record_progress` counts the operation's bytes. Raises `StorageError` if the work was given up.
+    Pass 0 if `record_progress` counts the operation's bytes. Raises `StorageError` if the current work was aborted.
     """
     refuse_if_given_up(where)
     deadline = CURRENT_DEADLINE.get()
@@ -155,41 +153,42 @@ def record_progress(size: int) -> None:
 
 
 def refuse_if_given_up(where: str) -> None:
-    """Raise `StorageError` if the work that the current thread is part of was given up.
+    """Raise `StorageError` if the current thread belongs to work that was aborted.
 
-    Call this right before an object is published.
+    Call this right before publishing an object.
     """
     deadline = CURRENT_DEADLINE.get()
     if deadline and deadline.passed:
-        raise StorageError(f"{where}: not started, because the work that it is part of was given up")
+        raise StorageError(f"{where}: the operation was not started, because its work has been aborted")
 
 
 class RetryWindow:
-    """Time during which work on storage is retried: begins with the first failure and ends after a limit."""
+    """The period in which work on storage is retried. It begins with the first failure and ends after a limit."""
 
     def __init__(self) -> None:
         self.tries = 0
-        "Number of tries that have failed."
+        "The number of failed attempts."
         self.over = False
-        "True once tries have failed for the whole limit, or once the last try made no progress for that long."
+        "True once attempts have failed, or made no progress, for the whole limit."
         self._since = 0.0
         self._deadline: ProgressDeadline | None = None
-        "Deadline of the newest try."
+        "The deadline of the newest attempt."
 
     @property
     def seconds(self) -> float:
-        """Seconds since the first failure; 0 before a try has failed."""
+        """Seconds since the first failure, or 0 if no attempt has failed."""
         return time.monotonic() - self._since if self.tries else 0.0
 
     @property
     def pause_s(self) -> float:
-        """Seconds to wait before the next try."""
+        """Seconds to wait before the next attempt."""
         return pause_after(self.tries - 1)
 
     def attempt(self, limit_s: float, what: str, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`, which runs in a thread of its own. An error counts as a failed try.
+        """Return the result of `work`, which runs in a separate thread. An error counts as a failed attempt.
 
-        The try gets what is left of `limit_s`, but at least a tenth of it. Raises `StorageError` once its time is over.
+        The attempt gets the rest of `limit_s`, but at least a tenth of it. Raises `StorageError` once this time is
+        over.
         """
         began = time.monotonic()
         deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what)
@@ -204,7 +203,7 @@ class RetryWindow:
             raise
 
     def give_up(self) -> None:
-        """Keep the try in progress from starting further operations on storage. May be called from any thread."""
+        """Prevent the current attempt from starting further operations on storage. Can be called from any thread."""
         if self._deadline:
             self._deadline.passed = True
 
@@ -218,7 +217,7 @@ def retry_storage(
 ) -> Result:
     """Return the result of `work(*arguments)`, which is called again while it raises `StorageError`.
 
-    It runs in a thread of its own; `what` describes it in messages. Raises `StorageError` once storage has failed, or
+    It runs in a separate thread, and `what` describes it in messages. Raises `StorageError` once storage has failed, or
     made no progress, for `limit_s` seconds.
     """
     window = RetryWindow()
@@ -231,10 +230,10 @@ def retry_storage(
                     f"{what}: storage has failed for {window.seconds:.0f} s "
                     f"(SUNSPOT_STORAGE_TIMEOUT_S={limit_s:g}): {error}"
                 ) from error
-            log.warning(f"{what}: {error}; trying again in {window.pause_s:g} s")
+            log.warning(f"{what}: {error}; retrying in {window.pause_s:g} s")
         time.sleep(window.pause_s)
 
 
 def pause_after(tries: int) -> float:
-    """Return the seconds to wait after a try; `tries` counts the tries before it, from 0."""
+    """Return the seconds to wait after an attempt, given the number of attempts before it."""
     return BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]

@@ -37,27 +37,26 @@ from sunspot.storage.base import (
 from sunspot.storage.limits import OPERATION_S, operation, record_progress, refuse_if_given_up
 
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
-"""Name of a file that is not yet an object, or never became one; the group is the object's name."""
+"""The name of a file that is not yet an object. The group is the object's name."""
 
 FoundFiles = list[tuple[str, os.stat_result]]
-"""Keys of files with the result of `stat` for each."""
+"""Keys of files, and the result of `stat` for each."""
 
 
 class LocalStorage(Storage):
-    """A directory, which may be on NFS: rename and link are atomic there, and `refresh` drops what a client has cached.
+    """A directory, local or on NFS. Rename and link are atomic on both, and `refresh` drops NFS caches.
 
-    The storage path itself may be a link, and links within it are followed, but no key leads out of it. Otherwise
-    anybody who can write to one run's folder could make a reader show, or a deletion remove, any file that the reader's
-    user can access. A file's location is checked after the file was opened, so changing a link in between has no
-    effect.
+    The storage path can be a link, and links inside it are followed, but no key leads out of it. Otherwise, anyone who
+    can write to a run's folder could make other users' commands read or delete files elsewhere. A file's location is
+    checked after the file is opened, so changing a link in between has no effect.
     """
 
     def __init__(self, storage_path: str, follow_links: bool = False) -> None:
-        """`follow_links` means the same as in `open_storage`."""
+        """`follow_links` is documented in `open_storage`."""
         self.root = local_path(storage_path)
         self._follow_links = follow_links
         self._real_root: str | None = None
-        "Storage path with all links resolved, or None before the first operation, because resolving it takes one."
+        "The storage path with all links resolved, or None before the first operation."
 
     def locate(self, key: str) -> str:
         return str(self.root / key)
@@ -143,7 +142,7 @@ class LocalStorage(Storage):
 
     def _remove_if_empty(self, folder: str) -> None:
         above, name = _split(folder)
-        if name:  # the storage path itself stays
+        if name:  # the storage path itself is kept
             with contextlib.suppress(OSError, StorageError), self.enter(above) as descriptor:
                 os.rmdir(name, dir_fd=descriptor)
 
@@ -152,14 +151,14 @@ class LocalStorage(Storage):
         absent = (FileNotFoundError, NotADirectoryError)
         with _os_operation(self.locate(key)), contextlib.suppress(*absent), self.enter(folder) as descriptor:
             mode = self._stat(descriptor, key).st_mode
-            return S_ISREG(mode) or S_ISLNK(mode)  # a link out of the storage path exists, though it may not be read
+            return S_ISREG(mode) or S_ISLNK(mode)  # a link out of the storage path exists, although it cannot be read
         return False
 
     def refresh(self, prefix: str) -> None:
-        # An NFS client caches for up to a minute which names a directory has and lacks. When the client itself changes
-        # the directory, the server's answer brings the directory's new version, and the client drops the older cache.
+        # An NFS client caches the existing and missing names in a directory for up to a minute. If the client itself
+        # changes the directory, the server's response contains a new version, and the client drops its cache.
         location = self.locate(prefix)
-        # The folder is gone if the run was deleted.
+        # If the run was deleted, the folder does not exist.
         with _os_operation(location), contextlib.suppress(FileNotFoundError), self.enter(prefix) as descriptor:
             name = _temporary_name("refresh")
             probe = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=descriptor)
@@ -169,9 +168,9 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def enter(self, folder: str, create: bool = False) -> Iterator[int]:
-        """Open a folder by its key, for operations on names in it (`dir_fd`). `create` makes it if it does not exist.
+        """Context manager that opens a folder for operations on names in it (`dir_fd`). `create` creates the folder.
 
-        Raises `OutsideStorageError` if the folder lies outside the storage path, and `OSError` if it cannot be opened.
+        Raises `OutsideStorageError` if the folder is outside the storage path, and `OSError` if it cannot be opened.
         """
         path = self.root / folder
         try:
@@ -198,11 +197,11 @@ class LocalStorage(Storage):
     def _require_inside(self, descriptor: int, path: Path) -> None:
         real = _resolve(descriptor)
         if not self._is_inside(real):
-            self._real_root = _real_path(self.root)  # the storage path may have been created or moved since
+            self._real_root = _real_path(self.root)  # the storage path might have been created or moved since
         if not self._is_inside(real):
             raise OutsideStorageError(
-                f"{path} is or passes a link to {real}, outside of the storage path {self.root}, and is not followed: "
-                "put the files themselves there, or mount their folder there"
+                f"{path} is or passes a link to {real}, outside of the storage path {self.root}, and is not followed; "
+                "replace the link with the files themselves, or mount their folder there"
             )
 
     def _is_inside(self, real: str) -> bool:
@@ -210,7 +209,7 @@ class LocalStorage(Storage):
         return inside or self._follow_links
 
     def _open_file(self, path: str, flags: int) -> int:
-        """Open a regular file for reading. Anything else is refused: a FIFO may never answer, a device never end."""
+        """Open a regular file for reading. FIFOs and devices are rejected, because reading them might never end."""
         descriptor = os.open(path, flags | os.O_NONBLOCK)
         try:
             if not S_ISREG(os.fstat(descriptor).st_mode):
@@ -222,7 +221,7 @@ class LocalStorage(Storage):
         return descriptor
 
     def _stat(self, folder: int, key: str) -> os.stat_result:
-        """Return the `stat` result of a key in its open folder, without following a link out of the storage path."""
+        """Return the `stat` result of a key in its open folder. Links out of the storage path are not followed."""
         name = _split(key)[1]
         own = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not S_ISLNK(own.st_mode):
@@ -232,7 +231,7 @@ class LocalStorage(Storage):
         return target if inside else own
 
     def _files(self, prefix: str, on_unreadable: OnUnreadable | None = None) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield every file below a prefix. Raise an error for an unreadable folder, or its files would seem absent."""
+        """Yield every file below a prefix. Unreadable folders raise an error, because their files would seem absent."""
         top = prefix.rstrip("/")
 
         def refuse(key: str, error: StorageError) -> None:
@@ -253,7 +252,7 @@ class LocalStorage(Storage):
             yield from files
 
     def _scan(self, folder: str, refuse: Callable[[str, StorageError], None]) -> tuple[FoundFiles, Sequence[str]]:
-        """Return the files and the folders in a folder. If the key names a file, return this file."""
+        """Return the files and the folders in a folder, or only the file if the key is that of a file."""
         files: FoundFiles = []
         folders = []
         try:
@@ -265,14 +264,14 @@ class LocalStorage(Storage):
                         continue
                     try:
                         stat = self._stat(descriptor, key)
-                    except FileNotFoundError:  # removed since, or a link to nothing
+                    except FileNotFoundError:  # removed since, or a broken link
                         continue
                     except OSError as error:
                         refuse(key, _as_storage_error(error, self.locate(key)))
                         continue
                     if not S_ISDIR(stat.st_mode):
                         files.append((key, stat))
-        except FileNotFoundError:  # nothing has been written there yet, or the folder was just deleted
+        except FileNotFoundError:  # nothing has been written yet, or the folder was just deleted
             return [], []
         except NotADirectoryError:
             with self.enter(_split(folder)[0]) as descriptor:
@@ -281,7 +280,7 @@ class LocalStorage(Storage):
 
 
 class _LocalReader(io.RawIOBase):
-    """Reads an open file, at most CHUNK at a time."""
+    """Reads an open file, at most CHUNK bytes at a time."""
 
     def __init__(self, source: io.FileIO) -> None:
         super().__init__()
@@ -302,10 +301,7 @@ class _LocalReader(io.RawIOBase):
 
 
 class _LocalWriter(Writer):
-    """Writes a temporary file beside the object, and replaces the object by it at the end.
-
-    So a second try never touches an object that the first one published.
-    """
+    """Writes a temporary file next to the object, and replaces the object with it at the end."""
 
     def __init__(self, storage: LocalStorage, key: str) -> None:
         super().__init__()
@@ -317,7 +313,7 @@ class _LocalWriter(Writer):
             self._sink = self._open_temporary()
 
     def _open_temporary(self) -> BinaryIO:
-        """Make the folder and open a new file in it, again if another process's `delete` removes the empty folder."""
+        """Create the folder and open a new file in it. Retried if another process deletes the empty folder."""
         for _ in range(RACE_TRIES - 1):
             with contextlib.suppress(FileNotFoundError, FileExistsError):
                 return self._try_to_open()
@@ -344,7 +340,7 @@ class _LocalWriter(Writer):
             try:
                 os.link(self._temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
-                # NFS also raises this error if the server made the link and its answer was lost.
+                # NFS also raises this error if the server created the link but its response was lost.
                 if os.stat(self._temporary, dir_fd=folder).st_nlink == 1:
                     return False
             os.fsync(folder)
@@ -372,7 +368,7 @@ def _temporary_name(name: str) -> str:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Return a key's folder and its name in this folder."""
+    """Return a key's folder and name."""
     folder, _, name = key.rpartition("/")
     return folder, name
 
@@ -382,7 +378,7 @@ def _join(folder: str, name: str) -> str:
 
 
 def _resolve(descriptor: int) -> str:
-    """Return the path of an open file with all links resolved, even if a link has been changed since."""
+    """Return the path of an open file with all links resolved, even if a link has changed since."""
     if sys.platform == "darwin":
         return os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
     return os.readlink(f"/proc/self/fd/{descriptor}")
@@ -397,7 +393,7 @@ def _real_path(path: Path) -> str:
 
 
 def _remove_link(name: str, folder: int) -> None:
-    """Remove a link that leads to a folder or to nothing, because no listing shows it."""
+    """Remove a link to a folder, or a broken link, which listings do not include."""
     if S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         with contextlib.suppress(OSError):
             if S_ISREG(os.stat(name, dir_fd=folder).st_mode):
@@ -406,7 +402,7 @@ def _remove_link(name: str, folder: int) -> None:
 
 
 def local_path(path: str) -> Path:
-    """Return a local path made absolute, with `~` and `~user` expanded. Raises `SettingsError` for an invalid path."""
+    """Return an absolute path with `~` and `~user` expanded. Raises `SettingsError` for an invalid path."""
     try:
         if "\0" in path:
             raise ValueError("it contains a NUL")
@@ -420,7 +416,7 @@ def local_path(path: str) -> Path:
 
 @contextlib.contextmanager
 def _os_operation(location: str, reading: bool = False, gives_s: float = OPERATION_S) -> Iterator[None]:
-    """Track an operation like `limits.operation`, and turn its `OSError` into a `StorageError`.
+    """Like `limits.operation`, but turn an `OSError` into a `StorageError`.
 
     Use this only around this module's own calls, because a caller's `FileNotFoundError` would look like a missing
     object.
@@ -430,13 +426,13 @@ def _os_operation(location: str, reading: bool = False, gives_s: float = OPERATI
             yield
     except OSError as error:
         if reading and isinstance(error, FileNotFoundError):
-            raise NotFoundError(f"{location}: not found") from error
+            raise NotFoundError(f"{location} was not found") from error
         raise _as_storage_error(error, location) from error
 
 
 def _as_storage_error(error: OSError, location: str) -> StorageError:
     fix = "check that SUNSPOT_STORAGE_PATH can be read and written"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix = "free space: `sunspot checkpoints gc RUN` shows which files of a run are no longer needed"
+        fix = "free space: `sunspot checkpoints gc RUN` lists the files of a run that are no longer needed"
     kind = RefusedStorageError if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else StorageError
     return kind(f"{location}: {error.strerror or shorten(error)}; {fix}")

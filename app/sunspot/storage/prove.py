@@ -1,6 +1,6 @@
-"""Checks that a storage does what runs rely on, and the measurements of `sunspot doctor`, made here or in a pod.
+"""Checks that storage works as runs require, and measures it for `sunspot doctor`, here or in a pod.
 
-Their objects lie below a folder that is not a run, and are deleted afterwards.
+The test objects are in a folder that is not a run, and are deleted afterwards.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from sunspot.storage.bucket import PART, Bucket
 FOLDER = "sunspot-doctor"
 
 SMALL = 1000
-"""Bytes of a small object, such as a status."""
+"""Size in bytes of a small object, such as a status."""
 
 SMALL_TIMES = 5
 """Number of times that the small object is written and read."""
 
 LARGE = PART + (8 << 20)
-"""Bytes of a large object, which is uploaded in two parts."""
+"""Size in bytes of a large object, which is uploaded in two parts."""
 
 LARGE_TIMES = 3
 """Largest number of times that the large object is written and read."""
@@ -35,18 +35,17 @@ LARGE_WITHIN_S = 10.0
 """Seconds after which the large object is not written again."""
 
 MIN_MB_PER_S = 5.0
-"""Lowest throughput without a warning: it saves the default task's state, 134 MB, within a notice of 30 s."""
+"""Lowest throughput without a warning. It saves the default task's state, 134 MB, within a notice of 30 s."""
 
 MAX_LATENCY_S = 1.0
-"""Largest latency without a warning: status, logs and metrics take several small writes every few seconds."""
+"""Largest latency without a warning. Status, logs and metrics need several small writes every few seconds."""
 
 MAX_SKEW_S = 30.0
-"""Largest clock skew without a warning: a run counts as lost after about two minutes of silence by the reader's clock.
-"""
+"""Largest clock skew without a warning. A run counts as lost after two minutes of silence by the reader's clock."""
 
 FASTER_DISK = "set SUNSPOT_STORAGE_PATH to a folder on a faster disk"
 
-UNKNOWN = "this identity may not look it up, or the server does not support it"
+UNKNOWN = "the credentials do not allow this check, or the server does not support it"
 
 
 class Result(enum.StrEnum):
@@ -54,13 +53,13 @@ class Result(enum.StrEnum):
 
     OK = "ok"
     WARNING = "warning"
-    "A run works without the feature, or the check was not possible."
+    "Runs work without the feature, or it could not be checked."
     FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check with its result, what was seen, and the fix."""
+    """A check with its result, the observation, and the fix."""
 
     check: str
     result: Result
@@ -69,15 +68,15 @@ class Check:
 
 
 def failure(name: str, error: Exception) -> Check:
-    """Return a failed check for an error whose text ends with the fix, after a semicolon."""
+    """Return a failed check for an error. The text after its last semicolon is the fix."""
     problem, _, fix = str(error).rpartition("; ")
     return Check(name, Result.FAILED, problem or fix, fix if problem else "")
 
 
 def prove(storage: Storage, prefix: str) -> None:
-    """Check that objects below `prefix` can be created, read, listed and deleted, and that a second create fails.
+    """Check that objects below `prefix` can be created, read, listed and deleted, but not created twice.
 
-    Without the last property, two processes could own one run. Raises `StorageError`, which names only `prefix`.
+    If they could be created twice, two processes could own one run. Raises `StorageError` with the location `prefix`.
     """
     probe = f"/probe-{uuid.uuid4().hex}"
     try:
@@ -91,28 +90,28 @@ def _prove(storage: Storage, key: str) -> None:
     content = uuid.uuid4().bytes
     created = storage.create(key, content)
     try:
-        # Read this before the second create, which replaces the content if it is not refused.
+        # Read this before the second create, which replaces the content if it is not rejected.
         found = storage.read(key) == content and [entry.key for entry in storage.list(key)] == [key]
         again = storage.create(key, b"another writer")
     finally:
         storage.delete(key)
     if not created or not found:
         raise StorageError(
-            f"{storage.locate(key)}: written, but not found afterwards; "
-            "check that SUNSPOT_STORAGE_PATH is one consistent store"
+            f"{storage.locate(key)} was written, but not found afterwards; "
+            "check that SUNSPOT_STORAGE_PATH is a single, consistent store"
         )
     if storage.exists(key):
         fix = "allow deleting below SUNSPOT_STORAGE_PATH"
-        raise StorageError(f"{storage.locate(key)}: still there after it was deleted; {fix}")
+        raise StorageError(f"{storage.locate(key)} still exists after it was deleted; {fix}")
     if again:
         raise RefusedStorageError(
-            f"{storage.locate(key)}: created twice; this store ignores 'If-None-Match: *', without which two "
-            "processes could write to the same run. Use a server that supports conditional writes"
+            f"{storage.locate(key)} was created twice, because this store ignores 'If-None-Match: *', so two processes "
+            "could write to the same run; use a server that supports conditional writes"
         )
 
 
 def probe_path(storage_path: str) -> Iterator[Check]:
-    """Yield all checks of a storage path, up to the first that fails."""
+    """Yield the checks of a storage path, up to the first failure."""
     try:
         yield from probe_storage(open_storage(storage_path))
     except StorageError as error:
@@ -120,10 +119,10 @@ def probe_path(storage_path: str) -> Iterator[Check]:
 
 
 def probe_storage(storage: Storage) -> Iterator[Check]:
-    """Yield all checks of a storage. Raises `StorageError` if a check cannot continue."""
+    """Yield all checks of storage. Raises `StorageError` if a check cannot continue."""
     folder = f"{FOLDER}/{uuid.uuid4().hex}"
     prove(storage, folder)
-    proved = "lists, creates, reads and deletes, and refuses to create twice"
+    proved = "objects can be listed, created, read and deleted, and cannot be created twice"
     yield Check("storage access", Result.OK, f"{storage.locate('')}: {proved}")
     try:
         yield probe_small(storage, f"{folder}/small")
@@ -151,7 +150,7 @@ def probe_small(storage: Storage, key: str) -> Check:
 
 
 def probe_large(storage: Storage, key: str) -> Check:
-    """Measure the throughput of a large object, in parts, in both directions."""
+    """Measure the throughput of writing and reading a large object in parts."""
     content = os.urandom(LARGE)
     up = list[float]()
     down = list[float]()
@@ -167,20 +166,22 @@ def probe_large(storage: Storage, key: str) -> Check:
     written = statistics.median(up)
     read = statistics.median(down)
     seen = f"write {written:.0f} MB/s, read {read:.0f} MB/s (medians of {len(up)}, {LARGE / 1e6:.0f} MB each)"
-    from_pods = "only the throughput from the pods matters: check with --from-pods; if that is low, use a nearer bucket"
+    from_pods = (
+        "only the throughput from the pods matters: check it with --from-pods; if it is low, use a closer bucket"
+    )
     fix = from_pods if isinstance(storage, Bucket) else FASTER_DISK
     return _judged("storage throughput", min(written, read) >= MIN_MB_PER_S, seen, fix)
 
 
 def probe_clock(storage: Storage, key: str) -> Check:
-    """Measure the difference between this machine's clock and the storage's."""
+    """Measure the difference between this machine's clock and the storage's clock."""
     before = time.time()
     storage.write(key, b"now")
     after = time.time()
     [entry] = storage.list(key)
     apart = min((entry.modified - moment for moment in (before, after)), key=abs)
     seen = f"this clock and the storage's are {abs(apart):.0f} s apart"
-    return _judged("clock", abs(apart) <= MAX_SKEW_S, seen, "set this machine's clock by NTP")
+    return _judged("clock", abs(apart) <= MAX_SKEW_S, seen, "synchronize this machine's clock with NTP")
 
 
 def probe_versions(bucket: Bucket) -> Check:
@@ -188,19 +189,19 @@ def probe_versions(bucket: Bucket) -> Check:
     kept = bucket.keeps_versions()
     if kept is None:
         return _judged("versions", False, UNKNOWN, f"allow {bucket.VERSIONS_RIGHT}")
-    versions = "versions of deleted objects, and their space is paid" if kept else "no versions of deleted objects"
+    versions = "versions of deleted objects, which cost money" if kept else "no versions of deleted objects"
     return _judged("versions", not kept, f"the bucket keeps {versions}", bucket.VERSIONS_FIX)
 
 
 def probe_unfinished(bucket: Bucket) -> Check:
-    """Check that the bucket removes the uploads of killed writers."""
+    """Check that the bucket deletes the uploads of killed writers."""
     name = "unfinished uploads"
     dropped = bucket.drops_unfinished()
     if dropped is None:
         return _judged(name, False, UNKNOWN, f"allow {bucket.UNFINISHED_RIGHT}")
-    kept = "no lifecycle rule removes the uploads that killed processes leave, and their space is paid"
+    kept = "no lifecycle rule deletes the uploads of killed processes, which cost money"
     fix = f"{bucket.UNFINISHED_FIX}; `sunspot checkpoints gc` and `sunspot delete` remove them too"
-    return _judged(name, dropped, "a lifecycle rule removes them" if dropped else kept, fix)
+    return _judged(name, dropped, "a lifecycle rule deletes them" if dropped else kept, fix)
 
 
 def _judged(name: str, good: bool, seen: str, fix: str) -> Check:
@@ -208,7 +209,7 @@ def _judged(name: str, good: bool, seen: str, fix: str) -> Check:
 
 
 def seconds(act: Callable[[], object]) -> float:
-    """Return the seconds that `act` takes."""
+    """Call `act`, and return its duration in seconds."""
     began = time.monotonic()
     act()
     return max(time.monotonic() - began, 1e-6)

@@ -1,4 +1,4 @@
-"""Storage in an S3 bucket, with multipart uploads."""
+"""Storage in an S3 bucket."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from sunspot.storage.bucket import Bucket, ByteRange, ListingPage, Part, PartUpl
 from sunspot.storage.limits import record_progress
 
 DELETED_AT_ONCE = 1000
-"""Largest number of objects that S3 deletes in one request."""
+"""Largest number of objects that S3 deletes per request."""
 
 PROBE_PART = 10_000
-"""Number under which a damaged part is sent as a test. It is beyond the parts of any object, except one near 5 TiB."""
+"""Number of a damaged part that is sent as a test. Only objects of almost 5 TiB have a real part with this number."""
 
 WRONG_CHECKSUM = {"BadDigest", "XAmzContentChecksumMismatch"}
-"""Error codes of S3 and MinIO for a part that does not match the checksum sent with it."""
+"""Error codes of S3 and MinIO for a part that does not match its checksum."""
 
 EXPIRED_FIX = "sign in again, for example with `aws sso login`, or renew AWS_SESSION_TOKEN and its keys"
 
@@ -38,11 +38,14 @@ EXPIRED_CODES = (
     *("ExpiredToken", "ExpiredTokenException", "InvalidToken", "RequestExpired", "TokenRefreshRequired"),
     *("SSOTokenLoadError", "TokenRetrievalError", "UnauthorizedSSOTokenError"),
 )
-"""Codes of S3, and exception classes of botocore, for credentials that have expired."""
+"""Error codes of S3, and exception classes of botocore, for expired credentials."""
 
 
 class S3Storage(Bucket):
-    """A prefix in a bucket, through boto3, with endpoint, region and credentials from the usual AWS environment."""
+    """A prefix in a bucket, accessed through boto3.
+
+    The endpoint, region and credentials come from the usual AWS environment variables.
+    """
 
     SCHEME = "s3"
     FIXES: ClassVar[dict[str, str]] = {
@@ -57,8 +60,8 @@ class S3Storage(Bucket):
         "account a role",
         "PartialCredentialsError": "set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         **dict.fromkeys(EXPIRED_CODES, EXPIRED_FIX),
-        "PreconditionFailed": "it was replaced while it was read; try again",
-        "RequestTimeTooSkewed": "set this machine's clock by NTP",
+        "PreconditionFailed": "the object was replaced while it was read; try again",
+        "RequestTimeTooSkewed": "synchronize this machine's clock with NTP",
         "EndpointConnectionError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
         "ConnectTimeoutError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
     }
@@ -66,7 +69,7 @@ class S3Storage(Bucket):
     KEY_REFUSALS = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken")
     KEYS = ("AWS_ACCESS_KEY_ID",)
     MISSING = "NoSuchKey"
-    VERSIONS_FIX = "switch versioning off for this bucket, or let a lifecycle rule expire noncurrent versions"
+    VERSIONS_FIX = "disable versioning for this bucket, or add a lifecycle rule that deletes noncurrent versions"
     VERSIONS_RIGHT = "s3:GetBucketVersioning"
     UNFINISHED_FIX = "add a lifecycle rule with AbortIncompleteMultipartUpload after a few days"
     UNFINISHED_RIGHT = "s3:GetLifecycleConfiguration"
@@ -80,8 +83,8 @@ class S3Storage(Bucket):
     def _transfers(self) -> Any:
         """A client for large objects, which does not sign a SHA-256 of the content.
 
-        At 0.3 GB/s on a CPU without SHA instructions, that hash would cost more than everything else. The signature
-        covers the part's own checksum instead.
+        On a CPU without SHA instructions, the hash would be the slowest step, at 0.3 GB/s. The signature covers the
+        part's checksum instead.
         """
         return _s3_client(f"s3://{self.bucket}", payload_signing_enabled=False)
 
@@ -101,8 +104,12 @@ class S3Storage(Bucket):
                     record_progress(got)
                     filled += got
             if filled != len(body):
-                raise StorageError(f"{self.locate(key)}: cannot read: cut off after {filled} of {len(body)} bytes")
-            total = int(answer.get("ContentRange", "0").rpartition("/")[2])  # without it, the body is the whole object
+                raise StorageError(
+                    f"{self.locate(key)}: cannot read: the response ended after {filled} of {len(body)} bytes"
+                )
+            total = int(
+                answer.get("ContentRange", "0").rpartition("/")[2]
+            )  # without this header, the body is the whole object
             return ByteRange(body, total, _etag_of(answer))
 
     def _put(self, key: str, data: bytes | bytearray) -> None:
@@ -146,7 +153,7 @@ class S3Storage(Bucket):
         )
 
     def _measure_upload(self, key: str, upload: dict[str, Any]) -> tuple[int, float]:
-        """Return the bytes of an upload's parts, and the time of its newest part or else of its start."""
+        """Return the size of an upload's parts, and the time of its newest part, or of its start if it has none."""
         parts: list[dict[str, Any]] = []
         with self._request("list the parts of", key), self._ignore_gone_upload():
             parts = self._list_all("list_parts", "Parts", Key=upload["Key"], UploadId=upload["UploadId"])
@@ -158,7 +165,7 @@ class S3Storage(Bucket):
         return [item for page in pages for item in page.get(field, ())]
 
     def _ignore_gone_upload(self) -> contextlib.AbstractContextManager[None]:
-        """Ignore the error if the upload has since been completed or aborted, by its writer or a lifecycle rule."""
+        """Context manager that ignores the error for an upload that no longer exists."""
         return contextlib.suppress(self._client.exceptions.NoSuchUpload)
 
     def discard(self, unfinished: UnfinishedWrite) -> None:
@@ -168,7 +175,7 @@ class S3Storage(Bucket):
 
     def delete(self, key: str, version: str = "") -> None:
         condition = {"IfMatch": version.rpartition("-")[0]} if version else {}
-        # For a missing object S3 answers 204, and others answer NoSuchKey.
+        # For a missing object, S3 returns 204, and other servers return NoSuchKey.
         with contextlib.suppress(NotFoundError), self._request("delete", key):
             try:
                 self._client.delete_object(Bucket=self.bucket, Key=self._full(key), **condition)
@@ -184,19 +191,19 @@ class S3Storage(Bucket):
             map_parallel(self.delete, self._delete_batch(keys[first : first + DELETED_AT_ONCE]))
 
     def _delete_batch(self, keys: Sequence[str]) -> Sequence[str]:
-        """Delete up to DELETED_AT_ONCE objects in one request. Return the keys that have to be deleted one by one."""
+        """Delete up to DELETED_AT_ONCE objects in one request. Return the keys that must be deleted individually."""
         full = {self._full(key): key for key in keys}
         with self._request("delete", keys[0]):
             try:
                 objects = [{"Key": key} for key in full]
                 answer = self._client.delete_objects(Bucket=self.bucket, Delete={"Objects": objects, "Quiet": True})
-            except ClientError:  # some servers lack this request or require another checksum
+            except ClientError:  # some servers lack this request or require a different checksum
                 return keys
         return [full[refused["Key"]] for refused in answer.get("Errors", ())]
 
     def keeps_versions(self) -> bool | None:
         try:
-            # There is also a status if versioning is suspended; existing versions stay then.
+            # A suspended bucket also has a status, because it keeps existing versions.
             return "Status" in self._client.get_bucket_versioning(Bucket=self.bucket)
         except (ClientError, BotoCoreError):
             return None
@@ -211,7 +218,7 @@ class S3Storage(Bucket):
         return any(
             rule["Status"] == "Enabled"
             and "AbortIncompleteMultipartUpload" in rule
-            # Rules of the older form have a prefix instead of a filter.
+            # Older rules have a prefix instead of a filter.
             and self._full("").startswith(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
             for rule in rules
         )
@@ -223,14 +230,14 @@ class S3Storage(Bucket):
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
             value = os.environ.get(name, "")
             if value != value.strip():
-                return f"{name} has white space around it, as from a Secret made with `echo`; use `echo -n`"
+                return f"{name} has surrounding white space, perhaps from a Secret made with `echo`; use `echo -n`"
         return super()._fix(code)
 
 
 def _etag_of(answer: dict[str, Any]) -> str:
-    """Return the ETag, which identifies a version of an object. Raises `ValueError` if the answer has no ETag."""
+    """Return the ETag, which identifies an object's version. Raises `ValueError` if the response has no ETag."""
     if "ETag" not in answer:
-        raise ValueError("the server sends no ETag, unlike S3; without it, versions cannot be distinguished")
+        raise ValueError("the server's response has no ETag, so versions cannot be distinguished; use another server")
     return str(answer["ETag"])
 
 
@@ -245,7 +252,7 @@ def _s3_client(url: str, **options: Any) -> Any:
                 read_timeout=bucket.READ_TIMEOUT_S,
                 retries={"mode": "standard", "total_max_attempts": bucket.REQUEST_TRIES},
                 s3={"addressing_style": "path", **options},
-                # Checksums in trailers only work on AWS. Parts send theirs in a header; hashes check what is read.
+                # Checksums in trailers only work on AWS. Parts send them in headers, and hashes verify reads.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
                 max_pool_connections=bucket.CONNECTIONS,
@@ -259,7 +266,7 @@ def _s3_client(url: str, **options: Any) -> Any:
 
 
 class MultipartUpload(PartUpload):
-    """A multipart upload, which begins when it is made."""
+    """A multipart upload. Creating it begins the upload."""
 
     def __init__(self, storage: S3Storage, key: str) -> None:
         super().__init__(storage, key)
@@ -269,7 +276,7 @@ class MultipartUpload(PartUpload):
             upload = self._client.create_multipart_upload(**self._object, ChecksumAlgorithm="CRC32")
         self._upload = {**self._object, "UploadId": upload["UploadId"]}
         self._verifies = start_thread(self._refuses_damage, "storage-part")
-        "True if the server refuses a part that does not match its checksum."
+        "True if the server rejects a part that does not match its checksum."
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         checksum = zlib.crc32(body)
@@ -281,12 +288,12 @@ class MultipartUpload(PartUpload):
         return self._client.upload_part(**self._upload, PartNumber=number, Body=body, ChecksumCRC32=as_base64(checksum))
 
     def _refuses_damage(self) -> bool:
-        """Return True if the server refuses a part with a wrong checksum, sent under a number that the object lacks."""
+        """Return True if the server rejects a part with a wrong checksum. Its number is not used by the object."""
         try:
             self._upload_part(PROBE_PART, b"damaged", zlib.crc32(b"whole"))
         except ClientError as error:
             return error.response["Error"]["Code"] in WRONG_CHECKSUM
-        except BotoCoreError:  # then the real parts fail too, or their bytes are read back
+        except BotoCoreError:  # otherwise the real parts fail too, or the object is read back
             pass
         return False
 
@@ -296,11 +303,11 @@ class MultipartUpload(PartUpload):
             {"PartNumber": number, "ETag": etag, "ChecksumCRC32": as_base64(checksum)}
             for number, etag, checksum in sorted(parts)
         ]
-        with self._request():  # raises an error if the upload has been given up
+        with self._request():  # raises an error if the upload was aborted
             try:
                 self._client.complete_multipart_upload(**self._upload, MultipartUpload={"Parts": listed})
             except self._client.exceptions.NoSuchUpload:
-                # An earlier try may have succeeded although its answer was lost: then the object is there.
+                # If an earlier attempt succeeded but its response was lost, the object exists.
                 if not self._exists_with_size(size):
                     raise
         return verified
@@ -316,5 +323,5 @@ class MultipartUpload(PartUpload):
 
 
 def as_base64(checksum: int) -> str:
-    """Encode a CRC-32 as S3 does."""
+    """Return a CRC-32 in S3's encoding."""
     return base64.b64encode(checksum.to_bytes(4, "big")).decode()

@@ -1,6 +1,6 @@
-"""Delivers a run's parameters, metrics, report and best model to the service that SUNSPOT_TRACKING names.
+"""Delivers a run's parameters, metrics, report and best model to the service in SUNSPOT_TRACKING.
 
-The driver starts a separate process (process.py), and training never waits for it. This process reads the run's history
-from storage, sends the records that the service (service.py) does not have yet (delivery.py), and writes its progress
-to the run. If the service is unreachable until the end, `python -m sunspot.tracking RUN` delivers the rest later.
+The driver starts a separate process for this (process.py), so training never waits for the service. That process reads
+the run's history from storage, sends new records (delivery.py) to the service (service.py), and stores its progress in
+the run. If the service is unreachable until the run ends, `python -m sunspot.tracking RUN` delivers the rest later.
 """

@@ -1,4 +1,4 @@
-"""Command `python -m sunspot.tracking RUN`, which delivers a run to MLflow, Weights & Biases or TensorBoard."""
+"""Delivers a run to MLflow, Weights & Biases or TensorBoard (`python -m sunspot.tracking RUN`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from sunspot.command_line import CommandParser
 from sunspot.errors import NotFoundError, SettingsError, StorageError, SupersededError, TrackingError, run_and_exit
+from sunspot.formatting import plural
 from sunspot.log import print_logs
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import read_attempts, recorded_setting
@@ -21,20 +22,20 @@ from sunspot.storage.limits import pause_after
 from sunspot.tracking.delivery import Delivery
 from sunspot.tracking.process import command, refuse_unusable
 
-log = logging.getLogger("sunspot.tracking")  # `__name__` is "__main__", which is not below the logger `sunspot`
+log = logging.getLogger("sunspot.tracking")  # `__name__` is "__main__", which is not a child of the logger `sunspot`
 
 DESCRIPTION = """\
 Deliver the rest of a run to MLflow, Weights & Biases or TensorBoard. Nothing is delivered twice.
 
-If SUNSPOT_TRACKING is set, the driver starts this program. Start it by hand to deliver the rest after an outage.
+The driver starts this program if SUNSPOT_TRACKING is set. Start it yourself to deliver the rest after an outage.
 """
 
 END_TIMEOUT_S = 30
-"""Seconds for which to retry delivering the end of a run if the service is unreachable."""
+"""Seconds for which the end of a run is retried if the service is unreachable."""
 
 
 def main() -> int:
-    """Deliver once, or follow the run until standard input ends."""
+    """Deliver the run once, or keep following it until stdin is closed."""
     arguments = _parse()
     print_logs()
     settings = load_settings({"STORAGE_PATH": arguments.storage} if arguments.storage else {})
@@ -47,24 +48,24 @@ def main() -> int:
         follow(delivery, min(settings.report_every_s, STATUS_EVERY_S), command(run, settings))
         return 0
     if not read_attempts(run):
-        raise NotFoundError(f"{run.location}: the run does not exist, or none of its workers has started")
+        raise NotFoundError(f"{run.location}: the run does not exist, or none of its workers have started")
     delivery.finish()
     sent = delivery.delivered
-    print(f"tracking: {sent.records} records delivered, {sent.refused} refused{_at(delivery)}")
+    print(f"tracking: {sent.records} records delivered, {sent.refused} rejected{_at(delivery)}")
     return 0
 
 
 def follow(delivery: Delivery, every_s: float, later: str) -> None:
-    """Deliver new records until standard input ends, and then the end of the run.
+    """Deliver new records until stdin is closed, and then the end of the run.
 
-    Messages name the command `later`, which delivers the rest after a failure.
+    Messages about failures include the command `later`, which delivers the rest.
     """
     outage = Outage(delivery)
     try:
         _follow(delivery, outage, every_s)
         _finish(delivery, outage, later)
     except SupersededError as error:
-        log.info(f"tracking: the new owner's process delivers the rest: {error}")
+        log.info(f"tracking: the new owner of the run delivers the rest: {error}")
         delivery.leave()
 
 
@@ -84,7 +85,7 @@ def _follow(delivery: Delivery, outage: Outage, every_s: float) -> None:
             pause = pause_after(outage.tries)
             outage.add_failure(error)
         except StorageError:
-            continue  # the run itself reports errors of storage
+            continue  # the run itself reports storage errors
 
 
 def _finish(delivery: Delivery, outage: Outage, later: str) -> None:
@@ -95,63 +96,65 @@ def _finish(delivery: Delivery, outage: Outage, later: str) -> None:
             delivery.finish()
             outage.end()
             if delivery.place:
-                lost = f", {delivery.delivered.refused} refused" if delivery.delivered.refused else ""
+                lost = f", {delivery.delivered.refused} rejected" if delivery.delivered.refused else ""
                 log.info(f"tracking: {delivery.delivered.records} records delivered{lost}{_at(delivery)}")
             return
         except (TrackingError, StorageError) as error:
             if isinstance(error, TrackingError):
                 outage.add_failure(error)
             if time.monotonic() >= deadline:
-                log.warning(f"tracking: not delivered: {_missing(delivery)}: {error}; run {later} to deliver the rest")
+                missing = _missing(delivery)
+                log.warning(f"tracking: could not deliver {missing}: {error}; run {later} to deliver the rest")
                 return
         time.sleep(min(pause_after(tries), max(0.0, deadline - time.monotonic())))
         tries += 1
 
 
 class Outage:
-    """Reports the beginning and the end of an outage of the service, on the terminal and in the run's events."""
+    """Reports the beginning and the end of a service outage, on the terminal and in the run's events."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
         self.tries = 0
-        "Number of failed tries in a row."
+        "The number of consecutive failed attempts."
         self._since = 0.0
 
     def add_failure(self, error: TrackingError) -> None:
-        """Count a failed try. The first failure begins the outage."""
+        """Count a failed attempt. The first failure begins the outage."""
         self.tries += 1
         if self.tries == 1:
             self._since = time.time()
             self._record("tracking behind", f"since step {max(0, self._delivery.delivered.step)}: {error}")
 
     def end(self) -> None:
-        """End the outage, if any, after a try has succeeded."""
+        """Report the end of the outage, if there was one, after an attempt succeeds."""
         if self.tries:
-            self._record("tracking goes on", f"after {time.time() - self._since:.0f} s, {self.tries} tries")
+            attempts = plural(self.tries, "failed attempt")
+            self._record("tracking goes on", f"after {time.time() - self._since:.0f} s and {attempts}")
             self.tries = 0
 
     def _record(self, what: str, detail: str) -> None:
         log.info(f"tracking: {what}: {detail}")
         journal = Journal(self._delivery.run, "events", self._delivery.attempt)
         journal.note(what, max(0, self._delivery.delivered.step), detail)
-        with suppress(StorageError):  # the driver's output has it as well
+        with suppress(StorageError):  # it is also in the driver's output
             journal.flush()
 
 
 def _recorded_service(run: Run, settings: Settings) -> Settings:
-    """Return the settings with the tracking service of the run's last attempt."""
+    """Return the settings with the tracking service that the run's last attempt used."""
     attempts = read_attempts(run)
     service, project = (recorded_setting(attempts, name) for name in ("tracking", "tracking_project"))
     if attempts and not service:
-        raise SettingsError(f"{run.location}: it was not tracked; set {PREFIX}TRACKING to mlflow, wandb or tensorboard")
+        raise SettingsError(f"{run.location} was not tracked; set {PREFIX}TRACKING to mlflow, wandb or tensorboard")
     return settings.model_copy(update={"tracking": service, "tracking_project": project})
 
 
 def _missing(delivery: Delivery) -> str:
     try:
-        return delivery.missing() or "how the run ended"
+        return delivery.missing() or "the end of the run"
     except StorageError:
-        return "an unknown part, because storage fails"
+        return "an unknown part, because storage failed"
 
 
 def _at(delivery: Delivery) -> str:
@@ -163,13 +166,13 @@ def _parse() -> argparse.Namespace:
         "python -m sunspot.tracking", DESCRIPTION, ("storage_path", "tracking", "tracking_project", "report_every_s")
     )
     parser.add_argument("run", metavar="RUN", help="a run's name")
-    parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
+    parser.add_argument("--storage", help="storage path of the runs (default: SUNSPOT_STORAGE_PATH)")
     parser.add_argument(
         "--follow",
         metavar="DRIVER",
         nargs="?",
         const="",
-        help="deliver new records until standard input ends, or until another driver takes over from this start",
+        help="deliver new records until stdin is closed, or until another driver takes over the run from DRIVER",
     )
     return parser.parse_args()
 

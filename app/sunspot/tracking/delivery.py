@@ -31,10 +31,10 @@ from sunspot.tracking.service import SERVICES, Point, RefusedError, RunIdentity,
 log = logging.getLogger(__name__)
 
 RECORDS_AT_ONCE = 50
-"""Number of records in a request. MLflow takes 1,000 metrics, and a record has about 15."""
+"""Number of records per request. MLflow accepts 1,000 metrics, and a record has about 15."""
 
 NO_PARAMETERS = ("JOB_ID", "NOTICE_S", "TRACKING", "TRACKING_PROJECT")
-"""Settings that are not delivered, because they belong to a single start of the run or to the delivery itself."""
+"""Settings that are not delivered, because they concern a single start of the run or the delivery itself."""
 
 NO_METRICS = ("step", "time", "steps")
 
@@ -42,36 +42,38 @@ MODEL = "model.pt"
 
 
 class Delivery:
-    """Delivers one run to one service, and continues where an earlier delivery ended.
+    """Delivers one run to one service, continuing where an earlier delivery ended.
 
-    A record of the metric history is delivered when a checkpoint covers its step, because a loss cannot take the run
-    back beyond the checkpoint. So each step is delivered once. If a checkpoint is lost, the repeated steps are not sent
-    again.
+    A metric record is delivered once a checkpoint covers its step, because the run cannot fall back behind the
+    checkpoint. Each step is therefore delivered once. If a checkpoint is lost, repeated steps are not sent again.
     """
 
     def __init__(self, run: Run, name: str, project: str, driver: str = "") -> None:
-        """Prepare the delivery for a start of a driver, or for any owner of the run if `driver` is empty."""
+        """Prepare the delivery.
+
+        If `driver` is not empty, the delivery ends once another driver takes over the run from `driver`.
+        """
         self.run = run
         self.name = name
         self._project = project
         self._driver = driver
         self.delivered = read_delivered(run, name)
         self.place = ""
-        "Address of the tracking run; empty until `deliver` has opened it."
+        "The address of the tracking run. Empty until `deliver` has opened the tracking run."
         self.attempt = 0
-        "Number of the run's newest attempt."
+        "The number of the run's newest attempt."
         self._service: Service | None = None
         self._segments: set[Segment] = set()
-        "Segments of the metric history that have been delivered completely."
+        "The segments of the metric history that have been delivered completely."
         self._described = 0
-        "Number of the attempt whose parameters the service has."
+        "The number of the attempt with the parameters that the service has."
         self._scratch = tempfile.TemporaryDirectory(prefix="sunspot-tracking-")
 
     def deliver(self) -> None:
-        """Send all records that are not delivered yet.
+        """Send all records that have not been delivered yet.
 
-        Raises `TrackingError` or `StorageError`, after which the next call sends the rest. Raises `SupersededError` if
-        another driver has taken over the run.
+        After a `TrackingError` or `StorageError`, the next call sends the rest. Raises `SupersededError` if another
+        driver has taken over the run.
         """
         attempts = read_attempts(self.run)
         refuse_if_superseded(attempts, "", self._driver)
@@ -95,10 +97,13 @@ class Delivery:
                 self._segments.add(segment)
 
     def finish(self) -> None:
-        """Send the rest and, if the run has ended, its report, best model and state. Raises the errors of `deliver`."""
+        """Send the rest, and the report, best model and state of a run that has ended.
+
+        Raises whatever `deliver` raises.
+        """
         refuse_if_superseded(read_attempts(self.run), "", self._driver)
         if self._service is None and not self.missing():
-            return  # opening it would show the tracking run as running again
+            return  # opening the tracking run would mark it as running again
         self.deliver()
         status, service = read_status(self.run), self._service
         if status is None or service is None:
@@ -113,24 +118,21 @@ class Delivery:
         self._record(replace(self.delivered, ended=ended), arrived=True)
 
     def leave(self) -> None:
-        """End this delivery at once. The tracking run continues."""
+        """Stop delivering. The tracking run stays open."""
         if self._service:
             with suppress(TrackingError):
                 self._service.close(None)
 
     def missing(self) -> str:
-        """Return a description of the parts that have not been delivered; empty if there are no such parts.
-
-        Raises `StorageError`.
-        """
+        """Return a description of what has not been delivered, or an empty string. Raises `StorageError`."""
         spans = lineage(read_attempts(self.run))
         final = self._final_step(spans)
         steps = [record["step"] for record in iter_records(self.run, "metrics", spans) if self._is_new(record, final)]
         status = read_status(self.run)
-        parts = [f"{plural(len(steps), 'record')} of the steps {steps[0]} to {steps[-1]}"] if steps else []
+        parts = [f"{plural(len(steps), 'record')} of steps {steps[0]} to {steps[-1]}"] if steps else []
         if spans and status and _end_of(status) not in ("", self.delivered.ended):
             parts.append("the report, the model and the final state")
-        return "; ".join(parts)
+        return ", ".join(parts)
 
     def _open(self, attempts: list[Attempt]) -> Service:
         if self._service is None:
@@ -161,11 +163,11 @@ class Delivery:
         try:
             service.describe(parameters, tags)
         except RefusedError as error:
-            log.warning(f"tracking: the service refused the parameters of attempt {newest.number}: {error}")
+            log.warning(f"tracking: the service rejected the parameters of attempt {newest.number}: {error}")
         self._described = newest.number
 
     def _final_step(self, spans: list[Span]) -> int:
-        """Return the step of the newest checkpoint, up to which the history is final, or -1 without a checkpoint."""
+        """Return the newest checkpoint's step, up to which the history is final, or -1 without a checkpoint."""
         counted, _, _ = classify(list_directories(self.run), spans)
         return step_of(counted[-1]) if counted else -1
 
@@ -180,12 +182,12 @@ class Delivery:
         try:
             service.send([to_point(record) for record in records])
         except RefusedError as error:
-            if len(records) > 1:  # find the record that is refused
+            if len(records) > 1:  # find the rejected record
                 for record in records:
                     self._send(service, [record])
                 return
             refused = 1
-            log.warning(f"tracking: the service refused the record of step {records[0]['step']}: {error}")
+            log.warning(f"tracking: the service rejected the record of step {records[0]['step']}: {error}")
         before = self.delivered
         last = records[-1]
         now = replace(
@@ -207,10 +209,10 @@ class Delivery:
             self._record(replace(self.delivered, report=digest), service.acknowledges)
 
     def _attach_model(self, service: Service) -> str:
-        """Deliver the best model and return the name of its checkpoint, or an empty text if no model exists."""
+        """Deliver the best model, and return its checkpoint's name, or an empty string if there is no model."""
         try:
             best, notes = choose(self.run, "best")
-            if MODEL not in best.files:  # the checkpoint is sharded; only the last one also has the complete model
+            if MODEL not in best.files:  # sharded: only the last checkpoint also contains the complete model
                 best, notes = choose(self.run, "newest")
             for text in notes:
                 log.info(f"tracking: {text}")
@@ -220,12 +222,12 @@ class Delivery:
                 service.attach(self._fetch(best), "model")
                 self._record(replace(self.delivered, model=best.name), service.acknowledges)
         except (NotFoundError, DamageError) as error:
-            log.warning(f"tracking: no model is delivered: {shorten(error)}")
+            log.warning(f"tracking: no model was delivered: {shorten(error)}")
             return ""
         return best.name
 
     def _fetch(self, checkpoint: Checkpoint) -> Path:
-        """Return a verified local copy of a checkpoint's model. Raises `DamageError` if it is damaged."""
+        """Return a verified local copy of a checkpoint's model. Raises `DamageError` if the model is damaged."""
         file = Path(self._scratch.name, MODEL)
         with file.open("wb") as copy:
             faults = compare_bytes(self.run, checkpoint, MODEL, copy.write)
@@ -234,7 +236,7 @@ class Delivery:
         return file
 
     def _summarize(self, service: Service, status: Status) -> dict[str, str]:
-        """Send the goodput as a metric, by which runs can be compared, and return the number of incidents as a tag."""
+        """Send the goodput as a metric, so that runs can be compared, and return a tag with the number of incidents."""
         receipts = read_receipts(read_journal(self.run, "events"))
         fraction = goodput(read_attempts(self.run), receipts, status.time)
         if fraction is not None:
@@ -242,9 +244,9 @@ class Delivery:
         return {"sunspot.incidents": str(sum(receipt.cause.incident for receipt in receipts))}
 
     def _record(self, delivered: Delivered, arrived: bool) -> None:
-        """Keep the progress, and write it to the run if the data has `arrived`.
+        """Update the progress, and store it in the run if the service has received the data (`arrived`).
 
-        Raises `StorageError`. Then the next delivery sends the data again.
+        If this raises `StorageError`, a later delivery sends the data again.
         """
         self.delivered = delivered
         if arrived:
@@ -252,14 +254,14 @@ class Delivery:
 
 
 def _end_of(status: Status) -> str:
-    """Return a text that identifies how and when the run ended, or an empty text while it is running."""
+    """Return a string that identifies how and when the run ended, or an empty string while it is running."""
     return f"{status.state} {status.time:.3f}" if status.state.terminal else ""
 
 
 def to_point(record: dict[str, Any]) -> Point:
     """Return the metrics of a record.
 
-    A record that is only an evaluation gives the metrics of held-out rows, because an earlier record has the others.
+    If the record is only an evaluation, these are the metrics of held-out rows. An earlier record has the others.
     """
     values = {
         name: float(value)
@@ -271,45 +273,45 @@ def to_point(record: dict[str, Any]) -> Point:
 
 
 def _is_evaluation(record: dict[str, Any]) -> bool:
-    """Return True if a record is only the evaluation of an epoch that an earlier attempt completed."""
+    """Return True if a record only contains the evaluation of an epoch that an earlier attempt completed."""
     return record.get("steps") == 0
 
 
 @dataclass(frozen=True)
 class TrackingRun:
-    """Run in a tracking service to which this run is delivered, as stored in the run's `<service>.json`."""
+    """The tracking run to which a run is delivered, as stored in the run's `<service>.json`."""
 
     id: Annotated[str, MinLen(1)]
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """Progress of the delivery to a tracking service, as stored in the run's `<service>-delivered.json`."""
+    """The progress of a delivery, as stored in the run's `<service>-delivered.json`."""
 
     step: Annotated[int, Ge(-1)] = -1
-    "Step up to which all records have been delivered or refused."
+    "The step up to which all records have been delivered or rejected."
     attempt: Count = 0
-    "Attempt of the last of these records. A later attempt may add an evaluation of the same step."
+    "The attempt of the last of these records. A later attempt can add an evaluation of the same step."
     records: Count = 0
-    "Number of records that the service has."
+    "The number of records that the service has received."
     refused: Count = 0
-    "Number of records that the service refused."
+    "The number of records that the service has rejected."
     report: str = ""
-    "SHA-256 of the service's copy of the report."
+    "The SHA-256 of the delivered report."
     model: str = ""
-    "Name of the checkpoint whose model the service has."
+    "The name of the checkpoint with the delivered model."
     ended: str = ""
-    "End of the run that the service has recorded (`_end_of`)."
+    "The delivered end of the run, in the form of `_end_of`."
 
 
 def read_tracking_run(run: Run, service: str) -> str | None:
-    """Return the id of the tracking run, or None if its file does not exist or is damaged. Raises `StorageError`."""
+    """Return the tracking run's ID, or None if its file is missing or damaged. Raises `StorageError`."""
     found = _read(run, TrackingRun, f"{service}.json")
     return found.id if found else None
 
 
 def claim_tracking_run(run: Run, service: str, identity: str) -> str:
-    """Store `identity` as the id of the tracking run unless a readable id is stored already. Return the stored id."""
+    """Store `identity` as the tracking run's ID, unless an ID is stored already. Return the stored ID."""
     file, content = f"{service}.json", to_json(asdict(TrackingRun(identity)))
     if not run.storage.create(run.key("tracking", file), content):
         known = _read(run, TrackingRun, file)
@@ -320,7 +322,7 @@ def claim_tracking_run(run: Run, service: str, identity: str) -> str:
 
 
 def read_delivered(run: Run, service: str) -> Delivered:
-    """Return the progress of the delivery. If its file is damaged, everything is delivered again.
+    """Return the progress of a delivery. If its file is damaged, the delivery starts again from the beginning.
 
     Raises `StorageError`.
     """

@@ -1,7 +1,7 @@
 """Starts the process that delivers a run to a tracking service while it trains.
 
-The process is separate from the driver because a service's library takes seconds and about 180 MB to import, and
-because its server may hang. Neither may affect the training processes.
+The process is separate from the driver, because importing a service's library takes seconds and about 180 MB, and
+because its server can hang. Neither must affect training.
 """
 
 import importlib.util
@@ -25,31 +25,32 @@ from sunspot.settings import PREFIX, Settings
 log = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 120
-"""Seconds for which the driver waits at its end for the rest of the delivery, mainly the model."""
+"""Seconds that the driver waits at its end for the rest of the delivery, which is mainly the model."""
 
 SILENT_WAIT_S = 3
-"""Seconds of waiting after which the driver prints that it waits."""
+"""Seconds after which the driver prints that it is waiting."""
 
 OUTPUT_TIMEOUT_S = 5
-"""Seconds for which the driver waits for the last lines of a process that has ended."""
+"""Seconds that the driver waits for the last output of a process that has ended."""
 
 
 def refuse_unusable(settings: Settings) -> None:
-    """Raise `SettingsError` if the settings name a service that cannot be used here."""
+    """Raise `SettingsError` if the tracking service in the settings cannot be used here."""
     name = settings.tracking
     if not name:
         return
     if name == "tensorboard":
         if "://" in settings.storage_path:
             raise SettingsError(
-                f"{PREFIX}TRACKING=tensorboard: it writes files into the folder of a run on disk, but "
-                f"{PREFIX}STORAGE_PATH={settings.storage_path} is a bucket; set it to mlflow, wandb or empty"
+                f"{PREFIX}TRACKING=tensorboard writes files into the run's folder on disk, but "
+                f"{PREFIX}STORAGE_PATH={settings.storage_path} is a bucket; set {PREFIX}TRACKING to mlflow, wandb or "
+                "empty"
             )
         return
     found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:  # W&B's output folder `wandb` is found as well, without an origin
+    if found is None or found.origin is None:  # W&B's output folder `wandb` is found too, but has no origin
         raise SettingsError(
-            f"{PREFIX}TRACKING={name}: its library is missing; {how_to_install(name)}, or set it to empty"
+            f"{PREFIX}TRACKING={name} needs a library that is not installed; {how_to_install(name)}, or set it to empty"
         )
     problem = find_mlflow_problem(os.environ.get("MLFLOW_TRACKING_URI", "")) if name == "mlflow" else ""
     if problem:
@@ -57,23 +58,22 @@ def refuse_unusable(settings: Settings) -> None:
 
 
 def find_mlflow_problem(address: str) -> str:
-    """Return why MLflow cannot keep runs at an address, or an empty text if it can."""
+    """Return why MLflow cannot store runs at an address, or an empty string if it can."""
     if not address:
         return " is not set; set it to the server's address, e.g. https://mlflow.example.com, or to sqlite:///mlflow.db"
     if address.startswith("file:") or ("://" not in address and not address.startswith("databricks")):
-        return f"={address}: MLflow no longer stores runs in files; set it to sqlite:///mlflow.db, or to a server"
+        return f"={address}: MLflow no longer stores runs in files; set it to sqlite:///mlflow.db or a server's address"
     if not address.startswith(("http", "databricks")) and not importlib.util.find_spec("sqlalchemy"):
-        return f"={address}: a database needs the full package mlflow; install it, or set this to a server's address"
+        return f"={address}: a database needs the full mlflow package; install it, or set this to a server's address"
     return ""
 
 
 @contextmanager
 def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
-    """Deliver the run to the service in TRACKING while the context lasts, and its end within FINISH_TIMEOUT_S.
+    """Context manager that delivers the run to the service in TRACKING. The exit waits up to FINISH_TIMEOUT_S.
 
-    Failures are printed and do not affect the run. If another driver takes over the run from this start of a `driver`,
-    its own process continues the delivery. The process reads from storage, and ends when its standard input closes,
-    even if this process is killed.
+    Failures are printed and do not affect the run. If another driver takes over the run from `driver`, that driver's
+    own process continues the delivery. The process ends when its stdin is closed, even if this process is killed.
     """
     if not settings.tracking:
         yield
@@ -85,8 +85,8 @@ def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        errors="backslashreplace",  # a service's library may print in an encoding other than the locale's
-        start_new_session=True,  # an interrupt from the terminal is for the driver only
+        errors="backslashreplace",  # a service's library might not print in the locale's encoding
+        start_new_session=True,  # an interrupt from the terminal must only reach the driver
     )
     later = command(run, settings)
     finishing, abandoned = threading.Event(), threading.Event()
@@ -100,10 +100,10 @@ def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
         except BaseException as error:
             abandoned.set()
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # includes the processes of its library
+                os.killpg(process.pid, signal.SIGKILL)  # includes the library's processes
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            log.warning(f"tracking: not delivered within {FINISH_TIMEOUT_S} s; run {later} to continue")
+            log.warning(f"tracking: the delivery did not finish within {FINISH_TIMEOUT_S} s; run {later} to continue")
         finally:
             wait([reader], OUTPUT_TIMEOUT_S)
 
@@ -114,12 +114,12 @@ def _wait_for_end(process: subprocess.Popen[str]) -> None:
     try:
         process.wait(SILENT_WAIT_S)
     except subprocess.TimeoutExpired:
-        print(f"tracking: delivering the end, for up to {FINISH_TIMEOUT_S} s", flush=True)
+        print(f"tracking: delivering the rest, which can take up to {FINISH_TIMEOUT_S} s", flush=True)
         process.wait(FINISH_TIMEOUT_S)
 
 
 def command(run: Run, settings: Settings) -> str:
-    """Return the command that delivers a run by hand, for a message."""
+    """Return the command with which a user delivers the rest of a run, for messages."""
     return f"`python -m sunspot.tracking {run.name} --storage {shlex.quote(settings.storage_path)}`"
 
 
@@ -131,4 +131,4 @@ def _relay_output(
         print(line, end="", flush=True)
     code = process.wait()
     if (code or not finishing.is_set()) and not abandoned.is_set():
-        log.warning(f"tracking: its process ended with exit code {code}; run {later} to deliver the rest")
+        log.warning(f"tracking: the process exited with code {code}; run {later} to deliver the rest")

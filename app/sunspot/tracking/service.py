@@ -1,7 +1,7 @@
-"""Tracking services to which a run can be delivered: MLflow, Weights & Biases, and TensorBoard's files.
+"""The supported tracking services: MLflow, Weights & Biases, and TensorBoard files.
 
-Addresses and credentials come from the environment variables of each service. The services' libraries are imported when
-they are used, because importing them is slow and they may not be installed.
+Addresses and credentials come from each service's own environment variables. Libraries are imported on first use,
+because importing them is slow and they might not be installed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from sunspot.run.status import RunState
 
 
 class RefusedError(TrackingError):
-    """The service rejects the request, and would reject it again."""
+    """Raised if the service rejects a request and would reject it again."""
 
 
 class RunIdentity(NamedTuple):
-    """Identity of the run that is delivered."""
+    """The identity of the delivered run."""
 
     id: str
-    "Unique id. A run that replaces a deleted run has a different id."
+    "A unique ID. A run that replaces a deleted run has a different ID."
     name: str
     location: str
 
 
 class Point(NamedTuple):
-    """Numbers of one record in the metric history."""
+    """The metrics of one record in the metric history."""
 
     step: int
     time: float
@@ -42,55 +42,55 @@ class Point(NamedTuple):
 
 
 class Service(ABC):
-    """One run in a tracking service.
+    """A run in a tracking service.
 
-    Methods raise `TrackingError`, after which they may be retried, or `RefusedError`. They return within seconds even
-    if the server hangs, except `attach` and `close`, which wait for uploads.
+    A method that raises `TrackingError` can be retried, unless it is a `RefusedError`. Methods return within seconds
+    even if the server hangs, except `attach` and `close`, which wait for uploads.
     """
 
     acknowledges = True
-    "True if data has arrived when `send` returns, and False if it has arrived only when `close` returns."
+    "True if the service has received the data once `send` returns. Otherwise, it has once `close` returns."
 
     def __init__(self, project: str, identity: RunIdentity) -> None:
-        """Prepare the delivery of a run to a project, which is an experiment in MLflow."""
+        """Prepare to deliver a run to a project (an experiment, in MLflow's terms)."""
         self._project, self._identity = project, identity
 
     def find_or_create(self) -> str:
-        """Return the id of this run's tracking run, and create the tracking run if it does not exist."""
+        """Return the ID of the tracking run, which is created if it does not exist."""
         return self._identity.id
 
-    def discard(self, tracking_run: str) -> None:  # noqa: B027  # only needed if the service makes the ids
-        """Remove a tracking run that was just created, because another process was faster."""
+    def discard(self, tracking_run: str) -> None:  # noqa: B027  # only needed if the service chooses the IDs
+        """Delete a tracking run that was just created, because another process created one first."""
 
     @abstractmethod
     def open(self, tracking_run: str) -> str:
-        """Continue a tracking run and return its address for people."""
+        """Open an existing tracking run, and return its address for the user."""
 
     @abstractmethod
     def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Set the run's parameters and tags. New values replace old ones."""
+        """Set parameters and tags. New values replace old ones."""
 
     @abstractmethod
     def send(self, points: Sequence[Point]) -> None:
-        """Deliver metrics. Services that recognize repeated metrics count them once."""
+        """Send metrics. Some services ignore repeated metrics."""
 
     @abstractmethod
     def attach(self, file: Path, folder: str) -> None:
-        """Deliver a file into a folder, or to the top level if `folder` is empty, and replace a file of the same name.
+        """Upload a file to a folder, or to the top level if `folder` is empty, replacing a file of the same name.
 
         The file must exist until `close` returns.
         """
 
     @abstractmethod
     def close(self, state: RunState | None) -> None:
-        """End the delivery, and record the final state of the run unless `state` is None."""
+        """End the delivery, and record the run's final state unless `state` is None."""
 
 
 @contextlib.contextmanager
 def tracking_errors(service: str) -> Iterator[None]:
-    """Turn the errors of a service's library into `TrackingError`, whose message names the original class.
+    """Turn a library's errors into `TrackingError`.
 
-    Only MLflow's own errors are not named.
+    The message includes the original class name, except for MLflow's own errors.
     """
     try:
         yield
@@ -106,31 +106,31 @@ def tracking_errors(service: str) -> Iterator[None]:
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 
 ENVIRONMENT = {
-    # The delivery retries by itself. MLflow's own 7 tries of 120 s would hide an outage.
+    # The delivery retries by itself. MLflow's own 7 attempts of 120 s would hide an outage.
     TIMEOUT: "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    # Nothing may be sent anywhere except to the server.
+    # Nothing must be sent anywhere except to the server.
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 
 METRICS_AT_ONCE, OTHERS_AT_ONCE = 1000, 100
-"""Largest numbers of metrics, and of parameters or tags, that MLflow takes in a request."""
+"""Largest number of metrics, and of parameters or tags, that MLflow accepts in one request."""
 
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
-"""Error codes of MLflow for requests that it would reject again."""
+"""MLflow's error codes for requests that it would reject again."""
 
 ATTACH_TIMEOUT_S = 60
-"""Seconds for which the server may be silent during an upload. It may forward the file to another store."""
+"""Timeout for uploads in seconds. The server might forward the file to another store before it responds."""
 
 ENDS = {RunState.SUCCEEDED: "FINISHED", RunState.FAILED: "FAILED"}
-"""MLflow's status for the final state of a run. Any other state becomes KILLED."""
+"""A mapping from a run's final state to MLflow's status. Any other state becomes KILLED."""
 
 mlflow_errors = tracking_errors("MLflow")
 
 
 class MlflowService(Service):
-    """Run on the MLflow server at MLFLOW_TRACKING_URI. It does not touch MLflow's global state."""
+    """A run on the MLflow server at MLFLOW_TRACKING_URI. This does not change MLflow's global state."""
 
     def __init__(self, project: str, identity: RunIdentity) -> None:
         super().__init__(project, identity)
@@ -147,7 +147,7 @@ class MlflowService(Service):
         known = self._client.get_experiment_by_name(self._project)
         experiment = known.experiment_id if known else self._client.create_experiment(self._project)
         found = self._client.search_runs([experiment], f"tags.`sunspot.id` = '{identity}'", max_results=1)
-        if found:  # the process that created the run ended before it could store the id
+        if found:  # the process that created it ended before it could store the ID
             return str(found[0].info.run_id)
         tags = {"sunspot.id": identity, "sunspot.run": location}
         return str(self._client.create_run(experiment, run_name=name, tags=tags).info.run_id)
@@ -165,7 +165,7 @@ class MlflowService(Service):
 
     @property
     def _server(self) -> str:
-        """Address of the server, without any credentials."""
+        """The server's address without credentials."""
         return re.sub(r"//[^/@\s]+@", "//", self._client.tracking_uri)
 
     @mlflow_errors
@@ -179,8 +179,8 @@ class MlflowService(Service):
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             raise TrackingError(
-                f"{self._server} does not have the run {self._run}; set MLFLOW_TRACKING_URI to the server on which it "
-                "was created"
+                f"{self._server} does not have the run {self._run}; set MLFLOW_TRACKING_URI to the server on which the "
+                "run was created"
             ) from error
         if info.lifecycle_stage == "deleted":
             raise TrackingError(
@@ -190,7 +190,7 @@ class MlflowService(Service):
 
     @mlflow_errors
     def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Set parameters and tags. A parameter keeps its first value, and a changed value is added as a tag."""
+        """Set parameters and tags. MLflow's parameters cannot change, so changed values are added as tags."""
         from mlflow.entities import Param, RunTag
 
         data = self._client.get_run(self._run).data
@@ -221,7 +221,7 @@ class MlflowService(Service):
             for begin in range(0, len(entries), at_once):
                 self._client.log_batch(self._run, **{kind: entries[begin : begin + at_once]})
         except MlflowException as error:
-            self._active()  # raises if the problem is the run and not the request
+            self._active()  # raises if the fault is with the run rather than the request
             if error.error_code in REFUSALS:
                 raise RefusedError(f"MLflow: {shorten(error)}") from error
             raise
@@ -238,26 +238,26 @@ class MlflowService(Service):
     @mlflow_errors
     def close(self, state: RunState | None) -> None:
         if state:
-            with contextlib.redirect_stdout(io.StringIO()):  # MLflow prints the run's address each time
+            with contextlib.redirect_stdout(io.StringIO()):  # MLflow always prints the run's address
                 self._client.set_terminated(self._run, ENDS.get(state, "KILLED"))
 
 
 # ----------------------------------------------------------------------------------------------------- Weights & Biases
 
 INIT_TIMEOUT_S = 15
-"""Seconds for one attempt to reach the server. The delivery retries."""
+"""Seconds before an attempt to reach the server fails. The delivery retries."""
 
 STEP = "step"
-"""Name of the x axis of all curves. W&B's own step may only grow, so it would drop repeated data."""
+"""Name of the x axis of all curves. W&B's own step must not decrease, so W&B would drop repeated data."""
 
 wandb_errors = tracking_errors("Weights & Biases")
 
 
 class WandbService(Service):
-    """Run in Weights & Biases, whose library writes to a file and sends it from its own process.
+    """A run in Weights & Biases.
 
-    The run has an id of our choice. The library sends to the server at WANDB_BASE_URL. With WANDB_MODE=offline, the
-    file stays below WANDB_DIR.
+    The library writes to a file below WANDB_DIR, which its own process sends to the server at WANDB_BASE_URL. With
+    WANDB_MODE=offline, the file is not sent.
     """
 
     acknowledges = False
@@ -286,12 +286,12 @@ class WandbService(Service):
                 id=tracking_run, resume="allow", project=self._project, name=self._identity.name, settings=settings
             )
         except Exception:
-            self._wandb.teardown()  # otherwise, its process would keep the id of a run that was never opened
+            self._wandb.teardown()  # otherwise, its process would keep the ID of a run that was never opened
             raise
         self._run.define_metric("*", step_metric=STEP)
-        if self._run.resumed:  # an earlier process may have ended before it stored its progress
+        if self._run.resumed:  # an earlier process might have ended before it stored its progress
             self._arrived = int(self._run.summary.get(STEP, -1))
-        return str(self._run.url or f"`wandb sync {self._run.settings.sync_dir}` sends them")
+        return str(self._run.url or f"send them with `wandb sync {self._run.settings.sync_dir}`")
 
     @wandb_errors
     def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
@@ -313,20 +313,20 @@ class WandbService(Service):
 
     @wandb_errors
     def close(self, state: RunState | None) -> None:
-        """Wait until everything has arrived. W&B retries until its server is reachable."""
+        """Report the final state, and wait for all uploads. W&B retries until its server is reachable."""
         self._run.finish(exit_code=0 if state in (RunState.SUCCEEDED, RunState.STOPPED) else 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- TensorBoard
 
 FOLDER = "tensorboard"
-"""Name of the folder for event files in the folder of the run."""
+"""Name of the folder for event files in the run's folder."""
 
 tensorboard_errors = tracking_errors("TensorBoard")
 
 
 class TensorBoardFiles(Service):
-    """Event files of a run, one for each delivery. TensorBoard names the run after their folder."""
+    """A run in TensorBoard's event files. Each delivery writes its own file."""
 
     def __init__(self, project: str, identity: RunIdentity) -> None:
         super().__init__(project, identity)
@@ -335,10 +335,10 @@ class TensorBoardFiles(Service):
 
     @tensorboard_errors
     def open(self, tracking_run: str) -> str:
-        from tensorboardX import SummaryWriter  # takes a second to import; a dependency of Ray Tune
+        from tensorboardX import SummaryWriter  # takes a second to import, and is installed with Ray Tune
 
         self._writer = SummaryWriter(str(self._folder))
-        return f"`tensorboard --logdir {self._folder.parent.parent}` shows them"
+        return f"view them with `tensorboard --logdir {self._folder.parent.parent}`"
 
     @tensorboard_errors
     def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
@@ -354,7 +354,7 @@ class TensorBoardFiles(Service):
         self._writer.flush()
 
     def attach(self, file: Path, folder: str) -> None:
-        """Do nothing, because the report and the model are in the same folder already."""
+        """Do nothing, because the report and the model are already in the run's folder."""
 
     @tensorboard_errors
     def close(self, state: RunState | None) -> None:
@@ -362,4 +362,4 @@ class TensorBoardFiles(Service):
 
 
 SERVICES: dict[str, type[Service]] = {"mlflow": MlflowService, "wandb": WandbService, "tensorboard": TensorBoardFiles}
-"""Class of each service, by its name in SUNSPOT_TRACKING."""
+"""A mapping from the values of SUNSPOT_TRACKING to service classes."""
