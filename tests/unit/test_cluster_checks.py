@@ -308,14 +308,14 @@ def limit_cpus(cluster: FakeCluster) -> None:
             fill_quota("30Gi", "40Gi"),
             "warning",
             "team: requests.memory: 11Gi needed, 10Gi free of 40Gi",
-            "the pods wait until other runs end",
+            "wait until other runs end",
         ),
         (
             "quota",
             fill_quota("0", "10Gi"),
             "failed",
-            "team: requests.memory: 11Gi needed (head 5Gi + 2 workers 6Gi), 10Gi in all",
-            "it can never fit: request less",
+            "team: requests.memory: 11Gi needed (head 5Gi + 2 workers 6Gi) of only 10Gi",
+            "the run can never fit; request less",
         ),
         ("quota", fill_quota("0", "40Gi"), "ok", "team has room for a run", ""),
         (

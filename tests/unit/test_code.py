@@ -423,12 +423,12 @@ def test_render_accepts_an_archive_but_not_a_folder(folder: Path, monkeypatch: p
         assert rendered.name != render(JobRequest(cluster=request.cluster)).name
         assert {value.name: value.source for value in rendered.derived}[CODE] == "given"
     for given in (str(folder), f"code.tar@sha256:{'a' * 64}", "s3://bucket/code.tar"):
-        with pytest.raises(SettingsError, match=r"`sunspot submit` makes one, as do `git archive -o code\.tar"):
+        with pytest.raises(SettingsError, match=r"is not an archive; .*git archive.*`sunspot submit`"):
             render(JobRequest(code=given))
     with pytest.raises(SettingsError, match=r"SUNSPOT_CODE=\.: set it to nothing: `sunspot submit --code FOLDER` sets"):
         render(JobRequest(settings={"CODE": "."}))
     monkeypatch.setenv(CODE, named)
-    with pytest.raises(SettingsError, match=f"{CODE}={named}: it follows from --code"):
+    with pytest.raises(SettingsError, match=f"{CODE}={named} cannot be set; unset it, and use --code"):
         render(JobRequest())
 
 
@@ -436,8 +436,8 @@ def test_a_task_that_is_not_in_the_code_is_reported(cluster: FakeCluster, sunspo
     assert sunspot.submit("--code", str(folder / "nowhere")) == 2
     assert sunspot.err.startswith(f"error: code {folder}/nowhere: no such folder")
     assert sunspot.submit("--code", str(folder), "--set", "TASK=other.task") == 0
-    assert "SUNSPOT_TASK=other.task: the code has no other.py, so pods have it only if the image" in sunspot.err
-    assert "has no code of its own" not in sunspot.err
+    assert "SUNSPOT_TASK=other.task: the code does not contain other.py, so pods have it only if" in sunspot.err
+    assert "includes no code" not in sunspot.err
     end(cluster, sunspot.run, RunState.FAILED)
     assert sunspot("delete", "run", "--yes") == 0, sunspot.err
     assert "code" in sunspot.out
@@ -447,14 +447,14 @@ def test_a_task_that_is_not_in_the_code_is_reported(cluster: FakeCluster, sunspo
 @pytest.mark.parametrize("verb", ["render", "submit"])
 def test_a_task_without_code_is_reported(verb: str, cluster: FakeCluster, sunspot: Command) -> None:
     here = [*("--storage", "s3://bucket/runs"), "--dry-run"] if verb == "submit" else []
-    warned = "only if the image does; add the code with `sunspot submit --code FOLDER` or `make submit CODE=FOLDER`"
+    warned = "only if the image does; include the code with `sunspot submit --code FOLDER` or `make submit CODE=FOLDER`"
     for task, top in [("mine", "mine"), ("mine.task", "mine"), ("choice(mine,sunspot.tasks.gan)", "mine")]:
         assert sunspot(verb, "--run", "run", "--set", f"TASK={task}", *here) == 0, sunspot.err
-        assert sunspot.err.count(f"the job has no code of its own, so pods have {top}.py {warned}") == 1
+        assert sunspot.err.count(f"the job includes no code, so pods have {top}.py {warned}") == 1
     named = f"s3://bucket/code.tar@sha256:{'a' * 64}"
     for words in (["--set", "TASK=sunspot.tasks.gan"], ["--set", "TASK=mine", "--code", named], []):
         assert sunspot(verb, "--run", "run", *words, *here) == 0, sunspot.err
-        assert "has no code of its own" not in sunspot.err
+        assert "includes no code" not in sunspot.err
 
 
 # ----------------------------------------------------------------------------------------------------------- the run

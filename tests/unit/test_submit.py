@@ -328,7 +328,7 @@ def test_a_forbidden_object_is_a_warning(cluster: FakeCluster, sunspot: Command)
     cluster.forbidden |= {f"{CORE}/secrets/sunspot-storage", CORE}
     assert sunspot.submit("--image", "sunspot") == 0
     assert "this user may not see whether Secret sunspot-storage exists; pods cannot start without it" in sunspot.err
-    assert "image sunspot names no version" in sunspot.err
+    assert "image sunspot has no version" in sunspot.err
 
 
 def test_a_missing_operator_or_namespace_is_reported(cluster: FakeCluster, sunspot: Command) -> None:
@@ -416,7 +416,7 @@ def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
             if "limits.cpu" in said
             else "change the profile, or ask the owner of the namespace to allow it"
         )
-        fix = "it can never fit: request less" if "exceeded quota" in said else fix
+        fix = "the run can never fit; request less" if "exceeded quota" in said else fix
         assert f"{told}; {fix}" in sunspot.err
     else:
         assert "warning: pods of the group workers would be refused now" in sunspot.err
@@ -439,8 +439,8 @@ def test_a_quota_in_which_a_run_can_never_fit_is_refused(cluster: FakeCluster, s
     put_quota(cluster, "requests.memory", "9Gi")
     for words in ((), ("--dry-run",)):
         assert sunspot.submit(*words) == 4
-        needed = "11Gi needed (head 5Gi + 2 workers 6Gi), 9Gi in all"
-        assert f"team: requests.memory: {needed}; it can never fit: request less" in sunspot.err
+        needed = "11Gi needed (head 5Gi + 2 workers 6Gi) of only 9Gi"
+        assert f"team: requests.memory: {needed}; the run can never fit; request less" in sunspot.err
         assert "wait" not in sunspot.err
     assert cluster.jobs == {}
     assert not sunspot.run.storage.list(""), "nothing is recorded either"
@@ -451,7 +451,7 @@ def test_a_quota_that_others_use_is_a_warning(cluster: FakeCluster, sunspot: Com
     said = FORBIDDEN + "exceeded quota: team, requested: memory=5Gi, used: memory=16Gi, limited: memory=20Gi"
     cluster.on("POST", f"{CORE}/pods?dryRun=All", refusing_pods(said, 403))
     assert sunspot.submit() == 0, sunspot.err
-    assert "team: requests.memory: 11Gi needed, 4Gi free of 20Gi; the pods wait until other runs end" in sunspot.err
+    assert "team: requests.memory: 11Gi needed, 4Gi free of 20Gi; wait until other runs end" in sunspot.err
     assert "would be refused now" not in sunspot.err, "each quota is reported once"
 
 
@@ -489,7 +489,7 @@ def test_limit_ranges_are_compared_if_pods_cannot_be_tried(cluster: FakeCluster,
     assert sunspot.submit("--dry-run") == 0, "the API server itself would refuse a pod"
     cluster.forbidden.add("create pods")
     assert sunspot.submit() == 4
-    assert "pods of the group head would be refused: a Container may have at most 4Gi of memory" in sunspot.err
+    assert "pods of group head would be rejected: a Container can have at most 4Gi of memory" in sunspot.err
 
 
 def test_the_message_about_a_full_rayjob_quota_says_that_ended_rayjobs_count(

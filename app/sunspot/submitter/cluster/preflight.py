@@ -120,7 +120,7 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Sequen
                 continue
             result, fix = Result.FAILED, "change the profile, or ask the owner of the namespace to allow it"
             if exceeded and exceeded.never_fits(manifest):
-                fix = f"it can never fit: {ASK_FOR_LESS}, or ask for a larger ResourceQuota {exceeded.name}"
+                fix = f"the run can never fit; {ASK_FOR_LESS}, or ask for a larger ResourceQuota {exceeded.name}"
             elif "exceeded quota" in message:
                 result, fix = Result.WARNING, "they wait until others end or are deleted"
             elif "admission webhook" in message:
