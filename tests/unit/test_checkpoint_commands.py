@@ -111,7 +111,7 @@ def test_the_newest_checkpoints_are_listed(run: Run, sunspot: StorageCommand) ->
         commit(run, attempt, step)
     listed = sunspot("checkpoints", "ls", "run", "--json")
     assert [line["step"] for line in listed.json] == list(range(11, 61))
-    assert "left out: 10 older checkpoints; --all lists them" in listed.err
+    assert "left out 10 older checkpoints; --all lists them" in listed.err
     assert [line["step"] for line in sunspot("checkpoints", "ls", "run", "--limit", "2", "--json").json] == [59, 60]
     assert len(sunspot("checkpoints", "ls", "run", "--all", "--json").json) == 60
 
@@ -188,7 +188,7 @@ def test_the_best_checkpoint_is_chosen_by_the_runs_metric(run: Run, sunspot: Sto
     assert f"passed over {best.name}: damaged" in answer.err
 
 
-def test_an_interrupted_download_is_continued(
+def test_an_interrupted_download_is_resumed(
     run: Run, sunspot: StorageCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
@@ -296,7 +296,9 @@ def test_a_download_does_not_write_through_a_link(kind: str, run: Run, sunspot: 
     assert mine.read_bytes() == b"work"
 
 
-def test_a_directory_with_other_content_is_refused(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
+def test_a_download_into_a_directory_with_other_files_is_rejected(
+    run: Run, sunspot: StorageCommand, tmp_path: Path
+) -> None:
     attempt = start(run, "job")
     first, second = commit(run, attempt, 3), commit(run, attempt, 5)
     mine = tmp_path / "mine"
@@ -398,7 +400,9 @@ def test_gc_removes_nothing_if_no_checkpoint_is_intact(run: Run, sunspot: Storag
 
 
 @pytest.mark.parametrize("state", [RunState.RUNNING, RunState.STOPPED, RunState.SUCCEEDED, RunState.LOST])
-def test_gc_keeps_files_that_a_live_process_may_be_writing(run: Run, sunspot: StorageCommand, state: RunState) -> None:
+def test_gc_keeps_files_that_a_live_process_might_be_writing(
+    run: Run, sunspot: StorageCommand, state: RunState
+) -> None:
     attempt = start(run, "job")
     good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
     write_status(run, Status(state, "job"))
@@ -413,7 +417,7 @@ def test_gc_keeps_files_that_a_live_process_may_be_writing(run: Run, sunspot: St
     assert left(run) == {good.name}
 
 
-def test_gc_uses_the_clock_of_the_storage(run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_uses_the_storages_clock(run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = start(begin(run), "job")
     good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
     write_status(run, Status(RunState.RUNNING, "job"))
@@ -525,7 +529,7 @@ def test_gc_aborts_unfinished_uploads(
     assert "unfinished uploads cannot be listed" in answer.err
 
 
-def test_an_interrupted_download_ends_soon_and_keeps_its_partial_file(
+def test_an_interrupted_download_stops_promptly_and_keeps_its_partial_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = commit(run, start(run, "job"), 3)

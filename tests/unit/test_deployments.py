@@ -63,7 +63,7 @@ def policies(folder: str) -> dict[str, dict[str, Any]]:
     return {item["metadata"]["name"]: item["spec"] for item in found}
 
 
-def test_the_base_policies_let_the_pod_of_sunspot_wait_reach_storage() -> None:
+def test_base_policies_let_the_sunspot_wait_pod_reach_storage() -> None:
     labels = template("gitops/wait")["metadata"]["labels"]
     everyone = {"deny-by-default", "within-clusters", "to-dns", "to-storage", "to-tracking", "to-workload-identity"}
     assert set(base_policies(labels)) == everyone
@@ -73,7 +73,7 @@ def test_the_base_policies_let_the_pod_of_sunspot_wait_reach_storage() -> None:
         assert selector["matchLabels"].items() <= labels.items()
 
 
-def test_the_live_page_reaches_only_storage_and_no_run_reaches_the_page() -> None:
+def test_the_live_page_reaches_only_storage_and_is_isolated_from_runs() -> None:
     labels = template("ui")["metadata"]["labels"]
     assert list(base_policies(labels)) == [], (
         "otherwise, the page could reach every port of a run, and every run could reach the page"
@@ -94,7 +94,7 @@ def test_the_live_page_has_its_own_storage_credentials() -> None:
     assert secrets == [{"name": "sunspot-storage-read", "optional": True}], "the credentials of runs may write"
 
 
-def test_the_live_page_answers_to_the_names_of_its_service() -> None:
+def test_the_live_page_accepts_its_services_host_names() -> None:
     [container] = template("ui")["spec"]["containers"]
     arguments = make_parser().parse_args(container["command"][3:])
     service = find("ui", "Service")["metadata"]
@@ -124,7 +124,7 @@ def test_the_page_has_no_token_and_only_the_ingress_reaches_it() -> None:
     assert settings["data"] == {"SUNSPOT_STORAGE_PATH": "s3://sunspot/runs"}
 
 
-def test_the_pod_that_waits_for_all_runs_cannot_create_objects() -> None:
+def test_the_sunspot_wait_pod_cannot_create_objects() -> None:
     """Permission to create RayJobs is permission to run any pod."""
     rules = find("gitops/wait", "Role")["rules"]
     granted = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}

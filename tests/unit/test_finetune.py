@@ -216,7 +216,7 @@ def test_an_adapter_loads_only_onto_its_base(base: str, texts: str, tmp_path: Pa
         ({"rank": 4, "targets": ["nowhere"]}, "targets=['nowhere']"),
     ],
 )
-def test_wrong_arguments_are_refused(base: str, texts: str, arguments: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_rejected(base: str, texts: str, arguments: dict[str, Any], said: str) -> None:
     settings = settings_of(base, texts, **arguments)
     task: Any = load_task(settings)
     with refusal(SettingsError, "SUNSPOT_TASK_ARGS", said):

@@ -109,7 +109,7 @@ def test_a_job_that_no_operator_has_handled_is_progressing() -> None:
     assert flux(rayjob("digits-1")) == "unknown"
 
 
-def test_the_health_message_contains_the_reason_of_the_operator() -> None:
+def test_the_health_message_contains_the_operators_reason() -> None:
     message = "Job status checks have been failing since 2026-11-20 10:00:00; exceeded timeout of 300s"
     job = a_rayjob("Failed", "RUNNING", reason="JobStatusCheckTimeoutExceeded", message=message)
     assert argo_cd(job) == ("Degraded", f"Failed: RUNNING: JobStatusCheckTimeoutExceeded: {message}")
@@ -169,7 +169,7 @@ def test_gitops_tools_are_recognized_by_their_field_managers() -> None:
     assert RECREATED_WITHIN_S > 600
 
 
-def test_neither_tool_reverts_the_changes_of_kueue() -> None:
+def test_gitops_tools_do_not_revert_kueues_changes() -> None:
     """They ignore the spec of a RayJob, because its hash is in the name, and no other field."""
     application, kustomization = load("application.yaml")["spec"], load("flux.yaml")["spec"]
     rayjobs = {"group": "ray.io", "kind": "RayJob"}

@@ -102,7 +102,7 @@ def let_it_live(cluster: FakeCluster) -> None:
         *("it may not be read", "none may be listed", "the cluster is not known", "the cluster is away"),
     ],
 )
-def test_nothing_is_concluded_if_the_rayjob_may_exist(
+def test_a_rayjob_that_might_exist_is_not_reported_as_deleted(
     cluster: FakeCluster, run: Run, sunspot: Command, owner: str, change: Callable[[FakeCluster], Any] | None
 ) -> None:
     train(run, owner=owner)

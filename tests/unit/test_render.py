@@ -1393,10 +1393,10 @@ def test_a_usage_error_prints_one_message(capsys: pytest.CaptureFixture[str], wo
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["render", "--output", ""], "--output may not be empty"),
-        (["submit", "--wait", "--timeout", "nan"], "nan: give seconds from 0"),
-        (["wait", "run", "--timeout", "nan"], "nan: give seconds from 0"),
-        (["stop", "run", "--timeout", "-1"], "-1: give seconds from 0"),
+        (["render", "--output", ""], "--output cannot be empty"),
+        (["submit", "--wait", "--timeout", "nan"], "nan: must be a number of seconds >= 0"),
+        (["wait", "run", "--timeout", "nan"], "nan: must be a number of seconds >= 0"),
+        (["stop", "run", "--timeout", "-1"], "-1: must be a number of seconds >= 0"),
     ],
 )
 def test_invalid_option_values_are_rejected(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
