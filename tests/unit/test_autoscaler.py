@@ -1,6 +1,4 @@
-"""Ray's autoscaler creates the pods that are requested from each group: its own scheduler, on a rendered job's
-groups.
-"""
+"""Tests of a rendered job's groups with the scheduler of Ray's autoscaler."""
 
 from __future__ import annotations
 

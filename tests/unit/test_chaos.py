@@ -1,4 +1,4 @@
-"""Tests of `sunspot chaos`: the pods that it may hit, how it waits, and its output."""
+"""Tests of `sunspot chaos`: the pods that it deletes, its waiting, and its output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Training:
         cluster.on_delete = self.lose
 
     def lose(self, name: str) -> None:
-        """Lose a pod, which is replaced at once."""
+        """Lose a pod, which is replaced immediately."""
         if self.replaced:
             self.cluster.pods.append(pod(f"{name}-new", CLUSTER, head=name.startswith(HEAD)))
         if self.recovers:
@@ -207,7 +207,7 @@ def test_the_text_output_contains_fault_receipt_and_audit(
 def test_a_retried_deletion_spares_the_replacement_pod(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
-    """The response to the first try is lost. At the second try, a new pod has the name."""
+    """The response to the first attempt is lost. At the second attempt, a new pod has the name."""
 
     def replace(name: str) -> None:
         successor = pod(name, CLUSTER, head=True)

@@ -1,4 +1,4 @@
-"""`sunspot checkpoints`: the objects that each verb reads, downloads, removes and keeps."""
+"""Tests of the objects that `sunspot checkpoints` reads, downloads, removes and keeps."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_a_download_into_a_directory_with_other_files_is_rejected(
 
 @pytest.fixture
 def littered(run: Run) -> dict[str, str]:
-    """Make a run of two attempts that keeps two checkpoints. Returns the name of each checkpoint by its fate."""
+    """Create a run with two attempts that keeps two checkpoints. Returns checkpoint names keyed by their fate."""
     keep = {"SUNSPOT_CHECKPOINTS_TO_KEEP": "2", "SUNSPOT_CHECKPOINT_METRIC": "loss", "SUNSPOT_CHECKPOINT_ORDER": "min"}
     first = start(run, "old")
     names = {"worst": commit(run, first, 2, loss=0.9).name, "best": commit(run, first, 4, loss=0.1).name}
@@ -376,7 +376,7 @@ def test_gc_keeps_the_given_number_of_checkpoints(run: Run, sunspot: StorageComm
 
 
 def test_gc_never_removes_the_newest_intact_checkpoint(run: Run, sunspot: StorageCommand) -> None:
-    """The bytes of the newest checkpoint have changed although the listing has not, so the one before it counts."""
+    """The newest checkpoint's bytes have changed but its listing has not, so the previous checkpoint counts."""
     attempt = start(run, "job")
     good, bad = commit(run, attempt, 3, loss=0.9), commit(run, attempt, 5, loss=0.1)
     flip_byte(path_of(run, bad, "model.pt"))
@@ -428,7 +428,7 @@ def test_gc_uses_the_storages_clock(run: Run, sunspot: StorageCommand, monkeypat
 
 
 def test_gc_keeps_files_whose_manifest_would_still_count(run: Run, sunspot: StorageCommand) -> None:
-    """The next attempt began from a copy of that step in memory, and the old process is about to commit the step."""
+    """The next attempt started from a copy of that step in memory while the old process is about to commit the step."""
     attempt = start(run, "job")
     good = commit(run, attempt, 3)
     begun = leave_incomplete(run, attempt, 5)

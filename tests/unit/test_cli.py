@@ -1,4 +1,4 @@
-"""The command `sunspot` without a cluster: its output and exit codes."""
+"""Tests of the output and exit codes of `sunspot` without a cluster."""
 
 from __future__ import annotations
 
@@ -461,7 +461,7 @@ def test_a_table_in_a_pipe_is_never_cut(run: Run, sunspot: StorageCommand) -> No
 
 
 def started(run: Run, owner: str, starts_from: str | None = None) -> Attempt:
-    """Start an attempt that has written its receipt."""
+    """Start an attempt and write its receipt."""
     attempt = start(run, owner, starts_from)
     write_receipt(run, attempt, attempt.number - 1)
     return attempt
@@ -507,7 +507,7 @@ def test_rows_outside_the_lineage_of_the_newest_checkpoint_are_not_audited(run: 
 
 
 def test_rows_after_the_newest_intact_checkpoint_are_not_audited(run: Run, sunspot: StorageCommand) -> None:
-    """Attempt 2 starts from a checkpoint that is damaged later. The steps that led to it are not proved, either."""
+    """Attempt 2 starts from a checkpoint that is damaged later. The steps that led to it are also not proved."""
     first = start(run, "job")
     record_audit(run, first, consumed(1, 3))
     record_audit(run, first, {4: [0, 0]})

@@ -1,4 +1,4 @@
-"""Tests of `sunspot.client`: it returns what the command prints, and raises the command's errors."""
+"""Tests that `sunspot.client` returns what the command prints and raises the command's errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.harness.runs import begin, commit, consumed, record_audit, report, se
 
 
 def end(cluster: FakeCluster, stored: StoredRun, state: RunState) -> None:
-    """Let the driver of the only RayJob end."""
+    """End the driver of the only RayJob."""
     [name] = cluster.jobs
     write_status(stored, Status(state, settings_of(cluster)["SUNSPOT_JOB_ID"], reason="so it was"))
     ended = ("Complete", "SUCCEEDED") if state is RunState.SUCCEEDED else ("Failed", "FAILED")
@@ -140,7 +140,7 @@ def test_methods_return_the_same_json_as_the_command(
 
 
 def assert_plain(answer: Any) -> None:
-    """Check that a value only has types of JSON, such as texts instead of enum members."""
+    """Check that a value contains only JSON types, such as strings instead of enum members."""
     if isinstance(answer, dict):
         answer = [*answer, *answer.values()]
     if isinstance(answer, list):

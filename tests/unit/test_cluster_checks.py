@@ -1,4 +1,4 @@
-"""Tests of `sunspot doctor` without a run: faults of a cluster or a bucket, and trials from pods."""
+"""Tests of `sunspot doctor` without a run: checks of the cluster, of the bucket and from pods."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUEUES = "/apis/kueue.x-k8s.io/v1beta2/namespaces/sunspot/localqueues"
 
 
 def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
-    """Return a node that has room for any pod of the profile kind."""
+    """Return a node with room for any pod of the kind profile."""
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **OF_THE_IMAGE}},
         "spec": spec,
@@ -85,14 +85,14 @@ def fit(cluster: FakeCluster, s3_bucket: str) -> FakeCluster:
 
 
 def checks(sunspot: Command, *words: str, code: int = 0) -> dict[str, dict[str, str]]:
-    """Run the command, and return the checks by name."""
+    """Run the command, and return the checks keyed by name."""
     assert sunspot("doctor", "--json", *words) == code, sunspot.out + sunspot.err
     assert sunspot.json["fit"] is (code == 0)
     return {check["check"]: check for check in sunspot.json["checks"]}
 
 
 def of_cluster(profile: str) -> dict[str, Check]:
-    """Return the checks of the cluster alone, by name."""
+    """Return only the cluster's checks, keyed by name."""
     return {check.check: check for check in check_cluster(connect(), render(profile, {}))}
 
 
@@ -169,7 +169,7 @@ def make_old(cluster: FakeCluster) -> None:
 
 
 def crash_operator(cluster: FakeCluster) -> None:
-    """Make the operator's pod Running but not ready, like a crashing pod between two starts."""
+    """Make the operator's pod Running but not ready, like a crashing pod between restarts."""
     [operator] = cluster.documents["/api/v1/pods"]["items"]
     operator["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
 
@@ -423,7 +423,7 @@ def test_nodes_are_matched_like_in_the_scheduler() -> None:
 
 
 def test_a_quota_on_cpu_limits_is_checked(fit: FakeCluster, tmp_path: Path) -> None:
-    """The autoscaler's container counts, too."""
+    """The autoscaler's container also counts."""
     limit_cpus(fit)
     profile = tmp_path / "mine.yaml"
     limits = "head: {cpu_limit: 1}\nworker: {cpu_limit: 2}"

@@ -1,4 +1,4 @@
-"""Tests of your own code without an image: which files are included, the archive's name, and unpacking on a node."""
+"""Tests of packing the user's code, naming the archive, and unpacking it on a node."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a node's folder for temporary files, and restore this process's path at the end."""
+    """Return a node's folder for temporary files, and restore `sys.path` at the end."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "node"))
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "node").mkdir()
@@ -76,7 +76,7 @@ def commit_all(folder: Path) -> None:
 
 
 def keep(content: bytes, place: Path) -> str:
-    """Store an archive and return its reference, as a job has it."""
+    """Store an archive, and return its reference in the form that a job uses."""
     place.mkdir(exist_ok=True)
     (place / "code.tar").write_bytes(content)
     return f"{place}/code.tar@sha256:{hashlib.sha256(content).hexdigest()}"
@@ -190,7 +190,7 @@ SECRET_FILES = """
     client_secret_1.apps.googleusercontent.com.json service-account.json my-service-account-key.json id_rsa
     id_ed25519 id_ed25519_sk server.key cert.pem a.p12 a.jks a.kdbx a.keytab putty.ppk vpn.ovpn .bash_history
 """
-"""Paths at which programs commonly keep credentials."""
+"""Paths where programs commonly store credentials."""
 
 CODE_FILES = """
     secrets.py secrets_manager.py credentials.py test_secrets.py token.py tokenizer.json tokenizer_config.json
@@ -198,7 +198,7 @@ CODE_FILES = """
     kubeconfig.py kubeconfig_test.py config.json docker/config.json hosts.yml id_rsa.pub boto.py main.tf
     variables.tf secretary.json environment.yml
 """
-"""Paths of files with ordinary code whose names resemble those in SECRET_FILES."""
+"""Paths of ordinary code files with names similar to those in SECRET_FILES."""
 
 
 def test_files_that_usually_contain_secrets_are_rejected_by_path(

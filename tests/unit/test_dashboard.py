@@ -1,4 +1,4 @@
-"""Tests of `sunspot dashboard`: forwarding, the requests that are refused, and its end."""
+"""Tests of `sunspot dashboard`: forwarding, rejected requests, and how it ends."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_requests_from_other_sites_are_rejected(local: LocalPort, headers: dict[
 
 @pytest.mark.parametrize("name", ["Host", "origin", "Sec-Fetch-Site"])
 def test_requests_with_a_repeated_security_header_are_rejected(name: str) -> None:
-    """The dashboard might use the other one of two headers."""
+    """The dashboard might read the other of two equal headers."""
     lines = ["Host: localhost:1", "Origin: http://localhost:1", "Sec-Fetch-Site: same-origin"]
     head = "\r\n".join(["GET / HTTP/1.1", *lines])
     assert not find_problem(f"{head}\r\n\r\n".encode())

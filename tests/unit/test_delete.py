@@ -1,4 +1,4 @@
-"""Tests of `sunspot delete`: what it shows, what it removes or keeps, and what an interrupt leaves."""
+"""Tests of what `sunspot delete` shows, removes and keeps, and what an interrupt leaves behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOB, CLUSTER = "run-1", "run-1-x"
 
 
 def fill(run: Run, state: RunState = RunState.SUCCEEDED) -> Attempt:
-    """Write objects of every kind that a run may have."""
+    """Write every kind of object that a run can have."""
     attempt = start(begin(run), JOB)
     commit(run, attempt, 5)
     commit(run, attempt, 10)

@@ -1,4 +1,4 @@
-"""`sunspot demo`: its description of a loss, and the processes and runs that it may end or remove."""
+"""Tests of `sunspot demo`: its description of a loss, and the processes and runs that it can end or remove."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""k8s/ui and k8s/gitops/wait, as kustomize builds them: commands, permissions and network of their pods."""
+"""Tests of the commands, permissions and network policies in k8s/ui and k8s/gitops/wait."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def template(folder: str) -> dict[str, Any]:
 
 
 def base_policies(labels: dict[str, str]) -> Iterator[str]:
-    """Yield the names of the policies of k8s/base that select pods with these labels."""
+    """Yield the names of policies in k8s/base that select pods with these labels."""
     for policy in yaml.safe_load_all(BASE_NETWORK.read_text()):
         if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items():
             yield policy["metadata"]["name"]
@@ -58,7 +58,7 @@ def test_each_pod_runs_an_existing_command_and_writes_only_to_tmp(folder: str) -
 
 
 def policies(folder: str) -> dict[str, dict[str, Any]]:
-    """Return the specs of a folder's network policies, by name."""
+    """Return the specs of a folder's network policies, keyed by name."""
     found = [item for item in build(manifests() / folder) if item["kind"] == "NetworkPolicy"]
     return {item["metadata"]["name"]: item["spec"] for item in found}
 
@@ -125,7 +125,7 @@ def test_the_page_has_no_token_and_only_the_ingress_reaches_it() -> None:
 
 
 def test_the_sunspot_wait_pod_cannot_create_objects() -> None:
-    """Permission to create RayJobs is permission to run any pod."""
+    """A user who can create RayJobs can run any pod."""
     rules = find("gitops/wait", "Role")["rules"]
     granted = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
     assert granted == {("configmaps", "get"), *(("rayjobs", verb) for verb in ("delete", "get", "list", "patch"))}

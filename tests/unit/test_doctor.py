@@ -1,4 +1,4 @@
-"""Tests of `sunspot doctor RUN`: its findings about a run's pods and about the run's files in storage."""
+"""Tests of the findings of `sunspot doctor RUN` about pods and storage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.harness.runs import age, begin, commit, damage, report, start, to_col
 
 JOB, CLUSTER = "run-1", "run-1-x"
 LOCAL, IN_CLUSTER = "job", "run-1@sunspot"
-"""Owners of a run: a process of this machine, and a RayJob."""
+"""Owners of a run: a local process and a RayJob."""
 
 MASTER = "1 node(s) had untolerated taint {node-role.kubernetes.io/control-plane: }"
 PREEMPTION = (
@@ -41,7 +41,7 @@ PREEMPTION = (
 
 
 def message(*reasons: str) -> str:
-    """Return the message of Kubernetes 1.34's scheduler about a pod that no node takes."""
+    """Return the message of Kubernetes 1.34's scheduler about a pod that fits on no node."""
     return f"0/3 nodes are available: {', '.join(reasons)}.{PREEMPTION}"
 
 
@@ -82,7 +82,7 @@ def worker(number: int, **more: Any) -> dict[str, Any]:
 
 
 def findings(sunspot: Command, *words: str) -> dict[str, dict[str, Any]]:
-    """Run the doctor, check that every finding is complete, and return the findings by name."""
+    """Run `sunspot doctor`, check that every finding is complete, and return the findings keyed by name."""
     assert sunspot("doctor", "run", "--json", *words) == 0, sunspot.err
     assert {"run", "state", "findings", "unseen"} <= set(sunspot.json)
     assert sunspot.json["findings"], "there is always a finding"
@@ -95,7 +95,7 @@ def findings(sunspot: Command, *words: str) -> dict[str, dict[str, Any]]:
 
 
 def names(sunspot: Command) -> list[str]:
-    """Return the names of the findings, in their order."""
+    """Return the names of the findings in order."""
     return list(dict.fromkeys(finding["finding"] for finding in sunspot.json["findings"]))
 
 
@@ -171,7 +171,7 @@ def test_doctor_reports_a_quota_once_and_ignores_earlier_attempts(
 def test_doctor_reads_a_taint_from_the_nodes_if_the_scheduler_omits_it(
     cluster: FakeCluster, job: Any, sunspot: Command
 ) -> None:
-    """Kubernetes 1.34 names no taints. The nodes show them if the user may list nodes."""
+    """The scheduler of Kubernetes 1.34 does not name taints, but the nodes show them if the user can list nodes."""
     unnamed, labels = "1 node(s) had untolerated taint(s)", "2 node(s) didn't match Pod's node affinity/selector"
     refused = unschedulable(unnamed, labels)
     cluster.pods = [head(), worker(1, phase="Pending", **refused), worker(2, phase="Pending", **refused)]
@@ -266,7 +266,7 @@ def test_doctor_reports_a_missing_operator(cluster: FakeCluster, sunspot: Comman
 
 
 def test_doctor_explains_a_missed_deadline_from_past_events(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
-    """Its pods are gone by then, but their events remain."""
+    """The job's pods are gone by then, but their events remain."""
     cluster.set_status(JOB, "Failed", "", reason="PreRunningDeadlineExceeded")
     refused = message(MASTER, "2 Insufficient cpu")
     cluster.events = [warning(f"{CLUSTER}-workers-worker-{n}", "FailedScheduling", refused, age=700) for n in (1, 2)]
@@ -322,7 +322,7 @@ def trains(run: Run, owner: str = LOCAL, age: float = 0.0, **more: Any) -> Attem
 
 
 def window(step: int, seconds: float = 10.0, **ranks: list[float]) -> dict[str, Any]:
-    """Return a metric window of ten steps with equal figures of two ranks, except for those given."""
+    """Return a metric window of ten steps in which two ranks have equal values, except the given ones."""
     usual = {"data_wait_s": 0.1, "forward_s": 2.0, "steps_s": 9.5, "seconds": seconds, "resident_mib": 500.0}
     usual |= {"memory_left_mib": 1000.0, "throttled_s": 0.0, "throttled_share": 0.0, "gpu_memory_mib": 0.0}
     both = [{name: ranks.get(name, [value] * 2)[rank] for name, value in usual.items()} for rank in (0, 1)]
@@ -494,7 +494,7 @@ def test_a_long_first_step_is_not_reported(run: Run, sunspot: Command) -> None:
 
 
 def test_doctor_does_not_report_missing_room_right_after_a_loss(run: Run, sunspot: Command) -> None:
-    """The driver began long ago, and its workers have just been lost."""
+    """The driver started long ago, and its workers have just been lost."""
     begin(run)
     now, reason = time.time(), "no sign of life from its workers"
     for heartbeat, severity in ((now - 20, "note"), (None, "warning")):
@@ -545,7 +545,7 @@ def test_doctor_reports_hung_ranks_with_their_stacks(run: Run, sunspot: Command)
 
 
 def test_a_rank_that_hung_at_the_start_of_a_group_is_reported(run: Run, sunspot: Command) -> None:
-    """Its group had claimed no attempt, so its host is unknown."""
+    """The rank's group had not claimed an attempt, so the rank's host is unknown."""
     attempt = trains(run)
     journal = Journal(run, "events", attempt.number)
     detail = "rank 0: not all ranks answered for 300 s, while the group agreed on its start; waits for other ranks"
@@ -637,7 +637,7 @@ def test_sunspot_errors_give_only_user_code_locations() -> None:
 
 
 def diverges(run: Run, **more: Any) -> Checkpoint:
-    """Write a run whose loss is NaN since step 5, and return the newest checkpoint before that step."""
+    """Write a run with a NaN loss since step 5, and return the newest checkpoint before that step."""
     attempt = trains(run, loss=math.nan, **{"nan_since": 5, **more})
     good = commit(run, attempt, 4, loss=1.0)
     commit(run, attempt, 6, loss=math.nan, nan_since=5, nan_weights=1)
@@ -787,7 +787,7 @@ def test_doctor_reports_a_damaged_final_checkpoint(run: Run, sunspot: Command) -
 
 
 def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -> None:
-    """A lifecycle rule of the bucket may delete a checkpoint that the run would keep."""
+    """A bucket's lifecycle rule can delete a checkpoint that the run would keep."""
     made = ended(run, 8, 10)
     delete_checkpoint(run, made[1].name)
     found = findings(sunspot)

@@ -1,4 +1,4 @@
-"""Tests of doctor's finding about a run that trains with fewer workers than requested."""
+"""Tests of the finding about a run that trains with fewer workers than requested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB, CLUSTER = "run-1", "run-1-x"
 
 
 def train(run: Run, *world_sizes: int, state: RunState = RunState.RUNNING) -> None:
-    """Start attempts with these numbers of workers, one a minute. The last one began a minute ago."""
+    """Start one attempt per minute with these numbers of workers. The last attempt started a minute ago."""
     begin(run)
     now = time.time()
     settings = {"SUNSPOT_NUM_WORKERS": "2..3"}
@@ -46,7 +46,7 @@ def job(cluster: FakeCluster) -> FakeCluster:
 
 
 def put_nodes(cluster: FakeCluster, *not_ready: int, gone: int = 0) -> None:
-    """Add a node for each pod except the one whose node is gone."""
+    """Add a node for each pod except the one with a lost node."""
     nodes = []
     for each in cluster.pods:
         name = each["spec"]["nodeName"]

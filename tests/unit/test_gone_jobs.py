@@ -80,7 +80,7 @@ def test_the_recorded_end_of_a_run_is_kept(cluster: FakeCluster, run: Run, sunsp
 
 
 def let_it_live(cluster: FakeCluster) -> None:
-    """Let the RayJob of a search train the run. Its label names the search."""
+    """Make a search's RayJob train the run. The RayJob's label contains the name of the search."""
     cluster.put_job(rayjob("run-1", run="search"))
 
 

@@ -23,7 +23,7 @@ case "$(basename "$0") $*" in
   *"-f -") cat > "$STDIN";;
 esac
 """
-"""Script of a tool that records its arguments, and fails if the test wants that."""
+"""A tool's script that records its arguments, and fails if the test asks for that."""
 
 Kind = Callable[..., list[str]]
 

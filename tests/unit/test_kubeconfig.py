@@ -25,7 +25,7 @@ class Config:
         self._path = cluster.kubeconfig
 
     def set(self, part: str, **entries: Any) -> None:
-        """Add entries to the only cluster, user or context."""
+        """Add entries to the kubeconfig's only cluster, user or context."""
         config = json.loads(self._path.read_text())
         config[f"{part}s"][0][part] |= entries
         for name in [name for name, value in entries.items() if value is None]:
@@ -33,7 +33,7 @@ class Config:
         self._path.write_text(json.dumps(config))
 
     def sign_in_by(self, program: str, **more: Any) -> Path:
-        """Let a plugin, which is a Python program, supply the user's credential."""
+        """Configure a Python program as the plugin that supplies the user's credential."""
         path = self._path.parent / "plugin"
         path.write_text(f"#!{sys.executable}\nimport json, os, sys, time\n{program}")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -1,4 +1,4 @@
-"""Tests of `sunspot train`: the precedence of settings, and the same ends as `python -m sunspot.train`."""
+"""Tests of `sunspot train`: the precedence of settings, and the outcome compared with `python -m sunspot.train`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the command's output and files: text cannot control the terminal, and other files are not replaced."""
+"""Tests that output cannot control the terminal, and that files of other programs are not replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the problems that keep the pods of a run from running."""
+"""Tests of the reasons why a run's pods do not run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ CLUSTER = "run-1-x"
 
 
 def job() -> JobView:
-    """Return a RayJob of two workers."""
+    """Return a RayJob with two workers."""
     raw = rayjob("run-1")
     raw["status"] = {"rayClusterName": CLUSTER}
     return job_view(raw)
 
 
 def waiting(reason: str, message: str) -> dict[str, Any]:
-    """Return the status of a pending pod whose container cannot start."""
+    """Return the status of a pending pod with a container that cannot start."""
     container = {"name": "ray", "image": "sunspot:1", "state": {"waiting": {"reason": reason, "message": message}}}
     return {"phase": "Pending", "containerStatuses": [container]}
 

@@ -1,4 +1,4 @@
-"""Malformed profiles: each is refused at once with one message."""
+"""Tests that malformed profiles are rejected immediately with one message."""
 
 from __future__ import annotations
 

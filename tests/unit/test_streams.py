@@ -1,4 +1,4 @@
-"""Commands with closed, full or non-UTF-8 standard streams, which print one line and no traceback."""
+"""Tests of commands with closed, full or non-UTF-8 standard streams."""
 
 from __future__ import annotations
 

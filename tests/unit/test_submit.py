@@ -260,7 +260,7 @@ def test_a_job_that_was_not_applied_is_not_recorded(cluster: FakeCluster, sunspo
 
 
 def refuse_unless_dry_run(handler: Any) -> None:
-    """Refuse to apply a job after a successful dry run."""
+    """Reject the job after a successful dry run."""
     if "dryRun" in handler.path:
         handler.answer()
     else:
@@ -317,7 +317,7 @@ def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Comman
         "no permission to create rayjobs in namespace sunspot; ask for the Role sunspot-submitter in k8s/base",
         "no permission to list pods",
         "Secret sunspot-storage is not in namespace sunspot; create it: kubectl -n sunspot create secret generic",
-        "ServiceAccount sunspot-train is not in namespace sunspot; create Sunspot's own with `kubectl apply -k k8s/base`",
+        "ServiceAccount sunspot-train is not in namespace sunspot; create Sunspot's own with `kubectl",
         "create the bucket, or correct SUNSPOT_STORAGE_PATH",
     ):
         assert part in sunspot.err
@@ -368,7 +368,7 @@ def test_the_error_for_an_unknown_field_names_the_field(
 
 
 def refusing_pods(message: str, status: int = 403) -> Fault:
-    """Refuse pods on the host's network, like admission in a namespace that enforces `restricted`."""
+    """Reject pods on the host's network, like a namespace that enforces `restricted`."""
 
     def act(handler: Any) -> None:
         pod = json.loads(handler.body)
@@ -435,7 +435,7 @@ def put_quota(cluster: FakeCluster, resource: str, hard: str, used: str = "0") -
 
 
 def test_a_run_that_can_never_fit_into_a_quota_is_rejected(cluster: FakeCluster, sunspot: Command) -> None:
-    """The quota would admit each single pod."""
+    """The quota would admit each pod by itself."""
     put_quota(cluster, "requests.memory", "9Gi")
     for words in ((), ("--dry-run",)):
         assert sunspot.submit(*words) == 4
@@ -591,7 +591,7 @@ PLANTED = {"image": "evil.example/miner", "serviceAccountName": "sunspot-submitt
 
 
 def test_nothing_from_storage_is_applied(cluster: FakeCluster, sunspot: Command) -> None:
-    """A user who can write to the bucket must not decide what runs in the cluster."""
+    """A user with write access to the bucket must not be able to run code in the cluster."""
     sunspot.submit()
     name = only_job(cluster)
     end(cluster, sunspot.run, RunState.STOPPED)
@@ -785,7 +785,7 @@ def test_stop_with_an_expired_credential_says_that_the_stop_marker_is_written(
 def test_a_user_without_a_name_can_stop_a_run(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A container's user may only have a number."""
+    """A user in a container can have a number but no name."""
     for name in ("USER", "LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])

@@ -1,4 +1,4 @@
-"""`sunspot init` writes a task that learns without a change, and replaces no file."""
+"""Tests that `sunspot init` writes tasks that learn, and does not replace files."""
 
 from __future__ import annotations
 

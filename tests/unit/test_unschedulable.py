@@ -1,4 +1,4 @@
-"""Tests of the reasons why no node takes a pod, and of their order."""
+"""Tests of the reasons why a pod fits on no node, and their order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPU = "nvidia.com/gpu"
 
 
 def message(*reasons: str) -> str:
-    """Return the scheduler's message about a pod that no node takes."""
+    """Return the scheduler's message about a pod that fits on no node."""
     preemption = " no new claims to deallocate, preemption: 0/3 nodes are available: 3 No preemption victims found."
     return f"0/3 nodes are available: {', '.join(reasons)}.{preemption}"
 

@@ -36,7 +36,7 @@ JOB = "run-1"
 
 @pytest.fixture
 def when(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Call a function as soon as `wait` has shown a state for the first time."""
+    """Call a function when `wait` shows a state for the first time."""
     steps: dict[str, Callable[[], Any]] = {}
     show = ProgressLines.__call__
 
@@ -51,7 +51,7 @@ def when(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def later(*steps: Callable[[], Any], pause: float) -> None:
-    """Call functions one after the other in a thread."""
+    """Call functions one after another in a thread."""
 
     def act() -> None:
         for step in steps:
@@ -123,7 +123,7 @@ def test_wait_exits_with_the_runs_outcome(
 def test_wait_continues_until_the_cluster_confirms_a_failure(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str
 ) -> None:
-    """The operator may start another try, which only the API server knows."""
+    """The operator can start another attempt, which only the API server knows about."""
     set_status(run, RunState.FAILED, reason="a lost disk")
     cluster.down()
 
@@ -195,7 +195,7 @@ def test_wait_fails_after_a_long_api_server_outage(
 
 
 class Breaking:
-    """An API server that answers every second request, after two thirds of the longest outage."""
+    """An API server that is down for two thirds of the longest outage and then answers every second request."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -325,7 +325,7 @@ def give_up_head(cluster: FakeCluster) -> None:
 
 
 def owner(cluster: FakeCluster) -> str:
-    """Return the owner in the manifest of the RayJob."""
+    """Return the owner in the RayJob's manifest."""
     return settings_of(cluster.jobs[JOB])["SUNSPOT_JOB_ID"]
 
 
