@@ -243,7 +243,7 @@ def _explain_volume(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explana
 
 def _explain_affinity(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
     evidence = f"other pods keep {pods} from {nodes}: {refusal.what}"
-    advice = f"correct {pods.section}.placement, or affinity, spread and ports below {pods.section}.pod; or add nodes"
+    advice = f"correct {pods.section}.placement or the affinity, spread and ports in {pods.section}.pod, or add nodes"
     return evidence, advice, {}
 
 

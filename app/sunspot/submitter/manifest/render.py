@@ -488,7 +488,9 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     deadline = "preRunningDeadlineSeconds"
     add(deadline, deadline_s or job["spec"][deadline], source(deadline_s, "pre_running_deadline_s"))
     resources = ray_container(head)["resources"]["requests"]
-    enlarged = [f"{TRIAL_MEMORY} more per trial after the first of {shape.runs}"] if shape.runs > 1 else []
+    enlarged = (
+        [f"{TRIAL_MEMORY} more for each of the {shape.runs - 1} trials after the first"] if shape.runs > 1 else []
+    )
     if profile.head and profile.head.per_worker and shape.workers > FEW_WORKERS:
         enlarged.append(f"head.per_worker for each of the {shape.workers} workers beyond {FEW_WORKERS}")
     for size in ("cpu", "memory") if enlarged else ():
