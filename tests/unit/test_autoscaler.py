@@ -1,6 +1,4 @@
-"""Ray's autoscaler creates the pods that are requested from each group: its own scheduler, on a rendered job's
-groups.
-"""
+"""Tests of a rendered job's groups with the scheduler of Ray's autoscaler."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ class Autoscaler:
         return made, [request.instance_type for request in reply.to_terminate]
 
 
-def test_pods_of_another_group_replace_pending_ones(job: Rendered) -> None:
+def test_pods_of_another_group_replace_pending_pods(job: Rendered) -> None:
     autoscaler = Autoscaler(job)
     assert autoscaler.decide(spot=4, paid=0) == ({SPOT: 4}, [])
     autoscaler.add(SPOT, 4, Instance.ALLOCATED)
@@ -94,7 +92,7 @@ def test_pods_of_another_group_replace_pending_ones(job: Rendered) -> None:
     assert autoscaler.decide(spot=4, paid=3) == ({}, [])
 
 
-def test_idle_pods_that_are_no_longer_requested_end(job: Rendered) -> None:
+def test_idle_pods_that_are_no_longer_requested_are_removed(job: Rendered) -> None:
     autoscaler = Autoscaler(job)
     autoscaler.add(SPOT, 4)
     autoscaler.add(PAID, 2)

@@ -1,4 +1,4 @@
-"""Tests of `sunspot chaos`: the pods that it may hit, how it waits, and its output."""
+"""Tests of `sunspot chaos`: the pods that it deletes, its waiting, and its output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Training:
         cluster.on_delete = self.lose
 
     def lose(self, name: str) -> None:
-        """Lose a pod, which is replaced at once."""
+        """Lose a pod, which is replaced immediately."""
         if self.replaced:
             self.cluster.pods.append(pod(f"{name}-new", CLUSTER, head=name.startswith(HEAD)))
         if self.recovers:
@@ -90,7 +90,7 @@ def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch) ->
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def test_the_seed_decides_the_order_of_the_kinds() -> None:
+def test_the_seed_determines_the_order_of_fault_kinds() -> None:
     plans = [make_plan(["reclaim,kill", "head"], 60, 9, seed) for seed in (1, 1, 2)]
     assert plans[0] == plans[1]
     assert plans[0].kinds != plans[2].kinds
@@ -106,16 +106,16 @@ def test_the_seed_decides_the_order_of_the_kinds() -> None:
         (
             ["--kind", "reclaim,head", "--count", "3", "--every", "2m"],
             "this would reclaim 2 training workers and kill 1 head, 120 s apart, of the run run in sunspot, but "
-            "nothing was done; --yes does it",
+            "nothing was done; add --yes to do it",
         ),
-        (["--kind", "kil", "--yes"], "--kind kil: choose from reclaim, kill, head"),
+        (["--kind", "kil", "--yes"], "--kind kil is unknown; choose from reclaim, kill, head"),
         ([], "the following arguments are required: --kind"),
-        (["--kind", "kill", "--every", "0"], "--every: 0: give a time above 0, such as 90, 90s or 2m"),
-        (["--kind", "kill", "--every", "soon"], "soon: give a time above 0"),
-        (["--kind", "kill", "--count", "0"], "0: give a whole number from 1"),
+        (["--kind", "kill", "--every", "0"], "--every: 0: must be a time > 0, such as 90, 90s or 2m"),
+        (["--kind", "kill", "--every", "soon"], "soon: must be a time > 0"),
+        (["--kind", "kill", "--count", "0"], "0: must be an integer >= 1"),
     ],
 )
-def test_nothing_happens_without_consent_or_with_wrong_arguments(
+def test_chaos_does_nothing_without_yes_or_with_invalid_arguments(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -161,7 +161,7 @@ def test_a_fault_hits_exactly_one_pod_of_its_kind(
     assert grace == grace_s
 
 
-def test_every_fault_is_printed_with_its_receipt_and_then_the_audit(
+def test_chaos_prints_each_fault_with_its_receipt_and_then_the_audit(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -207,7 +207,7 @@ def test_the_text_output_contains_fault_receipt_and_audit(
 def test_a_retried_deletion_spares_the_replacement_pod(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
-    """The response to the first try is lost. At the second try, a new pod has the name."""
+    """The response to the first attempt is lost. At the second attempt, a new pod has the name."""
 
     def replace(name: str) -> None:
         successor = pod(name, CLUSTER, head=True)
@@ -223,7 +223,7 @@ def test_a_retried_deletion_spares_the_replacement_pod(
     assert sum(method == "DELETE" for method, _ in cluster.requests) == 2
 
 
-def test_one_receipt_may_belong_to_several_faults(
+def test_one_receipt_can_belong_to_several_faults(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -255,7 +255,7 @@ def test_a_fault_waits_for_a_ready_pod(
     assert [name for name, _ in cluster.deleted] == [HEAD]
 
 
-def test_waiting_ends_after_the_time_limit(
+def test_chaos_stops_waiting_after_the_time_limit(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -284,7 +284,7 @@ def test_chaos_ends_early_if_the_run_ends(cluster: FakeCluster, sunspot: Command
     assert sunspot.lines[-1]["event"] == "audit"
 
 
-def test_an_unreachable_api_server_is_waited_for(
+def test_chaos_waits_for_an_unreachable_api_server(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -295,7 +295,7 @@ def test_an_unreachable_api_server_is_waited_for(
     assert len(cluster.deleted) == 1
 
 
-def test_a_user_who_may_not_delete_pods_learns_the_missing_role(
+def test_the_error_for_missing_pod_permissions_names_the_role(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
     cluster.on("DELETE", "pods/", answer(403, 'User "me" cannot delete pods'))
@@ -317,12 +317,12 @@ def borrow(training: Training) -> None:
     [
         (Training.end, 3, "run is not live but succeeded"),
         (lambda training: training.cluster.delete_job(JOB), 3, "run is not live but"),
-        (borrow, 2, "run-1 runs in a cluster that is not its own"),
+        (borrow, 2, "run-1 shares its cluster with other jobs"),
         (lambda training: training.cluster.down(), 4, "cannot be reached"),
     ],
     ids=["ended", "gone", "borrowed", "unreachable"],
 )
-def test_chaos_refuses_runs_that_are_not_live_or_borrow_a_cluster(
+def test_chaos_rejects_runs_that_are_not_live_or_borrow_a_cluster(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -336,7 +336,7 @@ def test_chaos_refuses_runs_that_are_not_live_or_borrow_a_cluster(
     assert cluster.deleted == []
 
 
-def test_chaos_of_an_unknown_run_fails_with_code_3(cluster: FakeCluster, sunspot: Command) -> None:
+def test_chaos_exits_with_code_3_for_an_unknown_run(cluster: FakeCluster, sunspot: Command) -> None:
     for consent in ((), ("--yes",)):
         assert sunspot("chaos", "run", "--kind", "kill", *consent) == 3
         assert "no run run in" in sunspot.err
@@ -345,7 +345,9 @@ def test_chaos_of_an_unknown_run_fails_with_code_3(cluster: FakeCluster, sunspot
 # ------------------------------------------------------------------------------------------------------------- the end
 
 
-def test_the_audit_decides_the_exit_code(cluster: FakeCluster, run: Run, sunspot: Command, training: Training) -> None:
+def test_chaos_exits_with_the_audits_result(
+    cluster: FakeCluster, run: Run, sunspot: Command, training: Training
+) -> None:
     damage(run, commit(run, read_attempts(run)[0], 1))
     assert sunspot("chaos", "run", "--kind", "kill", "--yes", "--json") == 7
     assert sunspot.lines[-1]["faults"][0].startswith("step-00000001-attempt-0001: damaged")
@@ -363,4 +365,4 @@ def test_chaos_says_that_rows_are_not_proved_without_an_audit(
     for entry in run.storage.list(run.key("audit")):
         run.storage.delete(entry.key)
     assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 0
-    assert "which rows were consumed is not proved: no audit was recorded" in sunspot.err
+    assert "but the rows cannot be proved: no audit was recorded" in sunspot.err

@@ -1,4 +1,4 @@
-"""`sunspot checkpoints`: the objects that each verb reads, downloads, removes and keeps."""
+"""Tests of the objects that `sunspot checkpoints` reads, downloads, removes and keeps."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_newest_checkpoints_are_listed(run: Run, sunspot: StorageCommand) ->
         commit(run, attempt, step)
     listed = sunspot("checkpoints", "ls", "run", "--json")
     assert [line["step"] for line in listed.json] == list(range(11, 61))
-    assert "left out: 10 older checkpoints; --all lists them" in listed.err
+    assert "left out 10 older checkpoints; --all lists them" in listed.err
     assert [line["step"] for line in sunspot("checkpoints", "ls", "run", "--limit", "2", "--json").json] == [59, 60]
     assert len(sunspot("checkpoints", "ls", "run", "--all", "--json").json) == 60
 
@@ -188,7 +188,7 @@ def test_the_best_checkpoint_is_chosen_by_the_runs_metric(run: Run, sunspot: Sto
     assert f"passed over {best.name}: damaged" in answer.err
 
 
-def test_an_interrupted_download_is_continued(
+def test_an_interrupted_download_is_resumed(
     run: Run, sunspot: StorageCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
@@ -296,14 +296,16 @@ def test_a_download_does_not_write_through_a_link(kind: str, run: Run, sunspot: 
     assert mine.read_bytes() == b"work"
 
 
-def test_a_directory_with_other_content_is_refused(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
+def test_a_download_into_a_directory_with_other_files_is_rejected(
+    run: Run, sunspot: StorageCommand, tmp_path: Path
+) -> None:
     attempt = start(run, "job")
     first, second = commit(run, attempt, 3), commit(run, attempt, 5)
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "model.pt").write_bytes(b"work of a week")
     answer = sunspot("checkpoints", "get", "run", "--output", str(mine))
-    assert (answer.code, "is not empty" in answer.err) == (2, True)
+    assert (answer.code, "contains other files" in answer.err) == (2, True)
     assert read(mine) == {"model.pt": b"work of a week"}
     out = str(tmp_path / "out")
     assert sunspot("checkpoints", "get", "run", first.name, "--output", out).code == 0
@@ -317,7 +319,7 @@ def test_a_directory_with_other_content_is_refused(run: Run, sunspot: StorageCom
 
 @pytest.fixture
 def littered(run: Run) -> dict[str, str]:
-    """Make a run of two attempts that keeps two checkpoints. Returns the name of each checkpoint by its fate."""
+    """Create a run with two attempts that keeps two checkpoints. Returns checkpoint names keyed by their fate."""
     keep = {"SUNSPOT_CHECKPOINTS_TO_KEEP": "2", "SUNSPOT_CHECKPOINT_METRIC": "loss", "SUNSPOT_CHECKPOINT_ORDER": "min"}
     first = start(run, "old")
     names = {"worst": commit(run, first, 2, loss=0.9).name, "best": commit(run, first, 4, loss=0.1).name}
@@ -374,7 +376,7 @@ def test_gc_keeps_the_given_number_of_checkpoints(run: Run, sunspot: StorageComm
 
 
 def test_gc_never_removes_the_newest_intact_checkpoint(run: Run, sunspot: StorageCommand) -> None:
-    """The bytes of the newest checkpoint have changed although the listing has not, so the one before it counts."""
+    """The newest checkpoint's bytes have changed but its listing has not, so the previous checkpoint counts."""
     attempt = start(run, "job")
     good, bad = commit(run, attempt, 3, loss=0.9), commit(run, attempt, 5, loss=0.1)
     flip_byte(path_of(run, bad, "model.pt"))
@@ -398,7 +400,9 @@ def test_gc_removes_nothing_if_no_checkpoint_is_intact(run: Run, sunspot: Storag
 
 
 @pytest.mark.parametrize("state", [RunState.RUNNING, RunState.STOPPED, RunState.SUCCEEDED, RunState.LOST])
-def test_gc_keeps_files_that_a_live_process_may_be_writing(run: Run, sunspot: StorageCommand, state: RunState) -> None:
+def test_gc_keeps_files_that_a_live_process_might_be_writing(
+    run: Run, sunspot: StorageCommand, state: RunState
+) -> None:
     attempt = start(run, "job")
     good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
     write_status(run, Status(state, "job"))
@@ -413,7 +417,7 @@ def test_gc_keeps_files_that_a_live_process_may_be_writing(run: Run, sunspot: St
     assert left(run) == {good.name}
 
 
-def test_gc_uses_the_clock_of_the_storage(run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_uses_the_storages_clock(run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = start(begin(run), "job")
     good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
     write_status(run, Status(RunState.RUNNING, "job"))
@@ -424,7 +428,7 @@ def test_gc_uses_the_clock_of_the_storage(run: Run, sunspot: StorageCommand, mon
 
 
 def test_gc_keeps_files_whose_manifest_would_still_count(run: Run, sunspot: StorageCommand) -> None:
-    """The next attempt began from a copy of that step in memory, and the old process is about to commit the step."""
+    """The next attempt started from a copy of that step in memory while the old process is about to commit the step."""
     attempt = start(run, "job")
     good = commit(run, attempt, 3)
     begun = leave_incomplete(run, attempt, 5)
@@ -525,7 +529,7 @@ def test_gc_aborts_unfinished_uploads(
     assert "unfinished uploads cannot be listed" in answer.err
 
 
-def test_an_interrupted_download_ends_soon_and_keeps_its_partial_file(
+def test_an_interrupted_download_stops_promptly_and_keeps_its_partial_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = commit(run, start(run, "job"), 3)

@@ -1,4 +1,4 @@
-"""The command `sunspot` without a cluster: its output and exit codes."""
+"""Tests of the output and exit codes of `sunspot` without a cluster."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_an_unknown_word_gets_a_likely_suggestion(
     assert (ended.value.code, *capsys.readouterr()) == (2, "", f"error: {said}\n")
 
 
-def test_every_verb_takes_storage_and_json_and_cluster_verbs_take_a_context(
+def test_every_subcommand_has_the_common_options(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parser = make_parser()
@@ -171,7 +171,7 @@ def test_every_verb_takes_storage_and_json_and_cluster_verbs_take_a_context(
             assert VERBS[verb].partition(" ")[0] in text
 
 
-def test_a_verb_without_a_cluster_takes_no_cluster_options(sunspot: StorageCommand) -> None:
+def test_subcommands_without_a_cluster_have_no_cluster_options(sunspot: StorageCommand) -> None:
     answer = sunspot("metrics", "run", "--context", "nowhere")
     assert (answer.code, answer.out) == (2, "")
     assert answer.err == "error: --context: no such option; `sunspot metrics --help` lists what there is\n"
@@ -206,7 +206,7 @@ def test_similar_run_names_are_listed_first(sunspot: StorageCommand, tmp_path: P
     assert "not-a-run" not in answer.err
 
 
-def test_a_storage_without_runs_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_storage_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = StorageCommand(str(tmp_path / "nowhere"), capsys)("metrics", "run")
     assert (answer.code, answer.err) == (3, f"error: no run run in {tmp_path}/nowhere; no run is there\n")
 
@@ -224,7 +224,7 @@ def test_a_missing_run_is_reported_even_if_no_runs_can_be_listed(
 
 
 @pytest.mark.parametrize("name", ["Run", "run/../run", "", "-", "r" * 39])
-def test_an_impossible_run_name_is_refused(sunspot: StorageCommand, name: str) -> None:
+def test_an_invalid_run_name_is_rejected(sunspot: StorageCommand, name: str) -> None:
     answer = sunspot("metrics", name)
     assert (answer.code, answer.out) == (2, "")
 
@@ -233,7 +233,7 @@ def test_an_empty_storage_option_does_not_mean_the_default(capsys: pytest.Captur
     assert StorageCommand("", capsys)("metrics", "run").code == 2
 
 
-def test_a_misspelt_setting_is_refused(sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelled_setting_is_rejected(sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_STORAGE_PAHT", "/elsewhere")
     answer = sunspot("metrics", "run")
     assert answer.code == 2
@@ -339,7 +339,7 @@ def test_damaged_checkpoints_are_listed_as_such(run: Run, sunspot: StorageComman
     assert (one.code, one.out.splitlines()[1].split()[1:3]) == (7, ["model.pt", "has"])
 
 
-def test_checkpoints_that_do_not_count_are_left_out(run: Run, sunspot: StorageCommand) -> None:
+def test_superseded_and_incomplete_checkpoints_are_left_out(run: Run, sunspot: StorageCommand) -> None:
     old = start(run, "old")
     origin = commit(run, old, 5)
     start(run, "new", origin.name)
@@ -347,8 +347,8 @@ def test_checkpoints_that_do_not_count_are_left_out(run: Run, sunspot: StorageCo
     run.storage.delete(run.key("checkpoints", unfinished.name, "manifest.json"))
     listed = sunspot("checkpoints", "ls", "run", "--json")
     assert [line["name"] for line in listed.json] == [origin.name]
-    assert "left out: 1 incomplete checkpoint, without manifest.json" in listed.err
-    assert "left out: 1 checkpoint of superseded attempts" in listed.err
+    assert "left out 1 incomplete checkpoint without manifest.json" in listed.err
+    assert "left out 1 checkpoint of superseded attempts" in listed.err
     assert sunspot("checkpoints", "verify", "run").code == 0
     for name, reason in [(late.name, "superseded"), (unfinished.name, "incomplete"), ("step-1", "no such checkpoint")]:
         answer = sunspot("checkpoints", "verify", "run", name, "--json")
@@ -356,7 +356,7 @@ def test_checkpoints_that_do_not_count_are_left_out(run: Run, sunspot: StorageCo
         assert reason in answer.err
 
 
-def test_a_checkpoint_deleted_while_it_is_verified_is_not_damaged(
+def test_a_checkpoint_deleted_during_verify_is_not_reported_as_damaged(
     run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = start(run, "job")
@@ -461,7 +461,7 @@ def test_a_table_in_a_pipe_is_never_cut(run: Run, sunspot: StorageCommand) -> No
 
 
 def started(run: Run, owner: str, starts_from: str | None = None) -> Attempt:
-    """Start an attempt that has written its receipt."""
+    """Start an attempt and write its receipt."""
     attempt = start(run, owner, starts_from)
     write_receipt(run, attempt, attempt.number - 1)
     return attempt
@@ -507,7 +507,7 @@ def test_rows_outside_the_lineage_of_the_newest_checkpoint_are_not_audited(run: 
 
 
 def test_rows_after_the_newest_intact_checkpoint_are_not_audited(run: Run, sunspot: StorageCommand) -> None:
-    """Attempt 2 starts from a checkpoint that is damaged later. The steps that led to it are not proved, either."""
+    """Attempt 2 starts from a checkpoint that is damaged later. The steps that led to it are also not proved."""
     first = start(run, "job")
     record_audit(run, first, consumed(1, 3))
     record_audit(run, first, {4: [0, 0]})
@@ -575,7 +575,7 @@ def test_an_audit_needs_recorded_rows(run: Run, sunspot: StorageCommand) -> None
     commit(run, started(run, "job"), 5)
     answer = sunspot.process("audit", "run", "--json")
     assert (answer.code, answer.out) == (3, "")
-    assert "begin a run of another name with SUNSPOT_AUDIT=true" in answer.err
+    assert "start a run with another name and SUNSPOT_AUDIT=true" in answer.err
 
 
 def test_steps_before_the_recording_are_reported_as_missing(run: Run, sunspot: StorageCommand) -> None:

@@ -1,4 +1,4 @@
-"""Tests of `sunspot doctor` without a run: faults of a cluster or a bucket, and trials from pods."""
+"""Tests of `sunspot doctor` without a run: checks of the cluster, of the bucket and from pods."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUEUES = "/apis/kueue.x-k8s.io/v1beta2/namespaces/sunspot/localqueues"
 
 
 def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
-    """Return a node that has room for any pod of the profile kind."""
+    """Return a node with room for any pod of the kind profile."""
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **OF_THE_IMAGE}},
         "spec": spec,
@@ -85,14 +85,14 @@ def fit(cluster: FakeCluster, s3_bucket: str) -> FakeCluster:
 
 
 def checks(sunspot: Command, *words: str, code: int = 0) -> dict[str, dict[str, str]]:
-    """Run the command, and return the checks by name."""
+    """Run the command, and return the checks keyed by name."""
     assert sunspot("doctor", "--json", *words) == code, sunspot.out + sunspot.err
     assert sunspot.json["fit"] is (code == 0)
     return {check["check"]: check for check in sunspot.json["checks"]}
 
 
 def of_cluster(profile: str) -> dict[str, Check]:
-    """Return the checks of the cluster alone, by name."""
+    """Return only the cluster's checks, keyed by name."""
     return {check.check: check for check in check_cluster(connect(), render(profile, {}))}
 
 
@@ -130,7 +130,7 @@ def test_every_network_policy_of_k8s_base_is_checked(sunspot: Command, fit: Fake
 # ---------------------------------------------------------------------------------------------------------- the cluster
 
 
-def test_the_bucket_is_tried_without_a_cluster(
+def test_storage_is_checked_even_if_the_cluster_is_unreachable(
     sunspot: Command, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -169,7 +169,7 @@ def make_old(cluster: FakeCluster) -> None:
 
 
 def crash_operator(cluster: FakeCluster) -> None:
-    """Make the operator's pod Running but not ready, like a crashing pod between two starts."""
+    """Make the operator's pod Running but not ready, like a crashing pod between restarts."""
     [operator] = cluster.documents["/api/v1/pods"]["items"]
     operator["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
 
@@ -218,7 +218,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
             lambda c: c.documents.update({"/api/v1/pods": {"items": []}}),
             "failed",
             "no pod labelled app.kubernetes.io/component=kuberay-operator runs",
-            "without it, a run waits forever",
+            "without it, runs wait forever",
         ),
         ("KubeRay operator", crash_operator, "failed", "1 pod labelled", "find out why it does not run"),
         ("KubeRay operator", hide_operator, "warning", "no pod labelled", "add-on, whose pods are hidden"),
@@ -227,7 +227,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "time for a new head",
             set_status_timeout(None),
             "warning",
-            "not answered for 300 s; with its node and image, a new head may take 600 s",
+            "not answered for 300 s; a new head can take 600 s",
             "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS=600",
         ),
         (
@@ -242,7 +242,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "KubeRay operator",
             lambda c: c.forbidden.add("/api/v1/pods"),
             "warning",
-            "may not see",
+            "cannot see",
             "the owner of the cluster",
         ),
         (
@@ -271,7 +271,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "Secret sunspot-storage",
             lambda c: c.forbidden.add(f"{CORE}/secrets/sunspot-storage"),
             "warning",
-            "this user may not see whether Secret sunspot-storage exists",
+            "this user cannot see whether Secret sunspot-storage exists",
             "pods cannot start without it",
         ),
         (
@@ -292,37 +292,37 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "pods",
             lambda c: c.on("POST", "/pods?dryRun=All", answer(403, 'pods "x" is forbidden: violates PodSecurity')),
             "failed",
-            "pods of the group workers would be refused now",
+            "pods of group workers would be rejected now",
             "ask the owner of the namespace to allow it",
         ),
         (
             "nodes for workers",
             lambda c: c.documents.update({"/api/v1/nodes": {"items": [node(unschedulable=True)]}}),
             "warning",
-            "0 of 1 node match, with room for 0 such pods if they were empty; 2 wanted (other nodes: 1 cordoned)",
-            "unless an autoscaler adds such nodes",
+            "0 of 1 node match, with room for 0 such pods if they were empty; 2 needed (other nodes: 1 cordoned)",
+            "unless an autoscaler adds matching nodes",
         ),
-        ("nodes", lambda c: c.forbidden.add("/api/v1/nodes"), "warning", "may not see", "the owner of the cluster"),
+        ("nodes", lambda c: c.forbidden.add("/api/v1/nodes"), "warning", "cannot see", "the owner of the cluster"),
         (
             "quota",
             fill_quota("30Gi", "40Gi"),
             "warning",
             "team: requests.memory: 11Gi needed, 10Gi free of 40Gi",
-            "the pods wait until other runs end",
+            "wait until other runs end",
         ),
         (
             "quota",
             fill_quota("0", "10Gi"),
             "failed",
-            "team: requests.memory: 11Gi needed (head 5Gi + 2 workers 6Gi), 10Gi in all",
-            "it can never fit: request less",
+            "team: requests.memory: 11Gi needed (head 5Gi + 2 workers 6Gi) of only 10Gi",
+            "the run can never fit; request less",
         ),
         ("quota", fill_quota("0", "40Gi"), "ok", "team has room for a run", ""),
         (
             "quota",
             limit_cpus,
             "failed",
-            "corp counts limits.cpu, so it admits only pods that state all of these",
+            "corp counts limits.cpu, so it admits only pods that specify all of these",
             "set cpu_limit of head",
         ),
         (
@@ -334,7 +334,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
         ),
     ],
 )
-def test_each_fault_of_a_cluster_is_named_with_its_fix(
+def test_each_cluster_fault_is_reported_with_its_fix(
     sunspot: Command, fit: FakeCluster, name: str, change: Any, result: str, seen: str, fix: str
 ) -> None:
     change(fit)
@@ -359,13 +359,13 @@ def test_each_fault_of_a_cluster_is_named_with_its_fix(
         ),
     ],
 )
-def test_the_queue_of_the_profile_is_checked(
+def test_the_profiles_queue_is_checked(
     sunspot: Command, fit: FakeCluster, tmp_path: Path, queue: Any, result: str, seen: str
 ) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: kind\nqueue: team\n")
     found = checks(sunspot, "--profile", str(profile), code=4)
-    assert found["Kueue"]["seen"].endswith("so the job would ignore the quota")
+    assert found["Kueue"]["seen"].endswith("so the job would ignore the queue's quota")
     fit.has_kueue = True
     if queue:
         fit.documents[f"{QUEUES}/team"] = queue
@@ -374,11 +374,11 @@ def test_the_queue_of_the_profile_is_checked(
     assert seen in found["queue"]["seen"]
 
 
-def test_wrong_arguments_are_refused(sunspot: Command, fit: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_are_rejected(sunspot: Command, fit: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sunspot("doctor", "--profile", "kinnd") == 2
     assert "did you mean kind?" in sunspot.err
     assert sunspot("doctor", "run", "--from-pods") == 2
-    assert "leave them out, or leave out RUN" in sunspot.err
+    assert "leave out either RUN or these options" in sunspot.err
     monkeypatch.setenv("SUNSPOT_EPOCH", "3")
     assert sunspot("doctor") == 2
     assert "SUNSPOT_EPOCHS" in sunspot.err
@@ -387,7 +387,7 @@ def test_wrong_arguments_are_refused(sunspot: Command, fit: FakeCluster, monkeyp
 # ------------------------------------------------------------------------------------------------------------ the nodes
 
 
-def test_nodes_are_matched_by_the_rules_of_the_scheduler() -> None:
+def test_nodes_are_matched_like_in_the_scheduler() -> None:
     spot, gpu = {"cloud.google.com/gke-spot": "true"}, "nvidia.com/gpu"
     settings = {"RUN_NAME": "run", "NUM_WORKERS": "2", "STORAGE_PATH": "s3://b/p"}
     cluster = render("gke-spot", settings).manifest["spec"]["rayClusterSpec"]
@@ -423,7 +423,7 @@ def test_nodes_are_matched_by_the_rules_of_the_scheduler() -> None:
 
 
 def test_a_quota_on_cpu_limits_is_checked(fit: FakeCluster, tmp_path: Path) -> None:
-    """The autoscaler's container counts, too."""
+    """The autoscaler's container also counts."""
     limit_cpus(fit)
     profile = tmp_path / "mine.yaml"
     limits = "head: {cpu_limit: 1}\nworker: {cpu_limit: 2}"
@@ -443,13 +443,13 @@ def test_doctor_warns_if_a_shared_policy_connects_isolated_runs(fit: FakeCluster
     assert of_cluster("kind")["NetworkPolicy"].result is Result.WARNING
 
 
-def test_doctor_warns_if_pods_would_share_the_gpus_of_a_node(fit: FakeCluster) -> None:
+def test_doctor_warns_if_pods_would_share_a_nodes_gpus(fit: FakeCluster) -> None:
     made = node(taints=[{"key": "nvidia.com/gpu", "effect": "NoSchedule"}])
     made["status"]["allocatable"] |= {"nvidia.com/gpu": "8", "cpu": "96"}
     fit.documents["/api/v1/nodes"]["items"].append(made)
     found = of_cluster("on-demand")["GPUs of a node"]
     assert found.seen.startswith("workers: a pod takes 1 of a node's 8 GPUs")
-    assert found.fix == "set worker.gpus to 8, for one pod with 8 workers"
+    assert found.fix == "set worker.gpus to 8 to get one pod with 8 workers per node"
     made["status"]["allocatable"]["nvidia.com/gpu"] = "1"
     assert "GPUs of a node" not in of_cluster("on-demand")
 
@@ -464,7 +464,7 @@ def test_quantities_are_parsed(text: Any, number: float) -> None:
 # ----------------------------------------------------------------------------------------------------------- the bucket
 
 
-def test_a_bucket_that_refuses_access_or_does_not_exist_fails(
+def test_a_missing_or_forbidden_bucket_fails_the_check(
     sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy
 ) -> None:
     s3_proxy.on("PutObject", s3.answer(403, "AccessDenied"))
@@ -475,7 +475,9 @@ def test_a_bucket_that_refuses_access_or_does_not_exist_fails(
     assert "not ready for a run: 1 of 15 checks failed (storage first)" in sunspot.err
 
 
-def test_a_server_without_conditional_writes_fails(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+def test_storage_without_conditional_writes_fails_the_check(
+    sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy
+) -> None:
     s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
     found = checks(sunspot, code=4)["storage"]
     assert "created twice" in found["seen"]
@@ -483,7 +485,7 @@ def test_a_server_without_conditional_writes_fails(sunspot: Command, fit: FakeCl
     assert not sunspot.run.storage.list("")
 
 
-def test_refused_multipart_uploads_fail(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+def test_rejected_multipart_uploads_fail_the_check(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("UploadPart", s3.answer(403, "AccessDenied"))
     found = checks(sunspot, code=4)
     assert found["storage latency"]["result"] == "ok"
@@ -523,7 +525,7 @@ def test_a_forbidden_request_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) 
         assert right in found[name].fix
 
 
-def test_slow_storage_and_a_wrong_clock_are_warnings(
+def test_slow_storage_and_clock_skew_are_warnings(
     s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sunspot.storage.prove.MAX_LATENCY_S", 0.02)
@@ -537,7 +539,7 @@ def test_slow_storage_and_a_wrong_clock_are_warnings(
     assert found["clock"].seen in [f"this clock and the storage's are {apart} s apart" for apart in (99, 100, 101)]
 
 
-def test_storage_in_a_directory_is_tried_too(tmp_path: Path) -> None:
+def test_storage_in_a_directory_is_also_checked(tmp_path: Path) -> None:
     found = {check.check: check for check in probe_storage(LocalStorage(str(tmp_path)))}
     assert {check.result for check in found.values()} == {Result.OK}
     assert set(found) == {"storage access", "storage latency", "clock", "storage throughput"}
@@ -561,7 +563,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.POLL_EVERY_S", 0.02)
 
 
-def test_probe_pods_resemble_the_pods_of_the_run(fit: FakeCluster, sunspot: Command, patient: None) -> None:
+def test_probe_pods_resemble_the_runs_pods(fit: FakeCluster, sunspot: Command, patient: None) -> None:
     made: list[dict[str, Any]] = []
 
     def end(pod: dict[str, Any]) -> None:
@@ -599,7 +601,7 @@ def test_probe_pods_resemble_the_pods_of_the_run(fit: FakeCluster, sunspot: Comm
 
 
 @pytest.mark.parametrize("why", ["one pod", "one node", "a policy", "a policy of the run", "a sidecar"])
-def test_doctor_says_why_the_network_between_nodes_is_not_tried(
+def test_doctor_says_why_the_network_between_nodes_is_not_tested(
     fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
 ) -> None:
     own = {
@@ -623,10 +625,10 @@ def test_doctor_says_why_the_network_between_nodes_is_not_tried(
     said = found.get("from pods: network between nodes", {"result": "", "seen": ""})
     assert said["result"] == ("" if why == "one pod" else "warning")
     told = {"one node": "both worker pods were on node-1", "a sidecar": "sidecars", "one pod": ""}
-    assert told.get(why, "only let pods reach pods of their own run") in said["seen"]
+    assert told.get(why, "let pods reach only pods of their own run") in said["seen"]
 
 
-def test_spot_workers_are_tried_on_spot_nodes() -> None:
+def test_probe_workers_run_on_spot_nodes_for_a_spot_profile() -> None:
     manifest = render("gke-spot", {"RUN_NAME": "run"}).manifest
     head, worker = (make_pod(manifest, kind, "x")["spec"] for kind in ("head", "worker"))
     assert worker["nodeSelector"] == {"cloud.google.com/gke-spot": "true", **OF_THE_IMAGE}
@@ -656,7 +658,7 @@ def test_spot_workers_are_tried_on_spot_nodes() -> None:
         (GOOD.replace('"ok"', '"failed"'), "Succeeded", 0, "all of it"),
     ],
 )
-def test_probe_pods_with_failed_checks_are_deleted_too(
+def test_probe_pods_with_failed_checks_are_deleted(
     fit: FakeCluster, sunspot: Command, patient: None, message: str, phase: str, code: int, said: str
 ) -> None:
     fit.on_create = lambda pod: finish(pod, message, phase, code)
@@ -665,7 +667,7 @@ def test_probe_pods_with_failed_checks_are_deleted_too(
     assert not fit.pods
 
 
-def test_probe_pods_that_no_node_takes_fail_a_check(
+def test_probe_pods_that_fit_on_no_node_fail_a_check(
     fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.WITHIN_S", 0.3)
@@ -676,7 +678,9 @@ def test_probe_pods_that_no_node_takes_fail_a_check(
     assert not fit.pods
 
 
-def test_the_first_pod_is_deleted_if_the_second_is_refused(fit: FakeCluster, sunspot: Command, patient: None) -> None:
+def test_the_first_probe_pod_is_deleted_if_the_second_is_rejected(
+    fit: FakeCluster, sunspot: Command, patient: None
+) -> None:
     forbidden = 'pods "sunspot-doctor-worker" is forbidden: exceeded quota: team'
     fit.on_create = lambda pod: fit.on("POST", f"{CORE}/pods", answer(403, forbidden))
     found = checks(sunspot, "--from-pods", code=4)
@@ -719,7 +723,7 @@ def test_an_interrupt_leaves_no_pods(
     assert not fit.pods
 
 
-def test_the_folder_of_the_storage_trial_is_not_listed_as_a_run(run: Run, sunspot: Command) -> None:
+def test_the_storage_checks_folder_is_not_listed_as_a_run(run: Run, sunspot: Command) -> None:
     sunspot.run.storage.write(f"{FOLDER}/x/small", b"left by a killed one")
     assert sunspot("list", "--json") == 0
     assert sunspot.json == []

@@ -1,4 +1,4 @@
-"""Tests of your own code without an image: which files are included, the archive's name, and unpacking on a node."""
+"""Tests of packing the user's code, naming the archive, and unpacking it on a node."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a node's folder for temporary files, and restore this process's path at the end."""
+    """Return a node's folder for temporary files, and restore `sys.path` at the end."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "node"))
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "node").mkdir()
@@ -76,7 +76,7 @@ def commit_all(folder: Path) -> None:
 
 
 def keep(content: bytes, place: Path) -> str:
-    """Store an archive and return its reference, as a job has it."""
+    """Store an archive, and return its reference in the form that a job uses."""
     place.mkdir(exist_ok=True)
     (place / "code.tar").write_bytes(content)
     return f"{place}/code.tar@sha256:{hashlib.sha256(content).hexdigest()}"
@@ -105,7 +105,7 @@ LEFT_BEHIND = ("evil.py.bak", "my_task.py~", ".my_task.py.swp", "#my_task.py#", 
 
 
 @pytest.mark.parametrize("in_git", [True, False])
-def test_files_that_editors_leave_do_not_change_the_archive(in_git: bool, folder: Path) -> None:
+def test_editor_backups_do_not_change_the_archive(in_git: bool, folder: Path) -> None:
     if not in_git:
         shutil.rmtree(folder / ".git")
     before = pack(folder)
@@ -114,7 +114,7 @@ def test_files_that_editors_leave_do_not_change_the_archive(in_git: bool, folder
     assert pack(folder).sha256 == before.sha256
 
 
-def test_untracked_files_are_named_and_all_tracked_files_are_included(folder: Path) -> None:
+def test_untracked_files_are_reported_and_tracked_files_are_included(folder: Path) -> None:
     write(folder, {"kept.bak": "data"})
     git(folder, "add", "kept.bak")
     archive = pack(folder)
@@ -145,19 +145,19 @@ def test_the_same_files_always_give_the_same_archive(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("model.pt", "model.pt: 12 MB, but at most 10 MB"),
-        (".env", ".env: holds secrets, judging by its name"),
-        ("keys/id_ed25519", "keys/id_ed25519: holds secrets"),
-        ("gcp/service-account-1.json", "gcp/service-account-1.json: holds secrets"),
-        ("harmless.txt -> weights.pem", "harmless.txt: holds secrets"),
-        ("out -> ../other", "out: a link to ../other, which is not a file of this folder"),
-        ("lost -> nowhere", "lost: a link to nowhere"),
-        ("below -> layers", "below: a link to layers"),
-        ("a\nb.py", r"'a\nb.py': the name contains characters"),
-        ("pipe", "pipe: cannot be read, or is not a regular file"),
+        ("model.pt", "model.pt has 12 MB, but at most 10 MB"),
+        (".env", ".env seems to contain secrets"),
+        ("keys/id_ed25519", "keys/id_ed25519 seems to contain secrets"),
+        ("gcp/service-account-1.json", "gcp/service-account-1.json seems to contain secrets"),
+        ("harmless.txt -> weights.pem", "harmless.txt seems to contain secrets"),
+        ("out -> ../other", "out is a link to ../other, which is not a file in this folder"),
+        ("lost -> nowhere", "lost is a link to nowhere"),
+        ("below -> layers", "below is a link to layers"),
+        ("a\nb.py", r"'a\nb.py': the name contains unprintable characters"),
+        ("pipe", "pipe cannot be read or is not a regular file"),
     ],
 )
-def test_files_that_cannot_be_included_are_reported_with_the_fix(name: str, said: str, tmp_path: Path) -> None:
+def test_files_that_cannot_be_packed_are_reported_with_a_fix(name: str, said: str, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     write(folder, {"my_task.py": "", "layers/__init__.py": "", ".env.example": ""})
     write(tmp_path, {"other/x.py": "", "weights.pem": ""})
@@ -190,7 +190,7 @@ SECRET_FILES = """
     client_secret_1.apps.googleusercontent.com.json service-account.json my-service-account-key.json id_rsa
     id_ed25519 id_ed25519_sk server.key cert.pem a.p12 a.jks a.kdbx a.keytab putty.ppk vpn.ovpn .bash_history
 """
-"""Paths at which programs commonly keep credentials."""
+"""Paths where programs commonly store credentials."""
 
 CODE_FILES = """
     secrets.py secrets_manager.py credentials.py test_secrets.py token.py tokenizer.json tokenizer_config.json
@@ -198,10 +198,10 @@ CODE_FILES = """
     kubeconfig.py kubeconfig_test.py config.json docker/config.json hosts.yml id_rsa.pub boto.py main.tf
     variables.tf secretary.json environment.yml
 """
-"""Paths of files with ordinary code whose names resemble those in SECRET_FILES."""
+"""Paths of ordinary code files with names similar to those in SECRET_FILES."""
 
 
-def test_files_that_commonly_hold_secrets_are_refused_by_their_paths(
+def test_files_that_usually_contain_secrets_are_rejected_by_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_files, "MAX_NAMED", 100)
@@ -210,26 +210,24 @@ def test_files_that_commonly_hold_secrets_are_refused_by_their_paths(
     write(tmp_path, dict.fromkeys(SECRET_FILES.split(), "x = 1\n"))
     with pytest.raises(SettingsError) as refused:
         pack(tmp_path)
-    refusals = {
-        line.strip().partition(": holds secrets, judging by its name")[0] for line in str(refused.value).splitlines()
-    }
+    refusals = {line.strip().partition(" seems to contain secrets")[0] for line in str(refused.value).splitlines()}
     assert refusals >= set(SECRET_FILES.split())
     assert not refusals & set(CODE_FILES.split())
 
 
-def test_a_credential_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
+def test_the_error_for_a_credential_gives_its_line(tmp_path: Path) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
     write(tmp_path, {"my_task.py": f"import os\n\nTOKEN = '{token}'\n", "test_task.py": "TOKEN = 'hf_fake'\n"})
     with pytest.raises(SettingsError) as refused:
         pack(tmp_path)
     assert "1 problem" in str(refused.value)
-    assert "my_task.py, line 3: holds a token of Hugging Face; read it from the environment" in str(refused.value)
+    assert "my_task.py, line 3 contains a token of Hugging Face; read it from an environment" in str(refused.value)
     assert token not in str(refused.value)
     write(tmp_path, {"my_task.py": f"TOKEN = '{token}'  # pragma: allowlist secret\n"})
     assert pack(tmp_path).names == {"my_task.py", "test_task.py"}
 
 
-def test_the_search_for_credentials_reads_the_beginning_of_text_files(
+def test_only_the_start_of_text_files_is_searched_for_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
@@ -240,12 +238,12 @@ def test_the_search_for_credentials_reads_the_beginning_of_text_files(
     pack(tmp_path)
     assert sorted(map(len, searched)) == [0, 100]
     monkeypatch.setattr(code_files, "MAX_BYTES", 10)
-    with pytest.raises(SettingsError, match="is it the folder of your code"):
+    with pytest.raises(SettingsError, match="check that this is your code"):
         pack(tmp_path)
     assert len(searched) == 2, "what is too large to be code is not read"
 
 
-def test_a_folder_without_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_code_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="no such folder"):
         pack(tmp_path / "nowhere")
     with pytest.raises(SettingsError, match="the folder is empty, or git ignores all"):
@@ -324,7 +322,7 @@ def test_code_with_another_hash_is_not_run(
     ],
     ids=str,
 )
-def test_a_harmful_archive_is_refused_completely(
+def test_nothing_is_unpacked_from_a_malicious_archive(
     member: dict[str, Any], tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_archive, "MAX_BYTES", 1000)
@@ -342,14 +340,14 @@ def test_a_harmful_archive_is_refused_completely(
     assert [path.suffix for path in (node / f"sunspot-{os.getuid()}" / "code").iterdir()] == [".lock"]
 
 
-def test_an_archive_of_git_archive_is_accepted(folder: Path, tmp_path: Path, node: Path) -> None:
+def test_an_archive_made_by_git_archive_is_accepted(folder: Path, tmp_path: Path, node: Path) -> None:
     commit_all(folder)
     git(folder, "archive", "-o", str(tmp_path / "code.tar"), "HEAD")
     found = find_code(keep((tmp_path / "code.tar").read_bytes(), tmp_path / "storage"))
     assert (Path(found) / "layers/__init__.py").exists()
 
 
-def test_a_folder_that_others_may_write_to_becomes_private(node: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_writable_by_others_is_made_private(node: Path, folder: Path, tmp_path: Path) -> None:
     home = node / f"sunspot-{os.getuid()}"
     home.mkdir()
     home.chmod(0o777)
@@ -400,7 +398,7 @@ def test_each_edit_makes_a_new_job_that_takes_over_the_run(
     assert len(sunspot.run.storage.list(sunspot.run.key("code"))) == 3
 
 
-def test_code_may_come_from_the_profile_or_from_python(
+def test_code_can_be_set_in_the_profile_or_from_python(
     cluster: FakeCluster, s3_bucket: str, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text(f"extends: kind\ncode: {folder}\n")
@@ -423,12 +421,12 @@ def test_render_accepts_an_archive_but_not_a_folder(folder: Path, monkeypatch: p
         assert rendered.name != render(JobRequest(cluster=request.cluster)).name
         assert {value.name: value.source for value in rendered.derived}[CODE] == "given"
     for given in (str(folder), f"code.tar@sha256:{'a' * 64}", "s3://bucket/code.tar"):
-        with pytest.raises(SettingsError, match=r"`sunspot submit` makes one, as do `git archive -o code\.tar"):
+        with pytest.raises(SettingsError, match=r"is not an archive; .*git archive.*`sunspot submit`"):
             render(JobRequest(code=given))
     with pytest.raises(SettingsError, match=r"SUNSPOT_CODE=\.: set it to nothing: `sunspot submit --code FOLDER` sets"):
         render(JobRequest(settings={"CODE": "."}))
     monkeypatch.setenv(CODE, named)
-    with pytest.raises(SettingsError, match=f"{CODE}={named}: it follows from --code"):
+    with pytest.raises(SettingsError, match=f"{CODE}={named} cannot be set; unset it, and use --code"):
         render(JobRequest())
 
 
@@ -436,8 +434,8 @@ def test_a_task_that_is_not_in_the_code_is_reported(cluster: FakeCluster, sunspo
     assert sunspot.submit("--code", str(folder / "nowhere")) == 2
     assert sunspot.err.startswith(f"error: code {folder}/nowhere: no such folder")
     assert sunspot.submit("--code", str(folder), "--set", "TASK=other.task") == 0
-    assert "SUNSPOT_TASK=other.task: the code has no other.py, so pods have it only if the image" in sunspot.err
-    assert "has no code of its own" not in sunspot.err
+    assert "SUNSPOT_TASK=other.task: the code does not contain other.py, so pods have it only if" in sunspot.err
+    assert "includes no code" not in sunspot.err
     end(cluster, sunspot.run, RunState.FAILED)
     assert sunspot("delete", "run", "--yes") == 0, sunspot.err
     assert "code" in sunspot.out
@@ -447,14 +445,14 @@ def test_a_task_that_is_not_in_the_code_is_reported(cluster: FakeCluster, sunspo
 @pytest.mark.parametrize("verb", ["render", "submit"])
 def test_a_task_without_code_is_reported(verb: str, cluster: FakeCluster, sunspot: Command) -> None:
     here = [*("--storage", "s3://bucket/runs"), "--dry-run"] if verb == "submit" else []
-    warned = "only if the image does; add the code with `sunspot submit --code FOLDER` or `make submit CODE=FOLDER`"
+    warned = "only if the image does; include the code with `sunspot submit --code FOLDER` or `make submit CODE=FOLDER`"
     for task, top in [("mine", "mine"), ("mine.task", "mine"), ("choice(mine,sunspot.tasks.gan)", "mine")]:
         assert sunspot(verb, "--run", "run", "--set", f"TASK={task}", *here) == 0, sunspot.err
-        assert sunspot.err.count(f"the job has no code of its own, so pods have {top}.py {warned}") == 1
+        assert sunspot.err.count(f"the job includes no code, so pods have {top}.py {warned}") == 1
     named = f"s3://bucket/code.tar@sha256:{'a' * 64}"
     for words in (["--set", "TASK=sunspot.tasks.gan"], ["--set", "TASK=mine", "--code", named], []):
         assert sunspot(verb, "--run", "run", *words, *here) == 0, sunspot.err
-        assert "has no code of its own" not in sunspot.err
+        assert "includes no code" not in sunspot.err
 
 
 # ----------------------------------------------------------------------------------------------------------- the run
@@ -476,7 +474,7 @@ def test_code_that_is_no_longer_used_is_deleted(tmp_path: Path) -> None:
     assert [entry.key for entry in run.storage.list("run/code")] == [f"run/code/{'b' * 64}.tar"]
 
 
-def test_a_change_of_code_is_an_event(tmp_path: Path) -> None:
+def test_a_code_change_is_recorded_as_an_event(tmp_path: Path) -> None:
     run = Run(LocalStorage(str(tmp_path)), "run")
     named = {name: {CODE: f"s3://bucket/code.tar@sha256:{name * 64}"} for name in "ab"}
     for settings in ({}, named["a"], named["a"], named["b"], {}):

@@ -282,13 +282,17 @@ def test_submit_shows_a_jobs_highest_possible_cost(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("text", "more", "message"),
     [
-        ("extends: kind\nworker: {price: -1}", {}, "worker.price=-1: set it to a number from 0, e.g. 0.35"),
-        ("extends: kind\nhead: {price: cheap}", {}, "head.price='cheap': set it to a number from 0, e.g. 0.35"),
-        ("extends: kind\nworker: {prise: 1}", {}, "worker.prise: no such key; did you mean worker.price?"),
+        ("extends: kind\nworker: {price: -1}", {}, "worker.price=-1 is not valid; set it to a number >= 0, e.g. 0.35"),
+        (
+            "extends: kind\nhead: {price: cheap}",
+            {},
+            "head.price='cheap' is not valid; set it to a number >= 0, e.g. 0.35",
+        ),
+        ("extends: kind\nworker: {prise: 1}", {}, "worker.prise is an unknown key; did you mean worker.price?"),
         (
             "extends: kind",
             {"PRICES": '{"head": {"price": 1}}'},
-            "SUNSPOT_PRICES: it follows from the profile; set price in its head and worker instead",
+            "SUNSPOT_PRICES cannot be set; set price under head and worker in the profile instead",
         ),
     ],
 )

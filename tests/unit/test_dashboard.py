@@ -1,4 +1,4 @@
-"""Tests of `sunspot dashboard`: forwarding, the requests that are refused, and its end."""
+"""Tests of `sunspot dashboard`: forwarding, rejected requests, and how it ends."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_requests_get_the_token_and_keep_their_bodies(local: LocalPort, dashboar
         ({"Host": "localhost:9000", "Sec-Fetch-Site": "cross-site"}, False),
     ],
 )
-def test_requests_from_other_sites_are_refused(local: LocalPort, headers: dict[str, str], served: bool) -> None:
+def test_requests_from_other_sites_are_rejected(local: LocalPort, headers: dict[str, str], served: bool) -> None:
     status, said = ask(local.server_address[1], **headers)
     assert (status == 200) is served, said
     head = "\r\n".join(["GET / HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())])
@@ -201,8 +201,8 @@ def test_requests_from_other_sites_are_refused(local: LocalPort, headers: dict[s
 
 
 @pytest.mark.parametrize("name", ["Host", "origin", "Sec-Fetch-Site"])
-def test_a_repeated_decisive_header_is_refused(name: str) -> None:
-    """The dashboard might use the other one of two headers."""
+def test_requests_with_a_repeated_security_header_are_rejected(name: str) -> None:
+    """The dashboard might read the other of two equal headers."""
     lines = ["Host: localhost:1", "Origin: http://localhost:1", "Sec-Fetch-Site: same-origin"]
     head = "\r\n".join(["GET / HTTP/1.1", *lines])
     assert not find_problem(f"{head}\r\n\r\n".encode())
@@ -229,7 +229,7 @@ def test_the_port_listens_on_loopback_only(local: LocalPort) -> None:
         LocalPort(local.server_address[1], lambda: Direct(1), {})
 
 
-def test_an_error_of_the_connection_is_returned_to_the_client() -> None:
+def test_a_connection_error_is_returned_to_the_client() -> None:
     def refuse() -> Direct:
         raise ClusterError("the API server is away")
 
@@ -360,7 +360,7 @@ def test_the_dashboard_is_forwarded_with_its_token_until_an_interrupt(
         process.process.send_signal(signal.SIGINT)
     code, said = process.end()
     assert code == 0, said
-    assert "every user of this machine can use it" in said
+    assert "all users of this machine have access" in said
     assert TOKEN not in process.first + said
 
 
@@ -395,9 +395,7 @@ def test_a_refused_connection_in_the_pod_is_reported(cluster: FakeCluster, run: 
     assert process.end()[0] == 0
 
 
-def test_without_permission_to_read_the_token_the_dashboard_asks_for_it(
-    cluster: FakeCluster, run: Run, dashboard: int
-) -> None:
+def test_the_dashboard_asks_for_a_token_that_cannot_be_read(cluster: FakeCluster, run: Run, dashboard: int) -> None:
     make_live(cluster, run)
     cluster.on("GET", "/portforward", Kubelet(dashboard))
     cluster._faults.insert(0, ("GET", "/secrets/", answer(403, 'User "me" cannot get secrets'), 9))
@@ -406,11 +404,11 @@ def test_without_permission_to_read_the_token_the_dashboard_asks_for_it(
     assert process.answer(port) == (401, "no token")
     code, said = process.end()
     assert code == 0
-    assert f"the dashboard will ask for its token (auth_token of Secret {CLUSTER}), which cannot be read here: " in said
+    assert f"the dashboard will ask for its token (auth_token of Secret {CLUSTER}), because it cannot be read: " in said
     assert "ask for the Role sunspot-dashboard of k8s/base" in said
 
 
-def test_a_refused_port_forward_fails_at_once(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_a_rejected_port_forward_fails_immediately(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     make_live(cluster, run)
     cluster.on("GET", "/portforward", answer(403, 'User "me" cannot get pods/portforward'))
     assert sunspot("dashboard", "run") == 4
@@ -433,7 +431,7 @@ def test_a_run_without_a_head_has_no_dashboard(cluster: FakeCluster, run: Run, s
     assert sunspot("dashboard", "run") == 4
 
 
-def test_without_a_cluster_an_unknown_run_is_reported(
+def test_an_unknown_run_is_reported_without_a_cluster(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))

@@ -1,4 +1,4 @@
-"""Tests of `sunspot delete`: what it shows, what it removes or keeps, and what an interrupt leaves."""
+"""Tests of what `sunspot delete` shows, removes and keeps, and what an interrupt leaves behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOB, CLUSTER = "run-1", "run-1-x"
 
 
 def fill(run: Run, state: RunState = RunState.SUCCEEDED) -> Attempt:
-    """Write objects of every kind that a run may have."""
+    """Write every kind of object that a run can have."""
     attempt = start(begin(run), JOB)
     commit(run, attempt, 5)
     commit(run, attempt, 10)
@@ -65,7 +65,7 @@ def in_bucket(bucket_run: Run, capsys: pytest.CaptureFixture[str]) -> Command:
 # ---------------------------------------------------------------------------------------------------- what it asks for
 
 
-def test_without_consent_nothing_is_removed_and_the_exit_code_is_2(
+def test_delete_without_confirmation_removes_nothing_and_exits_with_2(
     sunspot: Command, run: Run, cluster: FakeCluster
 ) -> None:
     fill(run)
@@ -81,7 +81,7 @@ def test_without_consent_nothing_is_removed_and_the_exit_code_is_2(
     contents = f"1 RayJob with 2 pods; {len(before)} files, "
     told = f"error: nothing was removed, because there is no terminal to ask at: {contents}"
     assert told in sunspot.err
-    assert "; --yes removes it\n" in sunspot.err
+    assert "; add --yes to remove it\n" in sunspot.err
     assert sunspot("delete", "run", "--json") == 2
     assert "nothing was removed, because --json never asks" in sunspot.err
     assert (sunspot.json["removed"], sunspot.json["files"]) == (False, len(before))
@@ -117,7 +117,7 @@ def test_deleting_an_unknown_run_fails(sunspot: Command, run: Run, cluster: Fake
 # ----------------------------------------------------------------------------------------------------- what it removes
 
 
-def test_everything_of_a_run_is_deleted_and_nothing_else(
+def test_delete_removes_the_whole_run_and_nothing_else(
     in_bucket: Command, bucket_run: Run, cluster: FakeCluster
 ) -> None:
     run = bucket_run
@@ -174,7 +174,7 @@ def test_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
     assert "copies in this machine's memory" in sunspot.out
 
 
-def test_a_dataset_in_the_folder_of_the_run_stays(sunspot: Command, run: Run, tmp_path: Path) -> None:
+def test_a_dataset_in_the_runs_folder_is_kept(sunspot: Command, run: Run, tmp_path: Path) -> None:
     def settle(dataset: str) -> None:
         fill(run)
         record = json.loads(run.storage.read(run.key("run.json")))
@@ -199,7 +199,7 @@ def test_a_dataset_in_the_folder_of_the_run_stays(sunspot: Command, run: Run, tm
     assert "the dataset" not in sunspot.out
 
 
-def test_the_trials_of_a_search_stay_and_are_listed(sunspot: Command, run: Run) -> None:
+def test_a_searchs_trials_are_kept_and_listed(sunspot: Command, run: Run) -> None:
     fill(run)
     trials = [Run(run.storage, f"run-0{number}") for number in (1, 2)]
     for trial in trials:
@@ -212,7 +212,7 @@ def test_the_trials_of_a_search_stay_and_are_listed(sunspot: Command, run: Run) 
     assert all(map(files_of, trials))
 
 
-def test_a_run_of_the_same_name_in_another_storage_keeps_its_rayjob(
+def test_the_rayjob_of_a_same_named_run_in_another_bucket_is_kept(
     sunspot: Command, run: Run, cluster: FakeCluster
 ) -> None:
     fill(run)
@@ -227,7 +227,7 @@ def test_a_run_of_the_same_name_in_another_storage_keeps_its_rayjob(
     assert not files_of(run)
 
 
-def test_a_borrowed_cluster_stays(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_a_borrowed_cluster_is_not_deleted(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     fill(run)
     cluster.put_job(rayjob(JOB, clusterSelector={"ray.io/cluster": "shared"}))
     cluster.set_status(JOB, "Complete", "SUCCEEDED", rayClusterName="shared")
@@ -237,7 +237,7 @@ def test_a_borrowed_cluster_stays(sunspot: Command, run: Run, cluster: FakeClust
     assert cluster.pods
 
 
-def test_a_rayjob_that_gitops_may_recreate_is_reported(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_delete_warns_if_gitops_could_recreate_the_rayjob(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     fill(run)
     end_job(cluster)
     assert sunspot("delete", "run") == 2
@@ -248,7 +248,7 @@ def test_a_rayjob_that_gitops_may_recreate_is_reported(sunspot: Command, run: Ru
     assert "run-2 was not created by `sunspot submit`: if it comes from a repository (GitOps), remove it" in sunspot.err
 
 
-def test_old_versions_that_a_bucket_keeps_are_reported(in_bucket: Command, bucket_run: Run) -> None:
+def test_delete_warns_if_the_bucket_keeps_old_versions(in_bucket: Command, bucket_run: Run) -> None:
     fill(bucket_run)
     bucket = bucket_run.storage.bucket
     s3.plain_client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
@@ -319,7 +319,7 @@ def test_an_unreachable_cluster_protects_the_run(sunspot: Command, run: Run, clu
     assert files_of(run) == before
 
 
-def test_a_folder_without_a_run_is_refused_although_a_rayjob_names_it(
+def test_a_folder_without_a_run_is_not_deleted_even_if_a_rayjob_has_its_name(
     sunspot: Command, run: Run, cluster: FakeCluster
 ) -> None:
     end_job(cluster)
@@ -333,7 +333,7 @@ def test_a_folder_without_a_run_is_refused_although_a_rayjob_names_it(
     assert JOB in cluster.jobs
 
 
-def test_foreign_files_stay_and_are_named(sunspot: Command, run: Run, tmp_path: Path) -> None:
+def test_foreign_files_are_kept_and_reported(sunspot: Command, run: Run, tmp_path: Path) -> None:
     fill(run)
     for name in ("notes.txt", "photos/a/b.jpg", "photos/c.jpg", "run.json.bak", "tax/2026", "zoo"):
         run.storage.write(run.key(name), b"a user's")
@@ -373,9 +373,7 @@ def test_foreign_files_stay_and_are_named(sunspot: Command, run: Run, tmp_path: 
     ],
     ids=str,
 )
-def test_the_rest_of_a_damaged_run_is_deleted(
-    sunspot: Command, run: Run, cluster: FakeCluster, left: tuple[str, ...]
-) -> None:
+def test_a_damaged_run_can_be_deleted(sunspot: Command, run: Run, cluster: FakeCluster, left: tuple[str, ...]) -> None:
     end_job(cluster)
     for name in left:
         run.storage.write(run.key(name), b"{}")
@@ -398,7 +396,7 @@ def test_manifests_are_deleted_before_files_and_records_last(run: Run) -> None:
     assert {key for group in groups for key in group} == files_of(run)
 
 
-def test_a_refused_deletion_lists_the_rest_and_can_be_repeated(
+def test_a_failed_deletion_lists_what_is_left_and_can_be_repeated(
     s3_proxy: FaultProxy, bucket_run: Run, in_bucket: Command, cluster: FakeCluster
 ) -> None:
     fill(bucket_run)
@@ -459,7 +457,7 @@ def test_nothing_is_removed_from_storage_while_pods_exist(
     assert files_of(run) == before | {run.key(DELETION)}
 
 
-def test_nothing_is_removed_from_storage_if_the_cluster_refuses(
+def test_nothing_is_removed_from_storage_if_the_rayjob_cannot_be_deleted(
     sunspot: Command, run: Run, cluster: FakeCluster
 ) -> None:
     fill(run)
@@ -472,7 +470,7 @@ def test_nothing_is_removed_from_storage_if_the_cluster_refuses(
     assert files_of(run) == before | {run.key(DELETION)}
 
 
-def test_a_process_that_still_trains_a_deleted_run_commits_nothing(run: Run) -> None:
+def test_a_process_cannot_commit_to_a_deleted_run(run: Run) -> None:
     attempt = fill(run)
     ensure_owner(run, attempt)
     mark_deletion(run, "me")
@@ -538,7 +536,7 @@ def test_a_deleted_name_can_be_used_again(sunspot: Command, run: Run) -> None:
 # ---------------------------------------------------------------------------------------------------------------- links
 
 
-def test_a_run_that_is_a_symbolic_link_is_refused(
+def test_a_run_that_is_a_symbolic_link_is_not_deleted(
     sunspot: Command, run: Run, tmp_path: Path, cluster: FakeCluster
 ) -> None:
     fill(run)
@@ -554,7 +552,7 @@ def test_a_run_that_is_a_symbolic_link_is_refused(
     assert f"{folder}/status is or passes a link to {place}/status, outside of the storage path" in sunspot.err
 
 
-def test_links_in_a_run_are_deleted_and_their_targets_stay(
+def test_links_in_a_run_are_deleted_but_their_targets_are_kept(
     sunspot: Command, run: Run, tmp_path: Path, cluster: FakeCluster
 ) -> None:
     fill(run)

@@ -1,4 +1,4 @@
-"""`sunspot demo`: its description of a loss, and the processes and runs that it may end or remove."""
+"""Tests of `sunspot demo`: its description of a loss, and the processes and runs that it can end or remove."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_failed_training_ends_the_demonstration_with_its_output() -> None:
             training.finish()
 
 
-def test_ignored_settings_are_named(
+def test_the_demonstration_lists_ignored_settings(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demonstration, "COMMAND", (sys.executable, "-c", "import os; print(os.environ)"))
@@ -103,10 +103,10 @@ def test_ignored_settings_are_named(
         training.finish()
         training._output.seek(0)
         assert b"777777777" not in training._output.read()
-    assert capsys.readouterr().err == "ignored: SUNSPOT_EPOCHS; a demonstration has its own settings\n"
+    assert capsys.readouterr().err == "ignored SUNSPOT_EPOCHS, because a demonstration has its own settings\n"
 
 
-def test_the_last_act_of_a_training_is_seen() -> None:
+def test_an_event_just_before_the_training_ends_is_seen() -> None:
     with trainer("") as training:
 
         def look() -> bool:
@@ -117,12 +117,12 @@ def test_the_last_act_of_a_training_is_seen() -> None:
         assert training.wait("its end", look)
 
 
-def test_every_wait_of_a_demonstration_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_wait_in_a_demonstration_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demonstration, "MAX_WAIT_S", 0.1)
     with trainer(SLEEP) as training:
         with pytest.raises(GaveUpError, match=r"waiting .* for the first step"):
             training.wait("the first step", lambda: None)
-        with pytest.raises(GaveUpError, match=r"waiting .* for the end"):
+        with pytest.raises(GaveUpError, match=r"waiting .* for the training to end"):
             training.finish()
 
 

@@ -1,4 +1,4 @@
-"""k8s/ui and k8s/gitops/wait, as kustomize builds them: commands, permissions and network of their pods."""
+"""Tests of the commands, permissions and network policies in k8s/ui and k8s/gitops/wait."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def template(folder: str) -> dict[str, Any]:
 
 
 def base_policies(labels: dict[str, str]) -> Iterator[str]:
-    """Yield the names of the policies of k8s/base that select pods with these labels."""
+    """Yield the names of policies in k8s/base that select pods with these labels."""
     for policy in yaml.safe_load_all(BASE_NETWORK.read_text()):
         if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items():
             yield policy["metadata"]["name"]
@@ -58,12 +58,12 @@ def test_each_pod_runs_an_existing_command_and_writes_only_to_tmp(folder: str) -
 
 
 def policies(folder: str) -> dict[str, dict[str, Any]]:
-    """Return the specs of a folder's network policies, by name."""
+    """Return the specs of a folder's network policies, keyed by name."""
     found = [item for item in build(manifests() / folder) if item["kind"] == "NetworkPolicy"]
     return {item["metadata"]["name"]: item["spec"] for item in found}
 
 
-def test_the_base_policies_let_the_pod_of_sunspot_wait_reach_storage() -> None:
+def test_base_policies_let_the_sunspot_wait_pod_reach_storage() -> None:
     labels = template("gitops/wait")["metadata"]["labels"]
     everyone = {"deny-by-default", "within-clusters", "to-dns", "to-storage", "to-tracking", "to-workload-identity"}
     assert set(base_policies(labels)) == everyone
@@ -73,7 +73,7 @@ def test_the_base_policies_let_the_pod_of_sunspot_wait_reach_storage() -> None:
         assert selector["matchLabels"].items() <= labels.items()
 
 
-def test_the_live_page_reaches_only_storage_and_no_run_reaches_the_page() -> None:
+def test_the_live_page_reaches_only_storage_and_is_isolated_from_runs() -> None:
     labels = template("ui")["metadata"]["labels"]
     assert list(base_policies(labels)) == [], (
         "otherwise, the page could reach every port of a run, and every run could reach the page"
@@ -94,7 +94,7 @@ def test_the_live_page_has_its_own_storage_credentials() -> None:
     assert secrets == [{"name": "sunspot-storage-read", "optional": True}], "the credentials of runs may write"
 
 
-def test_the_live_page_answers_to_the_names_of_its_service() -> None:
+def test_the_live_page_accepts_its_services_host_names() -> None:
     [container] = template("ui")["spec"]["containers"]
     arguments = make_parser().parse_args(container["command"][3:])
     service = find("ui", "Service")["metadata"]
@@ -124,8 +124,8 @@ def test_the_page_has_no_token_and_only_the_ingress_reaches_it() -> None:
     assert settings["data"] == {"SUNSPOT_STORAGE_PATH": "s3://sunspot/runs"}
 
 
-def test_the_pod_that_waits_for_all_runs_cannot_create_objects() -> None:
-    """Permission to create RayJobs is permission to run any pod."""
+def test_the_sunspot_wait_pod_cannot_create_objects() -> None:
+    """A user who can create RayJobs can run any pod."""
     rules = find("gitops/wait", "Role")["rules"]
     granted = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
     assert granted == {("configmaps", "get"), *(("rayjobs", verb) for verb in ("delete", "get", "list", "patch"))}

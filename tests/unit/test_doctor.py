@@ -1,4 +1,4 @@
-"""Tests of `sunspot doctor RUN`: its findings about a run's pods and about the run's files in storage."""
+"""Tests of the findings of `sunspot doctor RUN` about pods and storage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.harness.runs import age, begin, commit, damage, report, start, to_col
 
 JOB, CLUSTER = "run-1", "run-1-x"
 LOCAL, IN_CLUSTER = "job", "run-1@sunspot"
-"""Owners of a run: a process of this machine, and a RayJob."""
+"""Owners of a run: a local process and a RayJob."""
 
 MASTER = "1 node(s) had untolerated taint {node-role.kubernetes.io/control-plane: }"
 PREEMPTION = (
@@ -41,7 +41,7 @@ PREEMPTION = (
 
 
 def message(*reasons: str) -> str:
-    """Return the message of Kubernetes 1.34's scheduler about a pod that no node takes."""
+    """Return the message of Kubernetes 1.34's scheduler about a pod that fits on no node."""
     return f"0/3 nodes are available: {', '.join(reasons)}.{PREEMPTION}"
 
 
@@ -82,7 +82,7 @@ def worker(number: int, **more: Any) -> dict[str, Any]:
 
 
 def findings(sunspot: Command, *words: str) -> dict[str, dict[str, Any]]:
-    """Run the doctor, check that every finding is complete, and return the findings by name."""
+    """Run `sunspot doctor`, check that every finding is complete, and return the findings keyed by name."""
     assert sunspot("doctor", "run", "--json", *words) == 0, sunspot.err
     assert {"run", "state", "findings", "unseen"} <= set(sunspot.json)
     assert sunspot.json["findings"], "there is always a finding"
@@ -95,14 +95,14 @@ def findings(sunspot: Command, *words: str) -> dict[str, dict[str, Any]]:
 
 
 def names(sunspot: Command) -> list[str]:
-    """Return the names of the findings, in their order."""
+    """Return the names of the findings in order."""
     return list(dict.fromkeys(finding["finding"] for finding in sunspot.json["findings"]))
 
 
 # -------------------------------------------------------------------------------------------------------------- pending
 
 
-def test_doctor_names_the_selector_that_no_node_matches(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_reports_a_selector_that_no_node_matches(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     refused = unschedulable(MASTER, "2 node(s) didn't match Pod's node affinity/selector")
     cluster.pods = [head(), worker(1, phase="Pending", **refused), worker(2, phase="Pending", **refused)]
     found = findings(sunspot)
@@ -115,7 +115,7 @@ def test_doctor_names_the_selector_that_no_node_matches(cluster: FakeCluster, jo
     assert "gpu=l4" in finding["evidence"]
 
 
-def test_doctor_names_the_taint_that_repels_a_pod(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_reports_a_taint_that_a_pod_does_not_tolerate(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     refused = unschedulable(MASTER, "2 node(s) had untolerated taint {dedicated: vision}")
     cluster.pods = [head(phase="Pending", **refused)]
     found = findings(sunspot)
@@ -124,7 +124,7 @@ def test_doctor_names_the_taint_that_repels_a_pod(cluster: FakeCluster, job: Any
     assert "head.tolerations: [{key: dedicated, operator: Exists}]" in found["taint"]["advice"]
 
 
-def test_doctor_names_the_resource_that_a_pending_pod_lacks(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_reports_the_resource_that_a_pending_pod_lacks(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     cluster.pods = [head(), worker(1, phase="Pending", **unschedulable(MASTER, "2 Insufficient cpu"))]
     found = findings(sunspot)
     assert list(found) == ["insufficient resources"]
@@ -151,7 +151,7 @@ def test_doctor_explains_an_exceeded_quota(cluster: FakeCluster, job: Any, sunsp
     assert "quota" not in findings(sunspot), "it has all its pods now"
 
 
-def test_a_quota_is_reported_once_and_without_problems_of_earlier_tries(
+def test_doctor_reports_a_quota_once_and_ignores_earlier_attempts(
     cluster: FakeCluster, job: Any, sunspot: Command
 ) -> None:
     said = "forbidden: exceeded quota: team, requested: pods=1, used: pods=9, limited: pods=9"
@@ -163,15 +163,15 @@ def test_a_quota_is_reported_once_and_without_problems_of_earlier_tries(
     ]
     assert list(findings(sunspot)) == ["quota"]
     [quota] = sunspot.json["findings"]
-    assert quota["advice"].startswith("end other runs of the namespace")
+    assert quota["advice"].startswith("end other runs in the namespace")
     cluster.events = [warning("run-1-w-head", "FailedScheduling", refused, age=300)]
     assert list(findings(sunspot)) == ["starting"], "pods of an earlier try do not matter"
 
 
-def test_the_nodes_show_the_taint_that_the_scheduler_does_not_name(
+def test_doctor_reads_a_taint_from_the_nodes_if_the_scheduler_omits_it(
     cluster: FakeCluster, job: Any, sunspot: Command
 ) -> None:
-    """Kubernetes 1.34 names no taints. The nodes show them if the user may list nodes."""
+    """The scheduler of Kubernetes 1.34 does not name taints, but the nodes show them if the user can list nodes."""
     unnamed, labels = "1 node(s) had untolerated taint(s)", "2 node(s) didn't match Pod's node affinity/selector"
     refused = unschedulable(unnamed, labels)
     cluster.pods = [head(), worker(1, phase="Pending", **refused), worker(2, phase="Pending", **refused)]
@@ -196,13 +196,13 @@ def test_the_nodes_show_the_taint_that_the_scheduler_does_not_name(
     assert sunspot.json["findings"][0]["taint"] == "team"
 
 
-def test_doctor_names_the_policy_that_refuses_a_pod(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_reports_a_policy_that_rejects_a_pod(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     said = 'pods "x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true'
     cluster.events = [warning(CLUSTER, "FailedToCreateHeadPod", said)]
     assert "restricted" in findings(sunspot)["refused"]["evidence"]
 
 
-def test_doctor_names_an_image_that_cannot_be_pulled(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_reports_an_image_that_cannot_be_pulled(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     cluster.pods = [head(phase="Pending", **waiting("ImagePullBackOff", "Back-off: ErrImagePull: not found"))]
     found = findings(sunspot)
     assert list(found) == ["image"]
@@ -223,14 +223,14 @@ def test_doctor_warns_if_pods_pulled_different_images_under_one_tag(
     finding = findings(sunspot)["image"]
     assert finding["severity"] == "warning"
     assert finding["evidence"].endswith(
-        "pulled as registry.example/sunspot:1: "
+        "the pods pulled different images as registry.example/sunspot:1: "
         f"sha256:aaaaaaaa in 2 pods ({CLUSTER}-head, {CLUSTER}-worker-1), sha256:bbbbbbbb in pod {CLUSTER}-worker-2"
     )
     cluster.pods.pop()
     assert "image" not in findings(sunspot)
 
 
-def test_doctor_names_missing_secrets(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_reports_missing_secrets(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     missing = waiting("CreateContainerConfigError", 'secret "sunspot-storage" not found')
     cluster.pods = [head(), worker(1, phase="Pending", **missing), worker(2, phase="Pending")]
     cluster.events = [warning(f"{CLUSTER}-worker-2", "FailedMount", 'secret "certificates" not found')]
@@ -251,7 +251,7 @@ def test_doctor_reports_a_container_that_ran_out_of_memory(cluster: FakeCluster,
     assert "ran out of memory (OOMKilled, limit 3Gi) and was restarted" in found["evidence"]
 
 
-def test_doctor_names_the_queue_that_has_not_admitted_a_run(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_reports_a_queue_that_has_not_admitted_the_run(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "gpus"
     cluster.put_job(job)
     cluster.set_status(JOB, "Suspended")
@@ -265,8 +265,8 @@ def test_doctor_reports_a_missing_operator(cluster: FakeCluster, sunspot: Comman
     assert list(findings(sunspot)) == ["no operator"]
 
 
-def test_doctor_says_what_a_job_waited_for_at_its_deadline(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
-    """Its pods are gone by then, but their events remain."""
+def test_doctor_explains_a_missed_deadline_from_past_events(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    """The job's pods are gone by then, but their events remain."""
     cluster.set_status(JOB, "Failed", "", reason="PreRunningDeadlineExceeded")
     refused = message(MASTER, "2 Insufficient cpu")
     cluster.events = [warning(f"{CLUSTER}-workers-worker-{n}", "FailedScheduling", refused, age=700) for n in (1, 2)]
@@ -277,7 +277,7 @@ def test_doctor_says_what_a_job_waited_for_at_its_deadline(cluster: FakeCluster,
     assert len(found["insufficient resources"]["pods"]) == 2
 
 
-def test_doctor_reports_the_deadline_of_a_job(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_doctor_reports_a_job_that_exceeded_its_deadline(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     cluster.put_job(rayjob(JOB, activeDeadlineSeconds=60))
     trains(run, owner=JOB)
     cluster.set_status(JOB, "Failed", "RUNNING", reason="DeadlineExceeded", rayClusterName=CLUSTER)
@@ -294,7 +294,7 @@ def test_a_run_that_is_starting_is_not_an_error(cluster: FakeCluster, job: Any, 
     assert "the operator gives up" in found["starting"]["advice"]
 
 
-def test_a_pending_pod_of_a_run_that_trains_is_a_warning(
+def test_a_pending_pod_is_only_a_warning_if_the_run_trains(
     cluster: FakeCluster, job: Any, run: Run, sunspot: Command
 ) -> None:
     trains(run, owner=JOB)
@@ -322,7 +322,7 @@ def trains(run: Run, owner: str = LOCAL, age: float = 0.0, **more: Any) -> Attem
 
 
 def window(step: int, seconds: float = 10.0, **ranks: list[float]) -> dict[str, Any]:
-    """Return a metric window of ten steps with equal figures of two ranks, except for those given."""
+    """Return a metric window of ten steps in which two ranks have equal values, except the given ones."""
     usual = {"data_wait_s": 0.1, "forward_s": 2.0, "steps_s": 9.5, "seconds": seconds, "resident_mib": 500.0}
     usual |= {"memory_left_mib": 1000.0, "throttled_s": 0.0, "throttled_share": 0.0, "gpu_memory_mib": 0.0}
     both = [{name: ranks.get(name, [value] * 2)[rank] for name, value in usual.items()} for rank in (0, 1)]
@@ -422,7 +422,7 @@ def as_stored(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "ranks": to_columns(record["ranks"])}
 
 
-def test_only_recent_windows_count_and_never_the_first() -> None:
+def test_throughput_uses_recent_windows_but_never_the_first() -> None:
     slow = as_stored({"attempt": 1, **window(10, data_wait_s=[9.0, 9.0])})
     later = [as_stored({"attempt": 1, **window(step)}) for step in (20, 30)]
     assert measure_throughput([slow]).windows == []
@@ -488,13 +488,13 @@ def test_doctor_reports_a_live_run_that_takes_no_steps(run: Run, sunspot: Comman
     assert list(findings(sunspot)) == ["healthy"], "six step times are not long enough"
 
 
-def test_the_first_step_may_take_longer(run: Run, sunspot: Command) -> None:
+def test_a_long_first_step_is_not_reported(run: Run, sunspot: Command) -> None:
     trains(run, heartbeat=None)
     assert list(findings(sunspot)) == ["healthy"]
 
 
-def test_workers_that_trained_a_moment_ago_do_not_lack_room(run: Run, sunspot: Command) -> None:
-    """The driver began long ago, and its workers have just been lost."""
+def test_doctor_does_not_report_missing_room_right_after_a_loss(run: Run, sunspot: Command) -> None:
+    """The driver started long ago, and its workers have just been lost."""
     begin(run)
     now, reason = time.time(), "no sign of life from its workers"
     for heartbeat, severity in ((now - 20, "note"), (None, "warning")):
@@ -545,7 +545,7 @@ def test_doctor_reports_hung_ranks_with_their_stacks(run: Run, sunspot: Command)
 
 
 def test_a_rank_that_hung_at_the_start_of_a_group_is_reported(run: Run, sunspot: Command) -> None:
-    """Its group had claimed no attempt, so its host is unknown."""
+    """The rank's group had not claimed an attempt, so the rank's host is unknown."""
     attempt = trains(run)
     journal = Journal(run, "events", attempt.number)
     detail = "rank 0: not all ranks answered for 300 s, while the group agreed on its start; waits for other ranks"
@@ -629,7 +629,7 @@ def test_advice_mentions_a_checkpoint_only_if_one_exists(run: Run, sunspot: Comm
     assert findings(sunspot)["failed"]["advice"] == again
 
 
-def test_errors_of_sunspot_name_places_only_in_user_code() -> None:
+def test_sunspot_errors_give_only_user_code_locations() -> None:
     with pytest.raises(SettingsError) as raised:
         load_settings({"EPOCHS": "many"})
     assert describe_failure(raised.value, 1, 0, 0).file == os.path.relpath(__file__)
@@ -637,7 +637,7 @@ def test_errors_of_sunspot_name_places_only_in_user_code() -> None:
 
 
 def diverges(run: Run, **more: Any) -> Checkpoint:
-    """Write a run whose loss is NaN since step 5, and return the newest checkpoint before that step."""
+    """Write a run with a NaN loss since step 5, and return the newest checkpoint before that step."""
     attempt = trains(run, loss=math.nan, **{"nan_since": 5, **more})
     good = commit(run, attempt, 4, loss=1.0)
     commit(run, attempt, 6, loss=math.nan, nan_since=5, nan_weights=1)
@@ -659,7 +659,7 @@ def test_a_loss_that_is_not_finite_is_the_first_finding(run: Run, sunspot: Comma
     assert told["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
-def test_a_run_that_ended_with_a_nan_loss_has_one_finding_about_it(run: Run, sunspot: Command) -> None:
+def test_a_run_that_ended_with_a_nan_loss_has_only_one_finding(run: Run, sunspot: Command) -> None:
     good = diverges(run)
     now, said = time.time(), "the loss is not finite since step 5, for 3 windows"
     status = Status(RunState.FAILED, "job", attempt=newest_number(run), reason=said, began=now - 100, nan_since=5)
@@ -670,7 +670,7 @@ def test_a_run_that_ended_with_a_nan_loss_has_one_finding_about_it(run: Run, sun
     assert found["not finite"]["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
-def test_advice_on_an_old_run_with_a_nan_loss_says_where_to_begin(run: Run, sunspot: Command) -> None:
+def test_advice_on_an_old_run_with_a_nan_loss_gives_a_checkpoint(run: Run, sunspot: Command) -> None:
     """Earlier versions did not check weights, so a start resumes from the newest checkpoint."""
     attempt = trains(run, loss=math.nan)
     commit(run, attempt, 4, loss=1.0)
@@ -693,7 +693,7 @@ def test_status_reports_a_nan_loss_in_json(run: Run, sunspot: Command) -> None:
     assert sunspot("checkpoints", "ls", "run", "--json") == 0
     assert [(each["step"], each["finite"]) for each in sunspot.json] == [(4, True), (6, False)]
     assert sunspot("checkpoints", "ls", "run") == 0
-    assert "with weights that are NaN or infinite: step-00000006-attempt-0001;" in sunspot.err
+    assert "weights are NaN or infinite in step-00000006-attempt-0001;" in sunspot.err
     assert sunspot("status", "run") == 0
     assert f"  warning:    {warning}\n" in sunspot.out
     assert (
@@ -710,7 +710,7 @@ def test_a_failure_without_a_traceback_is_reported(run: Run, sunspot: Command) -
     assert "sunspot logs run" in found["failed"]["advice"]
 
 
-def test_the_place_of_an_error_is_the_innermost_frame_of_user_code() -> None:
+def test_an_errors_location_is_the_innermost_user_frame() -> None:
     def text(*files: str) -> str:
         return "".join(f'  File "{file}", line {n}, in f{n}\n    code\n' for n, file in enumerate(files, 1))
 
@@ -787,7 +787,7 @@ def test_doctor_reports_a_damaged_final_checkpoint(run: Run, sunspot: Command) -
 
 
 def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -> None:
-    """A lifecycle rule of the bucket may delete a checkpoint that the run would keep."""
+    """A bucket's lifecycle rule can delete a checkpoint that the run would keep."""
     made = ended(run, 8, 10)
     delete_checkpoint(run, made[1].name)
     found = findings(sunspot)
@@ -903,7 +903,7 @@ def test_doctor_reports_the_goodput_lost_to_incidents(run: Run, sunspot: Command
         (Cause.NODE_LOST, "more stable nodes"),
     ],
 )
-def test_advice_on_low_goodput_is_about_the_costliest_cause(
+def test_advice_on_low_goodput_addresses_the_costliest_cause(
     cause: Cause, advice: str, run: Run, sunspot: Command
 ) -> None:
     first = trains(run, owner=IN_CLUSTER)
@@ -936,7 +936,7 @@ def test_workers_that_ran_out_of_memory_are_the_first_finding(run: Run, sunspot:
     assert "out of memory" not in findings(sunspot), "it has been submitted again since, perhaps with more memory"
 
 
-def test_the_end_of_a_run_for_lack_of_memory_is_the_first_finding(run: Run, sunspot: Command) -> None:
+def test_running_out_of_memory_at_the_end_is_the_first_finding(run: Run, sunspot: Command) -> None:
     reason = f"training failed: rank 0: lost after step 9: {FIGURES}; 4 times in a row"
     trains(run, state=RunState.FAILED, reason=f"{reason}\nstep 9 of 20 is kept")
     found = findings(sunspot)
@@ -948,12 +948,14 @@ def test_the_end_of_a_run_for_lack_of_memory_is_the_first_finding(run: Run, suns
 # ------------------------------------------------------------------------------------------------------ what it cannot
 
 
-def test_doctor_of_an_unknown_run_fails_with_code_3(cluster: FakeCluster, sunspot: Command) -> None:
+def test_doctor_exits_with_code_3_for_an_unknown_run(cluster: FakeCluster, sunspot: Command) -> None:
     assert sunspot("doctor", "nowhere") == 3
     assert "nowhere" in sunspot.err
 
 
-def test_without_the_cluster_storage_is_examined(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_doctor_examines_storage_if_the_cluster_is_unreachable(
+    cluster: FakeCluster, run: Run, sunspot: Command
+) -> None:
     report(run, trains(run), *windows(5, data_wait_s=[5.0, 5.0]))
     cluster.down()
     found = findings(sunspot)
@@ -962,7 +964,7 @@ def test_without_the_cluster_storage_is_examined(cluster: FakeCluster, run: Run,
 
 
 @pytest.mark.parametrize("state", [RunState.STARTING, RunState.RUNNING, RunState.SUCCEEDED])
-def test_a_refused_credential_is_the_first_finding_for_a_run_in_a_cluster(
+def test_a_rejected_credential_is_the_first_finding_for_a_cluster_run(
     cluster: FakeCluster, run: Run, sunspot: Command, state: RunState
 ) -> None:
     begin(run)
@@ -976,11 +978,11 @@ def test_a_refused_credential_is_the_first_finding_for_a_run_in_a_cluster(
         assert sunspot.out.startswith(f"run: {state}\n\n1. cluster not seen (error)\n   http://127.0.0.1")
         assert "ask again; the other findings are from storage" in sunspot.out
         assert sunspot.err == "error: run trains in a cluster that was not examined; the first finding says why\n"
-    assert (sunspot.out + sunspot.err).count("refuses these credentials") == 1
+    assert (sunspot.out + sunspot.err).count("rejected these credentials") == 1
 
 
 @pytest.mark.parametrize(("state", "code"), [(RunState.STARTING, 4), (RunState.RUNNING, 0)])
-def test_without_a_cluster_storage_explains_a_run_that_trains(
+def test_storage_alone_explains_a_training_run_if_no_cluster_is_configured(
     run: Run, sunspot: Command, state: RunState, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -990,13 +992,13 @@ def test_without_a_cluster_storage_explains_a_run_that_trains(
     assert (names(sunspot)[0] == "cluster not seen") is (code == 4)
 
 
-def test_a_refused_credential_does_not_matter_for_a_local_run(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_a_rejected_credential_is_ignored_for_a_local_run(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     report(run, trains(run), *windows(5, data_wait_s=[5.0, 5.0]))
     cluster.on("GET", "/rayjobs", answer(401, "Unauthorized"))
     assert "data-bound" in findings(sunspot)
 
 
-def test_without_storage_the_cluster_is_examined(
+def test_doctor_examines_the_cluster_if_storage_is_unreachable(
     cluster: FakeCluster, job: Any, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*words: Any) -> None:
@@ -1012,7 +1014,7 @@ def test_without_storage_the_cluster_is_examined(
     ("kind", "severity", "advice"),
     [
         (StorageError, "warning", "they keep training for up to 600 s (STORAGE_TIMEOUT_S); check the storage server"),
-        (RefusedStorageError, "error", "let this user read it, or run the command as a user who can"),
+        (RefusedStorageError, "error", "give this user read access, or run the command as a user who has it"),
     ],
 )
 def test_a_live_run_with_unreadable_storage_is_explained(
@@ -1047,7 +1049,7 @@ def test_a_live_run_with_unreadable_storage_is_explained(
         ("", "", "kubectl get rayjob run-1 --watch -o jsonpath='{.status.message}' prints the reason"),
     ],
 )
-def test_tries_that_failed_before_they_could_write_are_reported(
+def test_doctor_reports_attempts_that_failed_before_writing_anything(
     message: str, evidence: str, advice: str, cluster: FakeCluster, run: Run, sunspot: Command
 ) -> None:
     record_submission(run, SubmissionRecord(JOB))
@@ -1063,7 +1065,7 @@ def test_tries_that_failed_before_they_could_write_are_reported(
     assert said in sunspot.err
 
 
-def test_pod_problems_come_before_a_failed_try_without_a_reason(
+def test_pod_problems_come_before_an_unexplained_failed_attempt(
     cluster: FakeCluster, run: Run, job: Any, sunspot: Command
 ) -> None:
     record_submission(run, SubmissionRecord(JOB))
@@ -1074,7 +1076,7 @@ def test_pod_problems_come_before_a_failed_try_without_a_reason(
 
 
 @pytest.mark.parametrize("kind", [None, RefusedStorageError])
-def test_a_failed_rayjob_is_reported_whatever_storage_says(
+def test_a_failed_rayjob_is_reported_regardless_of_storage(
     kind: type[StorageError] | None, cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*words: Any) -> None:
@@ -1090,7 +1092,7 @@ def test_a_failed_rayjob_is_reported_whatever_storage_says(
     assert found["failed"]["evidence"] == "cannot import my_task"
 
 
-def test_a_user_who_may_not_list_pods_gets_the_findings_of_the_rayjob(
+def test_a_user_who_cannot_list_pods_gets_findings_about_the_rayjob(
     cluster: FakeCluster, run: Run, sunspot: Command
 ) -> None:
     record_submission(run, SubmissionRecord(JOB))

@@ -1,4 +1,4 @@
-"""Tests of doctor's finding about a run that trains with fewer workers than requested."""
+"""Tests of the finding about a run that trains with fewer workers than requested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB, CLUSTER = "run-1", "run-1-x"
 
 
 def train(run: Run, *world_sizes: int, state: RunState = RunState.RUNNING) -> None:
-    """Start attempts with these numbers of workers, one a minute. The last one began a minute ago."""
+    """Start one attempt per minute with these numbers of workers. The last attempt started a minute ago."""
     begin(run)
     now = time.time()
     settings = {"SUNSPOT_NUM_WORKERS": "2..3"}
@@ -46,7 +46,7 @@ def job(cluster: FakeCluster) -> FakeCluster:
 
 
 def put_nodes(cluster: FakeCluster, *not_ready: int, gone: int = 0) -> None:
-    """Add a node for each pod except the one whose node is gone."""
+    """Add a node for each pod except the one with a lost node."""
     nodes = []
     for each in cluster.pods:
         name = each["spec"]["nodeName"]
@@ -96,7 +96,7 @@ def test_pods_on_lost_nodes_are_found_while_no_worker_trains(job: FakeCluster, r
     assert "3 worker pods wanted, 0 running" in sunspot.out
 
 
-def test_nodes_that_the_user_may_not_list_are_reported(job: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_doctor_reports_that_nodes_cannot_be_listed(job: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run, 3, 2)
     job.forbidden.add("/api/v1/nodes")
     found = findings(sunspot)
@@ -123,7 +123,7 @@ def test_nodes_that_the_user_may_not_list_are_reported(job: FakeCluster, run: Ru
         ),
     ],
 )
-def test_the_finding_names_what_the_run_waits_for(
+def test_the_finding_says_what_the_run_waits_for(
     job: FakeCluster, run: Run, sunspot: Command, last: dict[str, Any] | None, waits_for: str
 ) -> None:
     train(run, 3, 2, 2)
@@ -134,13 +134,15 @@ def test_the_finding_names_what_the_run_waits_for(
     assert found["since"] == pytest.approx(time.time() - 120, abs=20), "since the first attempt with fewer"
 
 
-def test_pods_that_the_user_may_not_list_are_not_called_missing(job: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_pods_that_the_user_cannot_list_are_not_reported_as_missing(
+    job: FakeCluster, run: Run, sunspot: Command
+) -> None:
     train(run, 1)
     job.on("GET", f"{CORE}/pods", answer(403, "no pods"))
     assert findings(sunspot)["fewer workers"]["waits_for"] == "not known, because no cluster shows its pods"
 
 
-def test_without_a_cluster_a_run_with_fewer_workers_is_not_healthy_either(run: Run, sunspot: Command) -> None:
+def test_a_run_with_fewer_workers_is_not_healthy_without_a_cluster(run: Run, sunspot: Command) -> None:
     train(run, 1)
     found = findings(sunspot)
     assert list(found) == ["fewer workers"]

@@ -1,4 +1,4 @@
-"""Tests of the health checks in k8s/gitops for Argo CD and Flux, with every status of RayJobs and RayClusters."""
+"""Tests of the Argo CD and Flux health checks in k8s/gitops for every status of RayJobs and RayClusters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(file: str) -> Any:
 
 
 def argo_cd(thing: dict[str, Any]) -> tuple[str, str]:
-    """Return health and message from Lua 5.1 with Argo CD's libraries (util/lua/lua.go)."""
+    """Return the health and message computed by Lua 5.1 with Argo CD's libraries (util/lua/lua.go)."""
     lua = lua51.LuaRuntime()
     lua.execute("debug.setmetatable('', nil)")
     for library in ("string", "math", "io", "os", "debug", "coroutine", "python"):
@@ -51,7 +51,7 @@ def flux(thing: dict[str, Any]) -> str:
 
 
 def with_status(thing: dict[str, Any], **status: Any) -> dict[str, Any]:
-    """Return an object with this status, without empty fields, which the API server leaves out, too."""
+    """Return an object with this status. Empty fields are omitted, like in the API server."""
     return {**thing, "status": {key: value for key, value in status.items() if value}}
 
 
@@ -82,7 +82,7 @@ def a_cluster(**conditions: tuple[bool, str]) -> dict[str, Any]:
     ],
 )
 def test_the_health_of_an_unfinished_job_ignores_its_ray_job(deployment: str, argo_says: str, flux_says: str) -> None:
-    """The state of one try's Ray job does not matter, because another try may follow."""
+    """The state of one attempt's Ray job does not matter, because another attempt can follow."""
     for ray in JOB_STATUSES:
         job = a_rayjob(deployment, ray)
         assert argo_cd(job) == (argo_says, ": ".join(filter(None, [deployment, ray])))
@@ -110,7 +110,7 @@ def test_a_job_that_no_operator_has_handled_is_progressing() -> None:
     assert flux(rayjob("digits-1")) == "unknown"
 
 
-def test_the_health_message_contains_the_reason_of_the_operator() -> None:
+def test_the_health_message_contains_the_operators_reason() -> None:
     message = "Job status checks have been failing since 2026-11-20 10:00:00; exceeded timeout of 300s"
     job = a_rayjob("Failed", "RUNNING", reason="JobStatusCheckTimeoutExceeded", message=message)
     assert argo_cd(job) == ("Degraded", f"Failed: RUNNING: JobStatusCheckTimeoutExceeded: {message}")
@@ -170,8 +170,8 @@ def test_gitops_tools_are_recognized_by_their_field_managers() -> None:
     assert RECREATED_WITHIN_S > 600
 
 
-def test_neither_tool_reverts_the_changes_of_kueue() -> None:
-    """They ignore the spec of a RayJob, because its hash is in the name, and no other field."""
+def test_gitops_tools_do_not_revert_kueues_changes() -> None:
+    """The tools ignore only a RayJob's spec, because the name contains the spec's hash."""
     application, kustomization = load("application.yaml")["spec"], load("flux.yaml")["spec"]
     rayjobs = {"group": "ray.io", "kind": "RayJob"}
     assert application["ignoreDifferences"] == [{**rayjobs, "jsonPointers": ["/spec"]}]

@@ -80,7 +80,7 @@ def test_the_recorded_end_of_a_run_is_kept(cluster: FakeCluster, run: Run, sunsp
 
 
 def let_it_live(cluster: FakeCluster) -> None:
-    """Let the RayJob of a search train the run. Its label names the search."""
+    """Make a search's RayJob train the run. The RayJob's label contains the name of the search."""
     cluster.put_job(rayjob("run-1", run="search"))
 
 
@@ -102,7 +102,7 @@ def let_it_live(cluster: FakeCluster) -> None:
         *("it may not be read", "none may be listed", "the cluster is not known", "the cluster is away"),
     ],
 )
-def test_nothing_is_concluded_if_the_rayjob_may_exist(
+def test_a_rayjob_that_might_exist_is_not_reported_as_deleted(
     cluster: FakeCluster, run: Run, sunspot: Command, owner: str, change: Callable[[FakeCluster], Any] | None
 ) -> None:
     train(run, owner=owner)

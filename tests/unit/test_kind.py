@@ -23,7 +23,7 @@ case "$(basename "$0") $*" in
   *"-f -") cat > "$STDIN";;
 esac
 """
-"""Script of a tool that records its arguments, and fails if the test wants that."""
+"""A tool's script that records its arguments, and fails if the test asks for that."""
 
 Kind = Callable[..., list[str]]
 
@@ -50,7 +50,7 @@ def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
     return run
 
 
-def test_a_cluster_is_created_with_operator_bucket_and_image(
+def test_a_cluster_is_created_with_the_operator_a_bucket_and_the_image(
     kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = kind("up", "--image", "sunspot:1")
@@ -76,7 +76,7 @@ def test_existing_parts_of_the_cluster_are_kept(kind: Kind) -> None:
     assert kind("down") == ["kind delete cluster --name sunspot"]
 
 
-def test_missing_tools_and_failures_give_one_message(kind: Kind, tmp_path: Path) -> None:
+def test_missing_tools_and_failures_are_reported_in_one_line(kind: Kind, tmp_path: Path) -> None:
     with pytest.raises(SunspotError, match=r"^kubectl ended with exit code 1; see its output above"):
         kind("up", "--image", "sunspot:1", fails="kubectl --context kind-sunspot apply")
     for tool in ("kind", "git"):

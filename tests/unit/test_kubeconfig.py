@@ -25,7 +25,7 @@ class Config:
         self._path = cluster.kubeconfig
 
     def set(self, part: str, **entries: Any) -> None:
-        """Add entries to the only cluster, user or context."""
+        """Add entries to the kubeconfig's only cluster, user or context."""
         config = json.loads(self._path.read_text())
         config[f"{part}s"][0][part] |= entries
         for name in [name for name, value in entries.items() if value is None]:
@@ -33,7 +33,7 @@ class Config:
         self._path.write_text(json.dumps(config))
 
     def sign_in_by(self, program: str, **more: Any) -> Path:
-        """Let a plugin, which is a Python program, supply the user's credential."""
+        """Configure a Python program as the plugin that supplies the user's credential."""
         path = self._path.parent / "plugin"
         path.write_text(f"#!{sys.executable}\nimport json, os, sys, time\n{program}")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -71,7 +71,7 @@ def give(token: str) -> str:
         ("context", {"cluster": "other"}, "other"),
     ],
 )
-def test_a_broken_entry_gives_one_message(
+def test_a_broken_kubeconfig_entry_is_reported_in_one_line(
     config: Config, sunspot: Command, part: str, entries: dict[str, Any], said: str
 ) -> None:
     config.set(part, **entries)
@@ -81,7 +81,7 @@ def test_a_broken_entry_gives_one_message(
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"- a\n- b\n", b"", b"a: [", b"clusters: 1"])
-def test_an_invalid_kubeconfig_gives_one_message(cluster: FakeCluster, sunspot: Command, content: bytes) -> None:
+def test_an_invalid_kubeconfig_is_reported_in_one_line(cluster: FakeCluster, sunspot: Command, content: bytes) -> None:
     cluster.kubeconfig.write_bytes(content)
     assert sunspot("status", "run", "--context", "fake") == 4
     assert sunspot.err.startswith(f"error: no cluster: {cluster.kubeconfig}")
@@ -107,7 +107,7 @@ def test_a_plugin_gets_its_variables_and_can_print_where_to_sign_in(
     assert cluster.tokens == {"Bearer secret"}
 
 
-def test_a_plugin_may_return_a_certificate(cluster: FakeCluster, config: Config) -> None:
+def test_a_plugin_can_return_a_certificate(cluster: FakeCluster, config: Config) -> None:
     config.set("cluster", server="https://127.0.0.1:1")
     config.sign_in_by("print(json.dumps({'status': {'clientCertificateData': 'cert', 'clientKeyData': 'key'}}))")
     client, _ = kubeconfig.make_client(None)
@@ -119,9 +119,9 @@ def test_a_plugin_may_return_a_certificate(cluster: FakeCluster, config: Config)
     ("program", "said"),
     [
         ("sys.exit('token expired')", r"credential plugin \S+plugin ended with 1; sign in again"),
-        ("print('hello')", "printed no credential"),
-        ("print('[]')", "printed no credential"),
-        ("print(json.dumps({'status': {}}))", "printed no credential"),
+        ("print('hello')", "did not print an ExecCredential"),
+        ("print('[]')", "did not print an ExecCredential"),
+        ("print(json.dumps({'status': {}}))", "did not print an ExecCredential"),
         ("time.sleep(60)", "did not answer within 1 s"),
         (None, "cannot be run here .No such file or directory.; get it from the cloud"),
     ],
@@ -143,7 +143,7 @@ def test_a_plugin_without_a_credential_is_an_error(
     assert cluster.requests == []
 
 
-def test_a_refused_credential_is_renewed_once(cluster: FakeCluster, config: Config, sunspot: Command) -> None:
+def test_a_rejected_credential_is_renewed_once(cluster: FakeCluster, config: Config, sunspot: Command) -> None:
     config.sign_in_by(give("'t'"))
     cluster.put_job(rayjob("run-1"))
     cluster.on("GET", JOBS, answer(401, "Unauthorized"), times=1)
@@ -151,7 +151,7 @@ def test_a_refused_credential_is_renewed_once(cluster: FakeCluster, config: Conf
     assert "without the cluster" not in sunspot.err
     cluster.on("GET", JOBS, answer(401, "Unauthorized"))
     assert sunspot("status", "run", "--context", "fake") == 4
-    assert "refuses these credentials" in sunspot.err
+    assert "rejected these credentials" in sunspot.err
 
 
 # ---------------------------------------------------------------------------------------------------------- namespaces
@@ -166,7 +166,7 @@ def test_a_refused_credential_is_renewed_once(cluster: FakeCluster, config: Conf
         (None, (), "sunspot"),
     ],
 )
-def test_the_default_namespace_is_that_of_the_context(
+def test_the_namespace_defaults_to_the_contexts(
     cluster: FakeCluster, config: Config, sunspot: Command, own: str | None, given: tuple[str, ...], asked: str
 ) -> None:
     config.set("context", namespace=own)
@@ -174,7 +174,7 @@ def test_the_default_namespace_is_that_of_the_context(
     assert f"/namespaces/{asked}/rayjobs" in cluster.requests[0][1]
 
 
-def test_a_run_is_submitted_to_the_namespace_that_other_verbs_use(
+def test_submit_uses_the_same_namespace_as_other_subcommands(
     cluster: FakeCluster, config: Config, sunspot: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     config.set("context", namespace="team-a")
@@ -189,7 +189,7 @@ def test_a_run_is_submitted_to_the_namespace_that_other_verbs_use(
 @pytest.mark.parametrize(
     "verb", ["status", "wait", "logs -f", "stop", "resume", "delete", "dashboard", "chaos --kind kill", "doctor"]
 )
-def test_an_invalid_namespace_is_refused_before_any_request(cluster: FakeCluster, sunspot: Command, verb: str) -> None:
+def test_an_invalid_namespace_is_rejected_before_any_request(cluster: FakeCluster, sunspot: Command, verb: str) -> None:
     assert sunspot(*verb.split(), "run", "--namespace", "../../x") == 2
-    assert "namespace '../../x': set --namespace" in sunspot.err
+    assert "namespace '../../x' is not a valid name; correct --namespace" in sunspot.err
     assert cluster.requests == []

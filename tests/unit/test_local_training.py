@@ -1,4 +1,4 @@
-"""Tests of `sunspot train`: the precedence of settings, and the same ends as `python -m sunspot.train`."""
+"""Tests of `sunspot train`: the precedence of settings, and the outcome compared with `python -m sunspot.train`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_command_line_overrides_the_environment_which_overrides_the_file(
 
 
 @pytest.mark.parametrize("verb", ["train", "check", "tune"])
-def test_settings_and_options_may_be_mixed(verb: str) -> None:
+def test_settings_and_options_can_be_mixed(verb: str) -> None:
     words = [verb, "EPOCHS=3", "--storage", "elsewhere", "my_task.py", "--json", "seed=-1", "--set", "TRIALS=2"]
     arguments = make_parser().parse_args(words)
     assert given_settings(arguments) == {"TRIALS": "2", "EPOCHS": "3", "TASK": "my_task.py", "seed": "-1"}
@@ -53,8 +53,10 @@ def test_settings_and_options_may_be_mixed(verb: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["mnist", "=3"])
-def test_a_word_that_is_neither_a_setting_nor_a_file_is_refused(word: str) -> None:
-    with pytest.raises(SettingsError, match=f"^{word}: write VAR=VALUE, such as RUN_NAME={word}, or the path of a"):
+def test_a_word_that_is_neither_a_setting_nor_a_file_is_rejected(word: str) -> None:
+    with pytest.raises(
+        SettingsError, match=f"^{word} is not a setting; write VAR=VALUE, such as RUN_NAME={word}, or the path of a"
+    ):
         given_settings(make_parser().parse_args(["train", word]))
 
 
@@ -70,7 +72,7 @@ def test_a_word_that_is_neither_a_setting_nor_a_file_is_refused(word: str) -> No
     ],
 )
 @pytest.mark.parametrize("given_by", ["word", "file of settings", "environment"])
-def test_the_path_of_a_file_names_its_module_and_extends_the_path(
+def test_a_task_file_sets_the_module_and_extends_the_import_path(
     path: str, module: str, folder: str, given_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = ["here.py", "tasks/there.py", "vision/__init__.py", "vision/tasks/__init__.py", "vision/tasks/cats.py"]
@@ -106,7 +108,7 @@ def test_the_path_of_a_file_names_its_module_and_extends_the_path(
         ("tasks/task.py", "task in this folder would be imported instead; rename one of them, or run the command in "),
     ],
 )
-def test_a_file_that_an_import_would_not_find_is_refused(
+def test_a_task_file_that_cannot_be_imported_is_rejected(
     path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -164,7 +166,7 @@ time.sleep(60)"""
     assert (process.returncode, json.loads(out)["exit_code"]) == (0, 0), err
 
 
-def test_the_file_may_have_values_of_any_type(tmp_path: Path) -> None:
+def test_the_settings_file_can_have_values_of_any_type(tmp_path: Path) -> None:
     file = tmp_path / "sunspot.toml"
     file.write_text('TASK = "my_task"\nAUDIT = true\nLEARNING_RATE = 1e-3\nTASK_ARGS = {width = 64}\n')
     read = read_settings_file(file)
@@ -178,12 +180,12 @@ def test_the_file_may_have_values_of_any_type(tmp_path: Path) -> None:
     assert read_settings_file(tmp_path / "none.toml") == {}
 
 
-def test_the_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_the_settings_file_can_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "sunspot.toml").write_bytes(b"\xef\xbb\xbfEPOCHS = 3\r\n")
     assert read_settings_file(tmp_path / "sunspot.toml") == {"EPOCHS": "3"}
 
 
-def test_a_file_in_another_encoding_is_refused_with_the_fix(tmp_path: Path) -> None:
+def test_a_settings_file_with_another_encoding_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "sunspot.toml").write_text("EPOCHS = 3", encoding="utf-16")  # as a redirection in PowerShell does
     with pytest.raises(
         SettingsError, match=r"^\S*sunspot\.toml: it is not in UTF-8, which TOML requires; save it as UTF-8"
@@ -192,7 +194,7 @@ def test_a_file_in_another_encoding_is_refused_with_the_fix(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", [b"EPOCHS = [", b"EPOCHS = 2026-01-01", b"EPOCHS 3", b"\xff"])
-def test_an_invalid_file_gives_one_message(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_settings_file_is_reported_in_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "sunspot.toml").write_bytes(content)
     with pytest.raises(SettingsError, match=r"^\S*sunspot\.toml: "):
         read_settings_file(tmp_path / "sunspot.toml")

@@ -1,4 +1,4 @@
-"""Tests of the problems that keep the pods of a run from running."""
+"""Tests of the reasons why a run's pods do not run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ CLUSTER = "run-1-x"
 
 
 def job() -> JobView:
-    """Return a RayJob of two workers."""
+    """Return a RayJob with two workers."""
     raw = rayjob("run-1")
     raw["status"] = {"rayClusterName": CLUSTER}
     return job_view(raw)
 
 
 def waiting(reason: str, message: str) -> dict[str, Any]:
-    """Return the status of a pending pod whose container cannot start."""
+    """Return the status of a pending pod with a container that cannot start."""
     container = {"name": "ray", "image": "sunspot:1", "state": {"waiting": {"reason": reason, "message": message}}}
     return {"phase": "Pending", "containerStatuses": [container]}
 
@@ -31,7 +31,7 @@ def test_a_pod_that_runs_has_no_problem() -> None:
     assert find_problems(job(), pods, [old]) == []
 
 
-def test_each_pod_has_the_problem_in_its_status_or_else_in_a_warning() -> None:
+def test_a_pods_problem_comes_from_its_status_or_a_warning() -> None:
     head = pod_view(pod("head", CLUSTER, head=True, **waiting("ImagePullBackOff", "ErrImagePull: not found")))
     workers = [pod_view(pod(name, CLUSTER, phase="Pending")) for name in ("a", "b")]
     warnings = [
@@ -45,7 +45,7 @@ def test_each_pod_has_the_problem_in_its_status_or_else_in_a_warning() -> None:
     assert missing.evidence == 'FailedMount: secret "keys" not found'
 
 
-def test_a_missing_pod_has_the_reason_why_it_cannot_be_created() -> None:
+def test_a_missing_pods_problem_says_why_it_cannot_be_created() -> None:
     head = pod_view(pod("head", CLUSTER, head=True))
     refusal = WarningEvent(CLUSTER, "FailedToCreateWorkerPod", "exceeded quota", 0.0)
     [problem] = find_problems(job(), [head], [refusal])
@@ -57,7 +57,7 @@ def test_a_missing_pod_has_the_reason_why_it_cannot_be_created() -> None:
     assert find_problems(job(), [head, *workers], [refusal]) == []
 
 
-def test_a_pod_on_a_lost_node_has_a_problem_although_it_is_called_running() -> None:
+def test_a_running_pod_on_a_lost_node_has_a_problem() -> None:
     pods = [pod_view(pod("head", CLUSTER, head=True)), *(pod_view(pod(name, CLUSTER)) for name in ("a", "b"))]
     ready = {"conditions": [{"type": "Ready", "status": "True"}]}
     nodes = [{"metadata": {"name": f"node-of-{name}"}, "status": ready} for name in ("head", "a")]
@@ -66,7 +66,7 @@ def test_a_pod_on_a_lost_node_has_a_problem_although_it_is_called_running() -> N
     assert str(problem).startswith("its node node-of-b no longer exists; another pod replaces it")
 
 
-def test_the_newest_warning_of_each_kind_explains_a_pod_that_is_gone() -> None:
+def test_deleted_pods_are_explained_by_the_newest_warning_of_each_kind() -> None:
     warnings = [
         WarningEvent("run-1-w-head", "FailedScheduling", "new", 2.0),
         WarningEvent("run-1-w-head", "FailedScheduling", "old", 1.0),

@@ -1,4 +1,4 @@
-"""Malformed profiles: each is refused at once with one message."""
+"""Tests that malformed profiles are rejected immediately with one message."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from sunspot.submitter.manifest.profile import load_profile
     ],
     ids=lambda text: text[:20].encode("unicode_escape").decode(),
 )
-def test_a_malformed_profile_is_refused_at_once(text: str, tmp_path: Path) -> None:
+def test_a_malformed_profile_is_rejected_immediately(text: str, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     os.mkfifo(tmp_path / "fifo")
     path = tmp_path / "mine.yaml"
@@ -58,7 +58,7 @@ def test_a_malformed_profile_is_refused_at_once(text: str, tmp_path: Path) -> No
     assert "\x1b" not in str(refused.value)
 
 
-def test_anchors_are_used(tmp_path: Path) -> None:
+def test_profiles_can_use_yaml_anchors(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("head: {cpu: 2, node_selector: &pool {pool: a}}\nworker: {node_selector: *pool}\n")
     profile = load_profile(str(path), {})

@@ -1,4 +1,4 @@
-"""ResourceQuotas and LimitRanges, compared with a run that never fits, does not fit now, or fits partly."""
+"""Tests of ResourceQuotas and LimitRanges against runs that fit never, later or only in part."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def limit_range(**item: Any) -> dict[str, Any]:
 
 
 def of_priority(operator: str, *values: str) -> dict[str, Any]:
-    """Return a scope that selects pods by their priority class."""
+    """Return a scope that selects pods by priority class."""
     rule = {"scopeName": "PriorityClass", "operator": operator, "values": list(values)}
     return {"scopeSelector": {"matchExpressions": [rule]}}
 
 
 def check(made: dict[str, Any], workers: str = "2", profile: str = "kind", ranges: Any = ()) -> Check:
-    """Compare one quota with a run of a profile."""
+    """Check one quota against a run with a profile."""
     [found] = check_quotas([made], ranges, render(profile, {"NUM_WORKERS": workers}).manifest)
     return found
 
@@ -40,20 +40,22 @@ def check(made: dict[str, Any], workers: str = "2", profile: str = "kind", range
 @pytest.mark.parametrize(
     ("hard", "used", "workers", "result", "seen"),
     [
-        ("4Gi", "0", "2", FAILED, "requests.memory: 11Gi needed (head 5Gi + 2 workers 6Gi), 4Gi in all"),
-        ("9Gi", "0", "2", FAILED, "requests.memory: 11Gi needed (head 5Gi + 2 workers 6Gi), 9Gi in all"),
+        ("4Gi", "0", "2", FAILED, "requests.memory: 11Gi needed (head 5Gi + 2 workers 6Gi) of only 4Gi"),
+        ("9Gi", "0", "2", FAILED, "requests.memory: 11Gi needed (head 5Gi + 2 workers 6Gi) of only 9Gi"),
         ("11Gi", "0", "2", OK, "team has room for a run"),
         ("11264Mi", "0", "2", OK, "team has room for a run"),
-        ("10240Mi", "0", "2", FAILED, "11264Mi needed (head 5120Mi + 2 workers 6144Mi), 10240Mi in all"),
+        ("10240Mi", "0", "2", FAILED, "11264Mi needed (head 5120Mi + 2 workers 6144Mi) of only 10240Mi"),
         ("20Gi", "10Gi", "2", WARNING, "requests.memory: 11Gi needed, 10Gi free of 20Gi"),
         ("20Gi", "30Gi", "2", WARNING, "11Gi needed, 0Gi free of 20Gi"),  # lowered while pods run
         ("14Gi", "0", "2..4", WARNING, "requests.memory: 14Gi, enough for 2 of 2..4 worker pods"),
         ("15Gi", "0", "2..4", WARNING, "enough for 3 of 2..4 worker pods"),
         ("40Gi", "24Gi", "2..4", WARNING, "requests.memory: 16Gi free of 40Gi, enough for 3 of 2..4 worker pods"),
-        ("8Gi", "0", "2..4", FAILED, "11.5Gi needed (head 5.5Gi + 2 workers 6Gi), 8Gi in all"),  # with the autoscaler
+        ("8Gi", "0", "2..4", FAILED, "11.5Gi needed (head 5.5Gi + 2 workers 6Gi) of only 8Gi"),  # with the autoscaler
     ],
 )  # fmt: skip
-def test_a_quota_is_compared_with_the_whole_run(hard: str, used: str, workers: str, result: Result, seen: str) -> None:
+def test_a_quota_is_compared_with_the_whole_runs_demand(
+    hard: str, used: str, workers: str, result: Result, seen: str
+) -> None:
     found = check(quota({"requests.memory": hard}, {"requests.memory": used}), workers)
     assert found.result is result
     assert seen in found.seen
@@ -79,7 +81,7 @@ def test_a_quota_is_compared_with_the_whole_run(hard: str, used: str, workers: s
         ("count/secrets", "1", "kind"),
     ],
 )
-def test_every_kind_of_limit_counts(resource: str, enough: str, profile: str) -> None:
+def test_every_kind_of_quota_limit_counts(resource: str, enough: str, profile: str) -> None:
     assert check(quota({resource: enough}), profile=profile).result is OK
     assert check(quota({resource: "0"}), profile=profile).result is FAILED
     less = {"1250m": "1200m", "11Gi": "10Gi", "6Gi": "5Gi", "3": "2", "2": "1", "1": "0"}[enough]
@@ -89,14 +91,14 @@ def test_every_kind_of_limit_counts(resource: str, enough: str, profile: str) ->
 
 
 @pytest.mark.parametrize("resource", ["persistentvolumeclaims", "configmaps", "count/jobs.batch", "services.nodeports"])
-def test_objects_that_a_run_does_not_create_do_not_count(resource: str) -> None:
+def test_quotas_on_objects_that_runs_do_not_create_are_ignored(resource: str) -> None:
     assert check(quota({resource: "0"})).result is OK
 
 
-def test_ended_rayjobs_count_against_a_quota() -> None:
+def test_finished_rayjobs_count_against_a_quota() -> None:
     found = check(quota({"count/rayjobs.ray.io": "3"}, {"count/rayjobs.ray.io": "3"}))
-    assert found.result is FAILED, "the API server refuses the next one at once"
-    assert "ended RayJobs count, too" in found.fix
+    assert found.result is FAILED, "the API server rejects the next RayJob immediately"
+    assert "RayJobs that have ended also count" in found.fix
 
 
 @pytest.mark.parametrize(
@@ -115,25 +117,25 @@ def test_ended_rayjobs_count_against_a_quota() -> None:
         (of_priority("DoesNotExist"), False),
     ],
 )  # fmt: skip
-def test_a_quota_with_scopes_counts_only_their_pods(tmp_path: Any, scope: dict[str, Any], counts: bool) -> None:
+def test_a_quota_counts_only_pods_in_its_scopes(tmp_path: Any, scope: dict[str, Any], counts: bool) -> None:
     profile = tmp_path / "low.yaml"
     profile.write_text("extends: kind\npriority_class: low\n")
     assert check(quota({"pods": "1"}, **scope), profile=str(profile)).result is (FAILED if counts else OK)
 
 
-def test_a_limit_that_pods_must_state_may_come_from_a_limit_range() -> None:
+def test_a_limit_range_can_supply_a_required_limit() -> None:
     counted = quota({"limits.cpu": "10"})
     assert check(counted).result is FAILED
     assert "set cpu_limit" in check(counted).fix
-    assert check(counted, ranges=None).result is WARNING, "a LimitRange that cannot be listed may set a default"
+    assert check(counted, ranges=None).result is WARNING, "a LimitRange that cannot be listed might set a default"
     given = limit_range(default={"cpu": "2"}, defaultRequest={"cpu": "1"})
     assert check(counted, ranges=[given]).result is OK
     found = check(quota({"limits.cpu": "5"}), ranges=[given])
     assert found.result is FAILED
-    assert "limits.cpu: 6 needed (head 2 + 2 workers 4), 5 in all" in found.seen
+    assert "limits.cpu: 6 needed (head 2 + 2 workers 4) of only 5" in found.seen
 
 
-def test_the_cheapest_groups_of_nodes_decide_what_can_fit(tmp_path: Any) -> None:
+def test_the_cheapest_groups_decide_how_many_workers_fit(tmp_path: Any) -> None:
     profile = tmp_path / "two.yaml"
     profile.write_text("extends: kind\nworkers: [{memory: 8Gi, max: 2}, {memory: 4Gi, max: 2}]\n")
     found = check(quota({"requests.memory": "13Gi"}), "2..4", str(profile))
@@ -146,17 +148,17 @@ def test_the_cheapest_groups_of_nodes_decide_what_can_fit(tmp_path: Any) -> None
 @pytest.mark.parametrize(
     ("item", "seen"),
     [
-        ({"max": {"memory": "4Gi"}}, "a Container may have at most 4Gi of memory, but has 5Gi"),
+        ({"max": {"memory": "4Gi"}}, "a Container can have at most 4Gi of memory, but has 5Gi"),
         ({"max": {"memory": "5Gi"}}, ""),
-        ({"type": "Pod", "max": {"memory": "4Gi"}}, "a Pod may have at most 4Gi of memory, but has 5Gi"),
-        ({"type": "Pod", "max": {"cpu": "4"}}, "a Pod may have at most 4 of cpu, but states no limit"),
+        ({"type": "Pod", "max": {"memory": "4Gi"}}, "a Pod can have at most 4Gi of memory, but has 5Gi"),
+        ({"type": "Pod", "max": {"cpu": "4"}}, "a Pod can have at most 4 of cpu, but has no limit"),
         ({"min": {"cpu": "1"}}, "a Container must request at least 1 of cpu, but requests 0.25"),
-        ({"default": {"cpu": "200m"}}, "the default limit of cpu is below the request of the container"),
-        ({"default": {"cpu": "8"}, "maxLimitRequestRatio": {"cpu": "4"}}, "may be at most 4 times its request"),
+        ({"default": {"cpu": "200m"}}, "the default cpu limit is below the container's request"),
+        ({"default": {"cpu": "8"}, "maxLimitRequestRatio": {"cpu": "4"}}, "can be at most 4 times its request"),
         ({"type": "PersistentVolumeClaim", "max": {"storage": "1Gi"}}, ""),
     ],
 )
-def test_limit_ranges_are_compared_with_each_pod(item: dict[str, Any], seen: str) -> None:
+def test_pods_are_checked_against_limit_ranges(item: dict[str, Any], seen: str) -> None:
     found = list(check_limit_ranges([limit_range(**item)], render("kind", {}).manifest))
     assert bool(found) is bool(seen)
     assert all(each.result is FAILED for each in found)
@@ -164,7 +166,7 @@ def test_limit_ranges_are_compared_with_each_pod(item: dict[str, Any], seen: str
     assert len({each.seen for each in found}) == len(found), "each problem is reported once"
 
 
-def test_init_containers_and_overhead_count_as_for_the_scheduler() -> None:
+def test_init_containers_and_overhead_count_like_in_the_scheduler() -> None:
     def container(cpu: str, **more: Any) -> dict[str, Any]:
         return {"name": "c", "resources": {"requests": {"cpu": cpu}}, **more}
 
@@ -190,14 +192,14 @@ def test_init_containers_and_overhead_count_as_for_the_scheduler() -> None:
         (3, 5, "3"),
     ],
 )
-def test_figures_have_the_unit_of_the_quota(amount: float, pattern: Any, text: str) -> None:
+def test_amounts_are_printed_in_the_quotas_unit(amount: float, pattern: Any, text: str) -> None:
     assert format_like(amount, pattern) == text
 
 
 SAID = "exceeded quota: team, requested: limits.memory=3Gi,requests.memory=3Gi, used: limits.memory=8Gi"
 
 
-def test_a_refusal_by_the_api_server_is_compared_with_the_whole_run() -> None:
+def test_an_api_server_quota_error_is_compared_with_the_whole_run() -> None:
     manifest = render("kind", {"NUM_WORKERS": "2"}).manifest
     found = parse_exceeded(f"pods x is forbidden: {SAID}, limited: limits.memory=9Gi,requests.memory=9Gi; and so on")
     assert found
@@ -205,5 +207,5 @@ def test_a_refusal_by_the_api_server_is_compared_with_the_whole_run() -> None:
     wider = parse_exceeded(f"{SAID}, limited: limits.memory=12Gi")
     assert wider
     assert not wider.never_fits(manifest)
-    assert parse_exceeded(f"{SAID}, limited: limits.mem...") is None, "a truncated refusal is not interpreted"
+    assert parse_exceeded(f"{SAID}, limited: limits.mem...") is None, "a truncated error is not parsed"
     assert parse_exceeded("violates PodSecurity") is None

@@ -69,7 +69,7 @@ def test_a_local_path_in_a_rayjob_is_not_read(
     )
 
 
-def test_a_rayjob_is_annotated_with_the_state_of_its_run(
+def test_a_rayjob_is_annotated_with_its_runs_state(
     cluster: FakeCluster, run: Run, reconciler: Reconciler, shown: list[tuple[str, str]]
 ) -> None:
     cluster.put_job(rayjob("run-0", created=time.time() - 100))
@@ -118,14 +118,14 @@ def test_a_restart_by_gitops_does_not_delay_other_runs(
     assert set(shown) == expected
 
 
-def test_submitted_runs_are_restarted_if_the_user_may_create_rayjobs(
+def test_submitted_runs_are_restarted_if_the_user_can_create_rayjobs(
     cluster: FakeCluster, run: Run, reconciler: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.put_job(submitted(rayjob("run-1")))
     cluster.set_status("run-1", **GIVEN_UP)
     cluster.forbidden.add("create rayjobs")
     reconciler.reconcile()
-    said = "may not create it again; ask for the Role sunspot-submitter"
+    said = "has no permission to create it again; ask for the Role sunspot-submitter"
     wait_until(lambda: said in capsys.readouterr().err, seconds=20)
     assert "run-1" in cluster.jobs
     cluster.forbidden.clear()
@@ -165,7 +165,7 @@ def test_a_rayjob_that_disappears_is_not_an_error(cluster: FakeCluster) -> None:
 def test_waiting_for_all_runs_ends_on_an_interrupt(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     for words in ([], ["run", "--all"], ["--all", "--timeout", "1"]):
         assert sunspot("wait", *words) == 2
-        assert "give the name of a run, or --all" in sunspot.err
+        assert "pass either the name of a run or --all" in sunspot.err
     cluster.put_job(rayjob("run-1"))
     command = [sys.executable, "-m", "sunspot.cli", "wait", "--all", "--storage", run.storage.locate("")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:

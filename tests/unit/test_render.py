@@ -1,6 +1,6 @@
-"""Manifests: the result of every profile, its determinism, and refusals.
+"""Tests of rendered manifests: golden files for every profile, determinism, and rejected input.
 
-The golden files contain the manifest of each profile. After an intended change, write them again and read the diff:
+After an intended change, rewrite the golden files and read the diff:
 WRITE_GOLDEN=1 python -m pytest tests/unit/test_render.py -k golden
 """
 
@@ -87,13 +87,13 @@ active_deadline_s: 86400
 ttl_s: 30
 backoff_limit: 5
 """
-"""A custom profile with every key that no shipped profile has."""
+"""A custom profile with all the keys that no shipped profile has."""
 
 OF_LOST_NODES = [
     {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
     for key in ("not-ready", "unreachable")
 ]
-"""Tolerations of every pod for an unreachable node."""
+"""Every pod's tolerations for an unreachable node."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def cluster_of(rendered: Rendered) -> dict[str, Any]:
 
 
 def groups_of(rendered: Rendered) -> list[dict[str, Any]]:
-    """Return the groups of the head, the training pods and, if there are any, the data pods."""
+    """Return the groups of head pods, training pods and, if any, data pods."""
     return [cluster_of(rendered)["headGroupSpec"], *cluster_of(rendered)["workerGroupSpecs"]]
 
 
@@ -122,7 +122,7 @@ def pods_of(rendered: Rendered) -> list[dict[str, Any]]:
 
 
 def settings_of_job(rendered: Rendered) -> Settings:
-    """Return the settings as the job reads them."""
+    """Return the settings that the job will read."""
     return load_search(settings_of(rendered.manifest)).settings
 
 
@@ -141,20 +141,20 @@ def full(tmp_path: Path) -> Rendered:
     return render(own_profile(tmp_path, FULL), {})
 
 
-# ------------------------------------------------------------------------------------------------- files as they are
+# -------------------------------------------------------------------------------------------------- files in k8s/
 
 
-def test_the_example_raycluster_equals_the_cluster_of_the_example_job() -> None:
+def test_the_example_raycluster_matches_the_example_rayjob() -> None:
     assert load(MANIFESTS / "raycluster.yaml")["spec"] == load(MANIFESTS / "rayjob.yaml")["spec"]["rayClusterSpec"]
 
 
-def test_the_manifests_name_the_locked_ray_version() -> None:
+def test_the_manifests_use_the_locked_ray_version() -> None:
     locked = re.findall(r"^ray==([\d.]+)", (REPOSITORY / "requirements" / "train.txt").read_text(), re.MULTILINE)
     assert [load(MANIFESTS / "rayjob.yaml")["spec"]["rayClusterSpec"]["rayVersion"]] == locked
 
 
-def test_the_profile_kind_renders_the_example_job_unchanged() -> None:
-    """Only the run's identity and the chosen settings differ."""
+def test_the_kind_profile_renders_the_example_rayjob_unchanged() -> None:
+    """The run's identity and the derived settings are ignored."""
     rendered = json.loads(json.dumps(render("kind", {}).manifest))
     lies = json.loads(json.dumps(load(MANIFESTS / "rayjob.yaml")))
     del rendered["metadata"]["annotations"]
@@ -177,14 +177,14 @@ def base_objects() -> list[dict[str, Any]]:
     return [item for name in listed for item in yaml.safe_load_all((folder / name).read_text())]
 
 
-def test_the_base_holds_the_namespace_to_the_restricted_standard() -> None:
+def test_the_base_enforces_the_restricted_pod_security_standard() -> None:
     (namespace,) = [item for item in base_objects() if item["kind"] == "Namespace"]
     assert namespace["metadata"]["name"] == load(MANIFESTS / "base" / "kustomization.yaml")["namespace"] == "sunspot"
     for mode in ("enforce", "audit", "warn"):
         assert namespace["metadata"]["labels"][f"pod-security.kubernetes.io/{mode}"] == "restricted"
 
 
-def test_only_the_submitter_gets_rights() -> None:
+def test_only_the_submitter_has_permissions() -> None:
     bindings = [item for item in base_objects() if item["kind"].endswith("Binding")]
     assert [subject["name"] for item in bindings for subject in item["subjects"]] == ["sunspot-submitter"]
     roles = {item["metadata"]["name"]: item["rules"] for item in base_objects() if item["kind"].endswith("Role")}
@@ -216,7 +216,7 @@ def test_only_the_submitter_gets_rights() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_policies_and_budget_select_the_rendered_pods(profile: str) -> None:
+def test_network_policies_and_disruption_budget_select_the_pods(profile: str) -> None:
     elastic = render(profile, in_pods(profile, "1..2"))
     head, workers = (
         {**group["template"]["metadata"]["labels"], "ray.io/node-type": kind}
@@ -245,8 +245,8 @@ def ports_of(rule: dict[str, Any]) -> set[int]:
 
 
 @pytest.mark.parametrize("server", ["169.254.169.254", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254"])
-def test_no_pod_gets_the_identity_of_its_node(server: str) -> None:
-    """Clouds serve identities on port 80, which is open to tracking servers."""
+def test_pods_cannot_reach_the_metadata_server(server: str) -> None:
+    """The metadata server gives out the node's identity on port 80, which is open for tracking servers."""
     _, http = egress("to-tracking", base_objects())
     assert ports_of(http) == {80}
     address = ipaddress.ip_address(server)
@@ -266,7 +266,7 @@ def test_kustomize_builds_the_base() -> None:
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
 @pytest.mark.parametrize("cloud", ["gke", "eks", "aks"])
-def test_the_overlay_of_a_cloud_only_opens_the_route_to_its_identity(cloud: str) -> None:
+def test_a_cloud_overlay_changes_only_workload_identity(cloud: str) -> None:
     def by_name(objects: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
         return {(item["kind"], item["metadata"]["name"]): item for item in objects}
 
@@ -286,7 +286,7 @@ def test_the_overlay_of_a_cloud_only_opens_the_route_to_its_identity(cloud: str)
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_the_overlay_runs_apart_removes_one_policy(tmp_path: Path) -> None:
+def test_the_runs_apart_component_removes_one_policy(tmp_path: Path) -> None:
     names = {folder: os.path.relpath(MANIFESTS / folder, tmp_path) for folder in ("base-gke", "runs-apart")}
     text = f"resources: [{names['base-gke']}]\ncomponents: [{names['runs-apart']}]\n"
     (tmp_path / "kustomization.yaml").write_text(text)
@@ -296,7 +296,7 @@ def test_the_overlay_runs_apart_removes_one_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_another_port_can_be_patched_into_the_base(tmp_path: Path) -> None:
+def test_an_additional_port_can_be_patched_into_the_base(tmp_path: Path) -> None:
     """The patch is the example in docs/cluster.md."""
     [example] = re.findall(r"```yaml\n(resources: .*?)```", (REPOSITORY / "docs/cluster.md").read_text(), re.DOTALL)
     base = os.path.relpath(MANIFESTS / "base", tmp_path)  # kustomize takes no absolute path
@@ -306,11 +306,11 @@ def test_another_port_can_be_patched_into_the_base(tmp_path: Path) -> None:
     assert egress("to-tracking", patched) == egress("to-tracking", base_objects())
 
 
-# --------------------------------------------------------------------------------------------------------------- pure
+# -------------------------------------------------------------------------------------------------------- determinism
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_rendered_manifests_equal_the_golden_files(profile: str) -> None:
+def test_rendered_manifests_match_the_golden_files(profile: str) -> None:
     path = GOLDEN / f"{profile}.yaml"
     text = render(profile, {}).to_yaml()
     if os.environ.get("WRITE_GOLDEN"):
@@ -318,7 +318,7 @@ def test_rendered_manifests_equal_the_golden_files(profile: str) -> None:
     assert text == path.read_text()
 
 
-def test_the_same_inputs_give_the_same_bytes_in_every_process() -> None:
+def test_rendering_is_deterministic_across_processes() -> None:
     settings = {"SUNSPOT_EPOCHS": "3", "SUNSPOT_NUM_WORKERS": "2..4", "SUNSPOT_SEED": "7", "SUNSPOT_AUDIT": "true"}
     texts = set()
     for order, seed in ((1, "1"), (-1, "2")):
@@ -351,8 +351,8 @@ def test_options_override_the_environment_which_overrides_the_profile(
     assert (sources["SUNSPOT_SEED"], sources["SUNSPOT_MAX_STEPS"]) == ("the environment", "given")
 
 
-def test_only_given_or_chosen_settings_are_in_the_manifest() -> None:
-    """Otherwise, an image could not choose its own task."""
+def test_the_manifest_contains_only_given_and_derived_settings() -> None:
+    """Other settings would override the image's defaults, such as its own task."""
     names = set(settings_of(render("kind", {}).manifest))
     of_every_job = {"STORAGE_PATH", "DATA_ROOT", "MAX_DRIVER_STARTS", "NOTICE_S"}
     chosen = {"RUN_NAME", "NUM_WORKERS", "USE_GPU", "RESOURCES_PER_WORKER", "JOB_ID"}
@@ -361,7 +361,7 @@ def test_only_given_or_chosen_settings_are_in_the_manifest() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_job_reads_the_rendered_settings(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_reads_back_the_rendered_settings(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = render(profile, {"TASK_ARGS": '{"a": "$(HOME) $$ ${X} é\\n"}', "LEARNING_RATE": "1e-5"})
     assert rendered.settings.task_args == {"a": "$(HOME) $$ ${X} é\n"}
     assert settings_of_job(rendered).job_id == rendered.name
@@ -377,7 +377,7 @@ def test_the_job_reads_the_rendered_settings(profile: str, monkeypatch: pytest.M
 # ---------------------------------------------------------------------------------------------------------------- name
 
 
-def test_the_name_is_the_run_and_a_hash_of_everything(tmp_path: Path) -> None:
+def test_the_job_name_contains_the_run_and_a_hash_of_all_inputs(tmp_path: Path) -> None:
     longest = "a" * 38
     first = render("gke-spot", {"RUN_NAME": longest})
     assert re.fullmatch(rf"{longest}-[0-9a-f]{{8}}", first.name)
@@ -397,14 +397,14 @@ def test_the_name_is_the_run_and_a_hash_of_everything(tmp_path: Path) -> None:
     assert len({variant.name for variant in variants}) == len(variants)
 
 
-def test_the_name_does_not_depend_on_spelling(tmp_path: Path) -> None:
+def test_the_job_name_ignores_how_values_are_spelled(tmp_path: Path) -> None:
     by_path = render(own_profile(tmp_path, "extends: gke-spot\nnotice_s: 15"), {"LEARNING_RATE": "0.0010"})
     by_name = render("gke-spot", {"LEARNING_RATE": "1e-3"})
     assert by_path.name == by_name.name
     assert by_path.derived != by_name.derived
 
 
-def test_generation_and_derived_values_are_annotations() -> None:
+def test_annotations_record_the_generation_and_derived_values() -> None:
     rendered = render("gke-spot", {"NUM_WORKERS": "2..8"}, generation=3)
     annotations = rendered.manifest["metadata"]["annotations"]
     assert annotations["sunspot/generation"] == "3"
@@ -423,18 +423,18 @@ def test_every_container_meets_the_restricted_standard(profile: str, workers: st
     check_restricted(render(profile, in_pods(profile, workers)))
 
 
-def test_every_container_of_a_full_profile_meets_the_restricted_standard(full: Rendered) -> None:
+def test_containers_of_a_full_profile_meet_the_restricted_standard(full: Rendered) -> None:
     check_restricted(full)
     assert len(pods_of(full)) == 3
 
 
 def empty_volumes(pod: dict[str, Any]) -> dict[str, Any]:
-    """Return the `emptyDir` volumes of a pod, by name."""
+    """Return a pod's `emptyDir` volumes keyed by name."""
     return {volume["name"]: volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume}
 
 
 def test_pods_know_their_namespace_and_cluster_without_a_token() -> None:
-    """The manifests are the same in all clusters, although their RayJobs are different owners."""
+    """A manifest is the same in all clusters, but its RayJob is a different owner in each."""
     for pod in pods_of(render("kind", {})):
         [container] = pod["containers"]
         [namespace] = [entry for entry in container["env"] if entry["name"] == POD_NAMESPACE]
@@ -475,7 +475,7 @@ def check_restricted(rendered: Rendered) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_every_job_has_the_fields_that_a_run_relies_on(profile: str) -> None:
+def test_every_job_has_the_fields_that_runs_rely_on(profile: str) -> None:
     rendered = render(profile, {})
     spec = rendered.manifest["spec"]
     assert spec["submissionMode"] == "HTTPMode"
@@ -522,15 +522,15 @@ def check_volumes(pod: dict[str, Any]) -> None:
     assert volumes["tmp"] == {"sizeLimit": limits["ephemeral-storage"]}
 
 
-def test_volumes_follow_the_limits_of_a_custom_profile(full: Rendered) -> None:
+def test_volume_sizes_match_a_custom_profiles_limits(full: Rendered) -> None:
     assert [pod["containers"][0]["resources"]["limits"]["memory"] for pod in pods_of(full)] == ["16Gi", "96Gi", "24Gi"]
     for pod in pods_of(full):
         check_volumes(pod)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_lost_node_is_given_up_before_its_connections(profile: str) -> None:
-    """The head checks its nodes, and the nodes check whether the head still knows them."""
+def test_ray_detects_a_lost_node_before_its_connections_time_out(profile: str) -> None:
+    """The head checks its nodes, and each node checks that the head still knows it."""
     for pod in pods_of(render(profile, {})):
         ray = {name: int(value) for name, value in variables_of(pod).items() if re.match("RAY_[a-z]", name)}
         period, timeout = ray["RAY_health_check_period_ms"], ray["RAY_health_check_timeout_ms"]
@@ -549,7 +549,7 @@ def test_the_drain_ends_before_the_node_does(profile: str) -> None:
 
 
 @pytest.mark.parametrize("notice", [5, 6, 15, 19, 20, 21, 30, 120, 3600])
-def test_the_drain_leaves_time_of_any_notice(tmp_path: Path, notice: int) -> None:
+def test_the_drain_uses_only_part_of_the_notice(tmp_path: Path, notice: int) -> None:
     for pod in pods_of(render(own_profile(tmp_path, f"notice_s: {notice}"), {})):
         check_drain(pod, notice)
 
@@ -563,7 +563,7 @@ def check_drain(pod: dict[str, Any], notice: int) -> None:
     assert drain >= notice * 0.6
 
 
-def test_the_program_knows_a_drain_that_the_profile_sets(tmp_path: Path) -> None:
+def test_the_run_uses_a_drain_set_in_the_profile(tmp_path: Path) -> None:
     profile = own_profile(tmp_path, "notice_s: 30\nenv: {RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '20'}")
     rendered = render(profile, {})
     assert settings_of_job(rendered).notice_s == 20
@@ -571,20 +571,20 @@ def test_the_program_knows_a_drain_that_the_profile_sets(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("drain", ["9999", "30", "28s", ""])
-def test_a_drain_that_outlasts_the_pod_is_refused(drain: str, tmp_path: Path) -> None:
-    """Otherwise, workers would count on time that they do not have."""
-    for notice in ("notice_s: 30", "namespace: sunspot"):  # or that of k8s/rayjob.yaml
+def test_a_drain_longer_than_the_grace_period_is_rejected(drain: str, tmp_path: Path) -> None:
+    """Workers would otherwise rely on time that they do not have."""
+    for notice in ("notice_s: 30", "namespace: sunspot"):  # the second uses the notice of k8s/rayjob.yaml
         profile = own_profile(tmp_path, f"{notice}\nenv: {{RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '{drain}'}}")
-        assert re.search(f"DRAIN_TIMEOUT_S={drain}: .*ends after 30 s.*set notice_s", refusal(profile, {}))
+        assert re.search(f"DRAIN_TIMEOUT_S={drain} .*below 30, .*set notice_s", refusal(profile, {}))
 
 
-def test_each_cloud_profile_has_the_notice_of_its_cloud() -> None:
+def test_spot_profiles_have_their_clouds_notice() -> None:
     notices = {name: load_profile(name, {}).notice_s for name in SPOT_PROFILES}
     assert notices == {"aks-spot": 10, "eks-spot": 100, "gke-spot": 15, "karpenter-spot": 100}
 
 
 @pytest.mark.parametrize("profile", SPOT_PROFILES)
-def test_workers_go_to_spot_nodes_and_the_head_never(profile: str) -> None:
+def test_workers_run_on_spot_nodes_and_the_head_does_not(profile: str) -> None:
     spot = load_profile(profile, {}).spot
     assert spot
     head, workers = pods_of(render(profile, {}))
@@ -598,12 +598,12 @@ def test_workers_go_to_spot_nodes_and_the_head_never(profile: str) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_pods_of_an_unreachable_node_are_evicted_soon(profile: str) -> None:
+def test_pods_on_an_unreachable_node_are_evicted_promptly(profile: str) -> None:
     for pod in pods_of(render(profile, {})):
         assert pod["tolerations"][:2] == OF_LOST_NODES
 
 
-def test_the_head_may_have_its_own_image(tmp_path: Path) -> None:
+def test_the_head_can_have_its_own_image(tmp_path: Path) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: kind\nimage: sunspot:1\nhead: {image: 'sunspot-head:1'}\n")
     rendered = render(str(profile), {})
@@ -613,7 +613,7 @@ def test_the_head_may_have_its_own_image(tmp_path: Path) -> None:
         render(str(profile), {}, image="sunspot:2")
 
 
-def test_the_head_may_be_evictable(tmp_path: Path) -> None:
+def test_the_head_can_be_evictable(tmp_path: Path) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: kind\nannotations: {example.com/owner: me}\nhead: {evictable: true}\n")
     head, workers = (group["template"]["metadata"] for group in groups_of(render(str(profile), {})))
@@ -649,7 +649,7 @@ def test_each_gpu_gets_a_worker(profile: str) -> None:
 
 
 @pytest.mark.parametrize("profile", NODE_PROFILES)
-def test_a_pod_may_take_all_gpus_of_a_node(profile: str) -> None:
+def test_a_pod_can_use_all_gpus_of_a_node(profile: str) -> None:
     node = {"gke": (208, 1743, 0), "eks": (192, 2048, 0), "aks": (96, 1900, 0)}[profile[:3]]
     rendered = render(profile, {"NUM_WORKERS": "16"})
     head, group = groups_of(rendered)
@@ -657,9 +657,7 @@ def test_a_pod_may_take_all_gpus_of_a_node(profile: str) -> None:
     pod = group["template"]["spec"]
     resources = pod["containers"][0]["resources"]
     asked = {name: parse_quantity(amount) for name, amount in resources["requests"].items()}
-    assert node[0] * 0.85 <= asked["cpu"] <= node[0] - 4, (
-        "nearly the whole node, minus the share of Kubernetes and daemons"
-    )
+    assert node[0] * 0.85 <= asked["cpu"] <= node[0] - 4, "nearly the whole node, minus what Kubernetes and daemons use"
     assert node[1] * 0.75 <= asked["memory"] / 2**30 <= node[1] * 0.92
     assert asked["ephemeral-storage"] >= 80 * 2**30
     assert resources["limits"]["nvidia.com/gpu"] == "8"
@@ -671,21 +669,21 @@ def test_a_pod_may_take_all_gpus_of_a_node(profile: str) -> None:
         "training-worker": 1,
     }
     why = {value.name: value.source for value in rendered.derived}
-    assert why["training pod's memory"] == f"profile {profile}: 200Gi for each of 8 GPUs"
+    assert why["training pod's memory"] == f"profile {profile}: 200Gi per GPU, for 8 GPUs"
     assert head["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"] == "8Gi"
 
 
-def test_sizes_follow_gpus_and_workers(tmp_path: Path) -> None:
+def test_pod_sizes_grow_with_gpus_and_workers(tmp_path: Path) -> None:
     mine = own_profile(tmp_path, "extends: gke-spot\nworker: {gpus: 8, memory: 100Gi, per_gpu: {cpu: 7500m}}")
     rendered = render(mine, {"NUM_WORKERS": "16..512"})
     head, workers = (pod["containers"][0]["resources"]["requests"] for pod in pods_of(rendered))
     assert (workers["cpu"], workers["memory"], workers["ephemeral-storage"]) == ("60", "100Gi", "80Gi")
     assert (head["cpu"], head["memory"], head["ephemeral-storage"]) == ("11920m", "39Gi", "10Gi")
     why = {value.name: value.source for value in rendered.derived}
-    assert why["training pod's cpu"] == f"profile {mine}: 7500m for each of 8 GPUs"
+    assert why["training pod's cpu"] == f"profile {mine}: 7500m per GPU, for 8 GPUs"
     assert why["training pod's memory"] == f"profile {mine}"
-    assert why["training pod's ephemeral-storage"] == "profile on-demand: 10Gi for each of 8 GPUs"
-    assert why["head's memory"] == "head.per_worker for each of 512 workers beyond 16"
+    assert why["training pod's ephemeral-storage"] == "profile on-demand: 10Gi per GPU, for 8 GPUs"
+    assert why["head's memory"] == "head.per_worker for each of the 512 workers beyond 16"
     on_cpus = render(mine, {"NUM_WORKERS": "2", "USE_GPU": "false"})
     assert pods_of(on_cpus)[1]["containers"][0]["resources"]["requests"]["cpu"] == "60"
     own_profile(tmp_path, "extends: gke-spot\nhead: {per_worker: null}\nworker: {per_gpu: null}")
@@ -693,7 +691,7 @@ def test_sizes_follow_gpus_and_workers(tmp_path: Path) -> None:
     assert [(each["cpu"], each["memory"]) for each in plain] == [("2", "8Gi"), ("500m", "3Gi")]
 
 
-def test_pods_may_state_a_cpu_limit_and_leave_their_ids_to_the_namespace(tmp_path: Path) -> None:
+def test_pods_can_have_a_cpu_limit_and_ids_assigned_by_the_namespace(tmp_path: Path) -> None:
     text = "extends: kind\nassigned_ids: true\nhead: {cpu_limit: 2}\nworker: {cpu_limit: 500m}"
     rendered = render(own_profile(tmp_path, text), {"NUM_WORKERS": "1..2"})
     check_restricted(rendered)
@@ -707,7 +705,7 @@ def test_pods_may_state_a_cpu_limit_and_leave_their_ids_to_the_namespace(tmp_pat
     )
 
 
-def test_a_pod_may_request_gpu_partitions_or_claims(tmp_path: Path) -> None:
+def test_a_pod_can_request_gpu_partitions_or_claims(tmp_path: Path) -> None:
     part = pods_of(
         render(own_profile(tmp_path, "extends: gke-spot\nworker: {gpu_resource: nvidia.com/mig-1g.10gb}"), {})
     )
@@ -756,12 +754,12 @@ def test_only_the_autoscalers_container_gets_a_kubernetes_token() -> None:
 
 
 def _paths(source: dict[str, Any]) -> list[str]:
-    """Return the files in a source of a projected volume."""
+    """Return the files in one source of a projected volume."""
     return [item["path"] for part in source.values() for item in part.get("items", [part])]
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_placement_sets_spread_or_affinity(profile: str) -> None:
+def test_placement_sets_topology_spread_or_affinity(profile: str) -> None:
     rendered = render(profile, {"RUN_NAME": "mine"})
     pod = pods_of(rendered)[1]
     selector = {
@@ -783,7 +781,7 @@ def test_placement_sets_spread_or_affinity(profile: str) -> None:
     assert any(value.name == "placement" and ": " in value.source for value in rendered.derived)
 
 
-def test_a_pod_starts_in_one_zone_or_not_at_all(tmp_path: Path) -> None:
+def test_zone_placement_requires_all_pods_in_one_zone(tmp_path: Path) -> None:
     rendered = render(own_profile(tmp_path, "extends: gke-spot\nworker: {placement: zone}"), {"RUN_NAME": "mine"})
     [head, pod] = pods_of(rendered)
     assert list(pod["affinity"]["podAffinity"]) == ["requiredDuringSchedulingIgnoredDuringExecution"]
@@ -838,7 +836,7 @@ def test_every_key_of_a_custom_profile_reaches_the_manifest(full: Rendered) -> N
     assert full.settings.task_args == {"width": 64}
 
 
-def test_a_pod_may_have_several_gpus(full: Rendered) -> None:
+def test_a_pod_can_have_several_gpus(full: Rendered) -> None:
     _, workers, _ = groups_of(full)
     assert (workers["minReplicas"], workers["replicas"], workers["maxReplicas"]) == (1, 1, 4)
     assert workers["resources"] == {"CPU": "24", "GPU": "4", "training-worker": "4"}
@@ -866,13 +864,13 @@ def test_workload_identity_replaces_a_secret(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", [text for text in EXAMPLES if text not in POD_EXAMPLES])
-def test_every_other_example_meets_the_restricted_standard(example: str, tmp_path: Path) -> None:
+def test_documented_profiles_meet_the_restricted_standard(example: str, tmp_path: Path) -> None:
     check_restricted(render(own_profile(tmp_path, example), {}))
 
 
 @pytest.mark.parametrize("example", POD_EXAMPLES)
-def test_pod_patch_examples_add_fields_and_remove_none(example: str, tmp_path: Path) -> None:
-    """The pod has every field of the example and every field that it had before."""
+def test_pod_patch_examples_only_add_fields(example: str, tmp_path: Path) -> None:
+    """The pod has all fields of the example, and all fields that it had before."""
     profile = yaml.safe_load(example)
     rendered, before = render(own_profile(tmp_path, example), {}), render(profile["extends"], {})
     assert rendered.name != before.name
@@ -884,7 +882,7 @@ def test_pod_patch_examples_add_fields_and_remove_none(example: str, tmp_path: P
 
 @pytest.mark.parametrize("example", [text for text in EXAMPLES if "rayjob:" in text])
 @pytest.mark.parametrize("workers", ["2", "2..4"])
-def test_rayjob_patch_examples_add_fields_and_remove_none(example: str, workers: str, tmp_path: Path) -> None:
+def test_rayjob_patch_examples_only_add_fields(example: str, workers: str, tmp_path: Path) -> None:
     profile = yaml.safe_load(example)
     rendered = render(own_profile(tmp_path, example), {"NUM_WORKERS": workers})
     before = render(own_profile(tmp_path, yaml.safe_dump({**profile, "rayjob": {}})), {"NUM_WORKERS": workers})
@@ -898,7 +896,7 @@ def test_rayjob_patch_examples_add_fields_and_remove_none(example: str, workers:
     assert ("autoscalerOptions" in cluster_of(rendered)) is (workers != "2")
 
 
-def test_objects_that_a_rayjob_patch_needs_are_looked_for(tmp_path: Path) -> None:
+def test_objects_referenced_by_a_rayjob_patch_are_found(tmp_path: Path) -> None:
     text = """
 extends: kind
 rayjob:
@@ -924,46 +922,49 @@ rayjob:
 @pytest.mark.parametrize(
     ("patch", "told"),
     [
-        ("metadata: {name: mine}", "metadata.name: it consists of the run's name"),
+        ("metadata: {name: mine}", "metadata.name: it is made from the run's name"),
         ("metadata: {namespace: a}", "metadata.namespace: set namespace in the profile"),
-        ("metadata: {labels: {sunspot/run: a}}", "labels.sunspot/run: Sunspot sets it"),
+        ("metadata: {labels: {sunspot/run: a}}", "labels.sunspot/run: Sunspot or another key of the profile sets it"),
         ("metadata: {annotations: {sunspot/generation: '9'}}", "sunspot/generation: Sunspot sets it"),
         (
             "spec: {entrypoint: python mine.py}",
             "rayjob.spec.entrypoint: it starts the training program; set SUNSPOT_TASK",
         ),
-        ("spec: {entrypointNumCpus: 1}", "NumCpus: the driver belongs on the head"),
+        ("spec: {entrypointNumCpus: 1}", "NumCpus: the driver must run on the head"),
         ("spec: {submissionMode: K8sJobMode}", "submissionMode: the other modes need a pod"),
         ("spec: {suspend: true}", "suspend: a queue sets it"),
-        ("spec: {backoffLimit: 9}", "backoffLimit: the manifest already has 2: set backoff_limit"),
-        ("spec: {ttlSecondsAfterFinished: {a: 1}}", "ttlSecondsAfterFinished: the manifest already has 60: set ttl_s"),
-        ("spec: {rayClusterSpec: 3}", "rayClusterSpec: the manifest already has .*: a run relies on it"),
-        ("spec: {rayClusterSpec: {rayVersion: 2.9.0}}", "rayVersion: it is the version of Ray in the image"),
+        ("spec: {backoffLimit: 9}", "backoffLimit is already 2 in the manifest: set backoff_limit"),
+        ("spec: {ttlSecondsAfterFinished: {a: 1}}", "ttlSecondsAfterFinished is already 60 in the manifest: set ttl_s"),
+        ("spec: {rayClusterSpec: 3}", "rayClusterSpec is already .* in the manifest: runs rely on this value"),
+        ("spec: {rayClusterSpec: {rayVersion: 2.9.0}}", "rayVersion: it must match the Ray version in the image"),
         ("spec: {rayClusterSpec: {authOptions: {mode: disabled}}}", "authOptions.mode: without a token"),
-        ("spec: {rayClusterSpec: {headGroupSpec: {template: {}}}}", "template: set head in the profile, or pod under"),
+        ("spec: {rayClusterSpec: {headGroupSpec: {template: {}}}}", "template: set head or head.pod in the profile"),
         (
             "spec: {rayClusterSpec: {gcsFaultToleranceOptions: {redisPassword: {value: abcd}}}}",
-            "redisPassword.value: a credential here .*valueFrom",
+            "redisPassword.value: .*a credential here; give it a valueFrom",
         ),
         (
             "spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: workers, replicas: 9}]}}",
-            r"workerGroupSpecs\[workers\].replicas: the manifest already has 2: .* the profile and SUNSPOT_NUM_WORKERS",
+            r"workerGroupSpecs\[workers\].replicas is already 2 .* the profile and SUNSPOT_NUM_WORKERS",
         ),
-        ("spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: more}]}}", r"\[more\]: no such group"),
-        ("spec: {rayClusterSpec: {gcsFaultToleranceOptions: 3}}", "ToleranceOptions=3: set it to a mapping"),
+        ("spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: more}]}}", r"\[more\]: unknown group"),
+        (
+            "spec: {rayClusterSpec: {gcsFaultToleranceOptions: 3}}",
+            "ToleranceOptions=3 has the wrong type; set it to a mapping",
+        ),
         ("spec: {rayClusterSpec: {workerGroupSpecs: [workers]}}", "workerGroupSpecs: an item has no groupName"),
-        ("managedBy: a", "rayjob.managedBy: no such key; choose one of metadata, spec"),
-        ("spec: {managedBy: 2026-01-01}", "rayjob.spec=.*: set it to the spec of a RayJob"),
+        ("managedBy: a", "rayjob.managedBy is an unknown key; choose one of metadata, spec"),
+        ("spec: {managedBy: 2026-01-01}", "rayjob.spec=.*; set it to the spec of a KubeRay RayJob"),
     ],
 )
-def test_a_rayjob_patch_may_not_change_fields_that_a_run_relies_on(patch: str, told: str, tmp_path: Path) -> None:
+def test_a_rayjob_patch_cannot_change_fields_that_runs_rely_on(patch: str, told: str, tmp_path: Path) -> None:
     said = refusal(own_profile(tmp_path, f"extends: kind\nrayjob: {{{patch}}}"), {})
     assert re.search(told, said)
     assert "abcd" not in said, "a credential is not repeated"
 
 
 def lost(part: Any, whole: Any) -> list[str]:
-    """Return the values of `part` that `whole` lacks at the same path. Items of a list may be at any position."""
+    """Return the values of `part` that `whole` lacks at the same path. List items match at any position."""
     if isinstance(part, dict) and isinstance(whole, dict):
         if part.get("name") == whole.get("name") == "SUNSPOT_JOB_ID":
             return []
@@ -973,7 +974,7 @@ def lost(part: Any, whole: Any) -> list[str]:
     return [] if part == whole else [str(part)]
 
 
-def test_a_pod_patch_may_change_few_existing_fields(tmp_path: Path) -> None:
+def test_a_pod_patch_can_change_a_few_existing_fields(tmp_path: Path) -> None:
     text = """
 extends: gke-spot
 worker:
@@ -994,7 +995,7 @@ worker:
     assert variables_of(worker)["NEW"] == "1"
 
 
-def test_a_queue_becomes_a_label_of_kueue() -> None:
+def test_a_queue_becomes_a_kueue_label() -> None:
     rendered = render("gke-spot", {}, queue="gpus")
     assert rendered.manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert rendered.manifest["spec"]["shutdownAfterJobFinishes"] is True
@@ -1002,14 +1003,14 @@ def test_a_queue_becomes_a_label_of_kueue() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"NUM_WORKERS": "1..2"}, {"LOADER": "ray"}])
-def test_kueue_knows_that_the_number_of_pods_may_change(settings: dict[str, str], tmp_path: Path) -> None:
+def test_autoscaled_jobs_have_kueues_elastic_annotation(settings: dict[str, str], tmp_path: Path) -> None:
     profile = own_profile(tmp_path, "extends: gke-spot\nqueue: gpus\ndata_workers: {cpu: 4, memory: 8Gi, max: 2}")
     rendered = render(profile, settings)
     assert cluster_of(rendered)["enableInTreeAutoscaling"] is True
     assert rendered.manifest["metadata"]["annotations"]["kueue.x-k8s.io/elastic-job"] == "true"
 
 
-def test_a_job_for_an_existing_cluster_has_no_pods_of_its_own() -> None:
+def test_a_job_for_an_existing_cluster_creates_no_pods() -> None:
     rendered = render("kind", {"EPOCHS": "3", "LEARNING_RATE": "1e-5"}, cluster="shared")
     spec = rendered.manifest["spec"]
     assert spec["clusterSelector"] == {"ray.io/cluster": "shared"}
@@ -1032,47 +1033,57 @@ def test_a_job_for_an_existing_cluster_has_no_pods_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("profile", "settings", "options", "told"),
     [
-        ("kind", {"STORAGE_PATH": "/mnt/nfs"}, {}, "SUNSPOT_STORAGE_PATH=/mnt/nfs: .*set it to s3://bucket/prefix"),
-        ("kind", {"STORAGE_PATH": ""}, {}, "SUNSPOT_STORAGE_PATH=runs: "),
-        ("kind", {"JOB_ID": "me"}, {}, "SUNSPOT_JOB_ID=me: .*unset it"),
-        ("kind", {"NOTICE_S": "0"}, {}, "SUNSPOT_NOTICE_S=0: .*set notice_s there"),
+        (
+            "kind",
+            {"STORAGE_PATH": "/mnt/nfs"},
+            {},
+            "SUNSPOT_STORAGE_PATH=/mnt/nfs is a local path.*set it to s3://bucket/prefix",
+        ),
+        ("kind", {"STORAGE_PATH": ""}, {}, "SUNSPOT_STORAGE_PATH=runs is a local path"),
+        ("kind", {"JOB_ID": "me"}, {}, "SUNSPOT_JOB_ID=me .*unset it"),
+        ("kind", {"NOTICE_S": "0"}, {}, "SUNSPOT_NOTICE_S=0 .*set notice_s in the profile"),
         ("kind", {"EPOCS": "3"}, {}, "SUNSPOT_EPOCS: no such setting; did you mean SUNSPOT_EPOCHS"),
-        ("kind", {"USE_GPU": "true"}, {}, "SUNSPOT_USE_GPU=true: .*worker.gpus"),
-        ("kind", {"STORAGE_PATH": "s3://B_ad/x"}, {}, "SUNSPOT_STORAGE_PATH=s3://B_ad/x: not a valid name of a bucket"),
-        ("kind", {"DATASET": "reviews"}, {}, "SUNSPOT_DATASET=reviews: a path on this machine, which pods do not"),
+        ("kind", {"USE_GPU": "true"}, {}, "SUNSPOT_USE_GPU=true .*worker.gpus"),
+        (
+            "kind",
+            {"STORAGE_PATH": "s3://B_ad/x"},
+            {},
+            "SUNSPOT_STORAGE_PATH=s3://B_ad/x does not start with a valid bucket",
+        ),
+        ("kind", {"DATASET": "reviews"}, {}, "SUNSPOT_DATASET=reviews is a path on this machine, which pods cannot"),
         (
             "kind",
             {"NUM_WORKERS": "3000000000"},
             {},
-            "SUNSPOT_NUM_WORKERS=3000000000: Kubernetes allows at most 2147483647",
+            "SUNSPOT_NUM_WORKERS=3000000000 .*Kubernetes allows at most 2147483647",
         ),
         *(
-            ("kind", {}, {"image": image}, "image=.*: set it to the reference of an image")
+            ("kind", {}, {"image": image}, "image=.*; set it to an image reference")
             for image in ("a b", "UPPER/x:1/", "http://reg/x:1", "x@sha256:123", "x:1\n", "reg/UPPER:1")
         ),
-        ("kind", {}, {"generation": 0}, "generation 0: set it to a whole number from 1"),
-        ("kind", {}, {"namespace": "../../x"}, "namespace='../../x': set it to the name of a namespace"),
-        ("kind", {}, {"cluster": ""}, "cluster '': set it to the name of a RayCluster"),
-        ("kind", {}, {"image": ""}, "image='': set it to the reference of an image"),
-        ("kind", {}, {"namespace": "A_b"}, "namespace='A_b': set it to the name of a namespace"),
+        ("kind", {}, {"generation": 0}, "generation 0 is not valid; set it to an integer >= 1"),
+        ("kind", {}, {"namespace": "../../x"}, "namespace='../../x' is not valid; set it to a namespace's name"),
+        ("kind", {}, {"cluster": ""}, "cluster '' .*set it to the name of a RayCluster"),
+        ("kind", {}, {"image": ""}, "image='' is not valid; set it to an image reference"),
+        ("kind", {}, {"namespace": "A_b"}, "namespace='A_b' is not valid; set it to a namespace's name"),
         ("kind", {"TASK_ARGS": '{"a": "$HOME"}'}, {"cluster": "shared"}, "SUNSPOT_TASK_ARGS=.*expand the \\$"),
-        ("kind", {}, {"queue": "q", "cluster": "shared"}, "queue q: .*leave out the queue, or the cluster"),
-        ("gke-spot", {"RESOURCES_PER_WORKER": '{"CPU": 7}'}, {}, "a pod has 6 CPUs for 1 worker; request fewer"),
-        ("gke-spot", {"RESOURCES_PER_WORKER": '{"GPU": 2}'}, {}, "a worker of this profile has 1 GPU"),
+        ("kind", {}, {"queue": "q", "cluster": "shared"}, "queue q: .*leave out either the queue or the cluster"),
+        ("gke-spot", {"RESOURCES_PER_WORKER": '{"CPU": 7}'}, {}, "a pod has only 6 CPUs for 1 worker; request fewer"),
+        ("gke-spot", {"RESOURCES_PER_WORKER": '{"GPU": 2}'}, {}, "a worker has one GPU"),
         ("gke-spot", {"RESOURCES_PER_WORKER": '{"TPU": 2}'}, {}, "no pod offers TPU"),
-        ("kind", {"RESOURCES_PER_WORKER": '{"GPU": 1}'}, {}, "a worker of this profile has no GPU"),
+        ("kind", {"RESOURCES_PER_WORKER": '{"GPU": 1}'}, {}, "a worker has no GPU"),
         (
             "kind",
             {"RESOURCES_PER_WORKER": '{"CPU": 2}', "LOADER": "ray"},
             {},
             "SUNSPOT_LOADER=ray needs one of",
         ),
-        ("gke", {}, {}, "no profile 'gke'; did you mean gke-spot"),
-        ("xyzzy", {}, {}, "no profile 'xyzzy'; choose one of aks"),
+        ("gke", {}, {}, "no profile named 'gke'; did you mean gke-spot"),
+        ("xyzzy", {}, {}, "no profile named 'xyzzy'; choose one of aks"),
         ("./nowhere.yaml", {}, {}, "nowhere.yaml: No such file"),
     ],
 )
-def test_impossible_settings_are_refused_with_the_fix(
+def test_invalid_settings_are_rejected_with_a_fix(
     profile: str, settings: dict[str, str], options: dict[str, Any], told: str
 ) -> None:
     assert re.search(told, refusal(profile, settings, **options))
@@ -1081,74 +1092,77 @@ def test_impossible_settings_are_refused_with_the_fix(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("worker: {memry: 1Gi}", "worker.memry: no such key; did you mean worker.memory"),
-        ("wroker: {}", "wroker: no such key; did you mean worker"),
-        ("worker: {xyzzy: 1}", "worker.xyzzy: no such key; choose one of .*memory"),
-        ("notice_s: 4", "notice_s=4: set it to whole seconds from 5"),
-        ("notice_s: 010", "notice_s='010': set it to whole seconds"),
-        ("notice_s: 1:30", "notice_s='1:30': set it to whole seconds"),
-        ("1: 2", "1: no such key; a key has to be text"),
-        ("worker: {memory: 24}", "worker.memory='24': set it to bytes with their unit, e.g. 16Gi"),
-        ("worker: {memory: 0Gi}", "worker.memory='0Gi': set it to bytes"),
-        ("worker: {cpu: 0}", "worker.cpu='0': set it to CPUs"),
-        ("worker: {gpu_resource: cpu}", "worker.gpu_resource='cpu': set it to the name of a resource"),
+        ("worker: {memry: 1Gi}", "worker.memry is an unknown key; did you mean worker.memory"),
+        ("wroker: {}", "wroker is an unknown key; did you mean worker"),
+        ("worker: {xyzzy: 1}", "worker.xyzzy is an unknown key; choose one of .*memory"),
+        ("notice_s: 4", "notice_s=4 is not valid; set it to an integer >= 5"),
+        ("notice_s: 010", "notice_s='010' is not valid; set it to an integer"),
+        ("notice_s: 1:30", "notice_s='1:30' is not valid; set it to an integer"),
+        ("1: 2", "1 is not a valid key; keys must be text"),
+        ("worker: {memory: 24}", "worker.memory='24' is not valid; set it to a number of bytes with a unit, e.g. 16Gi"),
+        ("worker: {memory: 0Gi}", "worker.memory='0Gi' is not valid; set it to a number of bytes"),
+        ("worker: {cpu: 0}", "worker.cpu='0' is not valid; set it to a number of CPUs"),
+        ("worker: {gpu_resource: cpu}", "worker.gpu_resource='cpu' is not valid; set it to a resource name"),
         (
             "worker: {tolerations: [{key: a, operator: Exists, value: b}]}",
-            "tolerations.0.value='b': .*only with the operator Equal",
+            "tolerations.0.value='b' .*only with the operator Equal",
         ),
-        ("notice_s: '30'", "notice_s='30': set it to whole seconds"),
-        ("worker: {cpu: 4Gi}", "worker.cpu='4Gi': set it to CPUs"),
-        ("head: {memory: 500m}", "head.memory='500m': set it to bytes"),
-        ("labels: {paid: true}", "labels.paid=True: set it to labels with their values in quotes"),
-        ("labels: {sunspot/run: x}", "labels.sunspot/run='sunspot/run': .*not those of Sunspot"),
-        ("labels: {kueue.x-k8s.io/queue-name: x}", "labels.kueue.x-k8s.io/queue-name=.*not those"),
-        ("env: {SUNSPOT_EPOCHS: '3'}", "env.SUNSPOT_EPOCHS=.*settings of Sunspot go under settings"),
+        ("notice_s: '30'", "notice_s='30' is not valid; set it to an integer"),
+        ("worker: {cpu: 4Gi}", "worker.cpu='4Gi' is not valid; set it to a number of CPUs"),
+        ("head: {memory: 500m}", "head.memory='500m' is not valid; set it to a number of bytes"),
+        ("labels: {paid: true}", "labels.paid=True .*set it to labels with quoted values"),
+        ("labels: {sunspot/run: x}", "labels.sunspot/run='sunspot/run' .*except Sunspot's own"),
+        ("labels: {kueue.x-k8s.io/queue-name: x}", "labels.kueue.x-k8s.io/queue-name=.*except Sunspot's own"),
+        ("env: {SUNSPOT_EPOCHS: '3'}", "env.SUNSPOT_EPOCHS=.*SUNSPOT_ settings, which go under settings"),
         ("env: {WANDB_API_KEY: abcd}", r"env.WANDB_API_KEY: .*env_secrets: {WANDB_API_KEY: {secret: NAME, key: KEY}}"),
-        ("env: {HTTPS_PROXY: 'http://me:abcd@proxy:3128'}", "env.HTTPS_PROXY: .*take it from a Secret"),
+        ("env: {HTTPS_PROXY: 'http://me:abcd@proxy:3128'}", "env.HTTPS_PROXY: .*read it from a Secret"),
         (
             "worker: {pod: {spec: {initContainers: [{name: a, env: [{name: HF_TOKEN, value: abcd}]}]}}}",
-            r"initContainers\[a\].env\[HF_TOKEN\]: .*give it a valueFrom",
+            r"initContainers\[a\].env\[HF_TOKEN\]: .*replace the value with a valueFrom",
         ),
-        ("env_secrets: {TOKEN: {secret: hub}}", "env_secrets.TOKEN.key: missing; set it to a key in that Secret"),
-        ("spot: {label: a}", "spot.value: missing; set it to that label's value"),
-        ("worker: {tolerations: [{kee: a}]}", "worker.tolerations.0.kee: no such key; did you mean .*0.key"),
+        ("env_secrets: {TOKEN: {secret: hub}}", "env_secrets.TOKEN.key is missing; set it to a key in that Secret"),
+        ("spot: {label: a}", "spot.value is missing; set it to the label's value"),
+        ("worker: {tolerations: [{kee: a}]}", "worker.tolerations.0.kee is an unknown key; did you mean .*0.key"),
         (
             "extends: gke-spot\ndata_workers: {min: 3, max: 2, cpu: 1, memory: 1Gi}",
-            "data_workers.max=2: .*not below min",
+            "data_workers.max=2 .*>= min",
         ),
-        ("data_workers: {max: 2, cpu: 1, memory: 1Gi}", "data_workers: the profile has no GPU"),
-        ("extends: gke-spot\nworker: {gpus: 4}", "SUNSPOT_NUM_WORKERS=2: .*set it to a multiple of 4"),
+        ("data_workers: {max: 2, cpu: 1, memory: 1Gi}", "data_workers: without GPUs"),
+        ("extends: gke-spot\nworker: {gpus: 4}", "SUNSPOT_NUM_WORKERS=2 .*set it to a multiple of 4"),
         (
             "extends: gke-spot\nworker: {gpus: 2}\nsettings: {NUM_WORKERS: 3..4}",
-            r"SUNSPOT_NUM_WORKERS=3\.\.4: .*set it to a multiple of 2",
+            r"SUNSPOT_NUM_WORKERS=3\.\.4 .*set it to a multiple of 2",
         ),
-        ("extends: gke-spt", "no profile 'gke-spt'; did you mean gke-spot"),
-        ("extends: ./mine.yaml", "extends mine.yaml, which extends it"),
-        ("- a", "not a profile: it must be a mapping"),
+        ("extends: gke-spt", "no profile named 'gke-spt'; did you mean gke-spot"),
+        ("extends: ./mine.yaml", "extends mine.yaml, which also extends it"),
+        ("- a", "is not a profile; write it as a mapping"),
         ("a: [", "not valid YAML: "),
         ("settings: {EPOCS: 3}", "SUNSPOT_EPOCS: no such setting"),
-        ("worker: {pod: {spec: {initContainers: {name: a}}}}", r"initContainers={.*}: set it to a list of mappings"),
+        ("worker: {pod: {spec: {initContainers: {name: a}}}}", r"initContainers={.*}.*set it to a list of mappings"),
         ("worker: {pod: {spec: {containers: [{name: 3}]}}}", "worker.pod.spec.containers: an item has no name"),
-        ("worker: {pod: {spec: {containers: [{name: a}]}}}", r"containers\[a\].image=None: set it to the reference of"),
+        (
+            "worker: {pod: {spec: {containers: [{name: a}]}}}",
+            r"containers\[a\].image=None .*set it to an image reference",
+        ),
         (
             "worker: {pod: {spec: {containers: [{name: ray, env: [{name: A, value: 1}]}]}}}",
-            r"env\[A\].value=1: set it to text, in quotes",
+            r"env\[A\].value=1 .*set it to text, in quotes",
         ),
         (
             "worker: {pod: {spec: {containers: [{name: a, envFrom: [mine]}]}}}",
-            r"envFrom=\['mine'\]: set it to a list of mappings",
+            r"envFrom=\['mine'\] .*set it to a list of mappings",
         ),
         (
             "worker: {pod: {spec: {containers: [{name: ray, env: [{name: A, valueFrom: hub}]}]}}}",
-            r"valueFrom='hub': set it to a mapping",
+            r"valueFrom='hub' .*set it to a mapping",
         ),
         (
             "worker: {pod: {spec: {volumes: [{name: a, secret: hub}]}}}",
-            r"volumes\[a\].secret='hub': set it to a mapping",
+            r"volumes\[a\].secret='hub' .*set it to a mapping",
         ),
         (
             "head: {pod: {spec: {containers: [{name: ray, image: a}]}}}",
-            "head.pod.*image: the manifest already has .*: set image in",
+            "head.pod.*image is already .*: set image in",
         ),
         ("worker: {pod: {spec: {containers: [{image: a}]}}}", "worker.pod.spec.containers: an item has no name"),
         ("worker: {pod: {spec: {containers: [{name: ray, args: [a]}]}}}", "args: KubeRay starts Ray in this container"),
@@ -1158,12 +1172,15 @@ def test_impossible_settings_are_refused_with_the_fix(
             "worker: {pod: {spec: {containers: [{name: ray, env: [{name: SUNSPOT_SEED, value: '1'}]}]}}}",
             "SUNSPOT_SEED.: set it under settings",
         ),
-        ("extends: gke-spot\nworker: {pod: {spec: {tolerations: []}}}", "tolerations: .*set tolerations next to pod"),
-        ("worker: {pod: {spec: {terminationGracePeriodSeconds: 1}}}", "GracePeriodSeconds: .*set notice_s in"),
-        ("worker: {pod: {spec: {nodeName: 2026-01-01}}}", "worker.pod=.*: set it to metadata and spec of a pod"),
+        ("extends: gke-spot\nworker: {pod: {spec: {tolerations: []}}}", "tolerations .*set tolerations next to pod"),
+        ("worker: {pod: {spec: {terminationGracePeriodSeconds: 1}}}", "GracePeriodSeconds .*set notice_s in"),
+        (
+            "worker: {pod: {spec: {nodeName: 2026-01-01}}}",
+            "worker.pod=.*set it to the metadata and spec of a Kubernetes pod",
+        ),
     ],
 )
-def test_a_wrong_profile_is_refused_with_the_fix(tmp_path: Path, text: str, told: str) -> None:
+def test_an_invalid_profile_is_rejected_with_a_fix(tmp_path: Path, text: str, told: str) -> None:
     said = refusal(own_profile(tmp_path, text), {})
     assert re.search(told, said)
     assert "abcd" not in said, "a credential is not repeated"
@@ -1171,19 +1188,19 @@ def test_a_wrong_profile_is_refused_with_the_fix(tmp_path: Path, text: str, told
 
 @pytest.mark.parametrize("profile", GPU_PROFILES)
 @pytest.mark.parametrize("image", [None, "sunspot:2", "me/sunspot:2"])
-def test_a_cloud_profile_needs_the_users_bucket_and_image(profile: str, image: str | None) -> None:
+def test_a_cloud_profile_requires_your_own_bucket_and_image(profile: str, image: str | None) -> None:
     with pytest.raises(SettingsError) as raised:
         render_as_given(JobRequest(profile, image=image))
     assert str(raised.value).startswith("2 problems")
-    assert "SUNSPOT_STORAGE_PATH=s3://sunspot/runs is only a default" in str(raised.value)
-    assert f"image {image or 'sunspot:0.1.0'}: no registry is named" in str(raised.value)
+    assert "SUNSPOT_STORAGE_PATH=s3://sunspot/runs is the default" in str(raised.value)
+    assert f"image {image or 'sunspot:0.1.0'} has no registry" in str(raised.value)
 
 
 @pytest.mark.parametrize("host", ["registry.example", "localhost", "registry:5000", "docker.io/me"])
-def test_a_custom_profile_may_set_bucket_and_image(host: str, tmp_path: Path) -> None:
+def test_a_custom_profile_can_set_the_bucket_and_image(host: str, tmp_path: Path) -> None:
     text = f"extends: gke-spot\nimage: {host}/sunspot:1\nsettings: {{STORAGE_PATH: s3://mine/runs}}"
     assert render_as_given(JobRequest(own_profile(tmp_path, text))).settings.storage_path == "s3://mine/runs"
-    with pytest.raises(SettingsError, match="image other:1: no registry is named"):
+    with pytest.raises(SettingsError, match="image other:1 has no registry"):
         render_as_given(JobRequest(own_profile(tmp_path, text + "\nhead: {image: other:1}")))
     local = own_profile(tmp_path, "extends: on-demand\ncloud: null")
     assert render_as_given(JobRequest(local)).settings.storage_path == "s3://sunspot/runs", (
@@ -1193,7 +1210,7 @@ def test_a_custom_profile_may_set_bucket_and_image(host: str, tmp_path: Path) ->
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     text = refusal(own_profile(tmp_path, "worker: {memry: 1Gi, cpu: x}\nnotice: 3"), {})
-    assert [line.split(":")[0].split("=")[0].strip() for line in text.splitlines()[1:]] == [
+    assert [re.split("[ =]", line.strip())[0] for line in text.splitlines()[1:]] == [
         "notice",
         "worker.cpu",
         "worker.memry",
@@ -1202,7 +1219,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     assert text.startswith("3 problems")
 
 
-def test_a_profile_extends_another_by_key_and_null_removes_a_value(tmp_path: Path) -> None:
+def test_profiles_are_merged_by_key_and_null_removes_a_value(tmp_path: Path) -> None:
     (tmp_path / "team.yaml").write_text(
         "extends: gke-spot\nworker: {memory: 48Gi}\nlabels: {team: vision, floor: '1', cost: a}"
     )
@@ -1220,19 +1237,19 @@ def test_a_profile_extends_another_by_key_and_null_removes_a_value(tmp_path: Pat
 @pytest.mark.parametrize(
     "text", ["1e-3", "1E5", "y", "N", "0x1F", ".inf", "1_000", "12:30", "~", "", "true", "no", "+1", "-", "1.0.0", "12"]
 )
-def test_text_stays_text_for_every_yaml_reader(text: str) -> None:
-    """Go reads an unquoted 1e-3 as a number and y as true, and Python does not."""
+def test_strings_stay_strings_for_every_yaml_parser(text: str) -> None:
+    """Go parses an unquoted 1e-3 as a number and y as true, but Python does not."""
     written = to_yaml({"value": text})
     assert re.fullmatch(r"value: (['\"]).*\1\n", written)
     assert yaml.safe_load(written) == {"value": text}
 
 
 @pytest.mark.parametrize("text", ["10Gi", "250m", "s3://a/b", "a: b", "# a", "a\nb\n", " a", "é", "it's", '{"a": 1}'])
-def test_written_text_is_read_back_unchanged(text: str) -> None:
+def test_written_strings_are_read_back_unchanged(text: str) -> None:
     assert yaml.safe_load(to_yaml({"value": text})) == {"value": text}
 
 
-def test_nothing_is_written_as_an_alias(full: Rendered) -> None:
+def test_yaml_output_contains_no_aliases(full: Rendered) -> None:
     shared = {"one": 1}
     assert to_yaml([shared, shared]) == "- one: 1\n- one: 1\n"
     assert "&id" not in full.to_yaml()
@@ -1251,7 +1268,7 @@ def test_nothing_is_written_as_an_alias(full: Rendered) -> None:
         (f"a/sunspot:latest@sha256:{'0' * 64}", True),
     ],
 )
-def test_an_image_without_a_digest_gets_a_warning(reference: str, pinned: bool) -> None:
+def test_an_image_that_can_change_gets_a_warning(reference: str, pinned: bool) -> None:
     problem = image_problem(reference)
     assert (problem == "") is pinned
     assert pinned or reference in problem
@@ -1293,20 +1310,20 @@ def test_render_prints_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
         ("aks-spot", "s3://b/runs", "az://b/runs"),
     ],
 )
-def test_render_warns_of_storage_that_the_pods_have_no_credentials_for(
+def test_render_warns_if_pods_have_no_credentials_for_the_storage(
     profile: str, storage: str, own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--run", "mine", "--image", IMAGE]
     code, _, err = sunspot(capsys, "--profile", profile, *words, "--storage", storage)
     assert code == 0
     assert err.startswith(f"{storage} is ")
-    assert f"; set SUNSPOT_STORAGE_PATH to {own}, or name a Secret with keys: `env_from_secrets: [NAME]`" in err
+    assert f"; set SUNSPOT_STORAGE_PATH to {own}, or add a Secret with keys: `env_from_secrets: [NAME]`" in err
     assert sunspot(capsys, "--profile", profile, *words, "--storage", own)[2] == ""
     with_keys = own_profile(tmp_path, f"extends: {profile}\nenv_from_secrets: [sunspot-storage]")
     assert sunspot(capsys, "--profile", with_keys, *words, "--storage", storage)[2] == ""
 
 
-def test_explain_names_the_origin_of_every_value(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_the_origin_of_every_value(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = sunspot(capsys, "--explain", "--profile", "gke-spot", "--run", "mine", *ON_A_CLOUD)
     assert code == 0
     rows = [re.split(r"  +", line) for line in out.splitlines()]
@@ -1315,14 +1332,14 @@ def test_explain_names_the_origin_of_every_value(capsys: pytest.CaptureFixture[s
     assert ["SUNSPOT_STORAGE_PATH", STORAGE_PATH, "given"] in rows
     assert ["SUNSPOT_DATA_ROOT", "/tmp/data", "k8s/rayjob.yaml"] in rows
     assert ["terminationGracePeriodSeconds", "15", "the notice, profile gke-spot"] in rows
-    assert ["SUNSPOT_NOTICE_S", "13", "the time that RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S leaves for a save"] in rows
+    assert ["SUNSPOT_NOTICE_S", "13", "the time to save before RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S ends"] in rows
     assert len({row[0] for row in rows}) == len(rows), "a value is explained once"
     assert all(len(row) == 3 for row in rows)
     code, out, _ = sunspot(capsys, "--explain", "--json")
     assert {tuple(value) for value in json.loads(out)} == {("name", "value", "source")}
 
 
-def test_explain_names_the_profile_that_sets_a_value(tmp_path: Path) -> None:
+def test_explain_prints_the_profile_that_sets_a_value(tmp_path: Path) -> None:
     mine = own_profile(tmp_path, "extends: gke-spot\nhead: {cpu: 4}\nsettings: {EPOCHS: 3}")
     sources = {value.name: value.source for value in render(mine, {}).derived}
     assert sources["placement"].startswith("profile on-demand: ")
@@ -1332,7 +1349,7 @@ def test_explain_names_the_profile_that_sets_a_value(tmp_path: Path) -> None:
     assert sources["image"] == "given"
 
 
-def test_explain_names_the_profile_that_a_value_is_inherited_from(tmp_path: Path) -> None:
+def test_explain_prints_the_profile_that_a_value_is_inherited_from(tmp_path: Path) -> None:
     said = "settings: {sunspot_epochs: 3, LOADER: ray}\nhead: {image: registry.example/head:1}\n"
     said += "workers: [{placement: zone, gpus: 1}, {gpus: 1}]\ndata_workers: {cpu: 1, memory: 1Gi, max: 2}\n"
     (tmp_path / "ours.yaml").write_text(f"extends: gke-spot\nimage: registry.example/sunspot:1\n{said}")
@@ -1366,7 +1383,7 @@ def test_render_writes_a_directory_for_gitops(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     "words", [["--set", "EPOCHS"], ["--set", "=3"], ["--run", ""], ["--storage", ""], ["--storage", "./runs"]]
 )
-def test_wrong_usage_ends_with_one_message(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_a_usage_error_prints_one_message(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     code, out, err = sunspot(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
@@ -1376,13 +1393,13 @@ def test_wrong_usage_ends_with_one_message(capsys: pytest.CaptureFixture[str], w
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["render", "--output", ""], "--output may not be empty"),
-        (["submit", "--wait", "--timeout", "nan"], "nan: give seconds from 0"),
-        (["wait", "run", "--timeout", "nan"], "nan: give seconds from 0"),
-        (["stop", "run", "--timeout", "-1"], "-1: give seconds from 0"),
+        (["render", "--output", ""], "--output cannot be empty"),
+        (["submit", "--wait", "--timeout", "nan"], "nan: must be a number of seconds >= 0"),
+        (["wait", "run", "--timeout", "nan"], "nan: must be a number of seconds >= 0"),
+        (["stop", "run", "--timeout", "-1"], "-1: must be a number of seconds >= 0"),
     ],
 )
-def test_an_option_without_effect_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_option_values_are_rejected(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2

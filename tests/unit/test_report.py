@@ -461,7 +461,7 @@ def test_the_report_command_writes_a_file(
     assert own not in sunspot.out
     run.storage.write(run.key("report.html"), b"")
     assert sunspot("report", "run") == 0
-    assert f"{own}: the report that the run itself wrote when it ended" in sunspot.out
+    assert f"{own} is the report that the run itself wrote when it ended" in sunspot.out
     wanted = tmp_path / "elsewhere.html"
     assert sunspot("report", "run", "--output", str(wanted), "--json") == 0
     assert sunspot.json == {"run": "run", "path": str(wanted), "bytes": wanted.stat().st_size}

@@ -1,4 +1,4 @@
-"""Commands with closed, full or non-UTF-8 standard streams, which print one line and no traceback."""
+"""Tests of commands with closed, full or non-UTF-8 standard streams."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_full_disk_is_reported(lines: int) -> None:
     assert (code, said) == (4, f"a terminal to ask at: False\n{FULL}")
 
 
-def test_a_closed_stream_acts_like_an_empty_one() -> None:
+def test_a_closed_stream_behaves_like_an_empty_one() -> None:
     assert run_with("<&- >&-") == (0, "", "a terminal to ask at: False\n")
     code, shown, _ = run_with("2>&-")
     assert (code, shown) == (0, "a pod \u2192 \u6c49 \\u202e a name\n")
@@ -87,13 +87,13 @@ def test_a_full_stderr_does_not_end_the_command() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
-def test_a_terminal_of_another_encoding_gets_escapes(encoding: str) -> None:
+def test_characters_outside_the_terminals_encoding_are_escaped(encoding: str) -> None:
     code, shown, said = run_with("< /dev/null", PYTHONIOENCODING=encoding)
     assert (code, shown) == (0, "a pod \\u2192 \\u6c49 \\u202e a name\n")
     assert said == "a terminal to ask at: False\n"
 
 
-def test_a_verb_does_not_exit_with_0_if_its_reader_has_gone() -> None:
+def test_a_subcommand_does_not_exit_with_0_if_its_pipe_is_closed() -> None:
     code, shown, said = run_with("< /dev/null | true; exit ${PIPESTATUS[0]}", 100_000)
     assert (code, shown) == (128 + 13, "")
     assert said == "a terminal to ask at: False\n"

@@ -98,7 +98,7 @@ def test_the_record_contains_the_arguments_to_submit_again(
     assert only_job(cluster) == name
 
 
-def test_the_steps_are_announced_on_stderr(
+def test_submit_announces_its_steps_on_stderr(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0)
@@ -154,7 +154,7 @@ def test_an_apply_whose_response_is_lost_is_sent_again(cluster: FakeCluster, sun
     assert sunspot.json["action"] == "created"
 
 
-def test_another_spec_of_a_live_run_is_a_conflict_with_a_diff(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submitting_another_spec_of_a_live_run_prints_a_diff(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Running", "RUNNING")
     assert sunspot.submit("--set", "EPOCHS=7", "--image", "other:2") == 6
@@ -165,7 +165,7 @@ def test_another_spec_of_a_live_run_is_a_conflict_with_a_diff(cluster: FakeClust
     assert len(cluster.jobs) == 1
 
 
-def test_a_diff_names_a_credential_without_its_values(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_diff_hides_the_values_of_credentials(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     job = json.loads(json.dumps(cluster.jobs[only_job(cluster)]))
     container = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
@@ -190,7 +190,7 @@ def test_a_finished_run_is_reported_and_not_restarted(cluster: FakeCluster, suns
     assert sunspot.json["action"] == "created"
 
 
-def test_a_finished_run_that_was_deleted_from_storage_begins_again(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_finished_run_that_was_deleted_from_storage_is_restarted(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Complete", "SUCCEEDED")
     assert sunspot.submit("--json") == 0
@@ -260,7 +260,7 @@ def test_a_job_that_was_not_applied_is_not_recorded(cluster: FakeCluster, sunspo
 
 
 def refuse_unless_dry_run(handler: Any) -> None:
-    """Refuse to apply a job after a successful dry run."""
+    """Reject the job after a successful dry run."""
     if "dryRun" in handler.path:
         handler.answer()
     else:
@@ -281,7 +281,7 @@ def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, mo
     assert sunspot.json["action"] == "replaced"
 
 
-def test_changed_identity_settings_are_refused_before_anything_is_sent(cluster: FakeCluster, sunspot: Command) -> None:
+def test_changed_identity_settings_are_rejected_before_anything_is_sent(cluster: FakeCluster, sunspot: Command) -> None:
     begin(sunspot.run, batch=64)
     assert sunspot.submit("--set", "GLOBAL_BATCH_SIZE=128") == 6
     assert "SUNSPOT_GLOBAL_BATCH_SIZE: 64 -> 128" in sunspot.err
@@ -314,10 +314,10 @@ def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Comman
     assert sunspot.submit() == 4
     for part in (
         "5 problems, and nothing was sent",
-        "no permission to create rayjobs in namespace sunspot; ask for the Role sunspot-submitter of k8s/base",
+        "no permission to create rayjobs in namespace sunspot; ask for the Role sunspot-submitter in k8s/base",
         "no permission to list pods",
         "Secret sunspot-storage is not in namespace sunspot; create it: kubectl -n sunspot create secret generic",
-        "ServiceAccount sunspot-train is not in namespace sunspot; `kubectl apply -k k8s/base`",
+        "ServiceAccount sunspot-train is not in namespace sunspot; create Sunspot's own with `kubectl",
         "create the bucket, or correct SUNSPOT_STORAGE_PATH",
     ):
         assert part in sunspot.err
@@ -327,20 +327,20 @@ def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Comman
 def test_a_forbidden_object_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.forbidden |= {f"{CORE}/secrets/sunspot-storage", CORE}
     assert sunspot.submit("--image", "sunspot") == 0
-    assert "this user may not see whether Secret sunspot-storage exists; pods cannot start without it" in sunspot.err
-    assert "image sunspot names no version" in sunspot.err
+    assert "this user cannot see whether Secret sunspot-storage exists; pods cannot start without it" in sunspot.err
+    assert "image sunspot has no version" in sunspot.err
 
 
 def test_a_missing_operator_or_namespace_is_reported(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.objects.discard(CORE)
     assert sunspot.submit() == 4
-    assert "there is no namespace sunspot; `kubectl apply -k k8s/base` creates sunspot" in sunspot.err
+    assert "there is no namespace sunspot; create the namespace sunspot with `kubectl apply -k k8s/base`" in sunspot.err
     cluster.has_operator = False
     assert sunspot.submit() == 4
     assert "install the KubeRay operator" in sunspot.err
 
 
-def test_refusals_quote_the_api_server(cluster: FakeCluster, sunspot: Command) -> None:
+def test_errors_quote_the_api_server(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.on("PATCH", "dryRun=All", answer(422, "spec.entrypoint: too long"))
     assert sunspot.submit() == 4
     assert "spec.entrypoint: too long" in sunspot.err
@@ -357,18 +357,18 @@ def test_refusals_quote_the_api_server(cluster: FakeCluster, sunspot: Command) -
         ),
     ],
 )
-def test_a_field_that_the_api_server_does_not_know_is_named(
+def test_the_error_for_an_unknown_field_names_the_field(
     cluster: FakeCluster, sunspot: Command, faults: str, said: str
 ) -> None:
     message = f"failed to create typed patch object (sunspot/mnist; ray.io/v1, Kind=RayJob): {faults}"
     cluster.on("PATCH", "dryRun=All", answer(500, message))
     assert sunspot.submit() == 4
-    assert f"refuses the RayJob: {said}; correct pod or rayjob in the profile" in sunspot.err
+    assert f"rejected the RayJob: {said}; correct pod or rayjob in the profile" in sunspot.err
     assert len([request for request in cluster.requests if request[0] == "PATCH"]) == 1, "it is not retried"
 
 
 def refusing_pods(message: str, status: int = 403) -> Fault:
-    """Refuse pods on the host's network, like admission in a namespace that enforces `restricted`."""
+    """Reject pods on the host's network, like a namespace that enforces `restricted`."""
 
     def act(handler: Any) -> None:
         pod = json.loads(handler.body)
@@ -397,7 +397,7 @@ FORBIDDEN = 'pods "{}" is forbidden: '
         (404, "the server could not find the requested resource", 0),
     ],
 )
-def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
+def test_pods_that_would_be_rejected_are_found_in_a_dry_run(
     cluster: FakeCluster, sunspot: Command, tmp_path: Path, status: int, said: str, code: int
 ) -> None:
     profile = tmp_path / "mine.yaml"
@@ -410,16 +410,16 @@ def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
     if "dry run" in said or status == 404:
         assert told not in sunspot.err
     elif code:
-        assert "1 problem, and nothing was sent:\n  pods of the group workers would be refused" in sunspot.err
+        assert "1 problem, and nothing was sent:\n  pods of group workers would be rejected" in sunspot.err
         fix = (
             "set cpu_limit"
             if "limits.cpu" in said
             else "change the profile, or ask the owner of the namespace to allow it"
         )
-        fix = "it can never fit: request less" if "exceeded quota" in said else fix
+        fix = "the run can never fit; request less" if "exceeded quota" in said else fix
         assert f"{told}; {fix}" in sunspot.err
     else:
-        assert "warning: pods of the group workers would be refused now" in sunspot.err
+        assert "warning: pods of group workers would be rejected now" in sunspot.err
         assert f"{told}; {'they wait' if 'quota' in told else 'the operator'}" in sunspot.err
         assert sunspot.submit("--profile", str(profile)) == 0
         assert "refused" not in sunspot.err, "submit attaches to a live run, whether or not it would find room again"
@@ -434,28 +434,28 @@ def put_quota(cluster: FakeCluster, resource: str, hard: str, used: str = "0") -
     cluster.documents[QUOTAS] = {"items": [team]}
 
 
-def test_a_quota_in_which_a_run_can_never_fit_is_refused(cluster: FakeCluster, sunspot: Command) -> None:
-    """The quota would admit each single pod."""
+def test_a_run_that_can_never_fit_into_a_quota_is_rejected(cluster: FakeCluster, sunspot: Command) -> None:
+    """The quota would admit each pod by itself."""
     put_quota(cluster, "requests.memory", "9Gi")
     for words in ((), ("--dry-run",)):
         assert sunspot.submit(*words) == 4
-        needed = "11Gi needed (head 5Gi + 2 workers 6Gi), 9Gi in all"
-        assert f"team: requests.memory: {needed}; it can never fit: request less" in sunspot.err
+        needed = "11Gi needed (head 5Gi + 2 workers 6Gi) of only 9Gi"
+        assert f"team: requests.memory: {needed}; the run can never fit; request less" in sunspot.err
         assert "wait" not in sunspot.err
     assert cluster.jobs == {}
     assert not sunspot.run.storage.list(""), "nothing is recorded either"
 
 
-def test_a_quota_that_others_use_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_quota_used_up_by_other_runs_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
     put_quota(cluster, "requests.memory", "20Gi", used="16Gi")
     said = FORBIDDEN + "exceeded quota: team, requested: memory=5Gi, used: memory=16Gi, limited: memory=20Gi"
     cluster.on("POST", f"{CORE}/pods?dryRun=All", refusing_pods(said, 403))
     assert sunspot.submit() == 0, sunspot.err
-    assert "team: requests.memory: 11Gi needed, 4Gi free of 20Gi; the pods wait until other runs end" in sunspot.err
-    assert "would be refused now" not in sunspot.err, "each quota is reported once"
+    assert "team: requests.memory: 11Gi needed, 4Gi free of 20Gi; wait until other runs end" in sunspot.err
+    assert "would be rejected now" not in sunspot.err, "each quota is reported once"
 
 
-def test_a_quota_with_room_for_part_of_an_elastic_run_is_reported(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submit_warns_if_a_quota_fits_only_part_of_an_elastic_run(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.objects.add(f"{CORE}/serviceaccounts/sunspot-autoscaler")
     put_quota(cluster, "requests.memory", "12Gi")
     assert sunspot.submit("--set", "NUM_WORKERS=2..3") == 0, sunspot.err
@@ -477,34 +477,34 @@ def test_submit_attaches_to_a_live_run_despite_a_full_quota(cluster: FakeCluster
     assert sunspot.submit() == 0, "the old RayJob is deleted first, too"
 
 
-def test_a_user_who_may_not_list_quotas_can_still_submit(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_user_who_cannot_list_quotas_can_still_submit(cluster: FakeCluster, sunspot: Command) -> None:
     put_quota(cluster, "pods", "1")
     cluster.forbidden.add(QUOTAS)
     assert sunspot.submit() == 0, sunspot.err
 
 
-def test_limit_ranges_are_compared_if_pods_cannot_be_tried(cluster: FakeCluster, sunspot: Command) -> None:
+def test_limit_ranges_are_checked_if_pods_cannot_be_created_in_a_dry_run(
+    cluster: FakeCluster, sunspot: Command
+) -> None:
     limits = {"limits": [{"type": "Container", "max": {"memory": "4Gi"}}]}
     cluster.documents[f"{CORE}/limitranges"] = {"items": [{"metadata": {"name": "sizes"}, "spec": limits}]}
     assert sunspot.submit("--dry-run") == 0, "the API server itself would refuse a pod"
     cluster.forbidden.add("create pods")
     assert sunspot.submit() == 4
-    assert "pods of the group head would be refused: a Container may have at most 4Gi of memory" in sunspot.err
+    assert "pods of group head would be rejected: a Container can have at most 4Gi of memory" in sunspot.err
 
 
-def test_the_message_about_a_full_rayjob_quota_says_that_ended_rayjobs_count(
-    cluster: FakeCluster, sunspot: Command
-) -> None:
+def test_a_full_rayjob_quota_error_says_that_ended_rayjobs_count(cluster: FakeCluster, sunspot: Command) -> None:
     full = "count/rayjobs.ray.io=9"
     said = (
         f"rayjobs is forbidden: exceeded quota: team, requested: count/rayjobs.ray.io=1, used: {full}, limited: {full}"
     )
     cluster.on("PATCH", "dryRun=All", answer(403, said))
     assert sunspot.submit() == 4
-    assert "RayJobs that have ended count, too: delete some (`sunspot delete`)" in sunspot.err
+    assert "RayJobs that have ended also count; delete some (`sunspot delete`)" in sunspot.err
 
 
-def test_pods_are_not_tried_if_the_user_may_not_create_them(cluster: FakeCluster, sunspot: Command) -> None:
+def test_pods_are_not_checked_if_the_user_cannot_create_them(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.forbidden.add("create pods")
     assert sunspot.submit() == 0, sunspot.err
     assert not [path for method, path in cluster.requests if method == "POST" and path.startswith(f"{CORE}/pods")]
@@ -513,7 +513,7 @@ def test_pods_are_not_tried_if_the_user_may_not_create_them(cluster: FakeCluster
 def test_a_new_job_in_a_queue_must_be_suspended(cluster: FakeCluster, sunspot: Command) -> None:
     """Kueue's webhook suspends the job in the dry run. Without Kueue, the label has no effect, and the job begins."""
     assert sunspot.submit("--queue", "gpus") == 4
-    assert "queue gpus: Kueue would not hold the job back" in sunspot.err
+    assert "queue gpus: Kueue does not manage this job" in sunspot.err
     assert cluster.jobs == {}
     cluster.has_kueue = True
     assert sunspot.submit("--queue", "gpus") == 0, sunspot.err
@@ -521,12 +521,12 @@ def test_a_new_job_in_a_queue_must_be_suspended(cluster: FakeCluster, sunspot: C
     assert sunspot.submit("--queue", "gpus") == 0, "submit attaches to an admitted job"
 
 
-def test_an_elastic_run_needs_a_newer_kueue(cluster: FakeCluster, sunspot: Command) -> None:
+def test_an_error_about_elastic_runs_names_the_required_kueue_version(cluster: FakeCluster, sunspot: Command) -> None:
     words = "a kueue managed job should only use autoscaling when workload slicing is enabled"
     cluster.objects.add(f"{CORE}/serviceaccounts/sunspot-autoscaler")
     cluster.on("PATCH", "dryRun=All", answer(403, words))
     assert sunspot.submit("--queue", "gpus", "--set", "NUM_WORKERS=1..2") == 4
-    assert f"{words}. A changing number of pods needs Kueue 0.18 or later" in sunspot.err
+    assert f"{words}. A variable number of pods needs Kueue 0.18 or later" in sunspot.err
 
 
 def test_unreachable_storage_is_explained_if_the_endpoint_differs(
@@ -542,7 +542,7 @@ def test_unreachable_storage_is_explained_if_the_endpoint_differs(
 # ------------------------------------------------------------------------------------------------------ stop and resume
 
 
-def test_resume_of_a_stopped_pending_run_names_the_command(cluster: FakeCluster, sunspot: Command) -> None:
+def test_resume_of_a_stopped_pending_run_prints_the_submit_command(cluster: FakeCluster, sunspot: Command) -> None:
     """The RayJob still waits for nodes, so it is deleted, and `resume` finds nothing in the cluster to restart."""
     sunspot.submit("--set", "EPOCHS=3")
     name = only_job(cluster)
@@ -591,7 +591,7 @@ PLANTED = {"image": "evil.example/miner", "serviceAccountName": "sunspot-submitt
 
 
 def test_nothing_from_storage_is_applied(cluster: FakeCluster, sunspot: Command) -> None:
-    """A user who can write to the bucket must not decide what runs in the cluster."""
+    """A user with write access to the bucket must not be able to run code in the cluster."""
     sunspot.submit()
     name = only_job(cluster)
     end(cluster, sunspot.run, RunState.STOPPED)
@@ -622,7 +622,7 @@ def test_nothing_from_storage_is_applied(cluster: FakeCluster, sunspot: Command)
         (("metadata", "annotations"), ["sunspot/generation"]),
     ],
 )
-def test_a_rayjob_is_not_restarted_from_the_manifest_of_another(
+def test_a_rayjob_is_not_restarted_from_another_rayjobs_manifest(
     cluster: FakeCluster, sunspot: Command, path: tuple[str, ...], value: Any
 ) -> None:
     sunspot.submit()
@@ -638,7 +638,7 @@ def test_a_rayjob_is_not_restarted_from_the_manifest_of_another(
         annotations[APPLIED] = text
         before = json.dumps(cluster.jobs)
         assert sunspot("resume", "run") == 4
-        assert f"its annotation {APPLIED} does not contain its own manifest; submit the run again" in sunspot.err
+        assert f"does not contain its own manifest in its annotation {APPLIED}; submit the run again" in sunspot.err
         assert json.dumps(cluster.jobs) == before
 
 
@@ -647,7 +647,7 @@ def test_a_rayjob_of_another_run_is_not_overwritten(cluster: FakeCluster, sunspo
     name = yaml.safe_load(sunspot.out)["metadata"]["name"]
     cluster.put_job(rayjob(name, run="other"))
     assert sunspot.submit() == 6
-    assert f"RayJob {name} in namespace sunspot is not a job of the run run" in sunspot.err
+    assert f"RayJob {name} in namespace sunspot belongs to a different run than run" in sunspot.err
     assert cluster.jobs[name]["metadata"]["labels"] == {"sunspot/run": "other"}
 
 
@@ -712,9 +712,7 @@ def test_a_run_with_a_silent_owner_is_taken_over_without_take_over(
     assert sunspot.json["action"] == "created"
 
 
-def test_an_owner_whose_rayjob_was_just_deleted_here_does_not_count_as_elsewhere(
-    cluster: FakeCluster, sunspot: Command
-) -> None:
+def test_an_owner_with_a_just_deleted_rayjob_is_not_alive_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
     assert sunspot.submit() == 0
     write_status(sunspot.run, Status(RunState.RUNNING, f"{owner(cluster)}@sunspot/{cluster_identity('A')}"))
@@ -723,7 +721,7 @@ def test_an_owner_whose_rayjob_was_just_deleted_here_does_not_count_as_elsewhere
     assert sunspot.json["action"] == "created"
 
 
-def test_an_ended_rayjob_here_does_not_hide_the_owner_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
+def test_an_ended_rayjob_does_not_hide_an_owner_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
     """The old owner's RayJob has ended with 6, and `submit` does not take the run back without --take-over."""
     sunspot.submit()
     name, before = only_job(cluster), owner(cluster)
@@ -737,7 +735,7 @@ def test_an_ended_rayjob_here_does_not_hide_the_owner_elsewhere(cluster: FakeClu
     assert owner(cluster) != before
 
 
-def test_status_and_list_say_where_a_run_lives(cluster: FakeCluster, sunspot: Command) -> None:
+def test_status_and_list_print_the_owners_cluster_and_namespace(cluster: FakeCluster, sunspot: Command) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))
     where = {"cluster": "ffffffffff", "namespace": "teamb", "job": "run-0"}
     for command in (("status", "run"), ("list",)):
@@ -770,7 +768,7 @@ def test_stop_without_waiting_only_writes_the_marker(cluster: FakeCluster, sunsp
     assert cluster.jobs
 
 
-def test_stop_with_an_expired_credential_says_that_the_run_ends_by_its_stop_marker(
+def test_stop_with_an_expired_credential_says_that_the_stop_marker_is_written(
     cluster: FakeCluster, sunspot: Command
 ) -> None:
     sunspot.submit()
@@ -778,16 +776,16 @@ def test_stop_with_an_expired_credential_says_that_the_run_ends_by_its_stop_mark
     write_status(sunspot.run, Status(RunState.RUNNING, owner(cluster)))
     cluster.on("GET", "/rayjobs", answer(401, "Unauthorized"))
     assert sunspot("stop", "run") == 4
-    assert "refuses these credentials (Unauthorized); renew them, or choose another --context. " in sunspot.err
+    assert "rejected these credentials (Unauthorized); renew them, or choose another --context. " in sunspot.err
     assert "the stop marker is in storage, so the run saves and ends by itself; `sunspot stop run " in sunspot.err
     assert stop_requested(sunspot.run)
     assert cluster.jobs
 
 
-def test_a_user_without_a_name_may_stop_a_run(
+def test_a_user_without_a_name_can_stop_a_run(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A container's user may only have a number."""
+    """A user in a container can have a number but no name."""
     for name in ("USER", "LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
@@ -822,7 +820,7 @@ def test_resume_of_a_run_that_was_not_submitted_clears_the_marker(cluster: FakeC
     assert not stop_requested(sunspot.run)
 
 
-def test_without_a_cluster_stop_and_resume_use_storage_alone(
+def test_stop_and_resume_without_a_cluster_use_only_storage(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))

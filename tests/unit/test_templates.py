@@ -1,4 +1,4 @@
-"""`sunspot init` writes a task that learns without a change, and replaces no file."""
+"""Tests that `sunspot init` writes tasks that learn, and does not replace files."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def train(task: Any, settings: Settings, source: Source) -> list[float]:
     return means
 
 
-def test_init_replaces_no_file(sunspot: Command, tmp_path: Path) -> None:
+def test_init_does_not_replace_files(sunspot: Command, tmp_path: Path) -> None:
     (tmp_path / "sunspot.toml").write_text("EPOCHS = 7")
     assert sunspot("init", "table", str(tmp_path)) == 2
-    assert f"{tmp_path / 'sunspot.toml'} already exists, and nothing was written" in sunspot.err
+    assert f"{tmp_path / 'sunspot.toml'} already exists, so nothing was written" in sunspot.err
     assert [path.name for path in tmp_path.iterdir()] == ["sunspot.toml"]
     assert sunspot("init", "tables", str(tmp_path / "new")) == 2
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""Tests of the reasons why no node takes a pod, and of their order."""
+"""Tests of the reasons why a pod fits on no node, and their order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPU = "nvidia.com/gpu"
 
 
 def message(*reasons: str) -> str:
-    """Return the scheduler's message about a pod that no node takes."""
+    """Return the scheduler's message about a pod that fits on no node."""
     preemption = " no new claims to deallocate, preemption: 0/3 nodes are available: 3 No preemption victims found."
     return f"0/3 nodes are available: {', '.join(reasons)}.{preemption}"
 
@@ -72,7 +72,7 @@ def message(*reasons: str) -> str:
         (["3 cannot allocate all claims"], [(RESOURCES, 3, "devices for its claim")]),
     ],
 )  # fmt: skip
-def test_refusals_in_a_scheduler_message_are_sorted_by_use(
+def test_the_reasons_in_a_scheduler_message_are_sorted_by_usefulness(
     reasons: list[str], found: list[tuple[Diagnosis, int, str]]
 ) -> None:
     assert [refusal[:3] for refusal in parse_refusals(message(*reasons))] == found
@@ -128,13 +128,13 @@ ON_L4 = {"nodeSelector": L4}
         ([UNNAMED], pod(), PLAIN, (TAINT, 1, "")),
     ],
 )  # fmt: skip
-def test_the_nodes_show_the_obstacle_of_a_pod(
+def test_obstacles_are_read_from_the_nodes(
     said: list[str], asked: dict[str, Any], nodes: list[Any], first: tuple[Diagnosis, int, str]
 ) -> None:
     assert find_refusals(message(*said), asked, nodes)[0][:3] == first
 
 
-def test_a_node_with_two_obstacles_names_both() -> None:
+def test_both_obstacles_of_a_node_are_reported() -> None:
     tainted = node("a", taints=["team"])
     [one, other] = find_refusals(message(UNNAMED), pod(**ON_L4), [MAIN, tainted])
     assert (one.kind, one.others) == (TAINT, ("not labelled gpu=l4",))
@@ -195,9 +195,9 @@ def test_every_reason_has_its_own_advice(reason: str, advice: str) -> None:
     assert advice in finding.advice
 
 
-def test_advice_on_a_pod_too_large_for_every_node_is_not_to_wait() -> None:
+def test_advice_on_a_pod_too_large_for_every_node_does_not_say_to_wait() -> None:
     [finding] = explain({message("2 Insufficient cpu", UNNAMED): ["w-1"]}, [MAIN, *PLAIN], cpu="64")
-    assert finding.evidence == ("2 nodes too small for pod w-1, even without other pods: too little cpu (cpu 64)")
+    assert finding.evidence == ("2 nodes with too little cpu for pod w-1 (cpu 64), even without other pods")
     assert finding.advice == "lower worker.cpu in the profile, or add larger nodes"
 
 

@@ -36,7 +36,7 @@ JOB = "run-1"
 
 @pytest.fixture
 def when(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Call a function as soon as `wait` has shown a state for the first time."""
+    """Call a function when `wait` shows a state for the first time."""
     steps: dict[str, Callable[[], Any]] = {}
     show = ProgressLines.__call__
 
@@ -51,7 +51,7 @@ def when(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def later(*steps: Callable[[], Any], pause: float) -> None:
-    """Call functions one after the other in a thread."""
+    """Call functions one after another in a thread."""
 
     def act() -> None:
         for step in steps:
@@ -102,7 +102,7 @@ def test_a_run_is_followed_to_its_success(
         (None, "ValidationFailed", "", 1, "error: run failed: the operator refuses the manifest: bad name"),
     ],
 )
-def test_the_end_of_the_run_decides_the_exit_code(
+def test_wait_exits_with_the_runs_outcome(
     cluster: FakeCluster,
     run: Run,
     sunspot: Command,
@@ -120,10 +120,10 @@ def test_the_end_of_the_run_decides_the_exit_code(
     assert said in sunspot.out + sunspot.err
 
 
-def test_a_failure_is_not_final_until_the_cluster_confirms_it(
+def test_wait_continues_until_the_cluster_confirms_a_failure(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str
 ) -> None:
-    """The operator may start another try, which only the API server knows."""
+    """The operator can start another attempt, which only the API server knows about."""
     set_status(run, RunState.FAILED, reason="a lost disk")
     cluster.down()
 
@@ -136,7 +136,7 @@ def test_a_failure_is_not_final_until_the_cluster_confirms_it(
     assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
 
 
-def test_a_changed_age_alone_prints_no_line(
+def test_wait_prints_no_line_if_only_an_age_changes(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show, now = ProgressLines(run), 1000.0
@@ -161,7 +161,7 @@ def test_a_changed_age_alone_prints_no_line(
     assert count_lines(RunState.RUNNING, "1 worker trains", step=14, later_s=600) == 0, "no step was taken"
 
 
-def test_an_outage_of_the_api_server_is_waited_out(
+def test_wait_survives_an_api_server_outage(
     cluster: FakeCluster,
     run: Run,
     sunspot: Command,
@@ -184,7 +184,7 @@ def test_an_outage_of_the_api_server_is_waited_out(
     assert "the API server is back after" in sunspot.err
 
 
-def test_wait_gives_up_after_a_long_outage(
+def test_wait_fails_after_a_long_api_server_outage(
     cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
@@ -195,7 +195,7 @@ def test_wait_gives_up_after_a_long_outage(
 
 
 class Breaking:
-    """An API server that answers every second request, after two thirds of the longest outage."""
+    """An API server that is down for two thirds of the longest outage and then answers every second request."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -212,7 +212,7 @@ class Breaking:
     list_warnings = list_pods
 
 
-def test_outages_that_end_do_not_add_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_separate_outages_are_not_added_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = Breaking()
     clock = SimpleNamespace(monotonic=lambda: server.now, sleep=lambda seconds: None)
     monkeypatch.setattr("sunspot.submitter.cluster.observation.time", clock)
@@ -247,7 +247,7 @@ def test_expired_credentials_are_retried_for_a_while(
     assert ("error: " in sunspot.err) == (code == 4)
 
 
-def test_hidden_objects_are_named_and_the_rest_is_shown(
+def test_wait_reports_hidden_objects_and_shows_the_rest(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     cluster.pods = [pod("run-1-x-head", "run-1-x", head=True)]
@@ -263,7 +263,7 @@ def test_hidden_objects_are_named_and_the_rest_is_shown(
     assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
 
 
-def test_lists_of_any_length_are_read_completely(cluster: FakeCluster, sunspot: Command, job: str) -> None:
+def test_long_lists_are_read_page_by_page(cluster: FakeCluster, sunspot: Command, job: str) -> None:
     def event(about: str) -> dict[str, Any]:
         meta = {"creationTimestamp": timestamp(time.time())}
         about_it = {"involvedObject": {"name": about}, "reason": "FailedToCreateHeadPod", "message": "exceeded quota"}
@@ -275,7 +275,7 @@ def test_lists_of_any_length_are_read_completely(cluster: FakeCluster, sunspot: 
     assert sum("/events" in path for _, path in cluster.requests) == 3
 
 
-def test_an_end_in_storage_is_seen_without_the_api_server(
+def test_wait_sees_the_runs_end_in_storage_without_the_api_server(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
@@ -325,7 +325,7 @@ def give_up_head(cluster: FakeCluster) -> None:
 
 
 def owner(cluster: FakeCluster) -> str:
-    """Return the owner in the manifest of the RayJob."""
+    """Return the owner in the RayJob's manifest."""
     return settings_of(cluster.jobs[JOB])["SUNSPOT_JOB_ID"]
 
 
@@ -346,7 +346,7 @@ def uids(cluster: FakeCluster) -> list[str]:
     return found
 
 
-def test_a_run_whose_head_was_given_up_is_restarted_as_the_same_job(
+def test_a_run_with_an_abandoned_head_is_restarted_as_the_same_job(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
 ) -> None:
     cluster.put_job(submitted(rayjob(JOB)))
@@ -391,12 +391,12 @@ def test_head_restarts_are_limited_without_a_new_checkpoint(
     when(pending=fail_after_a_checkpoint)
     assert sunspot("wait", "run", "--timeout", "60") == 1
     assert len(uids) == 1 + 1 + 2
-    assert "given up again after 2 restarts without a new checkpoint" in sunspot.err
+    assert "abandoned its head again after 2 restarts without a new checkpoint" in sunspot.err
     assert "or raise SUNSPOT_MAX_DRIVER_STARTS" in sunspot.err
 
 
 @pytest.mark.parametrize("why", ["not submitted from here", "asked to stop", "other end"])
-def test_a_run_that_ends_in_another_way_is_not_restarted(
+def test_a_run_that_ends_for_another_reason_is_not_restarted(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], why: str
 ) -> None:
     cluster.put_job(rayjob(JOB) if why == "not submitted from here" else submitted(rayjob(JOB)))
@@ -410,7 +410,7 @@ def test_a_run_that_ends_in_another_way_is_not_restarted(
     assert "failed     for good" in sunspot.out
 
 
-def test_an_outage_during_a_restart_is_waited_out(
+def test_a_restart_survives_an_api_server_outage(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
 ) -> None:
     cluster.put_job(submitted(rayjob(JOB)))
@@ -448,15 +448,15 @@ def test_wait_fails_if_gitops_does_not_recreate_the_rayjob(
     cluster.put_job(kept(rayjob(JOB)))
     give_up_head(cluster)
     assert sunspot("wait", "run", "--timeout", "20") == 5
-    assert "run-1 was deleted to start it again, and Argo CD has not recreated it; sync it by hand" in sunspot.err
+    assert "run-1 was deleted in order to restart it, but Argo CD has not recreated it; sync it by hand" in sunspot.err
 
 
-def test_a_user_who_may_not_create_rayjobs_deletes_nothing(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_no_rayjob_is_deleted_if_the_user_cannot_create_one(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     cluster.put_job(submitted(rayjob(JOB)))
     give_up_head(cluster)
     cluster.forbidden.add("create rayjobs")
     assert sunspot("wait", "run", "--timeout", "20") == 4
-    assert "run-1 was submitted, and this user may not create it again" in sunspot.err
+    assert "run-1 was submitted, and this user has no permission to create it again" in sunspot.err
     assert JOB in cluster.jobs
 
 
@@ -467,7 +467,7 @@ def test_wait_for_an_unknown_run_fails(cluster: FakeCluster, sunspot: Command) -
         assert f"nor in namespace sunspot of http://127.0.0.1:{cluster._port}" in sunspot.err
 
 
-def test_without_a_cluster_wait_follows_storage(
+def test_wait_without_a_cluster_follows_storage(
     run: Run, sunspot: Command, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -533,7 +533,7 @@ def test_status_merges_cluster_and_storage(cluster: FakeCluster, run: Run, sunsp
         assert part in sunspot.out
 
 
-def test_status_sums_up_the_cost_of_incidents(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+def test_status_prints_the_total_cost_of_incidents(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
     begin(run)
     cluster.set_status(job, "Running", "RUNNING")
     warning = "a save takes 40 s, and the notice is 30 s"
@@ -589,7 +589,7 @@ def test_status_omits_lines_about_missing_parts(run: Run, sunspot: Command) -> N
     assert sunspot.err == f"error: no run walk in {run.storage.locate('').rstrip('/')}; there are run\n"
 
 
-def test_a_submitted_run_is_not_taken_for_a_local_one(run: Run, sunspot: Command) -> None:
+def test_a_submitted_run_is_not_mistaken_for_a_local_run(run: Run, sunspot: Command) -> None:
     set_status(run, RunState.STOPPED, step=10, owner="laptop-4242-1a2b3c4d")
     age(run, 100)
     run.storage.write(run.key("submissions", "0001-run-1234.json"), b"{}")
@@ -621,7 +621,7 @@ def put_job_kept_in(path: str, cluster: FakeCluster) -> None:
     cluster.set_status(JOB, "Running", "RUNNING")
 
 
-def test_commands_that_read_take_the_bucket_from_the_rayjob(
+def test_read_only_commands_use_the_bucket_in_the_rayjob(
     cluster: FakeCluster, s3_bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_job_kept_in(f"s3://{s3_bucket}/runs", cluster)
@@ -632,7 +632,7 @@ def test_commands_that_read_take_the_bucket_from_the_rayjob(
 
 
 @pytest.mark.parametrize("verb", ["stop", "resume", "delete"])
-def test_commands_that_write_do_not_take_the_storage_from_the_rayjob(
+def test_commands_that_write_ignore_the_bucket_in_the_rayjob(
     cluster: FakeCluster, s3_bucket: str, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     path = f"s3://{s3_bucket}/team b"
@@ -650,7 +650,7 @@ def test_commands_that_write_do_not_take_the_storage_from_the_rayjob(
 
 
 @pytest.mark.parametrize("verb", ["status", "wait", "stop", "delete", "doctor", "dashboard"])
-def test_a_local_path_in_a_rayjob_is_refused(
+def test_a_local_storage_path_in_a_rayjob_is_rejected(
     cluster: FakeCluster, run: Run, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     begin(run)
@@ -696,7 +696,7 @@ def test_failed_requests_are_retried(cluster: FakeCluster, run: Run, sunspot: Co
 @pytest.mark.parametrize(
     ("status", "message", "said"),
     [
-        (401, "Unauthorized", "refuses these credentials (Unauthorized); renew them, or choose another --context"),
+        (401, "Unauthorized", "rejected these credentials (Unauthorized); renew them, or choose another --context"),
         (
             403,
             'User "me" cannot list rayjobs',
@@ -706,7 +706,7 @@ def test_failed_requests_are_retried(cluster: FakeCluster, run: Run, sunspot: Co
         (503, "etcd is down", "503 etcd is down"),
     ],
 )
-def test_refusals_of_the_api_server_name_the_fix(
+def test_api_server_errors_include_the_fix(
     cluster: FakeCluster, sunspot: Command, status: int, message: str, said: str
 ) -> None:
     cluster.on("GET", "rayjobs", answer(status, message))

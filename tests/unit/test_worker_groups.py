@@ -1,4 +1,4 @@
-"""Several groups of training pods in one profile: their manifests, and refusals."""
+"""Tests of profiles with several groups of training pods."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def groups_of(job: Rendered) -> list[dict[str, Any]]:
 
 
 def all_groups_of(job: Rendered) -> list[dict[str, Any]]:
-    """Return the worker groups of a rendered job."""
+    """Return the head group and the worker groups of a rendered job."""
     return [job.manifest["spec"]["rayClusterSpec"]["headGroupSpec"], *groups_of(job)]
 
 
-def test_each_group_is_merged_over_the_worker(tmp_path: Path) -> None:
+def test_each_group_inherits_from_worker(tmp_path: Path) -> None:
     first, second = groups_of(rendered(tmp_path, SPOT_FIRST))
     assert [first["groupName"], second["groupName"]] == ["workers", "workers-2"]
     pods = [group["template"]["spec"] for group in (first, second)]
@@ -63,7 +63,7 @@ def test_each_group_is_merged_over_the_worker(tmp_path: Path) -> None:
     assert "podAffinity" not in pods[1]["affinity"]
 
 
-def test_only_groups_that_want_spot_nodes_get_them(tmp_path: Path) -> None:
+def test_only_groups_with_spot_run_on_spot_nodes(tmp_path: Path) -> None:
     first, second = (group["template"]["spec"] for group in groups_of(rendered(tmp_path, SPOT_FIRST)))
     assert first["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
     assert "nodeAffinity" not in first["affinity"]
@@ -73,8 +73,8 @@ def test_only_groups_that_want_spot_nodes_get_them(tmp_path: Path) -> None:
     assert SPOT["key"] not in [toleration["key"] for toleration in second["tolerations"]]
 
 
-def test_each_group_has_a_resource_by_which_the_driver_requests_its_pods(tmp_path: Path) -> None:
-    """No group has to be ready before the job starts, and nodes are recognized by the resource of their group."""
+def test_each_group_offers_a_resource_named_after_itself(tmp_path: Path) -> None:
+    """The driver uses the resource to request and recognize the group's nodes. No group must be ready at the start."""
     job = rendered(tmp_path, SPOT_FIRST)
     first, second = groups_of(job)
     assert [[g["replicas"], g["minReplicas"], g["maxReplicas"]] for g in (first, second)] == [[0, 0, 8], [0, 0, 4]]
@@ -90,25 +90,25 @@ def test_each_group_has_a_resource_by_which_the_driver_requests_its_pods(tmp_pat
         == 1800
     )
     assert load_search(settings_of(job.manifest)).settings.resources_per_worker["CPU"] == 4, (
-        "this fits into a pod of either group"
+        "a worker must fit into a pod of either group"
     )
     assert job.manifest["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] is True
 
 
-def test_a_fixed_number_of_workers_may_move_between_groups(tmp_path: Path) -> None:
+def test_a_fixed_number_of_workers_can_move_between_groups(tmp_path: Path) -> None:
     job = rendered(tmp_path, SPOT_FIRST, NUM_WORKERS="4")
     assert [group["maxReplicas"] for group in groups_of(job)] == [4, 4]
     assert job.manifest["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] is True
 
 
-def test_some_workers_may_be_on_demand_and_the_others_on_spot(tmp_path: Path) -> None:
+def test_a_run_can_mix_on_demand_and_spot_workers(tmp_path: Path) -> None:
     text = "extends: eks-spot\nsettings: {NUM_WORKERS: 8}\nworker: {gpus: 2}\nworkers: [{spot: false, max: 1}, {}]"
     job = rendered(tmp_path, text)
     assert [group["maxReplicas"] for group in groups_of(job)] == [1, 4]
     assert [group.most for group in load_search(settings_of(job.manifest)).settings.node_groups] == [2, 8]
 
 
-def test_pods_are_spread_and_packed_over_all_groups(tmp_path: Path) -> None:
+def test_placement_applies_across_all_groups(tmp_path: Path) -> None:
     names = {"key": "ray.io/group", "operator": "In", "values": ["workers", "workers-2"]}
     for placement in ("spread", "pack"):
         job = rendered(tmp_path, f"extends: kind\nworker: {{placement: {placement}}}\nworkers: [{{}}, {{}}]")
@@ -123,9 +123,9 @@ def test_pods_are_spread_and_packed_over_all_groups(tmp_path: Path) -> None:
             assert "ray.io/group" not in found["labelSelector"]["matchLabels"]
 
 
-def test_each_group_may_have_its_own_pod_patch(tmp_path: Path) -> None:
+def test_each_group_can_have_its_own_pod_patch(tmp_path: Path) -> None:
     text = "extends: kind\nworkers: [{pod: {spec: {schedulerName: mine}}}, {pod: {spec: {volumes: mine}}}]"
-    with pytest.raises(SettingsError, match=r"workers\.1\.pod\.spec\.volumes: the manifest already has"):
+    with pytest.raises(SettingsError, match=r"workers\.1\.pod\.spec\.volumes is already"):
         rendered(tmp_path, text)
     first, second = groups_of(rendered(tmp_path, text.replace("volumes:", "priorityClassName:")))
     assert (first["template"]["spec"]["schedulerName"], second["template"]["spec"]["priorityClassName"]) == (
@@ -136,30 +136,33 @@ def test_each_group_may_have_its_own_pod_patch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("extends: gke-spot\nworkers: []", r"workers=\[\]: set it to a list of groups"),
-        ("extends: gke-spot\nworkers: [{gpu: 1}]", r"workers\.0\.gpu: no such key; did you mean workers\.0\.gpus\?"),
-        ("extends: gke-spot\nworkers: [{}, {after_s: soon}]", r"workers\.1\.after_s='soon': set it to whole seconds"),
-        ("extends: gke-spot\nworkers: [{}, {gpus: 4}]", "workers: the groups have 1 and 4 GPUs in a pod"),
+        ("extends: gke-spot\nworkers: []", r"workers=\[\] .*set it to a list of training pod groups"),
+        (
+            "extends: gke-spot\nworkers: [{gpu: 1}]",
+            r"workers\.0\.gpu is an unknown key; did you mean workers\.0\.gpus\?",
+        ),
+        ("extends: gke-spot\nworkers: [{}, {after_s: soon}]", r"workers\.1\.after_s='soon' .*set it to an integer"),
+        ("extends: gke-spot\nworkers: [{}, {gpus: 4}]", "workers: the groups have 1 and 4 GPUs per pod"),
         (
             "extends: kind\nworkers: [{}, {spot: true}]",
-            r"workers\.1\.spot=True: the profile does not describe spot nodes",
+            r"workers\.1\.spot=True: the profile has no spot nodes",
         ),
         (
             "extends: kind\nsettings: {NUM_WORKERS: 4}\nworkers: [{max: 1}, {max: 2}]",
-            "at most 3 pods together .*NUM_WORKERS=4 needs 4",
+            "at most 3 pods in total .*NUM_WORKERS=4 needs 4",
         ),
         (
             "extends: kind\nsettings: {LEARNING_RATE: 'uniform(1, 2)', CONCURRENT_TRIALS: 2}\nworkers: [{}, {}]",
-            "a search of 2 trials at once cannot use 2 groups",
+            "a search with 2 concurrent trials cannot use 2 groups",
         ),
         ("extends: kind\nqueue: q\nworkers: [{}, {}]", "queue q: .*keep one group in workers"),
         (
             'extends: kind\nsettings: {NODE_GROUPS: \'[{"name": "a", "most": 1, "after_s": 0}]\'}',
-            "NODE_GROUPS: it follows from the profile",
+            "NODE_GROUPS cannot be set",
         ),
     ],
 )
-def test_wrong_groups_are_refused_with_the_fix(text: str, told: str, tmp_path: Path) -> None:
+def test_invalid_groups_are_rejected_with_a_fix(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=told):
         rendered(tmp_path, text)
 
@@ -168,8 +171,8 @@ FRAGMENTS = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/cluster.md").re
 
 
 @pytest.mark.parametrize("kind", ["NodePool", "ComputeClass"])
-def test_groups_of_different_nodes_have_pods_that_fit_each(kind: str, tmp_path: Path) -> None:
-    """The nodes in docs/cluster.md have the labels and taints that the pods of the profile select and tolerate."""
+def test_documented_groups_have_pods_that_fit_their_nodes(kind: str, tmp_path: Path) -> None:
+    """The profile's pods select and tolerate the labels and taints of the nodes in docs/cluster.md."""
     [(nodes, profile)] = [pair for pair in pairwise(FRAGMENTS) if yaml.safe_load(pair[0]).get("kind") == kind]
     head, worker = (group["template"]["spec"] for group in all_groups_of(rendered(tmp_path, profile)))
     made = yaml.safe_load(nodes)

@@ -1,14 +1,14 @@
 """The submitter: the command `sunspot` and the library below it, which need neither torch nor Ray.
 
-`sunspot submit` runs these steps, and `sunspot.client.submit` all of them except the first:
+`sunspot submit` runs these steps, and `sunspot.client.submit` runs all of them except the first:
 
-    commands/submit.py       turns the command line into a JobRequest
-    manifest/render.py       render(JobRequest) -> Rendered: makes the manifest and the settings; pure
-    cluster/preflight.py     check: finds everything in cluster and storage that would keep the run from starting
-    cluster/applied.py       as_submission: makes the RayJob a new owner, with its manifest in an annotation
-    cluster/start.py         start_job(RunAccess, PreparedJob) -> Submission: attaches, refuses, or replaces and applies
-    cluster/observation.py   RunAccess.observe() -> RunSnapshot: reads the run from cluster and storage
-    cluster/state.py         judge: reduces the snapshot to one state, with its reason; pure
-    cluster/waiting.py       wait_for_end: follows the run, and restarts it if KubeRay has given up its head
-    cluster/progress_lines.py  prints what was done, and the progress of the run
+    commands/submit.py         turns the command line into a JobRequest
+    manifest/render.py         renders the manifest (render)
+    cluster/preflight.py       checks the cluster and storage for problems (check)
+    cluster/applied.py         makes the RayJob a new owner, with its manifest in an annotation (as_submission)
+    cluster/start.py           attaches to the RayJob, replaces it, or raises an error (start_job)
+    cluster/observation.py     reads the run from the cluster and storage (RunAccess.observe)
+    cluster/state.py           reduces the snapshot to one state and a reason (judge)
+    cluster/waiting.py         follows the run, and restarts it if KubeRay abandons its head pod (wait_for_end)
+    cluster/progress_lines.py  prints the result of the submission and the run's progress
 """

@@ -1,4 +1,4 @@
-"""Lists and verifies the checkpoints of a run that lead to its newest attempt."""
+"""Lists and verifies the checkpoints in the lineage of a run's newest attempt."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from sunspot.submitter.printing import progress_note
 
 @dataclass(frozen=True)
 class CheckpointList:
-    """Verified checkpoints by step, each with its faults, and the numbers of those that were left out."""
+    """Verified checkpoints with their faults, in the order of steps, and the numbers of omitted checkpoints."""
 
     checked: Sequence[tuple[Checkpoint, Sequence[str]]]
     older: int
@@ -21,7 +21,7 @@ class CheckpointList:
     incomplete: int
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the records of the JSON document, one for each checkpoint."""
+        """Return one JSON record per checkpoint."""
         now = time.time()
         return [
             {
@@ -40,10 +40,9 @@ class CheckpointList:
 
 
 def list_checkpoints(run: Run, limit: int | None = None) -> CheckpointList:
-    """Verify the newest `limit` checkpoints, or all of them if it is None.
+    """Verify the newest `limit` checkpoints, or all of them if `limit` is None.
 
-    This lists the checkpoints and reads one small file of each. A file is read again completely only if the listing
-    does not prove that it is unchanged.
+    Reads one small file per checkpoint. Other files are read only if the listing cannot prove that they are unchanged.
     """
     with progress_note("listing the checkpoints"):
         directories = list_directories(run)

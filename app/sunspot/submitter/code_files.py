@@ -1,7 +1,7 @@
-"""Packs the user's own code into one archive. The same files give the same bytes.
+"""Packs the user's code into an archive. The same files give the same bytes.
 
-The archive has the files that git tracks or does not ignore. No file that the code may need is left out silently: a
-file with secrets, or one that is too large, is refused by name.
+The archive contains all files that git does not ignore. Files that are too large or contain secrets raise an error,
+because the code might need them.
 """
 
 import functools
@@ -22,26 +22,26 @@ from sunspot.errors import SettingsError, shorten
 from sunspot.formatting import as_bytes, plural
 
 MAX_FILE = 10_000_000
-"""Size of the largest allowed file. A larger file is rarely code."""
+"""Maximum size of a file in bytes. Larger files are rarely code."""
 
 MAX_NAMED = 10
-"""Largest number of files that one refusal names."""
+"""Maximum number of files in an error message."""
 
 LEFT_OUT = {".git", ".venv", "venv", "__pycache__", ".ipynb_checkpoints", "node_modules"}
-"""Folders that are never code. In a repository, git decides about them."""
+"""Folders that are never code, used only outside git repositories."""
 
 WRITTEN = {"data", "runs"}
-"""Folders that training writes at the top of the code. Deeper folders with these names may be code."""
+"""Top-level folders that training writes. Deeper folders with these names can be code."""
 
 LEFT_BEHIND = re.compile(
     r"(.*/)?([^/]*~|[^/]*\.(bak|orig|rej|py[co])|\.[^/]*\.sw[a-p]|\.#[^/]*|#[^/]*#|\.DS_Store|Thumbs\.db|desktop\.ini)"
 )
-"""Matches files that editors, `patch`, Python and file managers leave; they are included only if git tracks them."""
+"""Pattern of files left by editors, `patch`, Python and file managers. They are included only if git tracks them."""
 
 SECRET = re.compile(
     r"""
     (.*/)?(
-        # settings of a shell or a program, which may include passwords; `.env.example` is for people to copy
+        # settings of a shell or a program, which can include passwords; `.env.example` is for people to copy
         \.env(\.(?!example$|sample$|template$|dist$)[^/]+)? | \.envrc | [^/]*\.env
       | ([._-]|[^/]*[._-])?secrets?\.(ya?ml|json|toml|ini|cfg|conf) | \.secrets
       | [^/]*\.tfvars(\.json)? | [^/]*\.tfstate(\.backup)? | \.terraformrc
@@ -61,25 +61,25 @@ SECRET = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-"""Paths of files that hold passwords and keys."""
+"""Pattern of paths of files that contain passwords or keys."""
 
 SCANNED_BYTES = 1_000_000
-"""Bytes at the beginning of each file that are searched for credentials; source files are smaller."""
+"""Number of bytes at the start of each file that are searched for credentials. Source files are smaller."""
 
 TEXT_BYTES = 8000
-"""Bytes at the beginning of a file among which a zero byte means that the file is not text, as in Git."""
+"""Number of bytes at the start of a file that contain no zero byte if the file is text, as in Git."""
 
 
 @dataclass(frozen=True)
 class CodeArchive:
-    """Archive of a folder."""
+    """A packed folder."""
 
     folder: Path
     names: frozenset[str]
     "Paths of the packed files, relative to the folder."
     content: bytes
     untracked: tuple[str, ...] = ()
-    "Packed files that git does not track. Empty if the folder is not in a repository."
+    "Packed files that git does not track, or empty if the folder is not in a repository."
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -87,11 +87,11 @@ class CodeArchive:
 
     @property
     def name(self) -> str:
-        """Key of the archive in its run."""
+        """The archive's key in its run."""
         return f"{FOLDER}/{self.sha256}.tar"
 
     def url(self, storage_path: str, run: str) -> str:
-        """Return the value of CODE for the archive in a run."""
+        """Return the value of CODE for this archive."""
         return f"{storage_path.rstrip('/')}/{run}/{self.name}@sha256:{self.sha256}"
 
     def holds(self, path: str) -> bool:
@@ -108,12 +108,12 @@ class CodeArchive:
 
 
 def pack(folder: Path) -> CodeArchive:
-    """Pack a folder. Raises `SettingsError` with every file that cannot be packed, and the fix.
+    """Pack a folder. Raises `SettingsError`, which lists every file that cannot be packed.
 
-    The files are searched for credentials only if nothing else is wrong with the folder.
+    Files are searched for credentials only if there are no other problems.
     """
     if not folder.is_dir():
-        raise SettingsError(f"code {folder}: no such folder; name the folder of your code, such as --code .")
+        raise SettingsError(f"code {folder}: no such folder; pass the folder with your code, such as --code .")
     found = dict(islice(list_files(folder), 2 * MAX_FILES))
     names = sorted(found)
     problems = list(filter(None, (_find_problem(folder, name) for name in names)))
@@ -121,7 +121,7 @@ def pack(folder: Path) -> CodeArchive:
     if len(names) > MAX_FILES or size > MAX_BYTES:
         what = f"{len(names)} files of {as_bytes(size)}" if size else f"{len(names)} files or more"
         problems.append(
-            f"{what}, but at most {MAX_FILES} and {as_bytes(MAX_BYTES)} are allowed; is it the folder of your code?"
+            f"{what}, but at most {MAX_FILES} and {as_bytes(MAX_BYTES)} are allowed; check that this is your code"
         )
     if not names:
         problems.append("the folder is empty, or git ignores all of its files")
@@ -139,17 +139,17 @@ def pack(folder: Path) -> CodeArchive:
 
 
 def list_files(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield each file to include, and True if git tracks it.
+    """Yield each file to include and whether git tracks it.
 
-    These are the files that git tracks or does not ignore, including those of submodules. Without git, they are all
-    files that may be code. Untracked files that match LEFT_BEHIND are left out.
+    In a repository, these are the files that git does not ignore, including files in submodules. Without git, these are
+    all files outside LEFT_OUT and WRITTEN. Untracked files that match LEFT_BEHIND are omitted.
     """
     if not _in_git(folder):
         for place, folders, files in os.walk(folder):
             here = Path(place).relative_to(folder)
             left_out = LEFT_OUT if here.parts else LEFT_OUT | WRITTEN
             folders[:] = [name for name in folders if name not in left_out]
-            links = [name for name in folders if Path(place, name).is_symlink()]  # links are refused by name later
+            links = [name for name in folders if Path(place, name).is_symlink()]  # links are rejected later
             names = ((here / name).as_posix() for name in files + links)
             yield from ((name, False) for name in names if not LEFT_BEHIND.fullmatch(name))
         return
@@ -161,7 +161,7 @@ def list_files(folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _ask_git(folder: Path, *options: str) -> list[str]:
-    """Return the names that `git ls-files` lists. Raises `SettingsError` with the output of git if it fails."""
+    """Return the output of `git ls-files` as a list. Raises `SettingsError` with git's output if it fails."""
     command = ["git", "-C", str(folder), "ls-files", "-z", *options]
     try:
         listed = subprocess.run(command, capture_output=True, check=True).stdout
@@ -172,7 +172,7 @@ def _ask_git(folder: Path, *options: str) -> list[str]:
 
 
 def _list_below(folder: Path, name: str) -> Iterator[str]:
-    """Yield a file that git lists, or the files of a submodule. Yields nothing if it has been deleted."""
+    """Yield a path from git's list, or the files in it if it is a submodule. Deleted files are omitted."""
     path = folder / name
     if path.is_dir() and not path.is_symlink():  # a submodule, or another repository
         if (path / ".git").exists():
@@ -187,44 +187,42 @@ def _in_git(folder: Path) -> bool:
 
 
 def _find_problem(folder: Path, name: str) -> str:
-    """Return the reason why a file cannot be packed, or an empty text."""
+    """Return the reason why a file cannot be packed, or an empty string."""
     path = folder / name
     if not name.isprintable():
-        return f"{name!r}: the name contains characters that cannot be printed; rename it"
+        return f"{name!r}: the name contains unprintable characters; rename the file"
     if SECRET.fullmatch(name) or SECRET.fullmatch(path.resolve().as_posix()):
-        return f"{name}: holds secrets, judging by its name; pods get theirs from a Secret (env_secrets in a profile)"
+        return f"{name} seems to contain secrets; pods get secrets from a Secret instead (env_secrets in a profile)"
     if path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(folder.resolve())):
-        return (
-            f"{name}: a link to {os.readlink(path)}, which is not a file of this folder; replace the link by the file"
-        )
+        return f"{name} is a link to {os.readlink(path)}, which is not a file in this folder; replace it with the file"
     if not path.is_file() or not os.access(path, os.R_OK):
-        return f"{name}: cannot be read, or is not a regular file"
+        return f"{name} cannot be read or is not a regular file"
     size = path.stat().st_size
     if size > MAX_FILE:
-        return f"{name}: {as_bytes(size)}, but at most {as_bytes(MAX_FILE)} are allowed; put data into a bucket"
+        return f"{name} has {as_bytes(size)}, but at most {as_bytes(MAX_FILE)} are allowed; put data into a bucket"
     return ""
 
 
 def _find_credential(folder: Path, name: str) -> str:
-    """Describe the credential in a file of the code and its line, or return an empty text."""
+    """Describe the first credential in a file, or return an empty string."""
     found = find_credential(_read_text(folder / name))
     if found is None:
         return ""
     return (
-        f"{name}, line {found.line}: holds {found.form}; read it from the environment, which pods get from a Secret "
-        "(env_secrets in a profile); if it is made up, add the comment `pragma: allowlist secret`"
+        f"{name}, line {found.line} contains {found.form}; read it from an environment variable that pods get from a "
+        "Secret (env_secrets in a profile), or add the comment `pragma: allowlist secret` if it is made up"
     )
 
 
 def _read_text(path: Path) -> str:
-    """Read the beginning of a file that may be code. Returns an empty text if the file is not text."""
+    """Read the start of a file. Returns an empty string if the file is not text."""
     with path.open("rb") as file:
         content = file.read(SCANNED_BYTES)
     return "" if b"\0" in content[:TEXT_BYTES] else content.decode(errors="replace")
 
 
 def _pack(folder: Path, names: list[str]) -> bytes:
-    """Return the archive, which does not depend on the time, the machine or the user."""
+    """Return the archive's content, which does not depend on the time, the machine or the user."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name in names:

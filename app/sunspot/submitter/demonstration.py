@@ -1,4 +1,4 @@
-"""Demonstrates on this machine that a run loses a worker, and that every row still counts exactly once."""
+"""Demonstrates on this machine that every row counts exactly once although a worker is lost."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.proof import Proof, prove
 
 NAME = "demo"
-"""Name of the demonstration's run."""
+"""The name of the demonstration's run."""
 
 SETTINGS = {
     "NUM_WORKERS": "3",
@@ -44,7 +44,7 @@ SETTINGS = {
 """Settings that differ from their defaults."""
 
 JOB = "sunspot-demo-"
-"""Prefix of the owner's name in every attempt of a demonstration. A user's run of the same name lacks it."""
+"""Prefix of the owner in a demonstration's attempts, which distinguishes it from a user's run with the same name."""
 
 KILLED_AT = 0.4
 """Fraction of the steps after which a worker is killed."""
@@ -52,40 +52,40 @@ KILLED_AT = 0.4
 LOOK_EVERY_S = 0.2
 
 MAX_WAIT_S = 300.0
-"""Longest wait for the next event. On two cores, the whole demonstration takes a third of it."""
+"""Longest wait for the next event in seconds. On two cores, the whole demonstration takes a third of this time."""
 
 END_WITHIN_S = 30.0
-"""Seconds in which the training may still save when the demonstration has been interrupted."""
+"""Seconds for the training to save and end after the demonstration is interrupted."""
 
 MAX_TAIL = 4000
-"""Number of characters that are shown of the output of a failed training."""
+"""Maximum number of characters of a failed training's output in the error."""
 
 WORKER = "ray::RayTrainWorker"
-"""Prefix of the title of a training worker's process."""
+"""Prefix of a training worker's process title."""
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Results of a demonstration."""
+    """The results of a demonstration."""
 
     loss: Receipt
-    "Receipt of the loss of the killed worker, with its cost."
+    "The receipt for the killed worker, with the cost of losing it."
     proof: Proof
     report: str
-    "Path or URL of the run's report."
+    "The path or URL of the run's report."
 
 
 Found = TypeVar("Found")
 
 Report = Callable[[float, str], None]
-"""Function that takes the time of an event, in seconds since the epoch, and its description."""
+"""A function that takes an event's time, in seconds since the epoch, and its description."""
 
 
 def demonstrate(run: Run, report: Report) -> Demonstration:
-    """Train the run in a process of its own, kill one of its workers, and prove which rows the run consumed.
+    """Train the run in a subprocess, kill one of its workers, and prove which rows the run consumed.
 
-    Raises `ConflictError` if a run of this name exists that is not a demonstration, `SunspotError` if the training
-    fails, and `GaveUpError` if the training makes no progress.
+    Raises `ConflictError` if another run with this name exists, `SunspotError` if the training fails, and `GaveUpError`
+    if the training makes no progress.
     """
     refuse_without_training()
     if run_exists(run):
@@ -122,12 +122,12 @@ def demonstrate(run: Run, report: Report) -> Demonstration:
 
 
 def remove_earlier(run: Run) -> None:
-    """Remove the run of an earlier demonstration. Raises `ConflictError` for a live run or a run of a user."""
+    """Remove an earlier demonstration's run. Raises `ConflictError` if the run is live or belongs to a user."""
     status = read_status(run)
     owners = [attempt.owner for attempt in read_attempts(run)] + ([status.owner] if status else [])
     if not owners or not all(owner.startswith(JOB) for owner in owners):
-        instead = f"choose another --storage, or `sunspot delete {run.name}` first"
-        raise ConflictError(f"{run.location}: not a run of `sunspot demo`, which would remove it; {instead}")
+        instead = f"choose another --storage, or run `sunspot delete {run.name}` first"
+        raise ConflictError(f"{run.location} is not a run of `sunspot demo`, which would remove it; {instead}")
     state, reason = read_state(run, status)
     if not state.terminal:
         instead = "wait for that demonstration, or choose another --storage"
@@ -136,19 +136,19 @@ def remove_earlier(run: Run) -> None:
 
 
 def receipts_of(run: Run, least: int = 1) -> list[Receipt]:
-    """Return the run's receipts if there are at least `least`, or an empty list."""
+    """Return the run's receipts, or an empty list if there are fewer than `least`."""
     receipts = read_receipts(read_journal(run, "events"))
     return receipts if len(receipts) >= least else []
 
 
 def reached_kill_step(run: Run) -> int:
-    """Return the newest step if KILLED_AT of all steps have been taken, or else 0."""
+    """Return the newest step if the run has taken KILLED_AT of all steps, or 0 otherwise."""
     status = read_status(run)
     return status.step if status and status.total_steps and status.step >= KILLED_AT * status.total_steps else 0
 
 
 def describe(loss: Receipt) -> Iterator[tuple[float, str]]:
-    """Yield the time and description of each event after the loss of a worker."""
+    """Yield the time and description of each event after a worker was lost."""
     if loss.noticed:
         yield loss.noticed, "the other two workers notice the loss and break off the step"
     if loss.formed:
@@ -161,7 +161,7 @@ def describe(loss: Receipt) -> Iterator[tuple[float, str]]:
 
 
 class Trainer:
-    """A training process on this machine, as its parent process sees it."""
+    """The parent's handle of a training process on this machine."""
 
     def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
         self._process = process
@@ -171,14 +171,14 @@ class Trainer:
         """Call `look` until it returns a true value, and return that value."""
         until = time.monotonic() + MAX_WAIT_S
         while True:
-            ended = self.ended  # read first, because the process may do what is awaited just before it ends
+            ended = self.ended  # read first, because the awaited event can happen just before the process ends
             found = look()
             if found:
                 return found
             if ended:
                 raise self._failed(f"the training ended before {what}")
             if time.monotonic() > until:
-                raise GaveUpError(f"gave up after waiting {MAX_WAIT_S:.0f} s for {what}")
+                raise GaveUpError(f"timed out after waiting {MAX_WAIT_S:.0f} s for {what}")
             time.sleep(LOOK_EVERY_S)
 
     @property
@@ -186,18 +186,18 @@ class Trainer:
         return self._process.poll() is not None
 
     def finish(self) -> None:
-        """Wait for the end of the training. Raises `SunspotError` if it failed."""
+        """Wait for the training to end. Raises `SunspotError` if it failed."""
         try:
             self._process.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:
-            raise GaveUpError(f"gave up after waiting {MAX_WAIT_S:.0f} s for the end of the training") from None
+            raise GaveUpError(f"timed out after waiting {MAX_WAIT_S:.0f} s for the training to end") from None
         if self._process.returncode:
             raise self._failed("the training failed")
 
     def kill_worker(self) -> int:
-        """Kill one of the workers and return its process id, or 0 if no worker is found."""
+        """Kill one of the workers and return its process ID, or 0 if no worker is found."""
         processes = list_processes()
-        for pid in sorted(processes, reverse=True):  # the highest id is rarely that of rank 0
+        for pid in sorted(processes, reverse=True):  # the highest ID rarely belongs to rank 0
             if processes[pid][1].startswith(WORKER) and self._process.pid in ancestors(pid, processes):
                 with suppress(ProcessLookupError):  # it has just ended
                     os.kill(pid, signal.SIGKILL)
@@ -211,14 +211,14 @@ class Trainer:
 
 @contextmanager
 def training(run: Run) -> Iterator[Trainer]:
-    """Train the run during the context, and end the training afterwards if it is still running."""
+    """Train the run inside the context, and stop it on exit if it is still running."""
     place = {"RUN_NAME": run.name, "STORAGE_PATH": run.storage.locate("").rstrip("/")}
     settings = {**SETTINGS, **place, "JOB_ID": f"{JOB}{uuid.uuid4().hex[:8]}"}
     others = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "RAY_"))}
     environment = {**others, **as_variables(settings)}
     given = sorted(name for name in os.environ if name.startswith(PREFIX) and name != f"{PREFIX}STORAGE_PATH")
     if given:
-        warn(f"ignored: {', '.join(given)}; a demonstration has its own settings")
+        warn(f"ignored {', '.join(given)}, because a demonstration has its own settings")
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(COMMAND, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -232,14 +232,14 @@ def training(run: Run) -> Iterator[Trainer]:
 
 
 def ancestors(pid: int, processes: Mapping[int, tuple[int, str]]) -> Iterator[int]:
-    """Yield the parent of a process, its parent, and so on, as far as `list_processes` knows them."""
+    """Yield the process IDs of a process's ancestors, starting with its parent."""
     while pid in processes:
         pid, _ = processes[pid]
         yield pid
 
 
 def list_processes() -> dict[int, tuple[int, str]]:
-    """Return the parent's id and the title of each process on this machine, by process id."""
+    """Return each process's parent ID and title, keyed by process ID."""
     found = {}
     if Path("/proc/self/stat").exists():
         for folder in Path("/proc").glob("[0-9]*"):

@@ -1,6 +1,6 @@
-"""Defines the findings of `sunspot doctor RUN`, and their order.
+"""Defines the findings of `sunspot doctor RUN` and their order.
 
-They are defined here and not in doctor/, because cluster/, a layer below doctor/, uses them too.
+They are not in doctor/, because the lower layer cluster/ also uses them.
 """
 
 import enum
@@ -10,16 +10,16 @@ from typing import Any
 
 
 class Diagnosis(enum.StrEnum):
-    """Kinds of findings. If two weigh the same, the earlier kind explains more."""
+    """The kinds of findings. Among otherwise equal findings, the earlier kind comes first."""
 
     UNSEEN = "cluster not seen"
-    "The API server refuses this user, or cannot be reached."
+    "The API server rejects this user or is unreachable."
 
-    # Some pods of the run are not running.
+    # Kinds of problems that keep the run's pods from running.
     NO_OPERATOR = "no operator"
     "No operator handles the RayJob."
     REFUSED = "refused"
-    "The operator or the API server refuses the submitted job."
+    "The operator or the API server rejects the submitted job."
     QUEUE = "not admitted"
     "The queue has not admitted the RayJob."
     QUOTA = "quota"
@@ -30,11 +30,11 @@ class Diagnosis(enum.StrEnum):
     MISSING = "missing object"
     "An object that the pods need, such as a Secret, does not exist."
     RESOURCES = "insufficient resources"
-    "The matching nodes have too few free resources."
+    "The matching nodes do not have enough free resources."
     VOLUME = "volume"
     "A volume is missing, or the nodes cannot reach it."
     AFFINITY = "affinity"
-    "Other pods keep the run's pods off the nodes, by affinity, spread or ports."
+    "Other pods keep the run's pods off the nodes through affinity, topology spread or ports."
     TAINT = "taint"
     "The nodes have taints that the pods do not tolerate."
     NO_NODE = "no node matches"
@@ -47,27 +47,27 @@ class Diagnosis(enum.StrEnum):
     STARTING = "starting"
     "The pods are starting, and nothing is wrong so far."
 
-    # The run makes no progress.
+    # Kinds of problems of a run that makes no progress.
     NOT_FINITE = "not finite"
     "The loss or the weights are NaN or infinite."
     FAILED = "failed"
     HUNG = "hung"
     "Some ranks stopped taking steps, and their stacks were recorded."
     NO_ROWS = "no rows"
-    "Some ranks waited for rows of Ray Data until their watchdogs ended them."
+    "Some ranks waited for rows from Ray Data until their watchdogs stopped them."
     LOST = "lost"
     "The run's processes ended without reporting an outcome."
     SILENT = "silent"
-    "The run should be training, but writes no status."
+    "The run should be training but writes no status."
     NO_STEP = "no step"
-    "The run writes a status, but has not taken a step for a long time."
+    "The run writes its status but has not taken a step for a long time."
     STOPPED = "stopped"
 
-    # The run makes progress, but could be faster or safer.
+    # Kinds of findings about a run that makes progress but could be faster or safer.
     THROTTLED = "throttled"
-    "The CPU limit of a container throttles a rank."
+    "A container's CPU limit throttles a rank."
     STRAGGLER = "straggler"
-    "One rank is slower than the others, which wait for it."
+    "One rank is slower than the others, and they wait for it."
     DATA_BOUND = "data-bound"
     "All ranks wait for rows."
     LOW_GOODPUT = "low goodput"
@@ -76,11 +76,11 @@ class Diagnosis(enum.StrEnum):
     STORAGE = "storage trouble"
     OLD_CHECKPOINT = "checkpoint too old"
     GONE = "checkpoint gone"
-    "The last checkpoint of an ended run has been deleted."
+    "The last checkpoint of a finished run has been deleted."
     DAMAGED = "checkpoint damaged"
     LONG_SAVE = "save exceeds notice"
     LEFTOVERS = "leftovers"
-    "Commits that were interrupted still take space."
+    "Interrupted commits still take up space."
 
     FEWER_WORKERS = "fewer workers"
     "The run trains with fewer workers than requested."
@@ -95,18 +95,18 @@ UNSCHEDULABLE = (
     Diagnosis.NO_NODE,
     Diagnosis.NODES,
 )
-"""Reasons why no node takes a pod. They weigh the same, because the best explanation depends on the nodes."""
+"""The reasons why a pod fits on no node. They sort equally, because the best explanation depends on the nodes."""
 
 
 class Severity(enum.StrEnum):
-    """Severities of findings, the worst first."""
+    """The severities of findings, from worst to least."""
 
     ERROR = "error"
-    "The run does not train, and will not start to train by itself."
+    "The run does not train and will not start training by itself."
     WARNING = "warning"
-    "The finding costs time, or may end the run later."
+    "The problem costs time or could end the run later."
     NOTE = "note"
-    "Nothing needs to be done."
+    "No action is needed."
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,15 @@ class Finding:
     finding: Diagnosis
     severity: Severity
     evidence: str
-    "Observation, with its figures."
+    "The observation, including numbers."
     advice: str
-    "Action to take."
+    "The recommended action."
     details: dict[str, Any] = field(default_factory=dict)
-    "Figures and names of the evidence for programs: `rank`, `node`, `file`, `line` and so on."
+    "The evidence in machine-readable form, such as `rank`, `node`, `file` and `line`."
     cost: float = 0.0
-    "Fraction of the run's time that this costs, if known."
+    "Fraction of the run's time that the problem costs, if known."
     traces: tuple[str, ...] = ()
-    "Complete stacks or tracebacks."
+    "The full stacks or tracebacks."
 
     def record(self) -> dict[str, Any]:
         """Return the finding as an item of `findings` in the JSON document."""

@@ -1,4 +1,4 @@
-"""Finds a run's checkpoints, archives of code and unfinished uploads that are no longer needed."""
+"""Finds a run's checkpoints, code archives and unfinished uploads that are no longer needed."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -33,17 +33,17 @@ from sunspot.submitter.runs import list_unfinished
 
 @dataclass(frozen=True)
 class Removal:
-    """An object to remove, and the reason."""
+    """An object to remove and the reason."""
 
     name: str
-    "Name of the checkpoint, or key of another object."
+    "The checkpoint's name, or another object's key."
     bytes: int
     why: str
     remove: Callable[[], None]
 
 
 def find_removals(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
-    """Yield everything in the run that is no longer needed at `now`, the time of this machine's clock."""
+    """Yield everything in the run that is no longer needed. `now` is this machine's time."""
     with contextlib.suppress(StorageError):  # without write permission, a directory's clock cannot be read
         run.storage.refresh(run.name)
     yield from _find_checkpoints(run, keep, now)
@@ -56,13 +56,13 @@ def find_removals(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
 
 
 def _find_code(run: Run, now: float) -> Iterator[Removal]:
-    """Yield the archives of code that neither the newest submission nor the newest attempt uses."""
+    """Yield code archives that neither the newest submission nor the newest attempt uses."""
     submissions = list_submissions(run)
     newest = read_content(run.storage, submissions[-1]).decode(errors="replace") if submissions else ""
     named = newest + recorded_setting(read_attempts(run), "code")
     for entry in run.storage.list(run.key(FOLDER)):
         if entry.key not in named and now + run.storage.ahead_s - entry.modified > ABANDONED_S:
-            why = "code of an earlier start, which the run no longer uses"
+            why = "code of an earlier start that the run no longer uses"
             yield Removal(entry.key, entry.size, why, lambda key=entry.key: run.storage.delete(key))  # type: ignore[misc]
 
 
@@ -71,13 +71,13 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
     directories = list_directories(run)
     attempts = read_attempts(run)
     if attempts and not attempts[-1].chosen:
-        warn(f"attempt {attempts[-1].number} is still choosing its checkpoint, so no checkpoint is removed; try again")
+        warn(f"attempt {attempts[-1].number} is still choosing its checkpoint, so none is removed; try again later")
         return
     ended = read_state(run)[0] in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)
     newest, passed_over = find_newest_good(run, attempts)
     if newest is None:
         if directories:
-            warn("no checkpoint is intact, so none of them is removed, because their files may be all that is left")
+            warn("no checkpoint is intact, so none is removed, because their files might be all that is left")
         return
 
     def removal(name: str, why: str) -> Removal:
@@ -105,7 +105,7 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
             if why:
                 yield removal(name, f"incomplete, and {why}")
         elif not leads_to_newest(name, spans):
-            yield removal(name, "it belongs to a superseded attempt and does not lead to the newest attempt")
+            yield removal(name, "it belongs to a superseded attempt that the newest attempt does not build on")
         elif step_of(name) > newest.step:
             if name in faults:
                 yield removal(name, faults[name])

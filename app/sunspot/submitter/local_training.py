@@ -1,4 +1,4 @@
-"""Prepares training on this machine, which runs in a process of its own because the command needs no torch or Ray."""
+"""Prepares training on this machine, which runs in a subprocess because the command itself needs no torch or Ray."""
 
 import os
 import sys
@@ -18,22 +18,22 @@ TASK = f"{PREFIX}TASK"
 
 
 def find_missing_packages() -> list[str]:
-    """Return the packages that training needs and that are not installed."""
+    """Return the packages that training needs but that are not installed."""
     return [package for package in ("ray", "torch") if not find_spec(package)]
 
 
 def refuse_without_training(what: str = "training") -> None:
-    """Raise `SettingsError`, which says that `what` is refused, if only the command is installed."""
+    """Raise `SettingsError` if the packages for training are not installed. `what` starts the message."""
     missing = find_missing_packages()
     if missing:
         raise SettingsError(f"{what} on this machine needs {' and '.join(missing)}; {how_to_install('train')}")
 
 
 def training_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a training: `given` settings over this process's environment over FILE.
+    """Return the environment of a training process.
 
-    If the task is the path of a file, it becomes the name of its module, and its folder is added to PYTHONPATH. Raises
-    `SettingsError`.
+    Settings in `given` override this process's environment, which overrides FILE. If the task is a file, it is replaced
+    by its module, and its folder is added to PYTHONPATH. Raises `SettingsError` if a setting or the file is invalid.
     """
     os.getcwd()  # raises FileNotFoundError if it was deleted; torch would abort the process
     kept = as_variables(read_settings_file(FILE))
@@ -48,5 +48,5 @@ def training_environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def settings_in(environment: Mapping[str, str]) -> Settings:
-    """Load the settings that a process in this environment would load. Raises `SettingsError`."""
+    """Load the settings of a process with this environment. Raises `SettingsError` if a setting is invalid."""
     return load_settings({name: value for name, value in environment.items() if name.startswith(PREFIX)})

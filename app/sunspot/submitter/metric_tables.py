@@ -1,4 +1,4 @@
-"""Reads a run's metric history with the metrics of each rank, and makes a table of it."""
+"""Reads a run's metric history with each rank's metrics, and turns it into a table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import pyarrow
 
 MARK = b"sunspot metrics"
-"""Key in the metadata of a file that `sunspot` wrote and may replace."""
+"""Metadata key of a Parquet file that `sunspot` wrote and can therefore replace."""
 
 
 def with_ranks(run: Run) -> list[dict[str, Any]]:
-    """Return the metric records, with the metrics of each rank in `ranks` where they are stored separately."""
+    """Return the metric records. If each rank's metrics are stored separately, they are added as `ranks`."""
     spans = lineage(read_attempts(run))
     ranks = {
         (record["attempt"], record["step"]): to_rows(record["ranks"])
@@ -34,7 +34,7 @@ def with_ranks(run: Run) -> list[dict[str, Any]]:
 
 
 def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
-    """Return a table with a row for each record. Nested values become lists of structs, and missing values null."""
+    """Return a table with one row per record. Nested values become lists of structs, and missing values are null."""
     import pyarrow
 
     names, more = cut([*dict.fromkeys(name for record in records for name in record)], MAX_NAMES, "columns")
@@ -45,5 +45,5 @@ def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
         try:
             columns[name] = pyarrow.array([record.get(name) for record in records])
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-            warn(f"left out: {name}, because its values have several types")
+            warn(f"column {name} is left out, because its values have several types")
     return pyarrow.table(columns, metadata={MARK: ""})

@@ -1,7 +1,7 @@
-"""Prints the output of the command, and writes its files.
+"""Prints the command's output and writes its files.
 
-A table or a JSON document goes to stdout, and everything else to stderr. All verbs print through this module, which
-keeps text from a run or a cluster from controlling the terminal.
+Tables and JSON documents go to stdout, and everything else goes to stderr. All subcommands print through this module,
+which makes control characters in text from a run or a cluster harmless.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ NOTE_AFTER_S = 2.0
 """Seconds after which a lengthy operation is announced."""
 
 MARKED = 64 << 10
-"""Number of bytes at the beginning and end of a file that are searched for its mark."""
+"""Number of bytes at the start and end of a file that are searched for its mark."""
 
 MAX_LINE_WIDTH = 10_000
-"""Width of a table that is not printed to a terminal, so that no cell is wrapped or cut."""
+"""Width of a table outside a terminal, so that no cell is wrapped."""
 
 
 def print_text(text: str = "", end: str = "\n", flush: bool = False) -> None:
@@ -37,29 +37,29 @@ def print_text(text: str = "", end: str = "\n", flush: bool = False) -> None:
 
 
 def print_document(text: str) -> None:
-    """Print a document in UTF-8 in any locale, because escapes would change it for the program that reads it."""
+    """Print a document in UTF-8 regardless of the locale, because escapes would change its meaning."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     print_text(text, end="")
 
 
 def clear_screen() -> None:
-    """Clear the terminal. If stdout is not a terminal, begin a new paragraph instead."""
+    """Clear the terminal, or print an empty line if stdout is not a terminal."""
     print("\x1b[H\x1b[2J" if sys.stdout.isatty() else "", end="" if sys.stdout.isatty() else "\n", flush=True)
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document. NaN and infinity, which JSON lacks, become null."""
+    """Print one JSON document. NaN and infinity become null, because JSON has neither."""
     print(json.dumps(_finite(value), indent=1, allow_nan=False))
 
 
 def print_json_line(value: Any) -> None:
-    """Print one JSON value on its own line and flush it, for programs that read line by line."""
+    """Print one JSON value as a single line, and flush stdout for programs that read line by line."""
     print(json.dumps(_finite(value), allow_nan=False), flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table. Numbers are aligned to the right, and no cell is cut."""
+    """Print a table with numbers aligned to the right. No cell is truncated."""
     from rich.console import Console
     from rich.table import Table
 
@@ -73,21 +73,21 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     console = Console(width=None if sys.stdout.isatty() else MAX_LINE_WIDTH, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
         console.print(table)
-    # The console does not print itself, because it would exit with 1 when the reader of the output goes away.
+    # The console must not print by itself, because it would exit with 1 if stdout is closed.
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def write_file(name: str, content: bytes, mark: bytes) -> Path:
     """Write a local file atomically, and return its absolute path.
 
-    An existing file is replaced only if it is empty, or if `mark` near its beginning or end shows that `sunspot` wrote
-    it. Raises `SettingsError` for any other existing file, and `StorageError` if the file cannot be written.
+    An existing file is replaced only if it is empty or contains `mark` near its start or end. Raises `SettingsError`
+    for any other existing file, and `StorageError` if the file cannot be written.
     """
     path = local_path(name)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         if os.path.lexists(path) and not _is_ours(path, mark):
-            raise SettingsError(f"{path} exists, and `sunspot` did not write it; remove it, or choose another name")
+            raise SettingsError(f"{path} exists, but was not written by `sunspot`; remove it, or choose another name")
         try:
             with open(unfinished, "xb") as sink:
                 sink.write(content)
@@ -111,14 +111,14 @@ def _is_ours(path: Path, mark: bytes) -> bool:
 
 
 def warn(text: str, end: str = "\n") -> None:
-    """Print a line to stderr. The command continues if stderr cannot be written."""
+    """Print a line to stderr. Errors are ignored."""
     with contextlib.suppress(OSError):
         print(visible(text), end=end, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def progress_note(what: str) -> Iterator[None]:
-    """Announce on stderr what the context does, if it takes longer than NOTE_AFTER_S."""
+    """Print `what` to stderr if the context takes longer than NOTE_AFTER_S."""
     timer = threading.Timer(NOTE_AFTER_S, warn, (f"{what} ...",))
     timer.daemon = True
     timer.start()

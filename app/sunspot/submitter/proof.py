@@ -1,7 +1,7 @@
 """Proves which rows each epoch of a run consumed, and finds damaged checkpoints and missing receipts.
 
-The rows are proved from the recorded steps that led to the newest intact checkpoint. Every attempt that took a step,
-superseded or not, must have a receipt.
+The proof covers the recorded steps that led to the newest intact checkpoint. Every attempt that took a step must have a
+receipt.
 """
 
 from __future__ import annotations
@@ -28,22 +28,20 @@ from sunspot.submitter.printing import progress_note, warn
 if TYPE_CHECKING:
     import pyarrow
 
-NO_ROWS = (
-    "no audit was recorded; begin a run of another name with SUNSPOT_AUDIT=true, which records the rows of each step"
-)
+NO_ROWS = "no audit was recorded; start a run with another name and SUNSPOT_AUDIT=true, which records each step's rows"
 
 MAX_NAMED = 5
-"""Largest number of faults of one kind that are named. The others are only counted."""
+"""Maximum number of listed faults of one kind. Other faults are only counted."""
 
 COLUMNS = ("epoch", "rows", "missing", "repeated")
 
 MAX_DIGITS = 16
-"""Number of digits from which a batch size cannot be right."""
+"""Number of digits at which a batch size is certainly wrong."""
 
 
 @dataclass(frozen=True)
 class EpochLayout:
-    """Division of an epoch into optimizer steps, from `run.json`."""
+    """The division of an epoch into optimizer steps, from `run.json`."""
 
     rows: int
     steps_per_epoch: int
@@ -52,7 +50,7 @@ class EpochLayout:
     def rows_of(self, step: int) -> int:
         """Return the number of rows that a step consumes.
 
-        The last step of an epoch consumes the remaining rows, which are fewer than in other steps, or one more.
+        An epoch's last step consumes the remaining rows, which can be fewer than in other steps, or one more.
         """
         before = (step - 1) % self.steps_per_epoch
         return self.rows - before * self.batch if before == self.steps_per_epoch - 1 else self.batch
@@ -60,31 +58,31 @@ class EpochLayout:
 
 @dataclass(frozen=True)
 class Epoch:
-    """Numbers of rows that one epoch consumed."""
+    """The rows that one epoch consumed."""
 
     epoch: int
     rows: int
     missing: int
-    "Rows of the data that the epoch did not consume, or 0 if it is unfinished."
+    "Number of rows that the epoch did not consume, or 0 if it is unfinished."
     repeated: int
-    "Rows that the epoch consumed more than once."
+    "Number of rows that the epoch consumed more than once."
     finished: bool
 
     def record(self) -> dict[str, int]:
-        """Return the record of the JSON document for this epoch."""
+        """Return the JSON record of this epoch."""
         return {name: getattr(self, name) for name in COLUMNS}
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of an audit, up to the newest intact checkpoint."""
+    """The result of an audit up to the newest intact checkpoint."""
 
     step: int
-    "Step of that checkpoint."
+    "The step of that checkpoint."
     epochs: list[Epoch]
-    "Epochs up to that step. Empty if the run's rows were not recorded."
+    "The epochs up to that step, or empty if the run's rows were not recorded."
     wrong_rows: list[str]
-    "A line for each impossible record of rows."
+    "A line for each invalid record of rows."
     damaged: list[str]
     "A line for each damaged checkpoint."
     gaps: list[str]
@@ -97,7 +95,7 @@ class Proof:
 
     @property
     def summary(self) -> str:
-        """All faults in one sentence, or an empty text."""
+        """A one-line summary of all faults, or an empty string."""
         missing = sum(epoch.missing for epoch in self.epochs)
         repeated = sum(epoch.repeated for epoch in self.epochs)
         parts = []
@@ -111,11 +109,12 @@ class Proof:
 
 
 def prove(run: Run) -> Proof:
-    """Check the rows, the receipts and every byte of the checkpoints of a run.
+    """Check a run's rows, its receipts and every byte of its checkpoints.
 
-    Raises `NotFoundError` if there is no checkpoint, and `DamageError` if all are damaged or records cannot be read.
+    Raises `NotFoundError` if there is no checkpoint, and `DamageError` if all checkpoints are damaged or the records
+    cannot be read.
     """
-    # Checkpoints are listed before the attempts are read, so the attempt of every listed checkpoint is among them.
+    # List checkpoints before reading the attempts, so that the attempt of every checkpoint is known.
     directories = list_directories(run)
     attempts = [attempt for attempt in read_attempts(run) if attempt.chosen]
     spans = lineage(attempts)
@@ -128,7 +127,7 @@ def prove(run: Run) -> Proof:
         for text in damaged:
             warn(text)
         error = DamageError if damaged else NotFoundError
-        raise error(f"{run.location}: no intact checkpoint, and so no model whose rows could be proved")
+        raise error(f"{run.location} has no intact checkpoint, so there is no model to prove rows for")
 
     step = whole[-1].step
     spans = [s._replace(upto=step if s.upto is None else min(s.upto, step)) for s in spans if s.after < step]
@@ -148,9 +147,9 @@ def conclude(run: Run, proof: Proof) -> None:
 
 
 def find_attempts_with_steps(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:
-    """Return the numbers of the attempts that took a step, by the metric history and the checkpoints.
+    """Return the numbers of attempts that took a step according to the metric history or the checkpoints.
 
-    A record of the step that an attempt starts from does not count, because it is only an evaluation.
+    A record of an attempt's starting step is ignored, because it is only an evaluation.
     """
     segments = list_journal(run, "metrics")
     starts = {attempt.number: attempt.step for attempt in attempts}
@@ -163,7 +162,7 @@ def find_attempts_with_steps(run: Run, attempts: list[Attempt], committed: list[
 
 
 def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list[str]]:
-    """Count the rows of each epoch up to step `end`, and list impossible records. Raises `DamageError` for damage."""
+    """Return the rows of each epoch up to step `end` and a list of faults. Raises `DamageError` for damaged records."""
     tables = [table for table in read_audit(run, spans) if len(table)]
     if not tables:
         return [], []
@@ -173,23 +172,23 @@ def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list
 
 
 def read_epoch_layout(run: Run) -> EpochLayout:
-    """Read the division of the run's epochs. Raises `DamageError` if `run.json` lacks it."""
+    """Read the run's epoch layout. Raises `DamageError` if `run.json` lacks it."""
     begun = read_identity(run)
     batch = begun.settings.get("SUNSPOT_GLOBAL_BATCH_SIZE", "")
     rows = begun.rows
     if not (rows and rows.steps_per_epoch and batch.isdecimal() and len(batch) < MAX_DIGITS and int(batch)):
         place = run.storage.locate(run.key("run.json"))
-        raise DamageError(f"{place} cannot be used: it lacks the number of rows in a step or of steps in an epoch")
+        raise DamageError(f"{place} cannot be used: it lacks the number of rows per step or of steps per epoch")
     return EpochLayout(rows.rows, rows.steps_per_epoch, int(batch))
 
 
 def count_rows(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> Iterator[Epoch]:
-    """Count the rows of every epoch up to step `end`."""
+    """Count the rows of each epoch up to step `end`."""
     import pyarrow
     import pyarrow.compute as pc
 
-    # Epochs are counted one at a time, because the rows of one epoch fit into the cache. Counting all pairs of an epoch
-    # and a row at once takes ten times as long.
+    # Count one epoch at a time, because one epoch's rows fit into the cache. Counting all epochs at once takes ten
+    # times as long.
     last = (end - 1) // layout.steps_per_epoch + 1
     if last > MAX_EPOCHS:
         raise DamageError(
@@ -208,7 +207,7 @@ def count_rows(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> It
 
 
 def _split_by_epoch(table: pyarrow.Table, layout: EpochLayout) -> Iterator[tuple[int, pyarrow.ChunkedArray]]:
-    """Yield each epoch with the rows that it consumed, in a time that does not depend on the number of epochs."""
+    """Yield each epoch and the rows that it consumed. The running time does not depend on the number of epochs."""
     import pyarrow.compute as pc
 
     epochs = pc.add(pc.divide(pc.subtract(table["step"], 1), layout.steps_per_epoch), 1)
@@ -232,7 +231,7 @@ def find_foreign_rows(tables: list[pyarrow.Table], layout: EpochLayout) -> list[
 
 
 def find_wrong_steps(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> list[str]:
-    """Return a line for each step up to `end` that was not recorded or consumed a wrong number of rows."""
+    """Return a line for each step up to `end` that was not recorded or consumed the wrong number of rows."""
     import pyarrow
 
     counted = pyarrow.concat_tables(tables).group_by("step").aggregate([([], "count_all")])
@@ -253,7 +252,7 @@ def _in_data(rows: pyarrow.ChunkedArray, layout: EpochLayout) -> pyarrow.Chunked
 
 
 def _shorten(lines: Iterable[str], total: int) -> list[str]:
-    """Return the first MAX_NAMED of `total` lines, and a line that counts the others."""
+    """Return the first MAX_NAMED of `total` lines, and a line with the number of other lines."""
     named = [*islice(lines, MAX_NAMED)]
     more = total - len(named)
     return [*named, f"and {more} more like it"] if more else named

@@ -1,4 +1,4 @@
-"""Finds the run that a command names, the storage of all runs, and the output of a run's processes."""
+"""Finds runs, their storage, and their processes' output for the subcommands."""
 
 import os
 import re
@@ -16,19 +16,22 @@ from sunspot.submitter.printing import warn
 
 @dataclass(frozen=True)
 class Target:
-    """Name of a run, with the storage and the cluster in which to look for it."""
+    """A run's name, and the storage and cluster in which to look for it."""
 
     run: str
     storage: str | None = None
-    "Path or URL of the runs. None means SUNSPOT_STORAGE_PATH or, for verbs that only read, the RayJob's bucket."
+    "Path or URL of the runs. None means SUNSPOT_STORAGE_PATH or, if the subcommand only reads, the RayJob's bucket."
     context: str | None = None
     "Context of the kubeconfig, or None for the current one."
     namespace: str | None = None
-    "Namespace, or None for that of the context, or else sunspot."
+    "Namespace, or None for the context's own namespace or sunspot."
 
 
 def find_run(name: str, storage_path: str | None = None) -> Run:
-    """Find a run in `storage_path`, by default that of the settings. Raises `NotFoundError` if it does not exist."""
+    """Find a run in `storage_path` or, by default, in SUNSPOT_STORAGE_PATH.
+
+    Raises `NotFoundError` if the run does not exist.
+    """
     run = named_run(name, storage_path)
     absence = describe_absence(run)
     if absence:
@@ -37,18 +40,18 @@ def find_run(name: str, storage_path: str | None = None) -> Run:
 
 
 def named_run(name: str, storage_path: str | None = None) -> Run:
-    """Return the run, like `find_run`, even if it does not exist."""
+    """Return a run like `find_run`, even if the run does not exist."""
     path, checked = _settle(name, storage_path)
     return Run(open_storage(path), checked)
 
 
 def find_storage(storage_path: str | None = None) -> Storage:
-    """Open the storage of all runs: `storage_path`, by default that of the settings."""
+    """Open the storage at `storage_path` or, by default, at SUNSPOT_STORAGE_PATH."""
     return open_storage(_settle(None, storage_path)[0])
 
 
 def find_stream(run: Run, rank: int | None, previous: bool) -> str:
-    """Return the newest stream of the driver or of one rank, or with `previous` the one before.
+    """Return the newest stream of the driver or one rank, or the second newest if `previous` is True.
 
     Raises `NotFoundError` if there is no such stream.
     """
@@ -63,27 +66,27 @@ def find_stream(run: Run, rank: int | None, previous: bool) -> str:
 
 
 def streams_of(run: Run, rank: int | None) -> list[str]:
-    """Return the streams of the driver or of one rank, the newest last."""
+    """Return the streams of the driver or one rank, from oldest to newest."""
     wanted = "driver-.*" if rank is None else f"attempt-.*-rank-0*{rank}"
     return [stream for stream in list_streams(run) if re.fullmatch(wanted, stream)]
 
 
 def list_unfinished(run: Run) -> Sequence[UnfinishedWrite]:
-    """Return the run's unfinished uploads. If storage cannot list them, print a warning and return none."""
+    """Return the run's unfinished uploads. Prints a warning and returns none if they cannot be listed."""
     try:
         return run.storage.list_unfinished(run.name)
-    except StorageError as error:  # some servers do not offer this listing, and some users may not see it
+    except StorageError as error:  # some servers do not support this listing, and some users lack the permission
         warn(f"unfinished uploads cannot be listed: {error}")
         return ()
 
 
 def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
-    """Return the storage path and the run name, by the rules of the settings. Raises `SettingsError`."""
+    """Return the storage path and the run name from the arguments or settings. Raises `SettingsError` if invalid."""
     from sunspot.search_space import (
         load_common,
     )  # pydantic is slow to import, and `sunspot VERB --help` does not need it
     from sunspot.settings import PREFIX, with_place
 
     given = {PREFIX + setting: value for setting, value in with_place({}, name, storage_path).items()}
-    settings, _, _ = load_common({**os.environ, **given})  # the environment may describe a search
+    settings, _, _ = load_common({**os.environ, **given})  # the environment can describe a search
     return settings.storage_path, settings.run_name

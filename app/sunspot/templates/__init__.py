@@ -1,1 +1,1 @@
-"""Files that `sunspot init` writes: a module, its settings and, for some kinds of tasks, sample rows."""
+"""Files for `sunspot init`: a module, its settings and, for some kinds of tasks, sample rows."""

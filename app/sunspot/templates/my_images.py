@@ -1,4 +1,4 @@
-"""Classifies images with a small convolutional network. DATASET in sunspot.toml names the images."""
+"""Classifies images with a small convolutional network. DATASET in sunspot.toml selects the images."""
 
 from torch import nn
 from torch.nn import functional
@@ -19,10 +19,10 @@ def build_model(settings, source):
 
 
 def predict(model, images):
-    return model(images.float() / 255)  # uint8 [B, C, H, W] -> a score for each class
+    return model(images.float() / 255)  # uint8 [B, C, H, W] -> one score per class
 
 
 def loss(model, batch):
     scores = predict(model, batch["image"])
-    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one for each row, [B]
+    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one per row, shape [B]
     return losses, {"accuracy": scores.argmax(1) == batch["label"]}

@@ -1,4 +1,4 @@
-"""A training loop of your own, which Sunspot can save, restart and resume between any two steps."""
+"""A custom training loop that Sunspot can save and resume after any step."""
 
 from torch import nn
 from torch.nn import functional
@@ -19,16 +19,16 @@ def predict(model, images):
 
 
 def loss(model, batch):
-    """Return the loss of each row, for training and for the evaluation of held-out rows."""
+    """Return the loss of each row, for training and for evaluation on held-out rows."""
     scores = predict(model, batch["image"])
-    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one for each row, [B]
+    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one per row, shape [B]
     return losses, {"accuracy": scores.argmax(1) == batch["label"]}
 
 
 def train(run):
-    for batch in run.batches():  # this worker's rows of each step, from the last checkpoint on
+    for batch in run.batches():  # this worker's rows of each step, starting after the last checkpoint
         losses, metrics = loss(run.model, batch)
-        (losses.sum() * run.weight).backward()  # the mean over the rows of all workers
+        (losses.sum() * run.weight).backward()  # the gradient of the mean over all workers' rows
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.log({"loss": losses, **metrics})

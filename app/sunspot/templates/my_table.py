@@ -8,7 +8,7 @@ from sunspot.data.columns import Column
 from sunspot.data.table import open_table
 
 COLUMNS = {"length_cm": 20.0, "weight_g": 200.0}
-"""Columns that the model reads, each with its typical size."""
+"""The columns that the model reads, with their typical sizes."""
 
 
 def find_sources(settings):
@@ -22,10 +22,10 @@ def build_model(settings, source):
 
 def predict(model, batch):
     numbers = torch.stack([batch[name] / size for name, size in COLUMNS.items()], dim=1)
-    return model(numbers)  # a score for each class
+    return model(numbers)  # one score per class
 
 
 def loss(model, batch):
     scores = predict(model, batch)
-    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one for each row, [B]
+    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one per row, shape [B]
     return losses, {"accuracy": scores.argmax(1) == batch["label"]}

@@ -1,4 +1,4 @@
-"""Classifies texts by the mean of the embeddings of their words."""
+"""Classifies texts by the mean embedding of their words."""
 
 import zlib
 
@@ -12,12 +12,12 @@ WORDS = 2**14
 
 
 def encode(text):
-    """Return a number for each word, from its hash. The number 0 is reserved for padding."""
+    """Return one number per word, computed from its hash. The number 0 is reserved for padding."""
     return [1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in text.lower().split()] or [0]
 
 
 def find_sources(settings):
-    words = Column("int64", longest=200, cut=True, decode=encode, of="text")  # the first 200 words of a longer text
+    words = Column("int64", longest=200, cut=True, decode=encode, of="text")  # keep only the first 200 words
     return open_table(settings, {"words": words, "label": Column("int64")})
 
 
@@ -36,10 +36,10 @@ def build_model(settings, source):
 
 
 def predict(model, batch):
-    return model(batch["words"])  # a score for each class
+    return model(batch["words"])  # one score per class
 
 
 def loss(model, batch):
     scores = predict(model, batch)
-    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one for each row, [B]
+    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # one per row, shape [B]
     return losses, {"accuracy": scores.argmax(1) == batch["label"]}

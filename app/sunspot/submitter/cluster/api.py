@@ -1,7 +1,6 @@
-"""Client of the Kubernetes API. No other module sends requests to it.
+"""Client for the Kubernetes API, and the only module that sends requests to it.
 
-Every request has a timeout and is retried a few times after a lost connection, 429 or 5xx. All requests are idempotent:
-a second apply changes nothing, and a deletion names an object by its uid.
+Every request has a timeout and is retried a few times after a lost connection, 429 or 5xx. All requests are idempotent.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 NAMESPACE = "sunspot"
-"""Namespace of k8s/base, and the default if a context has no namespace of its own."""
+"""The namespace in k8s/base, and the default if the context sets none."""
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5, 20
 
 RETRY_PAUSES_S = (0.5, 1, 2)
-"""Seconds between tries. A server that does not respond is given up after about 25 s."""
+"""Seconds between attempts. A request to an unresponsive server fails after about 25 s."""
 
 MAX_RETRY_AFTER_S = 10
 
 PAGE = 500
-"""Objects per response, as in kubectl. Thousands in one response would be tens of megabytes."""
+"""Maximum number of objects per response, as in kubectl. Thousands of objects would take tens of megabytes."""
 
 PATHS = {
     "namespace": "/api/v1/namespaces/{name}",
@@ -70,7 +69,7 @@ CERTIFICATES = "kube-root-ca.crt"
 """Name of the ConfigMap that Kubernetes puts into every namespace."""
 
 ROLE, POD_ROLE = "sunspot-submitter", "sunspot-chaos"
-"""Names of the Roles in k8s/base that grant most requests (ROLE) and the deletion of pods (POD_ROLE)."""
+"""The Roles in k8s/base that allow most requests (ROLE) and the deletion of pods (POD_ROLE)."""
 
 ROLES = {
     ("DELETE", "pod"): POD_ROLE,
@@ -80,38 +79,38 @@ ROLES = {
     ("GET", "NetworkPolicy"): "sunspot-doctor",
     ("GET", "PodDisruptionBudget"): "sunspot-doctor",
 }
-"""Names of the Roles that grant all other requests, by method and path."""
+"""The Roles that allow all other requests, keyed by method and path."""
 
 INVALID_FIELDS = "failed to create typed patch object"
-"""Beginning of the API server's refusal of an unknown field. Its status is 500 (kubernetes#122480)."""
+"""Start of the API server's error about an unknown field. Its status is 500 (kubernetes#122480)."""
 
 CLUSTER_SCOPED = ("namespace", "nodes", "all pods", "PriorityClass")
-"""Paths of cluster-scoped resources, which no Role of a namespace can grant."""
+"""Paths of cluster-scoped resources, which a namespace's Role cannot grant."""
 
 
 class UnreachableError(ClusterError):
-    """The API server cannot be reached, or cannot answer now."""
+    """The API server is unreachable or temporarily unable to answer."""
 
     retry_after = 0.0
-    "Seconds that the server asked to wait before a retry."
+    "Number of seconds to wait before a retry, as requested by the server."
 
 
 class RefusedError(ClusterError):
-    """The API server refuses a request."""
+    """The API server rejected a request."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
-        "HTTP status of the response."
+        "The HTTP status of the response."
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request to the API server."""
+    """A request to the API server."""
 
     method: str
     path: str
-    "Key of PATHS."
+    "A key of PATHS."
     name: str = ""
     query: Sequence[tuple[str, str]] = ()
     body: Any = None
@@ -119,19 +118,19 @@ class Request:
 
 
 class Cluster:
-    """A namespace of a Kubernetes cluster."""
+    """A client for one namespace of a Kubernetes cluster."""
 
     def __init__(self, api: ApiClient, namespace: str, options: str = "", context: str | None = None) -> None:
         self.namespace = namespace
         self.options = options
-        "Command-line options that select this namespace, with a space before each."
+        "Command-line options that select this namespace, each with a leading space."
         self.server: str = api.configuration.host
         self._api, self._context = api, context
         self._renewing = threading.Lock()
 
     @functools.cached_property
     def identity(self) -> str:
-        """The cluster's identity (`owner.cluster_identity`); empty if this user may not read the ConfigMap."""
+        """The cluster's identity (`owner.cluster_identity`), or an empty string if the user cannot read it."""
         try:
             found = self.find("ConfigMap", CERTIFICATES) or {}
         except RefusedError as error:
@@ -143,18 +142,18 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------------ RayJobs
 
     def list_jobs(self, run: str | None = None) -> list[JobView]:
-        """Return the RayJobs of a run, or of all runs, newest first."""
+        """Return the RayJobs of one run, or of all runs if `run` is None, newest first."""
         items = self.list_all("jobs", label=RUN_LABEL if run is None else f"{RUN_LABEL}={run}")
         jobs = [job_view(item, self.identity) for item in items]
         return sorted(jobs, key=lambda job: (job.created, job.name), reverse=True)
 
     def has_job(self, job: JobView) -> bool:
-        """Return True if this RayJob still exists. A later one of the same name does not count."""
+        """Return True if this RayJob still exists. A newer one with the same name does not count."""
         found = self.find("job", job.name)
         return found is not None and job_view(found).uid == job.uid
 
     def apply(self, manifest: dict[str, Any], dry_run: bool = False) -> JobView:
-        """Create or update the RayJob by server-side apply, and return it with its defaults."""
+        """Create or update a RayJob with server-side apply, and return it with defaults filled in."""
         query = [("fieldManager", "sunspot"), ("force", "true")]
         if dry_run:
             query.append(("dryRun", "All"))
@@ -162,9 +161,9 @@ class Cluster:
         return job_view(self._ask(Request("PATCH", "job", name, query, manifest, kind="apply-patch+yaml")))
 
     def annotate(self, job: JobView, annotations: Mapping[str, str]) -> None:
-        """Set annotations of this RayJob. Nothing happens if this RayJob is gone, even if another one has its name."""
+        """Set annotations of this RayJob. Does nothing if it is gone or was replaced by one with the same name."""
         body = {"metadata": {"uid": job.uid, "annotations": dict(annotations)}}
-        query = [("fieldManager", "sunspot-wait")]  # the manager of `apply` would remove all other fields
+        query = [("fieldManager", "sunspot-wait")]  # with the manager of `apply`, all other fields would be removed
         try:
             self._ask(Request("PATCH", "job", job.name, query, body, kind="merge-patch+json"))
         except RefusedError as error:
@@ -172,34 +171,34 @@ class Cluster:
                 raise
 
     def delete_job(self, job: JobView) -> None:
-        """Delete this RayJob, and so its cluster. Nothing happens if it is already gone."""
+        """Delete this RayJob and its cluster. Does nothing if the RayJob is already gone."""
         self._delete("job", job.name, {"preconditions": {"uid": job.uid}})
 
     # -------------------------------------------------------------------------------------------------- pods and events
 
     def list_pods(self, jobs: Sequence[JobView]) -> list[PodView]:
-        """Return the pods of the RayClusters of some RayJobs."""
+        """Return the pods of these RayJobs' RayClusters."""
         clusters = ",".join(job.cluster for job in jobs if job.cluster)
         if not clusters:
             return []
         return [pod_view(item) for item in self.list_all("pods", label=f"ray.io/cluster in ({clusters})")]
 
     def delete_pod(self, pod: PodView, grace_s: int | None = None) -> None:
-        """Delete this pod. Nothing happens if it is already gone.
+        """Delete this pod. Does nothing if it is already gone.
 
-        Its containers are killed after `grace_s` seconds. If `grace_s` is None, the pod's own grace period applies.
+        The containers are killed after `grace_s` seconds, or after the pod's own grace period if it is None.
         """
         self._delete("pod", pod.name, {"preconditions": {"uid": pod.uid}, "gracePeriodSeconds": grace_s})
 
     def create_pod(self, manifest: dict[str, Any], dry_run: bool = False) -> dict[str, Any]:
-        """Create a pod with a name that nobody else uses, and return it as stored by the API server."""
+        """Create a pod, and return it as stored by the API server. The pod's name must be unique."""
         try:
             return self._ask(Request("POST", "pods", query=[("dryRun", "All")] if dry_run else [], body=manifest))
         except RefusedError as error:
             made = self.find("pod", manifest["metadata"]["name"]) if error.status == 409 else None
             if made is None:
                 raise
-            return made  # the response to an earlier try was lost
+            return made  # the response to an earlier attempt was lost
 
     def list_warnings(self, jobs: Sequence[JobView]) -> list[WarningEvent]:
         """Return the warnings about RayJobs, their RayClusters and their pods, newest first."""
@@ -211,7 +210,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------------- dashboard
 
     def dial(self, pod: str, port: int) -> PodConnection:
-        """Connect to a port of a pod. Raises `ClusterError` if that fails."""
+        """Connect to a pod's port. Raises `ClusterError` if that fails."""
         from kubernetes.stream.ws_client import create_websocket, get_websocket_url
         from websocket import WebSocketBadStatusException, WebSocketException
 
@@ -232,7 +231,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------------- preflight
 
     def find(self, kind: str, name: str = "") -> dict[str, Any] | None:
-        """Return the object at a path of PATHS, or None if it does not exist. Raises `RefusedError`, also for 403."""
+        """Return an object by its key in PATHS, or None if it does not exist. Raises `RefusedError` if forbidden."""
         try:
             return self._ask(Request("GET", kind, name))
         except RefusedError as error:
@@ -241,7 +240,7 @@ class Cluster:
             raise
 
     def list_all(self, kind: str, label: str = "", field: str = "") -> list[dict[str, Any]]:
-        """Return all objects at a path of PATHS that match the selectors, read page by page."""
+        """Return all matching objects of one kind in PATHS, reading page by page."""
         parameters = {"limit": str(PAGE), "labelSelector": label, "fieldSelector": field}
         items: list[dict[str, Any]] = []
         while True:
@@ -254,7 +253,7 @@ class Cluster:
                 return items
 
     def exists(self, kind: str, name: str) -> bool | None:
-        """Return True if the object at a path of PATHS exists, or None if this user may not see it."""
+        """Return whether an object exists, or None if this user is not allowed to see it."""
         try:
             return self.find(kind, name) is not None
         except RefusedError as error:
@@ -263,7 +262,7 @@ class Cluster:
             raise
 
     def allows(self, verb: str, group: str, resource: str) -> bool:
-        """Return True if this user has permission for a verb on a resource in the namespace."""
+        """Return True if this user is allowed a verb on a resource in the namespace."""
         attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
         kind = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
         body = {**kind, "spec": {"resourceAttributes": attributes}}
@@ -279,7 +278,7 @@ class Cluster:
                 raise
 
     def _ask(self, request: Request) -> dict[str, Any]:
-        """Send a request, with retries, and return the response. Expired credentials are renewed once."""
+        """Send a request with retries and return the response. Renews expired credentials once."""
         pauses = iter(RETRY_PAUSES_S)
         renewed = False
         while True:
@@ -298,13 +297,13 @@ class Cluster:
                 renewed = True
 
     def _renew(self, refused: ApiClient) -> None:
-        """Read the credentials again, unless another thread has already replaced the `refused` client."""
+        """Reload the credentials, unless another thread has already replaced the `refused` client."""
         with self._renewing:
             if self._api is refused:
                 self._api, _ = make_client(self._context)
 
     def _send(self, request: Request) -> dict[str, Any]:
-        """Send a request once, and return the body of a successful response. Raises `ClusterError` for any other."""
+        """Send a request once and return the response body. Raises `ClusterError` unless it succeeds."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -333,7 +332,7 @@ class Cluster:
 
     def _unreachable(self, error: Exception) -> UnreachableError:
         why = shorten(error).rpartition("Failed to establish a new connection: ")[2]
-        check = "check that the cluster is up, the network, and --context"
+        check = "check the network and --context, and that the cluster is up"
         return UnreachableError(f"{self.server}: the API server cannot be reached ({why}); {check}")
 
     def _failure(self, method: str, path: str, status: int, body: bytes) -> ClusterError:
@@ -344,14 +343,14 @@ class Cluster:
         reason = shorten(Exception(answer.get("message") or answer.get("reason") or "without a reason"))
         if reason.startswith(INVALID_FIELDS):
             faults = reason.partition("): ")[2].removeprefix("errors: ")
-            text = f"{self.server} refuses the RayJob: {faults}; correct pod or rayjob in the profile"
+            text = f"{self.server} rejected the RayJob: {faults}; correct pod or rayjob in the profile"
             return RefusedError(text, 400)
         if status == 429 or status >= 500:
             return UnreachableError(f"{self.server}: {status} {reason}; try again later")
         role = "" if path in CLUSTER_SCOPED else ROLES.get((method, path), ROLE)
         no_right = status == 403 and re.search(r'\bUser "[^"]*" cannot ', reason)
         if status == 401:
-            text = f"{self.server} refuses these credentials ({reason}); renew them, or choose another --context"
+            text = f"{self.server} rejected these credentials ({reason}); renew them, or choose another --context"
         elif no_right and role:
             text = f"{reason}; ask for the Role {role} of k8s/base, which grants it"
         elif no_right:
@@ -359,20 +358,20 @@ class Cluster:
         elif status == 404 and "could not find the requested resource" in reason:
             text = f"{self.server} does not know RayJobs (ray.io/v1); install the KubeRay operator and its CRDs"
         else:
-            text = f"{self.server}: {method} refused with {status}: {reason}"
+            text = f"{self.server} rejected a {method} request with {status}: {reason}"
         return RefusedError(text, status)
 
 
 def connect(context: str | None = None, namespace: str | None = None) -> Cluster:
-    """Return the cluster of a kubeconfig context, or the one that this process runs in. Sends no request.
+    """Return the cluster of a kubeconfig context, or the cluster that this process runs in. Sends no requests.
 
-    The namespace is the given one, else the context's own, else NAMESPACE. Raises `ClusterError` if the context, its
-    credential or any configuration is missing, and `SettingsError` if the name of the namespace is invalid.
+    The namespace defaults to the context's own, then to NAMESPACE. Raises `ClusterError` if no cluster is configured
+    or the context or its credential is missing, and `SettingsError` if the namespace's name is invalid.
     """
     api, own = make_client(context)
     chosen = namespace or own or NAMESPACE
     if not re.fullmatch(NAMESPACE_PATTERN, chosen):
-        raise SettingsError(f"namespace {chosen!r}: set --namespace, or the context's own, to the name of a namespace")
+        raise SettingsError(f"namespace {chosen!r} is not a valid name; correct --namespace or the context's namespace")
     options = f" --context {context}" if context else ""
     if chosen != (own or NAMESPACE):
         options += f" --namespace {chosen}"
@@ -380,9 +379,9 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
 
 
 def try_connect(context: str | None, namespace: str | None) -> tuple[Cluster | None, str]:
-    """Return the cluster and "", or None and the reason why there is no cluster.
+    """Return the cluster and an empty string, or None and the reason why there is no cluster.
 
-    If a context or a namespace was given, the error is raised instead.
+    Raises the error instead if a context or a namespace was given.
     """
     try:
         return connect(context, namespace), ""

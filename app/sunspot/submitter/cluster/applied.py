@@ -1,8 +1,8 @@
 """Keeps the manifest that `sunspot submit` applied in an annotation of the RayJob.
 
-`sunspot wait` and `sunspot resume` restart a RayJob from this annotation. Only a user who may run pods in the namespace
-can write it, whereas an object in storage may come from anybody with access to the bucket. The RayJob's own spec is of
-no use for this, because Kueue changes it.
+`sunspot wait` and `sunspot resume` restart a RayJob from this annotation. It is more trustworthy than an object in
+storage, because only users who can run pods in the namespace can write it. The RayJob's own spec cannot be used,
+because Kueue changes it.
 """
 
 import json
@@ -16,20 +16,20 @@ from sunspot.submitter.manifest.pods import RUN_LABEL, set_variable
 from sunspot.submitter.manifest.render import JOB_ID, settings_of
 
 APPLIED = "sunspot/applied"
-"""Name of the annotation."""
+"""The annotation's name."""
 
 
 def as_submission(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rendered RayJob as a new submission, and so a new owner, with its manifest in an annotation."""
+    """Turn a rendered RayJob into a new submission, which is a new owner, with its manifest in an annotation."""
     submitted: dict[str, Any] = json.loads(json.dumps(manifest))
     set_variable(submitted, JOB_ID, new_submission(submitted["metadata"]["name"]))
     return _annotated(submitted)
 
 
 def applied_manifest(job: JobView, run: str) -> dict[str, Any] | None:
-    """Return the manifest that `sunspot submit` applied as this RayJob of a run; None if another tool applied it.
+    """Return the manifest that `sunspot submit` applied as this RayJob, or None if another tool applied it.
 
-    Raises `ClusterError` if the annotation does not contain the manifest of this RayJob.
+    Raises `ClusterError` if the annotation does not contain this RayJob's manifest.
     """
     metadata = job.raw["metadata"]
     text = (metadata.get("annotations") or {}).get(APPLIED)
@@ -41,24 +41,24 @@ def applied_manifest(job: JobView, run: str) -> dict[str, Any] | None:
         about = manifest["metadata"]
         found = [manifest["apiVersion"], manifest["kind"], about["name"], about["namespace"]]
         found += [about["labels"][RUN_LABEL], settings_of(manifest).get(JOB_ID)]
-        as_submission(manifest)  # raises if the manifest lacks a part that is needed
+        as_submission(manifest)  # raises if a required part is missing
         if found != expected:
             raise ValueError(f"{found} instead of {expected}")
         return _annotated(manifest)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        fault = f"its annotation {APPLIED} does not contain its own manifest"
-        raise ClusterError(f"RayJob {job.name}: {fault}; submit the run again") from error
+        fault = f"does not contain its own manifest in its annotation {APPLIED}"
+        raise ClusterError(f"RayJob {job.name} {fault}; submit the run again") from error
 
 
 def without_copy(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest without the annotation that contains a copy of it."""
+    """Return a manifest without the annotation that contains its copy."""
     metadata = manifest["metadata"]
     others = {name: text for name, text in (metadata.get("annotations") or {}).items() if name != APPLIED}
     return {**manifest, "metadata": {**metadata, "annotations": others}}
 
 
 def _annotated(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest with a copy of itself in its annotation."""
+    """Return a manifest with a copy of itself in an annotation."""
     content = without_copy(manifest)
     annotations = {**content["metadata"]["annotations"], APPLIED: json.dumps(content)}
     return {**content, "metadata": {**content["metadata"], "annotations": annotations}}

@@ -1,8 +1,8 @@
 """Deletes a run from the cluster and from storage.
 
-A marker is written first and removed last (`sunspot.run.status`). If the command is interrupted in between, the run is
-shown as being deleted, nothing trains it, and the same command completes the deletion. Objects that a surviving process
-writes during the deletion are deleted too, or reported.
+A marker is written first and removed last (`sunspot.run.status`). If the command is interrupted in between, nothing
+trains the run, and running the command again completes the deletion. Objects that a surviving process writes in the
+meantime are also deleted, or reported.
 """
 
 import contextlib
@@ -48,50 +48,50 @@ from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import list_unfinished
 
 MAX_ROUNDS = 3
-"""Largest number of times that the run's objects are listed and deleted. If more appear, a process still writes
+"""Maximum number of times that the run's objects are listed and deleted. If objects remain, a process is still writing
 them."""
 
 MAX_NAMED = 3
-"""Largest number of objects that a message names."""
+"""Maximum number of objects in a message."""
 
 REUSED = ("attempts", *RECORDS)
-"""Parts of a run whose objects have the same keys in the next run of this name. Names of checkpoints differ, because
-they contain the nonce of an attempt."""
+"""Parts of a run with keys that the next run of the same name reuses. Checkpoint names are unique, because they contain
+an attempt's nonce."""
 
 
 @dataclass(frozen=True)
 class RunContents:
-    """Everything that belongs to a run, in the cluster, in storage and in this machine's memory."""
+    """Everything that belongs to a run in the cluster, in storage and in this machine's memory."""
 
     run: Run
     snapshot: RunSnapshot
     entries: tuple[Entry, ...]
-    "Objects of the run in storage, without the marker."
+    "The run's objects in storage, except the marker."
     foreign: tuple[Entry, ...]
-    "Objects in the run's folder whose names no run uses. They stay."
+    "Objects in the run's folder that no run would write. They are not deleted."
     unfinished: tuple[UnfinishedWrite, ...]
     copies: tuple[Path, ...] = ()
     "Files in this machine's shared memory that a failed run left for its next start."
     dataset: str = ""
-    "Path of the run's dataset; empty if the dataset is not a path of the user."
+    "Path of the run's dataset, or empty if the dataset is not a path."
     trials: tuple[str, ...] = ()
-    "Names of the runs that are the trials of a search."
+    "Names of the trials' runs if the run is a search."
 
     @property
     def not_submitted(self) -> list[str]:
-        """Names of the RayJobs that `sunspot submit` did not apply."""
+        """The names of RayJobs that `sunspot submit` did not apply."""
         submitted = {submitted_job(entry.key) for entry in self.entries}
         return [job.name for job in self.snapshot.cluster.jobs if job.name not in submitted]
 
     def name_foreign(self) -> str:
-        """Describe the files that stay in the run's folder, such as `photos, notes.txt: 12 files`, or return ""."""
+        """Describe the foreign files, such as `photos, notes.txt: 12 files`. Returns an empty string without any."""
         tops = [*dict.fromkeys(_top(self.run, entry.key) for entry in self.foreign)]
         more = f" and {len(tops) - MAX_NAMED} more" if len(tops) > MAX_NAMED else ""
         return f"{', '.join(tops[:MAX_NAMED])}{more}: {plural(len(self.foreign), 'file')}" if tops else ""
 
     @property
     def objects(self) -> list[dict[str, str]]:
-        """The run's RayJobs, and the Kubernetes objects that are deleted with them. Borrowed clusters stay."""
+        """The run's RayJobs and the Kubernetes objects that are deleted with them. Borrowed clusters are kept."""
         jobs = self.snapshot.cluster.jobs
         own = {job.cluster for job in jobs if not job.borrows_cluster}
         pods = [pod for pod in self.snapshot.cluster.pods if pod.cluster in own]
@@ -104,7 +104,7 @@ class RunContents:
 
     @property
     def kinds(self) -> list[dict[str, Any]]:
-        """Number and size of the files in storage and in memory, by kind, such as a folder of the run."""
+        """The number and size of files in storage and in memory, with one record per folder or other kind."""
         sizes: dict[str, list[int]] = {}
         checkpoints: set[str] = set()
         for entry in self.entries:
@@ -125,7 +125,7 @@ class RunContents:
 
     @property
     def bytes(self) -> int:
-        """Bytes in storage and in this machine's memory."""
+        """The total size in storage and in this machine's memory, in bytes."""
         return sum(kind["bytes"] for kind in self.kinds)
 
     def __str__(self) -> str:
@@ -139,8 +139,8 @@ class RunContents:
 def find_contents(access: RunAccess) -> RunContents:
     """Find everything that belongs to a run.
 
-    Raises `NotFoundError` if the run does not exist, `ConflictError` if it must not be deleted because it is live or
-    its folder does not look like a run's, and `ClusterError` or `StorageError` if one of the two is unreachable.
+    Raises `NotFoundError` if the run does not exist, `ConflictError` if the run is live or its folder does not look
+    like a run, and `ClusterError` or `StorageError` if the cluster or storage is unreachable.
     """
     run = access.run
     folder = Path(run.location)
@@ -180,7 +180,7 @@ def find_contents(access: RunAccess) -> RunContents:
 
 
 def find_left(access: RunAccess) -> RunContents | None:
-    """Find the rest of a run whose deletion failed. Returns None if cluster or storage do not answer."""
+    """Find what is left of a run after its deletion failed, or return None if cluster or storage is unreachable."""
     run = access.run
     with contextlib.suppress(SunspotError):
         snapshot = access.observe(lambda job: is_kept_in(job, run))
@@ -190,16 +190,16 @@ def find_left(access: RunAccess) -> RunContents | None:
 
 
 def is_kept_in(job: JobView, run: Run) -> bool:
-    """Return True if a RayJob belongs to this run, not to a run with the same name in another storage."""
+    """Return True if a RayJob belongs to this run, and not to a run of the same name in another bucket or folder."""
     path = settings_of(job.raw).get(STORAGE_PATH)
     return path is None or path.rstrip("/") == run.storage.locate("").rstrip("/")
 
 
 def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None = None) -> None:
-    """Delete RayJobs with their pods, and then the run's objects in storage and in this machine's memory.
+    """Delete RayJobs with their pods, then the run's objects in storage and in this machine's memory.
 
-    Raises `GaveUpError` if the pods still exist after GONE_WITHIN_S, and `ConflictError` if a process keeps writing
-    objects of the run.
+    Raises `GaveUpError` if the pods still exist after GONE_WITHIN_S, and `ConflictError` if a process keeps writing the
+    run's objects.
     """
     mark_deletion(run, describe_requester())
     if cluster and jobs:
@@ -218,10 +218,10 @@ def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None =
 
 
 def deletion_order(run: Run, keys: Iterable[str]) -> list[list[str]]:
-    """Return the keys of a run's objects in groups, which must be deleted one after the other.
+    """Return the run's keys in groups, in the order in which the groups must be deleted.
 
-    The attempts come first, so that a surviving process can no longer commit. The manifests follow, without which
-    checkpoints do not count. The objects that identify the run come last.
+    Attempts come first, so that a surviving process can no longer commit. Manifests follow, because checkpoints do not
+    count without them. The objects that identify the run come last.
     """
     groups: list[list[str]] = [[], [], [], []]
     for key in keys:
@@ -240,18 +240,18 @@ def _top(run: Run, key: str) -> str:
 
 
 def _empty(run: Run) -> None:
-    """Delete every object of the run except the marker, including those written during the deletion.
+    """Delete all of the run's objects except the marker, including objects written during the deletion.
 
-    While this process is suspended or waits for its requests, another process may complete the deletion, and a new run
-    of the same name may begin. The new run's objects stay. Objects that were listed before the marker was seen belong
-    to the old run, and parts in REUSED are deleted only in the version that was listed.
+    If another process completes the deletion in the meantime, a new run of the same name can start, and its objects
+    must be kept. Objects that were listed before the marker was seen belong to the old run. Parts in REUSED are deleted
+    only in the version that was listed.
     """
     left, _ = _list(run)
     for _ in range(MAX_ROUNDS):
         if left and not deletion_begun(run):
             raise ConflictError(
                 f"{run.location}: the marker of its deletion is gone, so another process has completed the deletion. "
-                "The remaining objects may belong to a new run, and were not removed; look at them, and delete again"
+                "The remaining objects might belong to a new run, and were not removed; check them, and delete again"
             )
         for upload in _unfinished(run):
             run.storage.discard(upload)
@@ -275,7 +275,7 @@ def _refuse_if_written(run: Run, entries: Sequence[Entry]) -> None:
 
 
 def _list(run: Run, with_mark: bool = False) -> tuple[list[Entry], list[Entry]]:
-    """Return the run's objects, and the other objects in its folder, whose names no run uses."""
+    """Return the run's objects, and the foreign objects in its folder."""
     own: list[Entry] = []
     foreign: list[Entry] = []
     for entry in run.storage.list(run.name):

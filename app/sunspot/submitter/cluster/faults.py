@@ -1,4 +1,4 @@
-"""Injects faults into a live run on purpose, and follows its recovery."""
+"""Injects faults into a live run and follows its recovery."""
 
 import contextlib
 import enum
@@ -24,25 +24,25 @@ from sunspot.submitter.printing import print_json_line, print_text, warn
 POLL_EVERY_S = 2.0
 
 READY_WITHIN_S = 600.0
-"""Seconds for which a fault waits for a ready pod. A cloud takes minutes to add a node."""
+"""Seconds to wait for a ready pod before each fault. A cloud takes minutes to add a node."""
 
 RECOVERED_WITHIN_S = 600.0
-"""Seconds in which a run must recover from the last fault and commit a checkpoint."""
+"""Seconds within which a run must recover from the last fault and commit a checkpoint."""
 
 KILL_GRACE_S = 1
-"""Grace period of a kill in seconds, the shortest that works. With 0, the object is deleted at once, but the kubelet
-sends SIGTERM and waits for the pod's own grace period (kubernetes#120449), as with a notice."""
+"""Shortest grace period in seconds that kills a pod. With 0, the kubelet sends SIGTERM and waits for the pod's own
+grace period (kubernetes#120449)."""
 
 
 class FaultKind(enum.StrEnum):
-    """Kinds of faults."""
+    """The kinds of faults."""
 
     RECLAIM = "reclaim"
-    "A training worker's pod is deleted with its own grace period, as by a preemption with notice."
+    "A training worker's pod is deleted with its own grace period, like in a preemption with notice."
     KILL = "kill"
-    "A training worker's pod is killed at once."
+    "A training worker's pod is killed immediately."
     HEAD = "head"
-    "The head's pod, which includes the driver, is killed at once."
+    "The head pod, which runs the driver, is killed immediately."
 
     @property
     def verb(self) -> str:
@@ -55,12 +55,12 @@ class FaultKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """The faults to inject. Its text completes the sentence "this would"."""
+    """The faults to inject. Its string form completes a sentence that starts with "this would"."""
 
     kinds: tuple[FaultKind, ...]
-    "Kind of each fault, in order."
+    "The kind of each fault, in order."
     every_s: float
-    "Seconds between two faults."
+    "Seconds between faults."
     seed: int
 
     def __str__(self) -> str:
@@ -71,15 +71,15 @@ class FaultPlan:
 
 
 def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | None) -> FaultPlan:
-    """Return a plan with equal numbers of each kind in random order.
+    """Return a plan with about the same number of faults of each kind, in random order.
 
-    `kinds` are words or comma-separated lists of words. `faults` is the total number of faults. Raises `SettingsError`
-    if a kind is unknown.
+    `kinds` can contain comma-separated lists. `faults` is the total number of faults. Raises `SettingsError` if a kind
+    is unknown.
     """
     words = [word.strip() for text in kinds for word in text.split(",")]
     unknown = [word for word in words if word not in list(FaultKind)]
     if unknown:
-        raise SettingsError(f"--kind {', '.join(unknown)}: choose from {', '.join(FaultKind)}")
+        raise SettingsError(f"--kind {', '.join(unknown)} is unknown; choose from {', '.join(FaultKind)}")
     seed = secrets.randbelow(10**6) if seed is None else seed
     order = [FaultKind(words[number % len(words)]) for number in range(faults)]
     Random(seed).shuffle(order)
@@ -87,7 +87,7 @@ def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | Non
 
 
 class FaultInjector:
-    """Injects faults into a run, and follows its recovery."""
+    """Injects faults into a run and follows its recovery."""
 
     def __init__(self, access: RunAccess, as_json: bool) -> None:
         self._access = access
@@ -98,16 +98,16 @@ class FaultInjector:
         self._step = 0
         self._attempt = 0
         self._faults: dict[int, int] = {}
-        """Number of the newest attempt when each fault was injected, by the fault's number.
+        """The newest attempt's number when each fault was injected, keyed by the fault's number.
 
-        A later attempt is a consequence of the fault. Times are not compared, because clocks may disagree.
+        A later attempt counts as a consequence of the fault. Times are not compared, because clocks can differ.
         """
         self._recovered: set[int] = set()
         self._ended = ""
-        "Final state and reason of the run; empty while it is live."
+        "The run's final state and reason, or empty while the run is live."
 
     def refuse_unless_live(self) -> None:
-        """Raise an error if the run is not live, or if its cluster is not its own."""
+        """Raise an error if the run is not live or runs in a borrowed cluster."""
         snapshot = self._access.observe()
         require_answers(snapshot)
         self._access.require_known(snapshot)
@@ -118,12 +118,10 @@ class FaultInjector:
         if not live or state.terminal:
             raise NotFoundError(f"{self.run.name} is not live but {state}: {reason}; submit it first")
         if live.borrows_cluster:
-            raise SettingsError(
-                f"{live.name} runs in a cluster that is not its own, so other jobs would be affected, too"
-            )
+            raise SettingsError(f"{live.name} shares its cluster with other jobs, which would also be affected")
 
     def inject_all(self, plan: FaultPlan) -> None:
-        """Inject every fault of a plan, and wait until the run has recovered or ended."""
+        """Inject all faults of a plan, and wait until the run has recovered or ended."""
         kinds = plan.kinds
         random = Random(plan.seed)
         self.say({"event": "begin", "seed": plan.seed, "kinds": kinds}, f"seed {plan.seed}: {', '.join(kinds)}")
@@ -142,14 +140,14 @@ class FaultInjector:
             self.say({"event": "ended", "reason": self._ended, "faults": injected}, text)
 
     def say(self, record: dict[str, Any], text: str) -> None:
-        """Print a line on stdout, as text or as JSON."""
+        """Print a line to stdout, as text or as JSON."""
         if self._as_json:
             print_json_line({"time": time.time(), **record})
         else:
             print_text(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
     def _inject(self, number: int, kind: FaultKind, random: Random) -> None:
-        """Delete a pod of this kind as soon as one is ready, unless the run ends first."""
+        """Delete a pod as soon as one is ready, unless the run ends first."""
         deleted: list[PodView] = []
 
         def find_missing() -> str:
@@ -179,9 +177,9 @@ class FaultInjector:
         self.say(record, f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {self._step}")
 
     def _delete_one(self, kind: FaultKind, random: Random) -> PodView | None:
-        """Delete a random ready pod of the run's newest live RayJob, and return it.
+        """Delete and return a random ready pod of the run's newest live RayJob.
 
-        Returns None if no such pod is ready, or if the API server does not answer.
+        Returns None if no pod of this kind is ready or the API server does not answer.
         """
         try:
             live = [job for job in self.cluster.list_jobs(self.run.name) if job.live][:1]
@@ -200,16 +198,16 @@ class FaultInjector:
             return None
 
     def _watch(self, seconds: float) -> None:
-        """Wait, printing receipts as they appear; return early if the run ends."""
+        """Print receipts as they appear for some seconds, or until the run ends."""
         until = time.monotonic() + seconds
         while not self._ended and time.monotonic() < until:
             time.sleep(max(0.0, min(until - time.monotonic(), POLL_EVERY_S)))
             self._look()
 
     def _wait(self, find_missing: Callable[[], str], seconds: float, why: str) -> None:
-        """Watch the run until it has ended or `find_missing` returns "".
+        """Watch the run until it has ended or `find_missing` returns an empty string.
 
-        Prints what is missing. Raises `GaveUpError` after `seconds`, with `why` at the end of its message.
+        Prints what is missing. Raises `GaveUpError` after `seconds`, with a message that ends with `why`.
         """
         deadline = time.monotonic() + seconds
         printed = ""
@@ -222,7 +220,7 @@ class FaultInjector:
             self._watch(POLL_EVERY_S)
 
     def _look(self) -> None:
-        """Read the run, and print new receipts."""
+        """Read the run's state and print new receipts."""
         snapshot = self._access.observe()
         self._outage.note(snapshot)
         if snapshot.storage.status:
@@ -237,7 +235,7 @@ class FaultInjector:
             self._ended = f"{state}, {reason}"
 
     def _print_receipt(self, receipt: Receipt) -> None:
-        """Print a receipt with the faults that it belongs to. Print nothing if it belongs to no fault."""
+        """Print a receipt and its faults. Prints nothing if the receipt belongs to no fault."""
         open_faults = sorted(self._faults.keys() - self._recovered)
         numbers = [number for number in open_faults if self._faults[number] < receipt.attempt]
         if not numbers:
@@ -250,7 +248,7 @@ class FaultInjector:
         )
 
     def _find_missing(self) -> str:
-        """Return what has not happened yet since the last fault, or "" once the run has recovered."""
+        """Describe what the run's recovery still lacks. Returns an empty string once the run has recovered."""
         last = max(self._faults)
         if last not in self._recovered:
             return f"the receipt of fault {last}"

@@ -1,8 +1,7 @@
 """Finds RayJobs that were deleted before their runs had ended, which storage alone cannot show.
 
-A RayJob only counts as deleted if this is the cluster and namespace where the run says that it lives
-(docs/decisions/0009). Any other API server or namespace knows nothing of it. Nothing is concluded for users who may not
-read RayJobs, or the ConfigMap that identifies the cluster.
+A RayJob counts as deleted only if it is missing from the cluster and namespace recorded in the run
+(docs/decisions/0009). If the user cannot read RayJobs or the cluster's identity, no RayJob counts as deleted.
 """
 
 import time
@@ -21,19 +20,19 @@ from sunspot.submitter.cluster.api import Cluster
 
 @dataclass(frozen=True)
 class GoneJob:
-    """A RayJob that was the last to train a run, and no longer exists."""
+    """A deleted RayJob that was the last one to train a run."""
 
     name: str
     namespace: str
     began: bool
-    "True if its driver ever began."
+    "True if its driver had started."
     alive: bool
     "True if the run's processes still send heartbeats."
     saved_step: int | None
-    "Step of the run's newest checkpoint; None without a checkpoint."
+    "Step of the run's newest checkpoint, or None without a checkpoint."
 
     def judge(self, stop_wanted: bool) -> tuple[RunState, str]:
-        """Return the state of the run, and the reason as a sentence."""
+        """Return the run's state and the reason."""
         gone = f"its RayJob {self.name} is gone from namespace {self.namespace}"
         saved = "nothing is saved" if self.saved_step is None else f"saved at step {self.saved_step}"
         if not self.began:
@@ -49,16 +48,16 @@ class GoneJob:
 def find_gone_job(
     cluster: Cluster, run: Run, state: RunState, status: Status | None, known: Collection[str] = ()
 ) -> GoneJob | None:
-    """Return the RayJob that last trained a run if it is gone from this namespace, else None.
+    """Return the RayJob that last trained a run if it was deleted from this namespace.
 
-    Returns None also if that is uncertain. The cluster has shown no RayJob of the run, so `state` is the run's state
-    from storage alone. `known` contains the names of existing RayJobs.
+    Returns None if the RayJob still exists or that is uncertain. `state` is the run's state according to storage alone.
+    `known` contains the names of existing RayJobs.
     """
     if state.terminal and state is not RunState.LOST:
         return None
     try:
         job = _last_job(cluster, run, state, status)
-        # The RayJob of a search, which trains several runs, has the label of the search.
+        # A search trains several runs with one RayJob, which has only the search's label.
         if not job or job in known or cluster.find("job", job):
             return None
         committed = [name for name, files in list_directories(run).items() if MANIFEST in files]
@@ -71,14 +70,14 @@ def find_gone_job(
 
 
 def _last_job(cluster: Cluster, run: Run, state: RunState, status: Status | None) -> str:
-    """Return the name of the RayJob that last trained the run if it was in this namespace and cluster, else ""."""
+    """Return the RayJob that last trained the run, or an empty string if it was not in this namespace and cluster."""
     if state is RunState.PENDING:
         record = newest_submission(run)
         if not record:
             return ""
         same = record.cluster == cluster.identity if record.cluster and cluster.identity else None
         here = (record.server == cluster.server if same is None else same) and record.namespace == cluster.namespace
-        return record.job if here or not record.namespace else ""  # an earlier version recorded no place
+        return record.job if here or not record.namespace else ""  # earlier versions did not record the namespace
     owner = Owner.parse(status.owner) if status else Owner("")
     here = bool(owner.cluster) and (owner.cluster, owner.namespace) == (cluster.identity, cluster.namespace)
     return owner.job if here else ""

@@ -1,4 +1,4 @@
-"""Chooses the API server, the credentials and the namespace from the kubeconfig, or from the pod that this runs in."""
+"""Chooses the API server, credentials and namespace from the kubeconfig or the current pod."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     from kubernetes.client import ApiClient, Configuration
 
 PLUGIN_WITHIN_S = 300.0
-"""Seconds for which a credential plugin may run. Somebody may have to sign in with a browser first."""
+"""Timeout of a credential plugin in seconds. The user might have to sign in with a browser first."""
 
 NOT_CHOSEN = "default"
-"""Namespace of a context that counts as not chosen. minikube writes it into every context, and it is kubectl's
-default."""
+"""A context's namespace that is ignored, because minikube writes it into every context."""
 
 
 def make_client(context: str | None) -> tuple[ApiClient, str]:
-    """Return a client with fresh credentials, and the context's own namespace or "". Sends no request.
+    """Return a client with fresh credentials, and the context's own namespace or an empty string.
 
-    Raises `ClusterError` if the context, its credential or any configuration is missing.
+    Sends no requests. Raises `ClusterError` if no cluster is configured or the context or its credential is missing.
     """
     files = _kubeconfig()
     has_file = _has_file(files)
@@ -49,20 +48,20 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
             load_incluster_config(configuration)
         if str(configuration.proxy).startswith("socks") and not importlib.util.find_spec("socks"):
             needs = f"its proxy-url {configuration.proxy} needs PySocks"
-            raise ClusterError(f"no cluster: {files}: {needs}; install it beside sunspot: `pip install pysocks`")
+            raise ClusterError(f"no cluster: {files}: {needs}; install it next to sunspot: `pip install pysocks`")
         return ApiClient(configuration), namespace
     except ClusterError:
         raise
     except ConfigException as error:
-        advice = "`kubectl config get-contexts` lists what --context takes"
+        advice = "`kubectl config get-contexts` lists the valid values of --context"
         raise ClusterError(f"no cluster: {files}: {shorten(error)}; {advice}") from error
     except Exception as error:  # the client's parsers raise various errors for a damaged file
         unusable = f"{files} cannot be used ({type(error).__name__}: {shorten(error)})"
-        raise ClusterError(f"no cluster: {unusable}; correct it: `kubectl version` must work with it, too") from error
+        raise ClusterError(f"no cluster: {unusable}; correct it until `kubectl version` works") from error
 
 
 def is_configured() -> bool:
-    """Return True if there is a cluster to ask, because a kubeconfig exists or this process runs in a pod."""
+    """Return True if a kubeconfig exists or this process runs in a pod."""
     return _has_file(_kubeconfig()) or _is_pod()
 
 
@@ -90,8 +89,8 @@ def _load_context(files: str, context: str | None, configuration: Configuration)
     provider = user.get("auth-provider", {}).get("name", "")
     if entry and "exec" in user and not {"token", "tokenFile"} & set(user):
         cluster = next(item for item in config["clusters"].value if item["name"] == current["cluster"])
-        # The client itself would continue without credentials if the plugin is missing, wait for it without a limit,
-        # and hide its output.
+        # The client itself would continue without credentials if the plugin is missing, would wait for it without
+        # limit, and would hide its output.
         user |= _ask_plugin(user.pop("exec"), cluster.value["cluster"], Path(entry.path).absolute().parent)
     loader.load_and_set(configuration)
     if provider and not configuration.api_key:
@@ -102,7 +101,7 @@ def _load_context(files: str, context: str | None, configuration: Configuration)
 
 
 def _ask_plugin(plugin: dict[str, Any], cluster: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Run a credential plugin, and return its credential in the form of a kubeconfig.
+    """Run a credential plugin, and return its credential as kubeconfig fields.
 
     The plugin's stderr is not captured. Raises `ClusterError` if the plugin fails.
     """
@@ -138,9 +137,9 @@ def _ask_plugin(plugin: dict[str, Any], cluster: dict[str, Any], folder: Path) -
         fix = " ".join(str(plugin.get("installHint") or "install it in a folder on PATH").split())
         why = f"cannot be run here ({error.strerror or shorten(error)}); {fix}"
     except subprocess.TimeoutExpired:
-        why = f"did not answer within {PLUGIN_WITHIN_S:.0f} s; check whether it waits for somebody to sign in"
+        why = f"did not answer within {PLUGIN_WITHIN_S:.0f} s; check whether it waits for you to sign in"
     except subprocess.CalledProcessError as error:
-        why = f"ended with {error.returncode}; sign in again, as it says above"
+        why = f"ended with {error.returncode}; sign in again, as its output above says"
     except (ValueError, KeyError, TypeError, AttributeError):
-        why = "printed no credential (ExecCredential with a token, or a certificate and its key); upgrade it"
+        why = "did not print an ExecCredential with a token, or with a certificate and its key; upgrade it"
     raise ClusterError(f"no credential for {cluster.get('server', 'the cluster')}: {name} {why}")

@@ -1,7 +1,7 @@
-"""Finds what keeps the pods of a run from running. Pure.
+"""Finds the reasons why a run's pods do not run.
 
-`sunspot status` prints the problem of the head, or the most common problem of the workers. `sunspot doctor` prints
-every problem with its fix.
+`sunspot status` prints the head's problem or the workers' most common one. `sunspot doctor` prints every problem and
+its fix.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from sunspot.submitter.cluster.views import JobView, Pods, PodView, WarningEvent
 from sunspot.submitter.findings import Diagnosis
 
 HEAD = "head"
-"""Group of the head's pod in a `PodProblem`."""
+"""Group of the head pod in a `PodProblem`."""
 
 ADD_NODE = (
     "unless an autoscaler brings one, add such a node, or correct the profile's selectors, tolerations and resources"
@@ -30,10 +30,10 @@ CANNOT_START = {
     "CreateContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
     "CrashLoopBackOff": (Diagnosis.CONTAINER, "`kubectl logs --previous` of this pod says why"),
 }
-"""Kind and fix of each problem that the kubelet names as the reason why a container cannot start."""
+"""The kind and the fix of each problem, keyed by the kubelet's reason why a container cannot start."""
 
 EXPLAINED_BY_STATUS = ("FailedScheduling", "Unhealthy", "BackOff", "Failed", "NodeNotReady", "ExceededGracePeriod")
-"""Reasons of warnings about pods that the pod's own status explains better."""
+"""Reasons of warnings that the pod's own status explains better."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class PodProblem:
 
     kind: Diagnosis
     pod: str
-    "Name of the pod; empty if the pod cannot be created."
+    "The pod's name, or empty if the pod cannot be created."
     group: str
-    "Name of the pod's worker group, or HEAD."
+    "The pod's worker group, or HEAD."
     evidence: str
     fix: str = ""
 
@@ -57,10 +57,10 @@ class PodProblem:
 
 
 def find_problems(job: JobView, pods: Pods, warnings: Warnings) -> list[PodProblem]:
-    """Find what keeps the pods of a RayJob from running, in the order of `pods`.
+    """Find the reasons why a RayJob's pods do not run, in the order of `pods`.
 
-    If pods are missing, the last problem is the reason why they cannot be created, if a warning names one. `pods` are
-    those of the RayJob's current cluster, and `warnings` are sorted by time, the newest first.
+    If pods are missing and a warning says why they cannot be created, that reason comes last. `pods` belong to the
+    RayJob's current cluster, and `warnings` are sorted from newest to oldest.
     """
     problems = [problem for pod in pods if (problem := find_problem(pod, warnings))]
     has_head = any(pod.head for pod in pods)
@@ -72,10 +72,10 @@ def find_problems(job: JobView, pods: Pods, warnings: Warnings) -> list[PodProbl
 
 
 def find_problem(pod: PodView, warnings: Warnings = ()) -> PodProblem | None:
-    """Return what keeps a pod from running, from its status or a warning about it; None if nothing seems to."""
+    """Return the reason why a pod does not run, from its status or a warning, or None if no problem is known."""
     group = HEAD if pod.head else pod.group
     if pod.lost:
-        fix = "another pod replaces it once a node has room for it"
+        fix = "another pod replaces it when a node has room"
         return PodProblem(Diagnosis.NODES, pod.name, group, pod.lost, fix)
     if pod.ready:
         return None
@@ -89,7 +89,7 @@ def find_problem(pod: PodView, warnings: Warnings = ()) -> PodProblem | None:
 
 
 def find_refusal(job: JobView, warnings: Warnings, group: str) -> PodProblem | None:
-    """Return the newest reason why pods of a RayJob cannot be created, such as a quota or a policy, or None."""
+    """Return the newest reason why a RayJob's pods cannot be created, such as a quota, or None."""
     for event in warnings:
         if event.object in (job.cluster, job.name) and event.reason.startswith("FailedToCreate"):
             return PodProblem(Diagnosis.REFUSED, "", group, event.message)
@@ -97,7 +97,7 @@ def find_refusal(job: JobView, warnings: Warnings, group: str) -> PodProblem | N
 
 
 def find_past_problems(job: JobView, warnings: Warnings) -> list[PodProblem]:
-    """Find what kept pods that are gone from running: the newest problem of each kind for each pod."""
+    """Find why deleted pods could not run. Returns the newest problem of each kind for each pod."""
     problems: dict[tuple[str, Diagnosis], PodProblem] = {}
     for event in warnings:
         problem = _read_warning(event, HEAD if "-head" in event.object else next(iter(job.training_groups), ""))
@@ -117,14 +117,14 @@ def _read_warning(event: WarningEvent, group: str) -> PodProblem | None:
 
 
 def _read_status(status: dict[str, Any]) -> Iterator[tuple[Diagnosis, str, str]]:
-    """Yield kind, evidence and fix of each problem in a pod's status, the most basic problem first."""
+    """Yield the kind, evidence and fix of each problem in a pod's status, starting with the most basic one."""
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             message = one_line(condition.get("message", ""))
             if condition.get("reason") == "SchedulingGated":
                 yield Diagnosis.QUEUE, f"held back by its queue ({message})", ""
             else:
-                message = message.partition(". ")[0]  # what follows is about preemption
+                message = message.partition(". ")[0]  # the rest is about preemption
                 yield Diagnosis.NO_NODE, f"no node takes it ({message})", ADD_NODE
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
         yield from _read_container(container)
@@ -145,7 +145,7 @@ def _read_container(container: dict[str, Any]) -> Iterator[tuple[Diagnosis, str,
             "raise its memory in the profile",
         )
     elif reason in ("ErrImagePull", "ImagePullBackOff"):
-        # The kubelet reports the failure and the wait in turn. The same text describes both.
+        # The kubelet alternates between the failure and the back-off. Extract the part that both messages contain.
         why = one_line(waiting.get("message", "")).rpartition("ErrImagePull: ")[2]
         yield Diagnosis.IMAGE, f"image {container.get('image', '')} cannot be pulled: {why}", PUSH_IMAGE
     elif reason in CANNOT_START:

@@ -1,13 +1,12 @@
-"""Forwards an HTTP port of this machine to a port of a pod, and adds headers to every request.
+"""Forwards a local HTTP port to a pod, and adds headers to every request.
 
-Each local connection serves one request. The head of the request is changed so that the server closes the connection
-afterwards. All other bytes pass unchanged, so bodies, streams and WebSockets work.
+Each local connection serves one request. The request's head is changed so that the server closes the connection
+afterwards. All other bytes pass unchanged, which supports bodies, streams and WebSockets.
 
-Each connection to the pod is a WebSocket through the API server. Every message begins with the number of a channel. On
-channel 0 it contains data, and on channel 1 an error. The first message of each channel only repeats the port. There is
-no message for the end of the data: closing the WebSocket closes both directions. The Kubernetes client's own
-`PortForward` is unsuitable. A reset connection kills its thread and leaves the local socket open, so the request hangs.
-Its `portforward` also replaces a method of the client that all threads share.
+The connection to the pod is a WebSocket through the API server. Each message starts with a channel number: 0 for data
+and 1 for an error. The first message of each channel only repeats the port. Closing the WebSocket closes both
+directions. The Kubernetes client's own `PortForward` is not used, because requests hang after a reset connection, and
+because it patches a method of the client that all threads share.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ PROTOCOL = "v4.channel.k8s.io"
 DATA, ERROR = 0, 1
 
 STALL_S = 20.0
-"""Longest wait in seconds for the rest of a message, or until the other side accepts more data."""
+"""Timeout in seconds for the rest of a message, or for the other side to accept more data."""
 
 HERE = "127.0.0.1"
 
 NAMES = (HERE, "localhost")
-"""Names by which browsers reach the port, on this machine or through a tunnel."""
+"""Host names under which browsers reach the port, directly or through a tunnel."""
 
 DECISIVE = ("host", "origin", "sec-fetch-site")
-"""Headers that show which site sent a request."""
+"""Headers that identify the site that sent a request."""
 
 
 class PodConnection:
-    """A connection to a port of a pod, for use by one thread.
+    """A connection to a pod's port, for use by one thread.
 
-    It may be passed to `select`, but only if `pending` returns False.
+    It can be passed to `select`, but only if `pending` returns False.
     """
 
     def __init__(self, websocket: WebSocket) -> None:
@@ -52,18 +51,18 @@ class PodConnection:
         self._websocket = websocket
         self._begun: set[int] = set()
         self.error = ""
-        "Error that the cluster reported; empty without an error."
+        "The error that the cluster reported, or empty without an error."
 
     def fileno(self) -> int:
         return int(self._websocket.fileno())
 
     def pending(self) -> bool:
-        """Return True if TLS has already read bytes from the socket, which `select` would not notice."""
+        """Return True if TLS has buffered bytes, which `select` would not notice."""
         waiting = getattr(self._websocket.sock, "pending", None)
         return bool(waiting and waiting())
 
     def receive(self) -> bytes | None:
-        """Return the data of the next message, which may be empty, or None at the end of the connection."""
+        """Return the next message's data, which can be empty, or None if the connection is closed."""
         from websocket import ABNF, WebSocketException
 
         try:
@@ -100,10 +99,10 @@ class PodConnection:
 
 
 class LocalPort(LocalServer):
-    """A server that is reachable only from this machine, and that refuses requests from other sites' pages.
+    """A server that is reachable only from this machine and rejects requests from other sites' pages.
 
-    So no other site can use the added headers. `dial` connects to the pod, or raises `SunspotError`. Raises
-    `SettingsError` if the port is taken.
+    This keeps other sites from using the added headers. `dial` connects to the pod or raises `SunspotError`. Raises
+    `SettingsError` if the port is in use.
     """
 
     def __init__(self, port: int, dial: Callable[[], PodConnection], headers: Mapping[str, str]) -> None:
@@ -120,7 +119,7 @@ class LocalPort(LocalServer):
 
 
 class _Exchange(BaseRequestHandler):
-    """Handler of a connection: one request and everything that follows it."""
+    """A handler for one local connection."""
 
     server: LocalPort
     request: socket.socket
@@ -153,10 +152,10 @@ class _Exchange(BaseRequestHandler):
 
 
 def find_problem(head: bytes) -> str:
-    """Return the reason why a request is refused, or "" if it is allowed.
+    """Return the reason why a request is rejected, or an empty string if it is allowed.
 
-    The added headers contain a secret. So a request is refused if another site's page sent it, or if it uses another
-    site's name for this machine (DNS rebinding).
+    The added headers contain a secret. A request is therefore rejected if another site's page sent it, or if it uses
+    another host name for this machine (DNS rebinding).
     """
     names = [name for name, _ in _headers(head)]
     twice = next((name for name in DECISIVE if names.count(name) > 1), "")
@@ -168,16 +167,16 @@ def find_problem(head: bytes) -> str:
     if host_name(host) not in NAMES:
         return f"only requests to {' or '.join(NAMES)} are served, not to {host or 'an empty host'}"
     if origin is not None and origin != f"http://{host}":
-        return f"pages of {origin} may not send requests here"
+        return f"pages of {origin} are not allowed to send requests here"
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):  # browsers send Origin with some requests
         return "another site linked here; type the address into the browser instead"
     return ""
 
 
 def rewrite(head: bytes, headers: Mapping[str, str]) -> bytes:
-    """Return the head of a request with `headers` added.
+    """Return the request's head with `headers` added.
 
-    Unless the request upgrades the protocol, the server closes the connection afterwards.
+    Also asks the server to close the connection afterwards, unless the request upgrades the protocol.
     """
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     replaced = {name.lower() for name in headers}

@@ -22,24 +22,25 @@ REQUIRED_PERMISSIONS = {
     ("", "pods"): ("get", "list"),
     ("", "events"): ("list",),
 }
-"""Verbs of the Kubernetes API that the commands of `sunspot` use, by API group and resource."""
+"""The Kubernetes API verbs that `sunspot` uses, keyed by API group and resource."""
 
 NO_DRY_RUN = "does not support dry run"
-"""Part of the API server's message about a policy's webhook that cannot be called in a dry run."""
+"""Part of the API server's message about a webhook that cannot be called in a dry run."""
 
 CANNOT_CREATE = (404, 405)
-"""HTTP statuses with which an API server answers if it lets nobody create pods here."""
+"""HTTP statuses of an API server that does not allow anyone to create pods."""
 
 OWNER_MAY_PASS = (
-    "the operator's own pods may pass if the policy looks at their owner; if none starts, this is the reason"
+    "the operator's own pods might pass if the policy checks their owner; if no pods start, this is the reason"
 )
-"""Advice on a webhook's refusal. The webhook may accept the same pods from the operator."""
+"""Advice for a webhook's rejection. The webhook might accept the same pods from the operator."""
 
 
 def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
-    """Check everything without any change. Returns the RayJob as the API server would complete it, and warnings.
+    """Check the cluster and storage without changing anything.
 
-    Raises `ClusterError` or `StorageError` with all problems and their fixes.
+    Returns the RayJob with the API server's defaults, and warnings. Raises `ClusterError` or `StorageError`, which
+    lists all problems and their fixes.
     """
     images = {pod["image"] for pod in _containers(manifest)}
     warnings = [problem for image in sorted(images) if (problem := image_problem(image))]
@@ -56,7 +57,7 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
         if not in_cluster:
             expected = cluster.apply(manifest, dry_run=True)
             take(find_queue_problem(expected))
-            if not expected.version:  # the pods of a live RayJob may use up the quota
+            if not expected.version:  # the pods of a live RayJob might use up the quota
                 quotas = list(find_quota_problems(cluster, manifest))
                 take(quotas)
                 take(find_pod_problems(cluster, manifest, quotas))
@@ -75,17 +76,17 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
 
 
 def find_queue_problem(expected: JobView) -> Iterator[Check]:
-    """Find what keeps Kueue from managing a new RayJob that names a queue. `expected` is the result of a dry run."""
+    """Yield a failed check if Kueue does not manage a new RayJob with a queue. `expected` is a dry run's result."""
     if expected.queue and not expected.version and not expected.spec.get("suspend"):
-        what = f"queue {expected.queue}: Kueue would not hold the job back, so the job would ignore the quota"
+        what = f"queue {expected.queue}: Kueue does not manage this job, so the job would ignore the queue's quota"
         install = "install Kueue with ray.io/rayjob among its integrations, and let it manage this namespace"
         yield Check("Kueue", Result.FAILED, what, f"{install}, or remove the queue")
 
 
 def find_quota_problems(cluster: Cluster, manifest: dict[str, Any], ignore_use: bool = False) -> Iterator[Check]:
-    """Find ResourceQuotas without room for all pods of the run. If a run can never fit, the check is FAILED.
+    """Find ResourceQuotas without room for all of the run's pods. A check is FAILED if the run can never fit.
 
-    With `ignore_use`, the namespace is treated as empty. Yields nothing if this user may not list quotas.
+    With `ignore_use`, the namespace counts as empty. Yields nothing if this user cannot list quotas.
     """
     quotas = list_if_allowed(cluster, "quotas")
     if quotas and ignore_use:
@@ -96,12 +97,11 @@ def find_quota_problems(cluster: Cluster, manifest: dict[str, Any], ignore_use: 
 
 
 def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Sequence[Check] = ()) -> Iterator[Check]:
-    """Find what keeps the pods of a RayJob from being created, by a dry run for each kind of pod.
+    """Find the reasons why a RayJob's pods cannot be created, with a dry run for each kind of pod.
 
-    Pod security, limits, quotas and policies only examine pods. Without this check, the RayJob would be accepted, and
-    its first nodes would be paid for before the operator is refused. If this user may not create pods, only LimitRanges
-    are examined, if the user may list them. Problems with a quota that are in `quotas` (from `find_quota_problems`) are
-    not repeated.
+    Pod security, limits, quotas and policies apply only to pods. Without this check, the RayJob would be accepted, and
+    nodes would be paid for before the pods are rejected. If this user cannot create pods, only the LimitRanges are
+    checked. Quota problems that are already in `quotas` are not repeated.
     """
     if not cluster.allows("create", "", "pods"):
         yield from check_limit_ranges(list_if_allowed(cluster, "limit ranges") or (), manifest)
@@ -120,18 +120,18 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Sequen
                 continue
             result, fix = Result.FAILED, "change the profile, or ask the owner of the namespace to allow it"
             if exceeded and exceeded.never_fits(manifest):
-                fix = f"it can never fit: {ASK_FOR_LESS}, or ask for a larger ResourceQuota {exceeded.name}"
+                fix = f"the run can never fit; {ASK_FOR_LESS}, or ask for a larger ResourceQuota {exceeded.name}"
             elif "exceeded quota" in message:
-                result, fix = Result.WARNING, "they wait until others end or are deleted"
+                result, fix = Result.WARNING, "they wait until other pods end or are deleted"
             elif "admission webhook" in message:
                 result, fix = Result.WARNING, OWNER_MAY_PASS
             elif "limits.cpu" in message or "cpu limit" in message:
                 fix = CPU_LIMIT
-            yield Check("pods", result, f"pods of the group {group} would be refused now: {message}", fix)
+            yield Check("pods", result, f"pods of group {group} would be rejected now: {message}", fix)
 
 
 def list_if_allowed(cluster: Cluster, kind: str) -> list[dict[str, Any]] | None:
-    """Return all objects at a path in `api.PATHS`, or None if this user may not list them."""
+    """Return all objects of one kind in `api.PATHS`, or None if this user cannot list them."""
     try:
         return cluster.list_all(kind)
     except RefusedError as error:
@@ -141,22 +141,22 @@ def list_if_allowed(cluster: Cluster, kind: str) -> list[dict[str, Any]] | None:
 
 
 def explain_refusal(error: ClusterError) -> str:
-    """Return the API server's refusal of a RayJob, with a fix if one is known."""
+    """Return the API server's error for a RayJob, with a fix if one is known."""
     exceeded = parse_exceeded(str(error))
     if exceeded:
-        delete = "RayJobs that have ended count, too: delete some (`sunspot delete`)"
+        delete = "RayJobs that have ended also count; delete some (`sunspot delete`)"
         return f"{error}; {delete}, or ask for a larger ResourceQuota {exceeded.name}"
     if "workload slicing" not in str(error):
         return str(error)
     needs = "Kueue 0.18 or later (or its feature gate ElasticJobsViaWorkloadSlices)"
-    advice = "give SUNSPOT_NUM_WORKERS one number, or remove the queue"
-    return f"{error}. A changing number of pods needs {needs}; {advice}"
+    advice = "set SUNSPOT_NUM_WORKERS to a single number, or remove the queue"
+    return f"{error}. A variable number of pods needs {needs}; {advice}"
 
 
 def check_identity(run: Run, variables: Mapping[str, str]) -> None:
-    """Raise `ConflictError` with a diff if the run cannot continue under these settings.
+    """Raise `ConflictError` with a diff if the run cannot continue with these settings.
 
-    The job would find that out by itself, but minutes later. Settings that the image sets cannot be compared here.
+    The job would fail for the same reason, but minutes later. Settings from the image cannot be compared here.
     """
     try:
         begun = read_identity(run).settings
@@ -178,7 +178,7 @@ def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterat
 
 
 def find_missing_resources(cluster: Cluster) -> Iterator[Check]:
-    """Find KubeRay's resources that the API server does not know."""
+    """Yield a failed check if the API server does not have KubeRay's resources."""
     known = {resource["name"] for resource in (cluster.find("ray") or {}).get("resources", ())}
     missing = [name for name in ("rayjobs", "rayclusters") if name not in known]
     if missing:
@@ -189,12 +189,12 @@ def find_missing_resources(cluster: Cluster) -> Iterator[Check]:
 def find_missing_namespace(cluster: Cluster) -> Iterator[Check]:
     """Yield a failed check if the namespace does not exist."""
     if cluster.exists("namespace", cluster.namespace) is False:
-        fix = "`kubectl apply -k k8s/base` creates sunspot; or choose another --namespace"
+        fix = "create the namespace sunspot with `kubectl apply -k k8s/base`, or choose another --namespace"
         yield Check("namespace", Result.FAILED, f"there is no namespace {cluster.namespace}", fix)
 
 
 def find_missing_rights(cluster: Cluster) -> Iterator[Check]:
-    """Yield a failed check for each resource on which this user lacks permissions."""
+    """Yield a failed check for each resource for which this user lacks permissions."""
     permissions = [
         (verb, group, resource) for (group, resource), verbs in REQUIRED_PERMISSIONS.items() for verb in verbs
     ]
@@ -205,18 +205,18 @@ def find_missing_rights(cluster: Cluster) -> Iterator[Check]:
             missing.setdefault(resource, []).append(verb)
     for resource, verbs in missing.items():
         what = f"no permission to {', '.join(verbs)} {resource} in namespace {cluster.namespace}"
-        fix = "ask for the Role sunspot-submitter of k8s/base, which grants it"
+        fix = "ask for the Role sunspot-submitter in k8s/base, which grants it"
         yield Check("permissions", Result.FAILED, what, fix)
 
 
 def find_missing_object(cluster: Cluster, kind: str, name: str) -> Iterator[Check]:
-    """Yield a check if an object that pods need to start does not exist, or if this user may not see it."""
+    """Yield a check if an object that pods need to start does not exist or this user cannot see it."""
     there = cluster.exists(kind, name)
     if there is False:
         what = f"{kind} {name} is not in namespace {cluster.namespace}"
         yield Check(f"{kind} {name}", Result.FAILED, what, _how_to_create(kind, name, cluster.namespace))
     elif there is None:
-        what = f"this user may not see whether {kind} {name} exists"
+        what = f"this user cannot see whether {kind} {name} exists"
         yield Check(f"{kind} {name}", Result.WARNING, what, "pods cannot start without it")
 
 
@@ -227,13 +227,13 @@ def _find_storage_problems(run: Run) -> list[str]:
     except StorageError as error:
         if "AWS_ENDPOINT_URL" not in str(error):
             return [str(error)]
-        other = "which may differ from the pods' own endpoint inside the cluster"
-        advice = "If this machine cannot reach the storage, apply the output of `sunspot render`"
+        other = "which might differ from the pods' endpoint inside the cluster"
+        advice = "If this machine cannot reach the storage, apply the output of `sunspot render` instead"
         return [f"{error}. This machine used its own AWS_ENDPOINT_URL, {other}. {advice}"]
 
 
 def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield kind and name of each object that the pods of a RayJob need to start. An object may be repeated."""
+    """Yield the kind and name of each object that a RayJob's pods need to start. Objects can be repeated."""
     for pod in (template["spec"] for template in pod_templates(manifest).values()):
         if "serviceAccountName" in pod:
             yield "ServiceAccount", pod["serviceAccountName"]
@@ -266,18 +266,18 @@ def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:
         reference = source.get(field)
         if reference and not reference.get("optional"):
             name = reference.get("name") or reference.get("secretName") or reference.get("claimName")
-            if name:  # otherwise, the API server refuses the reference
+            if name:  # the API server rejects a reference without a name
                 yield kind, name
 
 
 def _how_to_create(kind: str, name: str, namespace: str) -> str:
-    """Return how to create an object that pods need to start."""
+    """Return instructions to create an object that pods need to start."""
     if kind == "Secret":
         return (
             f"create it: kubectl -n {namespace} create secret generic {name} --from-env-file=/dev/stdin, and give it "
-            "the lines AWS_ACCESS_KEY_ID=... and AWS_SECRET_ACCESS_KEY=... (with AWS_ENDPOINT_URL for other servers "
-            "than Amazon's), or whatever else the pods take from it"
+            "the lines AWS_ACCESS_KEY_ID=... and AWS_SECRET_ACCESS_KEY=... (and AWS_ENDPOINT_URL if the server is not "
+            "Amazon's), or whatever else the pods read from it"
         )
     if kind == "ServiceAccount":
-        return "`kubectl apply -k k8s/base` creates Sunspot's own; create any other one yourself"
+        return "create Sunspot's own with `kubectl apply -k k8s/base`; create any other one yourself"
     return "create it, or remove it from the profile"

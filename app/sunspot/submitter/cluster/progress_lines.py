@@ -1,4 +1,4 @@
-"""Prints the state of a run, and its progress."""
+"""Prints a run's state and progress."""
 
 import re
 import sys
@@ -15,17 +15,17 @@ from sunspot.submitter.manifest.pods import PodPrice
 from sunspot.submitter.printing import print_json, print_json_line, print_table, print_text
 
 PROGRESS_EVERY_S, PROGRESS_FRACTION = 10.0, 0.01
-"""Least seconds between two lines about steps, and the fraction of all steps that such a line must report."""
+"""Minimum number of seconds between progress lines, and minimum progress between them as a fraction of all steps."""
 
 SOME_PROGRESS_EVERY_S = 60.0
-"""Seconds after which a line is printed for any new step."""
+"""Seconds after which even a single new step gets a line."""
 
 AGES = re.compile(r"\b\d+ (s|min|h|days)\b")
-"""Matches durations in reasons (`in_words`), which change from one snapshot to the next."""
+"""Pattern of durations in reasons (`in_words`), which change from one snapshot to the next."""
 
 
 def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
-    """Print the state of a run, and the reason."""
+    """Print a run's state and the reason."""
     if as_json:
         print_json({"run": run.name, "state": state, "reason": reason})
     else:
@@ -33,7 +33,7 @@ def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
 
 
 def print_pods(pods: Sequence[PodPrice]) -> None:
-    """Print how many pods a job may have, and their known prices per hour."""
+    """Print how many pods a job can have, and their prices per hour if known."""
     if not pods:
         return
     rows: list[list[Any]] = []
@@ -64,9 +64,9 @@ def print_submission(submission: Submission, as_json: bool) -> None:
 
 
 class ProgressLines:
-    """Prints a line for every change of state or reason.
+    """Prints a line whenever the state or the reason changes.
 
-    On a terminal, progress is shown in a live line. Otherwise a line about it is printed occasionally.
+    On a terminal, a live line shows the progress. Otherwise a progress line is printed from time to time.
     """
 
     def __init__(self, run: Run, as_json: bool = False) -> None:
@@ -100,7 +100,7 @@ class ProgressLines:
             print_text(f"{time.strftime('%H:%M:%S')}  {state:9}  {describe(snapshot, state, reason)}", flush=True)
 
     def _is_progress_due(self, state: RunState, status: Status | None) -> bool:
-        """Return True if a line about progress alone is due where there is no live line."""
+        """Return True if a progress line is due. Always False on a terminal, which has a live line."""
         if self._live or state is not RunState.RUNNING or not status or status.step == self._step:
             return False
         far = abs(status.step - self._step) >= PROGRESS_FRACTION * status.total_steps
@@ -131,7 +131,7 @@ def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
 
 
 def progress(snapshot: RunSnapshot) -> dict[str, Any]:
-    """Return the run's progress from its last status, by the names of the JSON lines."""
+    """Return the progress in the run's last status, keyed by the names in the JSON lines."""
     status = snapshot.storage.status
     left = None
     if status and status.state is RunState.RUNNING and status.step_time_s is not None:

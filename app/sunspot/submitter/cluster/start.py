@@ -1,4 +1,4 @@
-"""Starts a run's RayJob, or reports why it is already running, already done, or must not start."""
+"""Starts a run's RayJob, unless the run is live, has succeeded or conflicts with another owner."""
 
 import re
 import shlex
@@ -38,7 +38,7 @@ from sunspot.submitter.manifest.render import JOB_ID, JobRequest, Rendered, choo
 from sunspot.submitter.printing import progress_note, warn
 
 STOPPED_WITHIN_S = 180.0
-"""Seconds in which a run that is being stopped must have saved and ended."""
+"""Seconds within which a run that is being stopped must save and end."""
 
 MAX_CHANGES_SHOWN = 20
 
@@ -49,11 +49,11 @@ class PreparedJob:
 
     manifest: Mapping[str, Any]
     arguments: Sequence[str] = ()
-    "Arguments of `sunspot submit` for the same job. They are recorded in storage for people to read."
+    "The `sunspot submit` arguments for the same job, recorded in storage for people to read."
     expected: JobView | None = None
-    "The RayJob as the API server would complete it; None if the API server was not asked."
+    "The RayJob with the API server's defaults, or None if the API server was not asked."
     archive: CodeArchive | None = None
-    "Code of the user to upload first."
+    "The user's code, which is uploaded first."
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Submission:
     access: RunAccess
     job: str
     action: str
-    "Either created, replaced (an ended RayJob), attached (the RayJob is live), or finished (nothing is left to do)."
+    "One of created, replaced (an ended RayJob), attached (the RayJob is live) or finished (the run has succeeded)."
     reason: str
     dry_run: bool
 
 
 def render_for_cluster(request: JobRequest, context: str | None) -> tuple[Rendered, Cluster]:
-    """Render a request and connect to its cluster. The default namespace is the context's.
+    """Render a request and connect to its cluster. The namespace defaults to the context's.
 
-    Raises `ClusterError` if there is no cluster to ask.
+    Raises `ClusterError` if no cluster is configured.
     """
     rendered = render_with_code(request)
     cluster = connect(context, rendered.chosen_namespace)
@@ -81,15 +81,16 @@ def render_for_cluster(request: JobRequest, context: str | None) -> tuple[Render
 
 
 def render_with_code(request: JobRequest) -> Rendered:
-    """Render a request. If its code is a folder, pack it into an archive."""
+    """Render a request. If its code is a folder, the folder is packed first."""
     code = choose_profile(request).code
     return render(request, pack(Path(code).expanduser().resolve()) if code and not code_in(code) else None)
 
 
 def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_over: bool = False) -> Submission:
-    """Check the job and start it. Without `take_over`, a run that is alive elsewhere is refused.
+    """Check the job and start it.
 
-    Raises `ClusterError`, `StorageError` or `ConflictError` before any change if a check fails.
+    Raises `ClusterError`, `StorageError` or `ConflictError` before any change if a check fails. A run that is alive
+    elsewhere is a conflict unless `take_over` is True.
     """
     settings = rendered.settings
     access = RunAccess(open_run(settings.storage_path, settings.run_name), cluster)
@@ -110,8 +111,8 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, take_over: bool = False) -> Submission:
     """Start a RayJob unless it is live or has succeeded.
 
-    Raises `ClusterError` without a cluster, `ConflictError` if another RayJob of the run is live or (unless `take_over`
-    is True) if the run is alive elsewhere, and `GaveUpError` if a RayJob that is ending does not end.
+    Raises `ClusterError` without a cluster, and `GaveUpError` if a RayJob that is ending does not end. Raises
+    `ConflictError` if another RayJob of the run is live, or if the run is alive elsewhere and `take_over` is False.
     """
     run = access.run
     name = str(prepared.manifest["metadata"]["name"])
@@ -120,7 +121,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     def submission(action: str, reason: str) -> Submission:
         return Submission(access, name, action, reason, dry_run)
 
-    # Refuse the job if another owner trains the run, or another run has its name.
+    # Reject the job if another owner trains the run, or if another run has the job's name.
     snapshot, job = _observe_job(access, name)
     if snapshot.storage.deleting:
         raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; then submit again")
@@ -143,7 +144,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
             time.sleep(POLL_EVERY_S)
             snapshot, job = _observe_job(access, name)
 
-    # Nothing is left to do if the job is live, or if the run has succeeded.
+    # Return early if the job is live or the run has succeeded.
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
     status = snapshot.storage.status
     stop_wanted = snapshot.storage.stop_wanted
@@ -154,13 +155,13 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     if status and state is RunState.SUCCEEDED and (job or Owner.parse(status.owner).job == name):
         return submission("finished", reason)
 
-    # Start the job in place of those that have ended.
+    # Replace the RayJobs that have ended.
     ended = [other for other in snapshot.cluster.jobs if other.terminal or other is job]
     was = f"the run was {state}: {reason}" if snapshot.known else "a new run"
     if status and not state.terminal:
         was = f"it takes the run over from {Owner.parse(status.owner).describe()}: {reason}"
     if not dry_run:
-        if prepared.archive:  # uploaded even if it exists, because that copy may be damaged, or about to be collected
+        if prepared.archive:  # uploaded even if it exists, because that copy might be damaged or about to be deleted
             with progress_note("uploading the code"), run.storage.writer(run.key(prepared.archive.name)) as file:
                 file.write(prepared.archive.content)
         clear_stop(run)
@@ -169,18 +170,17 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
         if not gone:
             raise GaveUpError(f"{ended[0].name} and its pods still exist after {GONE_WITHIN_S:.0f} s; submit again")
         with progress_note(f"applying {name}"):
-            record = _make_record(cluster, prepared)  # asks the cluster, so this comes before any change
+            record = _make_record(cluster, prepared)  # can fail, so this comes before the change
             cluster.apply(dict(prepared.manifest))
             _keep_record(run, record)
     return submission("replaced" if ended else "created", was)
 
 
 def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
-    """Clear the stop marker, and restart the run's RayJob as `sunspot submit` applied it.
+    """Clear the stop marker, and apply the run's RayJob again as `sunspot submit` applied it.
 
-    Returns None if the run was started in another way, because it must then be restarted in that way. Raises
-    `NotFoundError` with the command to type if the submitted RayJob is not in this namespace, and `ClusterError` if the
-    cluster does not answer.
+    Returns None if the run was not started by `sunspot submit` and must be restarted in its own way. Raises
+    `NotFoundError` if the submitted RayJob is not in this namespace, and `ClusterError` if the cluster does not answer.
     """
     job, submitted = snapshot.job, newest_submission(access.run)
     if submitted and snapshot.cluster.trouble:
@@ -196,7 +196,7 @@ def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
 
 
 def _explain_absence(access: RunAccess, submitted: SubmissionRecord) -> str:
-    """Explain that the RayJob to restart is not here, where it was submitted, and which command to type."""
+    """Return a message that says where the missing RayJob was submitted, and how to submit it again."""
     run, cluster = access.run.name, access.require_cluster()
     here = f"namespace {cluster.namespace} of {cluster.server}"
     there = f"namespace {submitted.namespace} of {submitted.server}" if submitted.namespace else "a namespace"
@@ -213,7 +213,7 @@ def _explain_absence(access: RunAccess, submitted: SubmissionRecord) -> str:
 
 
 def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | None]:
-    """Return a snapshot of the run and the RayJob of this name, which the snapshot treats as the newest."""
+    """Return a snapshot that treats the RayJob of this name as the newest, and that RayJob."""
     snapshot = access.observe()
     require_answers(snapshot)
     job = next((job for job in snapshot.cluster.jobs if job.name == name), None)
@@ -225,7 +225,7 @@ def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | N
 
 
 def _make_record(cluster: Cluster, prepared: PreparedJob) -> SubmissionRecord:
-    """Return the record of a job that is about to be applied to a cluster."""
+    """Return the record of a job that is about to be applied."""
     return SubmissionRecord(
         job=str(prepared.manifest["metadata"]["name"]),
         namespace=cluster.namespace,
@@ -238,7 +238,7 @@ def _make_record(cluster: Cluster, prepared: PreparedJob) -> SubmissionRecord:
 
 
 def _keep_record(run: Run, record: SubmissionRecord) -> None:
-    """Write the record to storage. A failure is only a warning, because only people read the record."""
+    """Write the record to storage. Only warns on failure, because only people read the record."""
     try:
         record_submission(run, record)
     except StorageError as error:
@@ -246,9 +246,9 @@ def _keep_record(run: Run, record: SubmissionRecord) -> None:
 
 
 def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
-    """Return a message about the owner that trains the run now if that is not a RayJob of this namespace, else "".
+    """Return a message if the run is alive and its owner is not a RayJob in this namespace, or an empty string.
 
-    An owner of this namespace whose RayJob no longer exists does not count, because it was deleted a moment ago.
+    An owner in this namespace without a RayJob is ignored, because its RayJob has just been deleted.
     """
     status, cluster = snapshot.storage.status, access.require_cluster()
     if not status or not is_alive(status, snapshot.time):
@@ -267,22 +267,22 @@ def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
 
 
 def _refuse_name_of_another_run(cluster: Cluster, name: str, run: str) -> None:
-    """Raise `ConflictError` if a RayJob of this name belongs to another run, because it would be overwritten."""
+    """Raise `ConflictError` if a RayJob of another run has this name, because it would be overwritten."""
     found = cluster.find("job", name)
     if found and found["metadata"].get("labels", {}).get(RUN_LABEL) != run:
         raise ConflictError(
-            f"RayJob {name} in namespace {cluster.namespace} is not a job of the run {run}, by its label {RUN_LABEL}; "
+            f"RayJob {name} in namespace {cluster.namespace} belongs to a different run than {run} ({RUN_LABEL}); "
             "delete it, or choose another SUNSPOT_RUN_NAME"
         )
 
 
 def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
-    """Return True if the RayJob is being deleted, or if its driver may still see the stop marker."""
+    """Return True if the RayJob is being deleted, or if its driver might still see the stop marker."""
     return job.deleting or (snapshot.state()[0] is RunState.STOPPING and snapshot.driver_began)
 
 
 def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
-    """Return why `wanted` is refused, with a line for each difference.
+    """Return an error message with a line for each difference between the live and the wanted RayJob.
 
     Settings are listed by name, and other differences by their path in the spec.
     """
@@ -298,14 +298,14 @@ def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
 
 
 def _without_credential(change: str) -> str:
-    """Return a line of a diff, without the values of a variable that holds a secret."""
+    """Hide the values in a line of a diff if the variable holds a secret."""
     variable = re.match(r"\S*\benv\[([^\]]+)\]\.value: ", change)
     secret = variable and is_credential(variable[1], change[variable.end() :])
     return f"{variable[0]}{HIDDEN} -> {HIDDEN}" if variable and secret else change
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, str]:
-    """Return every leaf of a spec by its path, without settings. Items of a list appear by name if they have names."""
+    """Return the leaves of a spec keyed by path, except settings. Paths contain the names of list items, if any."""
     if isinstance(value, dict):
         items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
     elif isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Stops a run, and deletes RayJobs that would restart it."""
+"""Stops a run, and deletes the RayJobs that would restart it."""
 
 import time
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.printing import progress_note
 
 GONE_WITHIN_S = 180.0
-"""Seconds in which a deleted RayJob and its pods must be gone. That is longer than any profile's grace period."""
+"""Seconds within which a deleted RayJob and its pods must be gone. This exceeds the grace period of every profile."""
 
 POLL_EVERY_S = 1.0
-"""Seconds between two checks of a RayJob that ends or is deleted."""
+"""Seconds between checks of a RayJob that is ending or being deleted."""
 
 
 def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tuple[RunState, str]:
     """Write the stop marker, wait until the run has saved and ended, and delete RayJobs that would restart it.
 
-    Returns the run's state at that time, and the reason as a sentence. Without `wait`, only the marker is written. A
-    RayJob that has ended stays for `resume`, and the operator removes its cluster.
+    Returns the run's final state and the reason. Without `wait`, only writes the marker. A RayJob that has ended is
+    kept for `resume`.
 
-    Raises `NotFoundError` if there is no such run, `GaveUpError` if it has not ended after `timeout` seconds, and
-    `ClusterError` if the cluster does not answer. The marker stays in all these cases.
+    Raises `NotFoundError` if the run does not exist, `GaveUpError` if it has not ended after `timeout` seconds, and
+    `ClusterError` if the cluster does not answer. In the last two cases, the marker stays.
     """
     snapshot = access.observe_existing()
     state, reason = snapshot.state()
@@ -43,7 +43,7 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
 
 
 def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -> tuple[RunState, str]:
-    """Wait until a run with a stop marker has ended, and delete RayJobs that would restart it."""
+    """Wait until a run with a stop marker has ended, and delete the RayJobs that would restart it."""
     state, reason = snapshot.state()
     began = time.monotonic()
     deleted = False
@@ -79,14 +79,14 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
 
 
 def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, frozen: bool = False) -> bool:
-    """Delete RayJobs, and return True once they and their clusters' pods are gone, or False after `seconds`.
+    """Delete RayJobs, and return True once they and their pods are gone, or False after `seconds`.
 
-    Pods on nodes that do not answer are ignored, because they can no longer change a run, unless `frozen` is True.
+    Unless `frozen` is True, pods on unresponsive nodes are ignored, because they can no longer change the run.
     """
     for job in jobs:
         cluster.delete_job(job)
     deadline = time.monotonic() + seconds
-    own = [job for job in jobs if not job.borrows_cluster]  # borrowed clusters stay
+    own = [job for job in jobs if not job.borrows_cluster]  # borrowed clusters are kept
 
     while True:
         left = [pod for pod in cluster.list_pods(own) if frozen or not pod.overdue(time.time())]

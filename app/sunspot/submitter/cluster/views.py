@@ -1,4 +1,4 @@
-"""Parses RayJobs, pods and events from the API server into the fields that the verbs need. Pure."""
+"""Parses RayJobs, pods and events from the API server."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +17,11 @@ GITOPS_TOOLS = {
     "argocd-application-controller": "Argo CD",
     "kustomize-controller": "Flux",
 }
-"""GitOps tools, by the field manager's name under which each applies objects from a repository."""
+"""GitOps tools, keyed by the field manager with which they apply objects."""
 
 MAX_MESSAGE = 600
-"""Largest number of characters of the operator's message that is kept. The message quotes up to 20,000 characters of a
-failed driver's output, whose end contains the error."""
+"""Maximum number of characters to keep of the operator's message. The message contains up to 20,000 characters of a
+failed driver's output, with the error at the end."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class JobView:
     """A RayJob. Times are in seconds since the epoch."""
 
     raw: dict[str, Any]
-    "The object from the API server."
+    "The object as returned by the API server."
     name: str
     uid: str
     version: str
-    "The resource version, which changes with every change of the object; empty in a dry run of its creation."
+    "The resource version, or empty for the result of a dry run that would create the object."
     created: float
     try_began: float
     deleting: bool
@@ -43,21 +43,21 @@ class JobView:
     failure: str
     "The operator's reason for a failure, such as AppFailed."
     message: str
-    "The operator's message; if it quotes a driver's output, only the error at the end."
+    "The operator's message, or only the error if the message contains a driver's output."
     failed: int
-    "Number of tries that failed."
+    "Number of failed attempts."
     tries: int
-    "Largest number of tries."
+    "Maximum number of attempts."
     cluster: str
-    "Name of the current try's RayCluster; empty before it exists."
+    "Name of the current attempt's RayCluster, or empty before it exists."
     queue: str
-    "Name of the Kueue queue that admits the RayJob; empty without a queue."
+    "Name of the Kueue queue that admits the RayJob, or empty without a queue."
     training_groups: tuple[str, ...]
-    "Names of the worker groups that train, first choice first."
+    "Names of the training worker groups, in order of preference."
     least_workers: int
     "Number of training pods at the start."
     kubernetes: str = ""
-    "Identity of the Kubernetes cluster (`owner.cluster_identity`); empty if it is not known."
+    "Identity of the Kubernetes cluster (`owner.cluster_identity`), or empty if unknown."
 
     @property
     def borrows_cluster(self) -> bool:
@@ -70,24 +70,24 @@ class JobView:
 
     @property
     def failed_for_good(self) -> bool:
-        """True if the driver ended the job for good, because no other try can succeed (`SunspotError.final`)."""
+        """True if the driver ended the job because no further attempt can succeed (`SunspotError.final`)."""
         message = (self.raw.get("status") or {}).get("message", "")
         return self.job_status == "STOPPED" and message.startswith(FAILED_FOR_GOOD)
 
     @property
     def live(self) -> bool:
-        """True if the operator still works on the RayJob."""
+        """True if the operator is still managing the RayJob."""
         return not self.terminal and not self.deleting
 
     @property
     def gitops_tool(self) -> str:
-        """Name of the tool that would recreate the RayJob if it were deleted: Argo CD or Flux; empty without one."""
+        """The tool that would recreate the RayJob after a deletion, such as Argo CD, or an empty string."""
         managers = [entry.get("manager") for entry in self.raw["metadata"].get("managedFields") or ()]
         return next((GITOPS_TOOLS[manager] for manager in managers if manager in GITOPS_TOOLS), "")
 
 
 OVERDUE_S = 30
-"""Seconds for which a pod may outlive its grace period. After that, its node counts as unresponsive."""
+"""Seconds after its grace period when a pod's node counts as unresponsive."""
 
 
 @dataclass(frozen=True)
@@ -99,35 +99,35 @@ class PodView:
     head: bool
     group: str
     cluster: str
-    "Name of the pod's RayCluster."
+    "The name of the pod's RayCluster."
     node: str
     ready: bool
     deleted_by: float
-    "End of the grace period, in seconds since the epoch; 0 if the pod is not being deleted."
+    "End of the grace period in seconds since the epoch, or 0 if the pod is not being deleted."
     restarts: int
     out_of_memory: bool
-    "True if a container last ended because it ran out of memory. The container may be running again."
+    "True if a container's last termination was out of memory. The container can be running again."
     images: frozenset[tuple[str, str]] = frozenset()
-    "Images that the node has pulled for the pod, each by its name in the spec and its digest."
+    "The pulled images, as pairs of the name in the spec and the digest."
     spec: Mapping[str, Any] = field(default_factory=dict)
-    "Spec from the API server, with the additions of admission controllers."
+    "The spec from the API server, including changes by admission controllers."
     status: dict[str, Any] = field(default_factory=dict)
-    "Status from the API server."
+    "The status from the API server."
     lost: str = ""
-    "Description of the fault if the pod's node is gone or not ready (`mark_lost_pods`); otherwise empty."
+    "A description of the fault if the pod's node is gone or not ready (`mark_lost_pods`), or empty."
 
     @property
     def deleting(self) -> bool:
-        """True if somebody has deleted the pod."""
+        """True if the pod is being deleted."""
         return bool(self.deleted_by)
 
     def overdue(self, now: float) -> bool:
-        """Return True if the pod should be gone by now. It stays until its node comes back or is removed."""
+        """Return True if the pod should be gone by now. It remains until its node recovers or is removed."""
         return self.deleting and now > self.deleted_by + OVERDUE_S
 
 
 class WarningEvent(NamedTuple):
-    """A Kubernetes event of type Warning."""
+    """A Kubernetes event of the type Warning."""
 
     object: str
     "Name of the pod, RayCluster or RayJob that the event is about."
@@ -146,7 +146,7 @@ Warnings = Sequence[WarningEvent]
 
 
 def job_view(raw: dict[str, Any], kubernetes: str = "") -> JobView:
-    """Parse a RayJob from the API server. `kubernetes` is the identity of the Kubernetes cluster."""
+    """Parse a RayJob from the API server. `kubernetes` is the Kubernetes cluster's identity."""
     metadata = raw["metadata"]
     spec = raw.get("spec") or {}
     status = raw.get("status") or {}
@@ -209,14 +209,14 @@ def _pulled_images(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def is_ready(node: Mapping[str, Any]) -> bool:
-    """Return True if the node's kubelet has recently reported that the node is ready."""
+    """Return True if the node is ready."""
     return _ready_condition(node).get("status") == "True"
 
 
 def mark_lost_pods(pods: Pods, nodes: Nodes) -> tuple[PodView, ...]:
-    """Mark pods as not ready if their nodes are gone or not ready. Kubernetes calls such pods Running for a while.
+    """Mark pods as not ready if their nodes are gone or not ready, because Kubernetes still calls them Running.
 
-    `nodes` are all nodes of the cluster. If they are unknown, pass an empty sequence, and no pod is marked.
+    `nodes` are all nodes of the cluster. If `nodes` is empty, no pods are marked.
     """
     by_name = {node["metadata"]["name"]: node for node in nodes}
 
@@ -250,10 +250,10 @@ def warning_event(raw: dict[str, Any]) -> WarningEvent:
 
 
 def parse_time(text: str | None) -> float | None:
-    """Convert one of Kubernetes' RFC 3339 times to seconds since the epoch. Returns None for an empty text or None."""
+    """Convert an RFC 3339 time to seconds since the epoch. Returns None for None or an empty string."""
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
 def one_line(text: str, ends: str = ".:; ") -> str:
-    """Return a text as one line, without the characters in `ends` at its end."""
+    """Join the lines of a text, and strip the characters in `ends` from its end."""
     return " ".join(text.split()).rstrip(ends)

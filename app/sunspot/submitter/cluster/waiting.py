@@ -1,7 +1,7 @@
-"""Waits for the end of one run, or for all runs of a namespace. Restarts runs whose head the operator has given up.
+"""Waits for one run to end, or watches all runs in a namespace. Restarts runs if the operator abandons their head pod.
 
-KubeRay replaces a head whose pod has gone. If no head answers for too long, because its node is frozen or no node takes
-a new head, the RayJob fails, and `backoffLimit` does not apply. The run itself is then intact.
+KubeRay replaces a head pod that is gone. If no head answers for too long, because its node is frozen or no node fits a
+new head, the RayJob fails regardless of `backoffLimit`, although the run is intact.
 """
 
 import threading
@@ -43,10 +43,10 @@ MAX_STARTS = PREFIX + "MAX_DRIVER_STARTS"
 STARTED_AGAIN = f"{NO_ANSWER}; the run is restarted"
 
 RECREATED_WITHIN_S = 900.0
-"""Seconds in which Argo CD or Flux must recreate a RayJob. In k8s/gitops/flux.yaml, Flux checks every 10 minutes."""
+"""Seconds within which Argo CD or Flux must recreate a RayJob. k8s/gitops/flux.yaml checks every 10 minutes."""
 
 RECONCILE_EVERY_S = 60.0
-"""Seconds between two checks of all RayJobs. The operator itself waits for minutes before it gives up a head."""
+"""Seconds between checks of all RayJobs. The operator itself waits for minutes before it abandons a head pod."""
 
 
 class Restart(NamedTuple):
@@ -54,15 +54,15 @@ class Restart(NamedTuple):
 
     job: JobView
     manifest: dict[str, Any] | None
-    "Manifest to apply in its place; None if a GitOps tool recreates the RayJob (`JobView.gitops_tool`)."
+    "The manifest to apply instead, or None if a GitOps tool recreates the RayJob (`JobView.gitops_tool`)."
 
 
 def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) -> RunState:
-    """Follow the run until it has succeeded or was stopped, and return that state.
+    """Follow the run until it succeeds or is stopped, and return that state.
 
-    The job does not depend on this command. If the run ends because the operator gave up its head, it is restarted.
-    Raises `SunspotError` if the run failed or is lost, `ConflictError` if it is being deleted, `NotFoundError` if it
-    does not exist, `GaveUpError` after `timeout` seconds, and `ClusterError` if the API server stays unreachable.
+    Restarts the run if the operator abandons its head pod. Raises `SunspotError` if the run fails or is lost,
+    `ConflictError` if it is being deleted, `NotFoundError` if it does not exist, `GaveUpError` after `timeout` seconds,
+    and `ClusterError` if the API server stays unreachable.
     """
     name, cluster = access.run.name, access.cluster
     restarts = HeadRestarts(access.run)
@@ -92,7 +92,7 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) 
 def _follow(access: RunAccess, began: float, timeout: float | None, show: ProgressLines) -> RunSnapshot:
     """Show every change until the run has ended, and return the last snapshot.
 
-    An end because the head was given up is not shown, because the run may be restarted.
+    A failure because the head was abandoned is not shown, because the run might be restarted.
     """
     outage = OutageReporter()
     again = access.arguments
@@ -103,7 +103,7 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
                 outage.note(snapshot)
             if not head_given_up(snapshot):
                 show(snapshot, state, reason)
-            # While the cluster does not answer, another try may follow a failure.
+            # While the cluster does not answer, a failure can still be followed by another attempt.
             sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (access.cluster and snapshot.cluster.trouble)
             if state.terminal and sure:
                 return snapshot
@@ -114,28 +114,25 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
         show.close()
         warn(f"\nthe run continues; `sunspot wait {again}` follows it again, and `sunspot stop {again}` ends it")
         raise
-    raise AssertionError("following never ends by itself")
+    raise AssertionError("follow() never ends by itself")
 
 
 def head_given_up(snapshot: RunSnapshot) -> bool:
-    """Return True if the run has failed only because the operator gave up its head."""
+    """Return True if the run failed only because the operator abandoned its head pod."""
     return bool(snapshot.job and snapshot.job.failure == HEAD_GIVEN_UP and snapshot.state()[0] is RunState.FAILED)
 
 
 class HeadRestarts:
-    """Decides whether a run is restarted after its head was given up, and counts the restarts.
-
-    The driver counts them too, because the same job starts again.
-    """
+    """Decides whether to restart a run after its head was abandoned, and counts the restarts."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._checkpoint: str | None = None
         self._count = 0
-        "Number of restarts since that checkpoint was new."
+        "Number of restarts since that checkpoint was written."
 
     def next(self, snapshot: RunSnapshot) -> Restart | None:
-        """Return the restart that the run needs; None if it ended in another way or was stopped.
+        """Return the restart that the run needs, or None if the run needs none.
 
         Only RayJobs that `sunspot submit` or a GitOps tool applied are restarted. Raises `SunspotError` after
         `max_driver_starts` restarts without a new checkpoint, and `ClusterError` if the RayJob's annotation does not
@@ -153,8 +150,9 @@ class HeadRestarts:
         most = settings_of(job.raw).get(MAX_STARTS) or Settings.model_fields["max_driver_starts"].default
         if self._count >= int(most):
             raise SunspotError(
-                f"{self._run.name} failed: its head was given up again after {plural(self._count, 'restart')} without "
-                f"a new checkpoint; check the nodes it was on, or raise {MAX_STARTS}"
+                f"{self._run.name} failed: the operator abandoned its head again after "
+                f"{plural(self._count, 'restart')} without a new checkpoint; check the head's nodes, or raise "
+                f"{MAX_STARTS}"
             )
         self._count += 1
         return Restart(job, manifest)
@@ -163,9 +161,9 @@ class HeadRestarts:
 def start_again(access: RunAccess, restart: Restart) -> None:
     """Replace a failed RayJob with a new one of the same name, which is the same owner in storage.
 
-    A pod on a frozen node stays until the node comes back. By then, it can no longer change the run (run/attempts.py).
-    Raises `ClusterError` or `GaveUpError` if the API server is unreachable or still has the old RayJob after
-    MAX_OUTAGE_S, or if no GitOps tool has recreated it after RECREATED_WITHIN_S.
+    A pod on a frozen node can no longer change the run when the node recovers (run/attempts.py). Raises `ClusterError`
+    or `GaveUpError` if the RayJob cannot be replaced within MAX_OUTAGE_S, or if the GitOps tool has not recreated it
+    within RECREATED_WITHIN_S.
     """
     cluster, job = access.require_cluster(), restart.job
     deadline = time.monotonic() + (MAX_OUTAGE_S if restart.manifest else RECREATED_WITHIN_S)
@@ -177,20 +175,20 @@ def start_again(access: RunAccess, restart: Restart) -> None:
                 time.sleep(POLL_EVERY_S)
     except KeyboardInterrupt:
         again = f"{job.gitops_tool} recreates it" if job.gitops_tool else "if it is gone, submit the run again"
-        warn(f"\n{job.name} may be gone; {again}")
+        warn(f"\n{job.name} might be gone; {again}")
         raise
 
 
 def _replace(cluster: Cluster, restart: Restart) -> SunspotError | None:
-    """Delete the RayJob, and apply it again or check that it was recreated. This may be repeated.
+    """Delete the RayJob, and apply it again or check that it was recreated. Can be called repeatedly.
 
-    Returns an error if that is not done yet, else None.
+    Returns None once the RayJob is replaced, and an error until then.
     """
     job = restart.job
     try:
         if restart.manifest and not cluster.allows("create", "ray.io", "rayjobs"):
-            fault = f"{job.name} was submitted, and this user may not create it again"
-            fix = f"ask for the Role {ROLE} of k8s/base, or let somebody else run `sunspot wait`"
+            fault = f"{job.name} was submitted, and this user has no permission to create it again"
+            fix = f"ask for the Role {ROLE} in k8s/base, or let someone else run `sunspot wait`"
             raise ClusterError(f"{fault}; {fix}")
         cluster.delete_job(job)
         if cluster.has_job(job):
@@ -200,23 +198,23 @@ def _replace(cluster: Cluster, restart: Restart) -> SunspotError | None:
         if restart.manifest:
             cluster.apply(restart.manifest)
         elif not cluster.find("job", job.name):
-            fault = f"{job.name} was deleted to start it again, and {job.gitops_tool} has not recreated it"
+            fault = f"{job.name} was deleted in order to restart it, but {job.gitops_tool} has not recreated it"
             return GaveUpError(f"{fault}; sync it by hand, and see docs/gitops.md for automatic syncs")
     except UnreachableError as error:
         return error
     return None
 
 
-# ---------------------------------------------------------------------------------------------- all runs of a namespace
+# ---------------------------------------------------------------------------------------------- all runs in a namespace
 
 
 class Reconciler:
-    """Restarts and annotates the newest RayJob of each run in a namespace, no matter who applied it.
+    """Restarts and annotates the newest RayJob of each run in a namespace, regardless of who applied it.
 
     The annotations show the run's state and progress to Argo CD, dashboards and kubectl. A reconciler can be replaced
-    at any time, because it keeps no state that matters.
+    at any time, because it keeps no important state.
 
-    `show` is called with the name of a run, its state, and the reason for an end, whenever one of them changes.
+    `show` is called with a run's name, its state and the reason why it ended, whenever one of them changes.
     """
 
     def __init__(self, cluster: Cluster, storage_path: str | None, show: Callable[[str, RunState, str], None]) -> None:
@@ -228,10 +226,10 @@ class Reconciler:
         self._states: dict[str, tuple[RunState, str]] = {}
         self._troubles: dict[str, str] = {}
         self._done: set[str] = set()
-        "The uids of RayJobs that have ended, or that are being restarted."
+        "The uids of RayJobs that have ended or are being restarted."
 
     def reconcile(self) -> None:
-        """Check every run once. Raises `ClusterError` if the API server refuses to list RayJobs."""
+        """Check every run once. Raises `ClusterError` if RayJobs cannot be listed."""
         try:
             jobs = self._cluster.list_jobs()
         except UnreachableError as error:
@@ -242,7 +240,7 @@ class Reconciler:
         map_parallel(lambda each: self._attend(*each), newest.items())
 
     def _attend(self, name: str, job: JobView) -> None:
-        """Check one run. An error of the run or its storage is printed once, and does not affect other runs."""
+        """Check one run. An error is printed once and does not affect other runs."""
         if job.uid in self._done:
             return
         try:
@@ -255,7 +253,7 @@ class Reconciler:
             if restart:
                 self._done.add(job.uid)
                 self._show_once(name, RunState.RETRYING, STARTED_AGAIN)
-                # Argo CD or Flux may take minutes. No other run waits for them, because this happens in a thread.
+                # Restart in a thread, because Argo CD or Flux can take minutes and other runs must not wait.
                 threading.Thread(target=self._start_again, args=(access, restart), daemon=True).start()
                 return
             self._show_once(name, state, reason if state.terminal else "")
@@ -293,9 +291,9 @@ class Reconciler:
 
 
 def annotations(state: RunState, status: Status | None) -> dict[str, str]:
-    """Return the annotations of a RayJob with the run's state, progress and newest checkpoint.
+    """Return RayJob annotations with the run's state, progress and newest checkpoint.
 
-    They contain the checkpoint's time instead of its age, because nobody would update an age.
+    They contain the checkpoint's time, because an age would become outdated.
     """
     notes = {"state": str(state)}
     if status:

@@ -1,5 +1,5 @@
-"""Verbs of `sunspot`, one module for each.
+"""The subcommands of `sunspot`, with one module each.
 
-`cli.py` imports a verb's module when the verb is used, calls its `add_arguments(parser)` and then its `run(args)`.
-`arguments.py` has the arguments that several verbs share.
+`cli.py` imports a subcommand's module only when it is used, and calls its `add_arguments(parser)` and `run(args)`.
+`arguments.py` contains the shared arguments.
 """

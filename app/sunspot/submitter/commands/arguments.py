@@ -1,4 +1,4 @@
-"""Adds the arguments that several verbs share, and reads their values."""
+"""Adds and reads the arguments that several subcommands share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sunspot.submitter.runs import Target
 
 ROWS = 50
-"""Default number of rows in a listing. Each row costs a request to storage."""
+"""Default number of rows in a list. Each row costs a storage request."""
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_and_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the run and the options that choose its cluster, for verbs that also ask the cluster."""
+    """Add the run and the options that select its cluster."""
     add_run(parser)
     add_cluster(parser)
 
@@ -32,12 +32,12 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def add_context(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: the current context")
+    parser.add_argument("--context", metavar="NAME", help="kubeconfig context; default: the current context")
 
 
 def add_namespace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--namespace", metavar="NAME", help="the namespace; default: that of the profile or of the context, or sunspot"
+        "--namespace", metavar="NAME", help="namespace; default: the profile's or the context's namespace, or sunspot"
     )
 
 
@@ -48,57 +48,57 @@ def add_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """Parse a whole number of at least 1."""
+    """Parse an integer >= 1."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text}: must be an integer >= 1")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """Parse seconds of at least 0. NaN is refused, because that wait would never end."""
+    """Parse a number of seconds >= 0. Rejects NaN, because the wait would never end."""
     try:
         time_s = float(text)
     except ValueError:
         time_s = -1.0
     if not 0 <= time_s < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: give seconds from 0, such as 600")
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds >= 0, such as 600")
     return time_s
 
 
 def add_render_options(parser: argparse.ArgumentParser) -> None:
-    """Add everything that a manifest depends on, besides --storage and the SUNSPOT_ variables."""
+    """Add all options that affect a manifest, except --storage."""
     parser.add_argument(
-        "--profile", metavar="NAME", default="kind", help="one of k8s/profiles, or a path; default: kind"
+        "--profile", metavar="NAME", default="kind", help="a profile in k8s/profiles, or a path; default: kind"
     )
     parser.add_argument("--run", metavar="NAME", help="name of the run; default: SUNSPOT_RUN_NAME")
     add_settings(parser)
-    parser.add_argument("--image", metavar="REF", help="the image; default: that of the profile")
+    parser.add_argument("--image", metavar="REF", help="the image; default: the profile's image")
     parser.add_argument(
         "--code",
         metavar="CODE",
-        help="your own code: a folder (only with submit), or the URL@sha256:HASH of an archive",
+        help="your own code: a folder (only with submit), or an archive as URL@sha256:HASH",
     )
     add_namespace(parser)
-    parser.add_argument("--queue", metavar="NAME", help="a LocalQueue of Kueue")
+    parser.add_argument("--queue", metavar="NAME", help="a Kueue LocalQueue")
     parser.add_argument(
-        "--cluster", metavar="NAME", help="run in this existing RayCluster, instead of a cluster for the job alone"
+        "--cluster", metavar="NAME", help="run in this existing RayCluster, instead of a new cluster for the job"
     )
     parser.add_argument(
         "--generation",
         metavar="N",
         type=int,
         default=1,
-        help="a new number starts a job again that has ended; default: 1",
+        help="change this number to run a job again after it has ended; default: 1",
     )
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    about = "a setting that `python -m sunspot.train --help` lists; repeatable"
+    about = "a setting from `python -m sunspot.train --help`; can be repeated"
     parser.add_argument("--set", metavar="VAR=VALUE", dest="settings", action="append", default=[], help=about)
 
 
 def add_settings_and_words(parser: argparse.ArgumentParser) -> None:
-    """Add settings in the form that make takes, and the task by its file, for verbs that train on this machine."""
+    """Add settings as VAR=VALUE words and the path of the task's file, for subcommands that train on this machine."""
     parser.add_argument(
         "words", metavar="WORD", nargs="*", help="a setting as VAR=VALUE, or the path of the task's file"
     )
@@ -106,7 +106,7 @@ def add_settings_and_words(parser: argparse.ArgumentParser) -> None:
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, str]:
-    """Return the settings that were given for `add_settings` or `add_settings_and_words`, by variable."""
+    """Return the settings given through `add_settings` or `add_settings_and_words`, keyed by variable name."""
     words = [
         f"TASK={word}" if word.endswith(SUFFIX) and "=" not in word else word for word in vars(args).get("words", ())
     ]
@@ -115,13 +115,13 @@ def given_settings(args: argparse.Namespace) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not name or not equals:
             file = f", such as RUN_NAME={word}, or the path of a task's file" if word in words else ""
-            raise SettingsError(f"{word}: write VAR=VALUE{file}")
+            raise SettingsError(f"{word} is not a setting; write VAR=VALUE{file}")
         overrides[name] = value
     return overrides
 
 
 def job_request(args: argparse.Namespace) -> JobRequest:
-    """Return the request that the options of `add_render_options` describe."""
+    """Return the request for the options of `add_render_options`."""
     from sunspot.settings import with_place
     from sunspot.submitter.manifest.render import JobRequest
 
@@ -131,7 +131,7 @@ def job_request(args: argparse.Namespace) -> JobRequest:
 
 
 def run_target(args: argparse.Namespace) -> Target:
-    """Return the run that the arguments name, with the storage and cluster that they choose."""
+    """Return the run, storage and cluster selected by the arguments."""
     from sunspot.submitter.runs import Target
 
     return Target(args.run, args.storage, args.context, args.namespace)

@@ -12,7 +12,7 @@ add_arguments = add_run
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the rows that each epoch consumed up to the newest intact checkpoint."""
+    """Print the rows that each epoch consumed, up to the newest intact checkpoint."""
     run = find_run(args.run, args.storage)
     proof = prove(run)
     if proof.epochs and args.json:

@@ -1,4 +1,4 @@
-"""`sunspot chaos`: injects faults into a live run, prints the cost of each fault, and audits the run."""
+"""`sunspot chaos`: injects faults into a live run, prints what each fault cost, and audits the run."""
 
 import argparse
 import time
@@ -20,20 +20,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="kinds",
         action="append",
         required=True,
-        help="reclaim or kill (a training worker), or head; several, in a list or repeated, come in random order",
+        help="reclaim or kill (a training worker), or head; several kinds, as a list or repeated, are shuffled",
     )
     parser.add_argument(
         "--every",
         metavar="TIME",
         type=_seconds,
         default=60.0,
-        help="time between two faults, such as 90, 90s or 2m; default: 60s",
+        help="time between faults, such as 90, 90s or 2m; default: 60s",
     )
     parser.add_argument("--count", metavar="N", type=count, default=1, help="number of faults; default: 1")
     parser.add_argument(
-        "--seed", metavar="S", type=int, help="seed of all random choices; default: a new one, which is printed"
+        "--seed", metavar="S", type=int, help="seed of all random choices; default: a random seed, which is printed"
     )
-    parser.add_argument("--yes", action="store_true", help="inject the faults; without it, only show them")
+    parser.add_argument("--yes", action="store_true", help="inject the faults; without --yes, only show them")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     injector.refuse_unless_live()
     if not args.yes:
         where = f"of the run {args.run} in {injector.cluster.namespace}"
-        raise SettingsError(f"this would {plan} {where}, but nothing was done; --yes does it")
+        raise SettingsError(f"this would {plan} {where}, but nothing was done; add --yes to do it")
     injector.inject_all(plan)
 
     proof = prove(injector.run)
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         print_epochs(proof)
     conclude(injector.run, proof)
     if not proof.epochs:
-        warn(f"checkpoints and receipts are intact; which rows were consumed is not proved: {NO_ROWS}")
+        warn(f"checkpoints and receipts are intact, but the rows cannot be proved: {NO_ROWS}")
 
 
 def _seconds(text: str) -> float:
@@ -64,5 +64,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: give a time above 0, such as 90, 90s or 2m")
+        raise argparse.ArgumentTypeError(f"{text}: must be a time > 0, such as 90, 90s or 2m")
     return seconds

@@ -19,12 +19,12 @@ add_arguments = add_settings_and_words
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what was checked, or raise the error of the task. With `--json`, print a document in both cases."""
+    """Print what was checked, or raise the task's error. With `--json`, a document is printed in either case."""
     environment = training_environment(with_place(given_settings(args), None, args.storage))
     import_as_module_run(environment)
     settings = settings_in(environment)
     try:
-        # Imported by name, because only this verb runs code that needs torch.
+        # Imported through importlib, because it imports torch, which need not be installed.
         library: Any = importlib.import_module("sunspot.train.task_check")
     except ModuleNotFoundError as error:
         missing = error.name or "torch"  # if torch is absent, Ray raises an error without a name

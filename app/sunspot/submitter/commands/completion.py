@@ -1,4 +1,4 @@
-"""`sunspot completion`: prints the script with which a shell completes verbs, options and runs."""
+"""`sunspot completion`: prints a shell script that completes subcommands, options and runs."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from sunspot.run.objects import RUN
 from sunspot.submitter.printing import print_text
 
 LINE = "_SUNSPOT_LINE"
-"""Environment variable with the command line up to the cursor. If it is set, the candidates are printed."""
+"""Environment variable with the command line up to the cursor. If it is set, the command prints completions."""
 
 SCRIPTS = {
     "bash": """\
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the script for the shell, which calls this command again at each completion."""
+    """Print the shell script, or the completions if the script calls this command."""
     line = os.environ.get(LINE)
     if line is None:
         print_text(SCRIPTS[args.shell])
@@ -62,7 +62,7 @@ def _list_all(parser: Any, words: list[str], last: str) -> Iterator[str]:
         yield from (option for option in options if option.startswith("--"))
         return
     if words and words[-1] in options and options[words[-1]].nargs != 0:
-        return  # the value of an option, for which the shell completes files
+        return  # the shell completes files for an option's value
     for action in parser._get_positional_actions():
         if action.choices:
             yield from action.choices
@@ -71,11 +71,11 @@ def _list_all(parser: Any, words: list[str], last: str) -> Iterator[str]:
 
 
 def _list_runs(words: list[str]) -> Iterator[str]:
-    """Yield the runs in a folder on this machine. Listing a bucket would take too long."""
+    """Yield the runs in a local folder. Listing a bucket would take too long."""
     storage = os.environ.get("SUNSPOT_STORAGE_PATH") or "runs"
     if "--storage" in words[:-1]:
         storage = words[words.index("--storage") + 1]
     folder = Path(storage)
     if folder.is_dir():
-        # Other names are left out, because bash would insert a name such as `x;rm` without quotes.
+        # Skip other names, because bash would insert a name such as `x;rm` without quotes.
         yield from sorted(path.name for path in folder.iterdir() if RUN.fullmatch(path.name) and path.is_dir())

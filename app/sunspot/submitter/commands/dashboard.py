@@ -1,4 +1,4 @@
-"""`sunspot dashboard`: forwards a live run's Ray dashboard to a local port, and adds its token to every request."""
+"""`sunspot dashboard`: forwards a live run's Ray dashboard to a local port, and adds the token to every request."""
 
 import argparse
 import base64
@@ -16,21 +16,19 @@ from sunspot.submitter.commands.arguments import add_run_and_cluster, count, run
 from sunspot.submitter.printing import print_json_line, print_text, progress_note, warn
 
 PORT = 8265
-"""Default port of the Ray dashboard, on the head."""
+"""The Ray dashboard's port on the head, and the default local port."""
 
 LOOK_EVERY_S = 3.0
-"""Seconds between two checks of the head."""
+"""Seconds between checks of the head."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_and_cluster(parser)
-    parser.add_argument(
-        "--port", metavar="N", type=count, default=PORT, help=f"the port of this machine; default: {PORT}"
-    )
+    parser.add_argument("--port", metavar="N", type=count, default=PORT, help=f"local port; default: {PORT}")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Forward the dashboard until Ctrl-C or the loss of the head, and print its URL."""
+    """Print the dashboard's local URL, and forward requests until Ctrl-C or until the head is gone."""
     access = reach_run(run_target(args))
     cluster = access.require_cluster()
     run = access.run
@@ -38,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         head = _find_head(access, cluster)
         name = head["metadata"]["name"]
         token, token_error = _read_token(cluster, head)
-        cluster.dial(name, PORT).close()  # so that a refusal shows now
+        cluster.dial(name, PORT).close()  # fail now if the port cannot be forwarded
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     with LocalPort(args.port, lambda: cluster.dial(name, PORT), headers) as local:
         threading.Thread(target=local.serve_forever, daemon=True).start()
@@ -48,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
             else:
                 print_text(f"{local.url} is the Ray dashboard of {run.name} (pod {name})", flush=True)
             if token:
-                warn("its token is added to every request, so every user of this machine can use it until Ctrl-C")
+                warn("its token is added to every request, so all users of this machine have access until Ctrl-C")
             if token_error:
                 warn(token_error)
             _watch(access, cluster, head)
@@ -59,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _find_head(access: RunAccess, cluster: Cluster) -> dict[str, Any]:
-    """Find the pod of the run's newest ready head."""
+    """Find the run's newest ready head pod."""
     run = access.run
     for job in cluster.list_jobs(run.name):
         ready = [pod for pod in cluster.list_pods([job]) if pod.head and pod.ready and not pod.deleting]
@@ -74,7 +72,7 @@ def _find_head(access: RunAccess, cluster: Cluster) -> dict[str, Any]:
 
 
 def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
-    """Return the token of the head, and the reason if it cannot be read. Both are empty if the head needs no token."""
+    """Return the head's token, and the reason if it cannot be read. Both are empty if the head needs no token."""
     environment = {entry["name"]: entry for entry in head["spec"]["containers"][0].get("env", ())}
     variable = environment.get("RAY_AUTH_TOKEN", {})
     if "value" in variable:
@@ -90,11 +88,11 @@ def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
     except (RefusedError, KeyError, ValueError) as error:
         why = str(error)
     wanted = f"{source['key']} of Secret {source['name']}"
-    return "", f"the dashboard will ask for its token ({wanted}), which cannot be read here: {why}"
+    return "", f"the dashboard will ask for its token ({wanted}), because it cannot be read: {why}"
 
 
 def _watch(access: RunAccess, cluster: Cluster, head: dict[str, Any]) -> None:
-    """Watch the head until it is gone, and then raise `NotFoundError`."""
+    """Watch the head until it is gone, then raise `NotFoundError`."""
     name = head["metadata"]["name"]
     away = False
     while True:

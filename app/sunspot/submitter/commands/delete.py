@@ -1,4 +1,4 @@
-"""`sunspot delete`: lists everything that belongs to a run, asks, and deletes it from cluster and storage."""
+"""`sunspot delete`: lists everything that belongs to a run, asks for confirmation, and deletes it."""
 
 import argparse
 import sys
@@ -18,26 +18,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """List everything that belongs to the run, and delete it with `--yes` or if the user at the terminal agrees."""
+    """List everything that belongs to the run, and delete it if the user confirms or with `--yes`."""
     access = reach_run(run_target(args), changed_by="delete")
     contents = find_contents(access)
     if not args.json:
         _print(access, contents)
     others = contents.not_submitted
     if others:
-        fix = "remove it there first, or it is created again and the run starts from the beginning"
+        fix = "remove it there first; otherwise it is recreated, and the run starts from the beginning"
         warn(f"{', '.join(others)} was not created by `sunspot submit`: if it comes from a repository (GitOps), {fix}")
     if not args.yes:
         if args.json:
             print_json(_record(contents, contents, removed=False))
         if args.json or not (sys.stdin.isatty() and sys.stderr.isatty()):
             why = "--json never asks" if args.json else "there is no terminal to ask at"
-            raise SettingsError(f"nothing was removed, because {why}: {contents}; --yes removes it")
-        warn(f"delete all of it forever? y or {args.run}: ", end="")
+            raise SettingsError(f"nothing was removed, because {why}: {contents}; add --yes to remove it")
+        warn(f"delete all of it permanently? Type y or {args.run}: ", end="")
         if sys.stdin.readline().strip() not in ("y", "yes", access.run.name):
-            print_text(f"nothing was removed: {contents}; --yes removes it")
+            print_text(f"nothing was removed: {contents}; add --yes to remove it without asking")
             return
-        contents = find_contents(access)  # the answer may have taken an hour
+        contents = find_contents(access)  # the answer can take a long time
     try:
         delete_run(access.run, contents.snapshot.cluster.jobs, access.cluster)
     except (SunspotError, KeyboardInterrupt):
@@ -69,7 +69,7 @@ def _print(access: RunAccess, contents: RunContents) -> None:
     print_table(["what", "which", "size"], rows)
     print_text(f"{in_cluster}in {run.location}")
     if contents.snapshot.cluster.trouble:
-        warn(f"only the storage was looked at: {contents.snapshot.cluster.trouble}")
+        warn(f"only storage was checked: {contents.snapshot.cluster.trouble}")
     if contents.foreign:
         print_text(f"not touched, because no run uses these names: {contents.name_foreign()}")
     if contents.dataset:
@@ -80,7 +80,7 @@ def _print(access: RunAccess, contents: RunContents) -> None:
 
 
 def _record(contents: RunContents, left: RunContents | None, removed: bool) -> dict[str, Any]:
-    """Return the record of the deletion. `left` is what still exists, or None before a deletion."""
+    """Return the JSON record of the deletion. `left` is what still exists, or None if that is unknown or nothing."""
     return {
         "run": contents.run.name,
         "removed": removed,
@@ -90,7 +90,7 @@ def _record(contents: RunContents, left: RunContents | None, removed: bool) -> d
         "bytes": contents.bytes,
         "kinds": contents.kinds,
         "dataset": contents.dataset or None,
-        "dataset_removed": False,  # a dataset is never removed, even if it lies in the run's folder
+        "dataset_removed": False,  # a dataset is never removed, even if it is in the run's folder
         "trials_kept": list(contents.trials),
         "left": {"objects": left.objects, "files": len(left.entries), "bytes": left.bytes} if left else None,
     }

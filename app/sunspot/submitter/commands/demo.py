@@ -6,11 +6,11 @@ from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments to those that every verb takes."""
+    """Add nothing, because this subcommand has only the common arguments."""
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print each event as soon as it is known, and then the cost of the loss."""
+    """Print each event as soon as it is known, then what losing a worker cost."""
     from sunspot.submitter.demonstration import NAME, demonstrate
     from sunspot.submitter.printing import print_json, print_table, print_text
     from sunspot.submitter.proof import conclude

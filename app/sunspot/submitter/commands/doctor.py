@@ -1,4 +1,4 @@
-"""`sunspot doctor`: explains the state of a run, or checks whether cluster and storage are ready for one."""
+"""`sunspot doctor`: explains a run's state, or checks that the cluster and storage are ready for a run."""
 
 import argparse
 import textwrap
@@ -26,18 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         metavar="RUN",
         nargs="?",
-        help="name of the run to examine; without it, cluster and storage or this machine are checked",
+        help="name of the run to examine; without RUN, check the cluster and storage, or this machine",
     )
     add_cluster(parser)
-    parser.add_argument("--stacks", action="store_true", help="also print complete stacks and tracebacks")
+    parser.add_argument("--stacks", action="store_true", help="also print full stacks and tracebacks")
     parser.add_argument(
         "--profile", metavar="NAME", help="without RUN: the profile of a future run in the cluster; default: kind"
     )
-    parser.add_argument("--image", metavar="REF", help="without RUN: the image; default: that of the profile")
+    parser.add_argument("--image", metavar="REF", help="without RUN: the image; default: the profile's image")
     parser.add_argument(
         "--from-pods",
         action="store_true",
-        help="without RUN: test storage, GPUs and network from pods like a run's head and two workers; may add nodes",
+        help="without RUN: test storage, GPUs and network from pods like a run's head and workers; can add nodes",
     )
 
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.profile or args.image or args.from_pods:
         raise SettingsError(
-            "--profile, --image and --from-pods check a cluster before a run; leave them out, or leave out RUN"
+            "--profile, --image and --from-pods cannot be used with RUN; leave out either RUN or these options"
         )
     access = reach_run(run_target(args))
     report = examine(access)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _print_report(name: str, report: Examination, stacks: bool) -> None:
-    """Print the findings, those that explain most first. With `stacks`, print complete stacks and tracebacks, too."""
+    """Print the findings and, with `stacks`, full stacks and tracebacks."""
     print_text(f"{name}: {report.state}")
     for number, finding in enumerate(report.findings, 1):
         print_text(f"\n{number}. {finding.finding} ({finding.severity})")
@@ -68,14 +68,14 @@ def _print_report(name: str, report: Examination, stacks: bool) -> None:
         for trace in finding.traces if stacks else ():
             print_text(textwrap.indent(trace.rstrip(), "       "))
     if not stacks and any(finding.traces for finding in report.findings):
-        warn("--stacks shows complete stacks and tracebacks")
+        warn("--stacks shows full stacks and tracebacks")
     for text in report.unseen:
         if not report.cluster_trouble or report.cluster_trouble not in text:  # the first finding reports it
             warn(f"not examined: {text}")
 
 
 def _check_preconditions(args: argparse.Namespace) -> None:
-    """Check everything that a run needs in a cluster, or on this machine if no cluster is configured or named."""
+    """Check the cluster and storage, or this machine if no cluster is configured and no cluster option was given."""
     of_a_cluster = (args.profile, args.image, args.from_pods, args.context, args.namespace)
     if any(of_a_cluster) or is_configured():
         _report_checks(_checks_in_cluster(args), args.json, "ready for a run")
@@ -86,7 +86,7 @@ def _check_preconditions(args: argparse.Namespace) -> None:
 
 
 def _checks_in_cluster(args: argparse.Namespace) -> list[tuple[type[SunspotError], Iterable[Check]]]:
-    """Return the checks of cluster and storage. With `--from-pods`, add checks from pods like those of a run."""
+    """Return the checks of the cluster, of storage and, with `--from-pods`, from pods."""
     request = JobRequest(args.profile or "kind", with_place({}, None, args.storage), args.image, args.namespace)
     of_pods: Iterable[Check] = ()
     try:

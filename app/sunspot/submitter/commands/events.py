@@ -1,4 +1,4 @@
-"""`sunspot events`: lists a run's incidents, and each start of its workers."""
+"""`sunspot events`: lists a run's incidents and the starts of its workers."""
 
 import argparse
 import textwrap
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the events of all attempts, the oldest first. `--json` includes all fields of each event."""
+    """Print the events of all attempts, oldest first. `--json` includes all fields of each event."""
     found = find_run(args.run, args.storage)
     with progress_note("reading the events"):
         events = read_events(found)

@@ -1,4 +1,4 @@
-"""`sunspot init`: writes a first task and its settings, and prints the commands that check, train and show it."""
+"""`sunspot init`: writes a first task and its settings, and prints the commands to check it and train it."""
 
 import argparse
 import shlex
@@ -24,26 +24,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = ", ".join(f"{kind}: {what}" for kind, what in KINDS.items())
     parser.add_argument("kind", metavar="KIND", choices=[*KINDS], help=about)
     parser.add_argument(
-        "folder", metavar="DIR", nargs="?", default=".", help="the folder to write to; default: this folder"
+        "folder", metavar="DIR", nargs="?", default=".", help="the folder to write to; default: the current folder"
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the files of a kind of task. Raises `SettingsError` if a file would be replaced."""
+    """Write the files for one kind of task. Raises `SettingsError` if a file already exists."""
     folder = Path(args.folder)
     every = sorted(files("sunspot.templates").iterdir(), key=lambda file: file.name)
     templates = [file for file in every if file.name.startswith(f"my_{args.kind}.")]
     targets = {folder / (FILE if file.name.endswith(".toml") else file.name): file for file in templates}
     existing = [str(path) for path in targets if path.exists()]
     if existing:
-        raise SettingsError(f"{', '.join(existing)} already exists, and nothing was written; name another folder")
+        raise SettingsError(f"{', '.join(existing)} already exists, so nothing was written; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, file in targets.items():
             with path.open("xb") as sink:
                 sink.write(file.read_bytes())
     except OSError as error:
-        raise StorageError(f"{folder}: cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
     command = "sunspot" if shutil.which("sunspot") else str(Path(sys.executable).with_name("sunspot"))
     run = f"my-{args.kind}"
     dataset = as_variables(read_settings_file(folder / FILE))[f"{PREFIX}DATASET"]

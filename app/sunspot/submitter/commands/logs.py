@@ -1,4 +1,4 @@
-"""`sunspot logs`: prints the output of a run's processes from storage, a few seconds late, also without a cluster."""
+"""`sunspot logs`: prints the output of a run's processes from storage, a few seconds late."""
 
 import argparse
 import codecs
@@ -17,32 +17,33 @@ from sunspot.submitter.printing import print_json_line, print_text, warn
 from sunspot.submitter.runs import find_run, find_stream, streams_of
 
 StateReader = Callable[[Run], tuple[RunState, str]]
-"""Function that returns a run's state and its reason, from the cluster if there is one and else from storage."""
+"""A function that returns a run's state and reason, from the cluster if possible and otherwise from storage."""
 
 POLL_S = 2.0
-"""Seconds between two reads of a followed stream. Processes upload their output every 5 s."""
+"""Seconds between reads of a followed stream. Processes upload their output every 5 s."""
 
 FIRST_OUTPUT_S = 3600
-"""Seconds within which a run has to print its first output. Every profile gives pods less time to become ready."""
+"""Seconds within which a run must print its first output. All profiles give pods less time to become ready."""
 
 QUIET_READS = 3
-"""Number of reads without new output after the run has ended, because processes upload their last output at exit."""
+"""Number of reads without new output before a run that has ended counts as complete. Processes upload their last output
+at exit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_and_cluster(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="continue until the run ends")
     parser.add_argument(
-        "--rank", metavar="N", type=int, help="print the output of this worker, from 0; default: the driver"
+        "--rank", metavar="N", type=int, help="print the output of the worker with this rank; default: the driver"
     )
-    parser.add_argument("--previous", action="store_true", help="print the output of the start before the newest")
+    parser.add_argument("--previous", action="store_true", help="print the output of the previous start")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the newest output of the driver or of one rank. With `-f`, continue until the run has ended."""
+    """Print the newest output of the driver or one rank. With `-f`, continue until the run has ended."""
     if args.follow and args.previous:
         raise SettingsError(
-            "-f and --previous exclude each other: the output of an earlier start is complete; choose one"
+            "-f and --previous cannot be combined, because an earlier start's output is complete; choose one"
         )
     state: StateReader = read_state
     if args.follow:
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         cluster, _ = try_connect(args.context, args.namespace)
         state = (lambda run: RunAccess(run, cluster).observe().state()) if cluster else read_state
     run = find_run(args.run, args.storage)
-    with contextlib.suppress(KeyboardInterrupt):  # the usual end of following
+    with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop following
         if args.follow:
             follow(run, args.rank, args.json, state)
         else:
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _find_printed(run: Run, args: argparse.Namespace) -> str:
-    """Find the stream that the arguments choose. If the run has no stream, the error adds the cluster's explanation."""
+    """Find the stream selected by the arguments. If the run has none, the error includes the cluster's explanation."""
     try:
         return find_stream(run, args.rank, args.previous)
     except NotFoundError as error:
@@ -77,7 +78,7 @@ def _find_printed(run: Run, args: argparse.Namespace) -> str:
 
 
 def _await_output(run: Run, rank: int | None, state: StateReader) -> None:
-    """Wait until there is a stream or the run has ended. Raises `GaveUpError` after FIRST_OUTPUT_S."""
+    """Wait until a stream exists or the run has ended. Raises `GaveUpError` after FIRST_OUTPUT_S."""
     if list_streams(run) or state(run)[0].terminal:
         return
     warn(f"waiting for the first output of {run.name}")
@@ -89,7 +90,7 @@ def _await_output(run: Run, rank: int | None, state: StateReader) -> None:
 
 
 def follow(run: Run, rank: int | None = None, as_json: bool = False, state: StateReader = read_state) -> None:
-    """Print the newest stream of the run and those of later starts, until `state` returns a state that is final."""
+    """Print the run's newest stream and the streams of later starts, until `state` returns a final state."""
     _await_output(run, rank, state)
     printer = _Printer(run, find_stream(run, rank, previous=False), as_json)
     printer.print_new()
@@ -110,7 +111,7 @@ def follow(run: Run, rank: int | None = None, as_json: bool = False, state: Stat
 
 
 class _Printer:
-    """Prints a stream, each time from the end of the last output."""
+    """Prints a stream piece by piece."""
 
     def __init__(self, run: Run, stream: str, as_json: bool) -> None:
         self.stream = stream

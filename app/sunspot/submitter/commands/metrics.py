@@ -1,4 +1,4 @@
-"""`sunspot metrics`: prints a run's metric history, along the steps that led to its model."""
+"""`sunspot metrics`: prints the metric history of the steps that led to a run's model."""
 
 import argparse
 import csv
@@ -25,7 +25,7 @@ from sunspot.submitter.printing import (
 from sunspot.submitter.runs import find_run
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
-"""Columns that the table leaves out for lack of room. CSV, JSON and Parquet include them."""
+"""Columns that the table omits to save space. CSV, JSON and Parquet include them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the records, the oldest first, or write them to a Parquet file."""
+    """Print the records, oldest first, or write them to a Parquet file."""
     if args.json and args.csv:
-        raise SettingsError("--json and --csv exclude each other; choose one")
+        raise SettingsError("--json and --csv cannot be combined; choose one")
     with progress_note("reading the metric history"):
         run = find_run(args.run, args.storage)
         if args.json or args.parquet:
@@ -75,7 +75,7 @@ def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json:
 
 
 def _columns(records: list[dict[str, Any]]) -> list[str]:
-    """Return the names of all values that fit into a cell, in order of appearance. Nested values do not fit."""
+    """Return the names of all values that are not nested, in order of appearance."""
     columns: dict[str, bool] = {}
     for record in records:
         for name, value in record.items():

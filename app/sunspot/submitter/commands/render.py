@@ -11,21 +11,21 @@ from sunspot.submitter.printing import print_document, print_json, print_table, 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_render_options(parser)
     parser.add_argument(
-        "--output", metavar="DIR", help="write the manifest to this directory with a kustomization.yaml, for GitOps"
+        "--output", metavar="DIR", help="write the manifest and a kustomization.yaml to this directory, for GitOps"
     )
     parser.add_argument(
-        "--explain", action="store_true", help="print every chosen value and its origin instead of the manifest"
+        "--explain", action="store_true", help="print each chosen value and its origin instead of the manifest"
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the manifest, write it with `--output`, or print the origin of its values with `--explain`."""
+    """Print the manifest. With `--output`, write it to a directory. With `--explain`, print its values' origins."""
     from sunspot.submitter.manifest.absent_code import find_absent
     from sunspot.submitter.manifest.foreign_storage import find_foreign_storage
     from sunspot.submitter.manifest.render import render, write_directory
 
     if args.output == "":
-        raise SettingsError("--output may not be empty; name a directory")
+        raise SettingsError("--output cannot be empty; pass a directory")
     rendered = render(job_request(args))
     for text in find_absent(rendered):
         warn(f"warning: {text}")

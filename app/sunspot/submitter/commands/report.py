@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the report to `--output`, by default to RUN-report.html."""
+    """Write the report to `--output` or, by default, to RUN-report.html."""
     run = find_run(args.run, args.storage)
     with progress_note("reading the run"):
         page = render_stored(run)
@@ -27,4 +27,4 @@ def run(args: argparse.Namespace) -> None:
     else:
         print_text(f"{path}: {as_bytes(len(page))}; open it in a browser")
         if run.storage.exists(run.key(FILE)):
-            print_text(f"{run.storage.locate(run.key(FILE))}: the report that the run itself wrote when it ended")
+            print_text(f"{run.storage.locate(run.key(FILE))} is the report that the run itself wrote when it ended")

@@ -1,4 +1,4 @@
-"""`sunspot resume`: clears a run's stop marker, and starts the RayJob that is still in the cluster."""
+"""`sunspot resume`: clears a run's stop marker, and restarts the RayJob that is still in the cluster."""
 
 import argparse
 
@@ -18,5 +18,5 @@ def run(args: argparse.Namespace) -> None:
         print_submission(submission, args.json)
         return
     how = "`sunspot train` or `make train`; for GitOps, a commit that raises GENERATION"
-    reason = f"the run may train again; repeat the command that started it ({how})"
+    reason = f"the stop marker is cleared; repeat the command that started the run ({how})"
     print_state(access.run, snapshot.state()[0], reason, args.json)

@@ -1,4 +1,4 @@
-"""`sunspot stop`: lets a run save and end, then removes its cluster."""
+"""`sunspot stop`: makes a run save and end, then removes its cluster."""
 
 import argparse
 
@@ -11,9 +11,11 @@ from sunspot.submitter.commands.arguments import add_run_and_cluster, run_target
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_and_cluster(parser)
     parser.add_argument(
-        "--timeout", metavar="S", type=seconds, default=600, help="seconds to wait for the end of the run; default: 600"
+        "--timeout", metavar="S", type=seconds, default=600, help="seconds to wait for the run to end; default: 600"
     )
-    parser.add_argument("--no-wait", action="store_true", help="leave the stop marker, and do not wait for the end")
+    parser.add_argument(
+        "--no-wait", action="store_true", help="write the stop marker, but do not wait for the run to end"
+    )
 
 
 def run(args: argparse.Namespace) -> None:

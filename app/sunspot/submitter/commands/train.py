@@ -1,6 +1,6 @@
 """`sunspot train`: trains on this machine, with settings from sunspot.toml, the environment and the command line.
 
-`sunspot tune` starts a search in the same way.
+`sunspot tune` uses this module to start a search.
 """
 
 import argparse
@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Replace this process by `python -m sunspot.train`."""
+    """Replace this process with `python -m sunspot.train`."""
     become("sunspot.train", args)
 
 
 def become(module: str, args: argparse.Namespace) -> None:
-    """Replace this process by `python -m MODULE`, or with `--json` run the module and print the outcome afterwards."""
+    """Replace this process with `python -m MODULE`. With `--json`, run it as a subprocess and print the outcome."""
     from sunspot.settings import with_place
     from sunspot.submitter.local_training import refuse_without_training, training_environment
 
@@ -36,7 +36,7 @@ def become(module: str, args: argparse.Namespace) -> None:
 
 
 def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> int:
-    """Train with stdout redirected to stderr, print the outcome, and return the exit code of the training."""
+    """Train with stdout redirected to stderr, print the outcome as JSON, and return the training's exit code."""
     from sunspot.run import open_run
     from sunspot.run.overview import read_state, run_exists
     from sunspot.run.status import read_status
@@ -46,7 +46,7 @@ def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> in
 
     settings, _, _ = load_common(environment)
     training = subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, **environment})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the training saves
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the child saves
     for number in end_signals():
         signal.signal(number, lambda number, _: training.send_signal(number))
     code = training.wait()

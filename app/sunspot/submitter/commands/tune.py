@@ -1,4 +1,4 @@
-"""`sunspot tune`: trains a run for each of several settings, like `python -m sunspot.tune`."""
+"""`sunspot tune`: trains one run for each combination of settings, like `python -m sunspot.tune`."""
 
 import argparse
 
@@ -8,5 +8,5 @@ add_arguments = train.add_arguments
 
 
 def run(args: argparse.Namespace) -> None:
-    """Replace this process by `python -m sunspot.tune`, with the settings that `sunspot train` would have."""
+    """Replace this process with `python -m sunspot.tune`, with the same settings as `sunspot train`."""
     train.become("sunspot.tune", args)

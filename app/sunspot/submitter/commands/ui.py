@@ -1,4 +1,4 @@
-"""`sunspot ui`: serves a live page of all runs, from storage alone."""
+"""`sunspot ui`: serves a live web page with all runs in storage."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--address",
         metavar="HOST",
         default="127.0.0.1",
-        help="address to listen on; default: 127.0.0.1, for this machine alone",
+        help="address to listen on; default: 127.0.0.1, which only this machine can reach",
     )
     parser.add_argument(
         "--host",
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_host,
         action="append",
         default=[],
-        help="another host name by which browsers reach the page, such as that of an ingress; repeatable",
+        help="another host name for the page, such as an ingress host; can be repeated",
     )
     parser.add_argument(
         "--port",
@@ -39,18 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text}: give a port from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text}: must be a port from 0 to 65535")
     return int(text)
 
 
 def _host(text: str) -> str:
     if host_name(text) != text.lower():
-        raise argparse.ArgumentTypeError(f"{text}: give the name of a host, without a scheme or a port")
+        raise argparse.ArgumentTypeError(f"{text}: must be a host name without a scheme or port")
     return text
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serve the pages until Ctrl-C, and print their URL. Raises `SettingsError` if the port is taken."""
+    """Print the URL, and serve the pages until Ctrl-C. Raises `SettingsError` if the port is in use."""
     storage = find_storage(args.storage)
     pages = PageProcess(storage.locate("").rstrip("/") or "/")
     with contextlib.closing(pages), Server(args.address, args.port, Site(storage, pages.read), args.host) as server:
@@ -59,6 +59,6 @@ def run(args: argparse.Namespace) -> None:
         else:
             print_text(f"{server.url} shows the runs in {storage.locate('')}; Ctrl-C ends it", flush=True)
         if not server.loopback:
-            warn(f"everyone who can reach {server.url} sees all runs, settings and logs; put a login in front of it")
+            warn(f"anyone who can reach {server.url} sees all runs, settings and logs; put a login in front of it")
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

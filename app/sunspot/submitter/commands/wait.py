@@ -1,4 +1,4 @@
-"""`sunspot wait`: shows progress until the run ends, and exits with its outcome. `--all` watches all runs forever."""
+"""`sunspot wait`: shows progress until a run ends, and exits with its outcome. `--all` watches all runs forever."""
 
 import argparse
 import time
@@ -19,14 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="instead of RUN: watch all runs of the namespace forever (k8s/gitops/wait)",
+        help="instead of RUN: watch all runs in the namespace forever (k8s/gitops/wait)",
     )
-    parser.add_argument("--timeout", metavar="S", type=seconds, help="give up after S seconds (exit code 5)")
+    parser.add_argument("--timeout", metavar="S", type=seconds, help="stop waiting after S seconds (exit code 5)")
 
 
 def run(args: argparse.Namespace) -> None:
     if args.all == (args.run is not None) or (args.all and args.timeout is not None):
-        raise SettingsError("give the name of a run, or --all, which never ends and so takes no --timeout")
+        raise SettingsError("pass either the name of a run or --all, which never ends and cannot have a --timeout")
     if args.all:
         _watch_all(args)
     access = reach_run(run_target(args))
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _watch_all(args: argparse.Namespace) -> None:
-    """Print each change of state until Ctrl-C."""
+    """Print state changes until Ctrl-C."""
 
     def show(run: str, state: RunState, reason: str) -> None:
         if args.json:

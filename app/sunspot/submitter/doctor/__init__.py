@@ -1,10 +1,13 @@
-"""Explains why a run is pending, slow, stuck or failed, and checks whether a cluster and a bucket are ready for a run.
+"""Explains a run's problems, or checks that a cluster, a bucket or this machine is ready for a run.
 
-With a run, `diagnose.examine` collects findings. `pending` explains RayJobs that do not start and pods that do not run,
-with the help of `unschedulable` and `schedulable_nodes` for pods that no node takes. `failed_tries` explains failures
-that storage does not record. The checks in `training` examine the files of a run that has begun. `fewer_workers` says
-what a run with too few workers waits for. Findings that explain most come first (`submitter/findings.py`).
+For a run, `diagnose.examine` collects the findings of these modules:
 
-Without a run, `cluster_checks` examines the cluster, `probe_pods` tries storage, GPUs and network from pods, and
-`machine_checks` examines this machine.
+    pending.py            RayJobs that do not start and pods that do not run
+    unschedulable.py      pods that fit on no node, with the help of schedulable_nodes.py
+    failed_tries.py       failures that storage does not record
+    training/             problems of a run that has started
+    fewer_workers.py      the reason why a run has fewer workers than requested
+
+Without a run, `cluster_checks` checks the cluster, `probe_pods` tests storage, GPUs and the network from pods, and
+`machine_checks` checks this machine.
 """

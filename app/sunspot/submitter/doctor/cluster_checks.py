@@ -1,4 +1,4 @@
-"""Checks that a cluster has what a run needs. Every check is independent of the others."""
+"""Checks that a cluster has everything that a run needs. The checks are independent of each other."""
 
 import re
 from collections import Counter
@@ -32,21 +32,21 @@ from sunspot.submitter.manifest.requirements import pod_templates
 from sunspot.submitter.manifest.yaml_files import read_documents
 
 OPERATOR = "app.kubernetes.io/component=kuberay-operator"
-"""Label of the operator's pods. The network policy of k8s/base admits pods with this label."""
+"""Label of the operator's pods. The network policy in k8s/base admits pods with this label."""
 
 MIN_OPERATOR = (1, 7)
 
 STATUS_TIMEOUT, DEFAULT_STATUS_TIMEOUT_S = "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS", 300
-"""Name and default of the operator's variable for how long a head may be unresponsive (`utils/constant.go`)."""
+"""Name and default of the operator's timeout for an unresponsive head (`utils/constant.go`)."""
 
 SHARED_POLICY = "within-clusters"
-"""Network policy of k8s/base that lets runs reach each other."""
+"""The network policy in k8s/base that lets runs reach each other."""
 
 LEVEL = "pod-security.kubernetes.io/enforce"
 
 
 def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """Yield every check of the cluster for a run like `rendered`, or only one if the API server does not answer."""
+    """Check the cluster for a run like `rendered`. Stops at the first check if the API server does not answer."""
     try:
         version = (cluster.find("version") or {}).get("gitVersion", "of an unknown version")
         yield Check("API server", Result.OK, f"{cluster.server} is Kubernetes {version}")
@@ -56,7 +56,7 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     manifest = rendered.manifest
     knows = "the API server knows RayJobs and RayClusters (ray.io/v1)"
     rights = f"all that the commands need in namespace {cluster.namespace}"
-    checks = {  # generators, so each check begins in its turn
+    checks = {  # generators, which run when the loop below reaches them
         "KubeRay": _or_ok(find_missing_resources(cluster), "KubeRay", knows),
         "KubeRay operator": _check_operator(cluster, manifest),
         "namespace": _check_namespace(cluster),
@@ -75,14 +75,14 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
             if error.status != 403:
                 yield failure(name, error)
                 continue
-            yield Check(name, Result.WARNING, "this user may not see this", str(error))
+            yield Check(name, Result.WARNING, "this user cannot see this", str(error))
         except UnreachableError as error:
             yield failure(name, error)
             return
 
 
 def _or_ok(problems: Iterable[Check], name: str, good: str) -> Iterator[Check]:
-    """Yield the problems or, if there are none, a successful check with the text `good`."""
+    """Yield the problems, or a successful check with the text `good` if there are no problems."""
     yield from list(problems) or [Check(name, Result.OK, good)]
 
 
@@ -93,8 +93,8 @@ def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
     if not running:
         seen = f"no pod labelled {OPERATOR} runs in any namespace"
         if pods:
-            seen = f"{plural(len(pods), 'pod')} labelled {OPERATOR}, none of them ready"
-        fix = "install it, or find out why it does not run; without it, a run waits forever"
+            seen = f"none of the {plural(len(pods), 'pod')} labelled {OPERATOR} are ready"
+        fix = "install it, or find out why it does not run; without it, runs wait forever"
         hidden = _is_on_gke(cluster)
         if hidden:
             fix = "check that the cluster has GKE's Ray operator add-on, whose pods are hidden, or install the operator"
@@ -113,22 +113,22 @@ def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
 
 
 def _is_on_gke(cluster: Cluster) -> bool:
-    """Return True if the nodes show that the cluster is GKE, or False if this user may not list them."""
+    """Return True if the nodes belong to GKE, or False if this user cannot list nodes."""
     nodes = list_if_allowed(cluster, "nodes") or ()
     return any(node.get("spec", {}).get("providerID", "").startswith("gce://") for node in nodes)
 
 
 def _check_status_timeout(operator: dict[str, Any], manifest: dict[str, Any]) -> Check:
-    """Check that the operator waits for a lost head as long as the profile lets a new head take."""
+    """Check that the operator's timeout for a lost head is at least the profile's deadline for a new head."""
     name = "time for a new head"
     value = {entry["name"]: entry.get("value", "") for entry in operator.get("env", ())}.get(STATUS_TIMEOUT, "")
     limit_s = int(value) if value.isdecimal() and int(value) else DEFAULT_STATUS_TIMEOUT_S
     needed_s = manifest["spec"]["preRunningDeadlineSeconds"]
-    seen = f"KubeRay gives up a run for good if its head has not answered for {limit_s} s"
+    seen = f"KubeRay fails a run permanently if its head has not answered for {limit_s} s"
     if limit_s >= needed_s:
         return Check(name, Result.OK, seen)
-    seen += f"; with its node and image, a new head may take {needed_s} s (preRunningDeadlineSeconds)"
-    fix = f"give the operator's container {STATUS_TIMEOUT}={needed_s}, or only `sunspot wait` restarts such a run"
+    seen += f"; a new head can take {needed_s} s to get a node and an image (preRunningDeadlineSeconds)"
+    fix = f"set {STATUS_TIMEOUT}={needed_s} on the operator's container; otherwise only `sunspot wait` restarts a run"
     return Check(name, Result.WARNING, seen, fix)
 
 
@@ -153,13 +153,13 @@ def _check_references(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Ch
 
 
 def _check_base(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
-    """Check the objects that protect runs. Pods start without them, too."""
+    """Check the objects that protect runs but are not needed to start pods."""
     files = sorted((manifests() / "base").glob("*.yaml"))
     objects = [item for file in files for item in read_documents(file) if "metadata" in item]
     if manifest["spec"]["rayClusterSpec"].get("networkPolicy"):
         objects = [item for item in objects if item["metadata"]["name"] != SHARED_POLICY]
         if cluster.exists("NetworkPolicy", SHARED_POLICY):
-            seen = f"{SHARED_POLICY} lets all runs here reach each other, despite the policy of each run"
+            seen = f"{SHARED_POLICY} lets all runs here reach each other, despite each run's own policy"
             yield Check("NetworkPolicy", Result.WARNING, seen, "remove it by applying k8s/runs-apart")
     for kind in ("NetworkPolicy", "PodDisruptionBudget"):
         names = [item["metadata"]["name"] for item in objects if item["kind"] == kind]
@@ -170,21 +170,19 @@ def _check_base(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
             seen = f"missing in {cluster.namespace}, although k8s/base has it: {missing}"
             yield Check(kind, Result.WARNING, seen, "`kubectl apply -k k8s/base` creates it")
         elif hidden:
-            yield Check(kind, Result.WARNING, f"this user may not see {hidden}", "ask somebody who may see it")
+            yield Check(kind, Result.WARNING, f"this user cannot see {hidden}", "ask someone who can see it")
         else:
             yield Check(kind, Result.OK, f"as in k8s/base: {', '.join(names)}")
 
 
 def _check_manifest(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
-    """Check by a dry run that the API server accepts the RayJob and its pods."""
+    """Check with a dry run that the API server accepts the RayJob and its pods."""
     try:
         expected = cluster.apply(manifest, dry_run=True)
         yield from find_queue_problem(expected)
         quotas = list(find_quota_problems(cluster, manifest))  # `_check_quota` yields these
         yield from (each for each in find_pod_problems(cluster, manifest, quotas) if each.result is Result.FAILED)
-        yield Check(
-            "manifest", Result.OK, "the API server would accept a RayJob of this profile (tried without effect)"
-        )
+        yield Check("manifest", Result.OK, "the API server accepts a RayJob with this profile in a dry run")
     except RefusedError as error:
         if error.status == 404:
             return  # KubeRay or the namespace is missing, which other checks report
@@ -204,12 +202,14 @@ def _check_nodes(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
         room, matching = sum(pods for pods, _ in rooms), sum(pods > 0 for pods, _ in rooms)
         others = "; ".join(f"{number} {why}" for why, number in Counter(why for _, why in rooms if why).most_common())
         seen = f"{matching} of {plural(len(nodes), 'node')} match{'es' if matching == 1 else ''}"
-        seen += f", with room for {room} such pods if they were empty; {wanted} wanted"
+        seen += f", with room for {room} such pods if they were empty; {wanted} needed"
         seen += f" (other nodes: {others})" if others else ""
         if room >= wanted:
             yield Check(f"nodes for {name}", Result.OK, seen)
         else:
-            fix = "unless an autoscaler adds such nodes, add them, or correct selectors and resources in the profile"
+            fix = (
+                "unless an autoscaler adds matching nodes, add them, or correct selectors and resources in the profile"
+            )
             yield Check(f"nodes for {name}", Result.WARNING, seen, fix)
 
     def count(pod: Mapping[str, Any]) -> int:

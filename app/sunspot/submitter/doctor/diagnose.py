@@ -1,4 +1,4 @@
-"""Examines a run that is pending, slow, stuck, growing in memory or failed, and finds fixes."""
+"""Examines a run that is pending, slow, stuck or failed, and suggests fixes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,32 +38,35 @@ CHECKS = (
     find_storage,
     find_losses,
 )
-"""Checks of a run that has begun. A check yields no finding if nothing seems wrong."""
+"""The checks of a run that has started. A check yields no findings if nothing is wrong."""
 
 EXPLAINED_BY_PODS = (RunState.PENDING, RunState.STARTING, RunState.SILENT)
-"""States of a run that storage alone does not explain."""
+"""States that storage alone cannot explain."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """The result of examining a run: its state and the findings."""
+    """A run's state and the findings about it."""
 
     state: RunState
     reason: str
     findings: list[Finding]
     unseen: list[str]
-    "Descriptions of the parts that could not be examined, with the reasons."
+    "The parts that could not be examined, with the reasons."
     cluster_trouble: str = ""
-    "Error of the cluster, if only the cluster can show what the run does now; otherwise empty."
+    "The cluster's error, if only the cluster can explain the state; otherwise empty."
 
     def record(self) -> dict[str, Any]:
-        """Return the keys of the JSON document."""
+        """Return the contents of the JSON document."""
         findings = [finding.record() for finding in self.findings]
         return {"state": self.state.value, "reason": self.reason, "findings": findings, "unseen": self.unseen}
 
 
 def examine(access: RunAccess) -> Examination:
-    """Examine a run in cluster and storage, as far as they answer. Raises the same errors as `read_run`."""
+    """Examine a run in the cluster and in storage, or in one of them if the other does not answer.
+
+    Raises the same errors as `read_run`.
+    """
     snapshot, view = read_run(access)
     if snapshot.job_snapshot and _waits_for_node(snapshot.job_snapshot):
         snapshot = access.with_nodes(snapshot)
@@ -95,7 +98,7 @@ def examine(access: RunAccess) -> Examination:
 
 
 def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunDetails, unseen: list[str]) -> Case:
-    """Collect everything that the checks need. If the recorded errors cannot be read, a text is added to `unseen`."""
+    """Collect the inputs of the checks. Adds a message to `unseen` if the recorded errors cannot be read."""
     failures: list[Failure] = []
     try:
         failures = read_failures(access.run)
@@ -108,7 +111,7 @@ def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunDetails, unsee
 
 
 def _examine_training(case: Case, snapshot: RunSnapshot, findings: list[Finding]) -> list[Finding]:
-    """Return the given findings and those about the training, except findings that another finding explains."""
+    """Add the findings about training, and drop findings that another one explains."""
     findings = findings + [finding for check in CHECKS for finding in check(case)]
     findings = [finding for finding in findings if not _is_explained(finding, findings)]
     seen = snapshot.job_snapshot
@@ -127,10 +130,10 @@ def _waits_for_node(seen: JobSnapshot) -> bool:
 
 
 def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:
-    """Return True if the pods of a RayJob may explain the state of the run.
+    """Return True if only the cluster can explain the run's state.
 
-    This is the case if, according to storage, a RayJob trains the run or will train it. But if there is no cluster to
-    ask, storage alone explains a run that trains.
+    This requires that a RayJob trains the run or was submitted for it. If no cluster is configured, storage alone
+    explains a run that is training.
     """
     status = snapshot.storage.status
     in_cluster = Owner.parse(status.owner).namespace if status else list_submissions(access.run)
@@ -139,7 +142,7 @@ def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) ->
 
 
 def _list_unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
-    """Return descriptions of the parts that could not be examined, with the reasons."""
+    """Return the parts that could not be examined, with the reasons."""
     texts = []
     if snapshot.cluster.trouble:
         texts.append(f"the cluster: {snapshot.cluster.trouble}")
@@ -155,7 +158,7 @@ def _list_unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
 
 
 def _is_explained(finding: Finding, findings: list[Finding]) -> bool:
-    """Return True for the failure of a run if another finding names its cause."""
+    """Return True if a finding is a failure with a cause that another finding explains."""
     if finding.finding is not Diagnosis.FAILED:
         return False
     found = {other.finding for other in findings}

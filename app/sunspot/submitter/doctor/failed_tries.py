@@ -1,4 +1,4 @@
-"""Finds failed tries and ends of a RayJob that storage does not record, and storage that cannot be read."""
+"""Finds failed attempts that storage does not record, and storage that cannot be read."""
 
 from collections.abc import Iterator
 
@@ -9,27 +9,27 @@ from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 
 def find_failed_tries(snapshot: RunSnapshot, state: RunState) -> Iterator[Finding]:
-    """Yield a finding about the failed tries of a live RayJob, unless a later try already trains."""
+    """Yield a finding if attempts of a live RayJob have failed and the next one is not training yet."""
     job = snapshot.job
     if not job or not job.failed or state is not RunState.RETRYING:
         return
     evidence = describe_failed_tries(job, snapshot.storage)
     details = {"failed": job.failed, "tries": job.tries, "message": job.message or None}
-    advice = "fix what the message names, and submit again; the next try would fail in the same way"
+    advice = "fix what the message names, and submit again; the next attempt would fail in the same way"
     cost = 1.0
     if ": " not in evidence:
-        cost = 0.0  # the problems of the present pods explain more
+        cost = 0.0  # the current pods' problems explain more
         watch = f"kubectl get rayjob {job.name} --watch -o jsonpath='{{.status.message}}'"
         advice = (
-            f"the operator forgets why a try failed once the next one begins; {watch} prints the reason when that one "
-            "fails. Before it writes anything, a driver reads its settings and connects to its storage, and `sunspot "
-            "doctor --from-pods` tries that"
+            f"the operator forgets why an attempt failed when the next one begins; {watch} prints the reason when that "
+            "one fails. A driver reads its settings and connects to storage before it writes anything, and `sunspot "
+            "doctor --from-pods` tests that"
         )
     yield Finding(Diagnosis.FAILED, Severity.ERROR, evidence, advice, details, cost)
 
 
 def find_unrecorded_end(state: RunState, reason: str) -> Iterator[Finding]:
-    """Find the end of a run from the cluster alone, because nothing of the run can be read in storage."""
+    """Yield a finding for a run that has ended according to the cluster, if storage has nothing to read."""
     if state is RunState.FAILED:
         yield Finding(
             Diagnosis.FAILED, Severity.ERROR, reason, "fix what the message names, and submit again", cost=1.0
@@ -41,11 +41,11 @@ def find_unrecorded_end(state: RunState, reason: str) -> Iterator[Finding]:
 
 
 def find_storage_trouble(snapshot: RunSnapshot) -> Finding:
-    """Return a finding about storage that this user cannot read."""
+    """Return a finding about storage that cannot be read."""
     job, stored = snapshot.job, snapshot.storage
     severity, advice = Severity.ERROR, "check the storage server and the network, then ask again"
     if stored.refused:
-        advice = "let this user read it, or run the command as a user who can; only storage shows the run's progress"
+        advice = "give this user read access, or run the command as a user who has it; only storage shows progress"
     elif job and job.live and job.job_status == "RUNNING":
         severity = Severity.WARNING
         advice = f"{explain_trouble(job, stored)}; check the storage server and the network"

@@ -1,4 +1,4 @@
-"""Finds runs that train with fewer workers than requested, and what they wait for. Pure."""
+"""Explains why a run trains with fewer workers than requested."""
 
 from collections.abc import Iterator
 
@@ -12,11 +12,11 @@ from sunspot.submitter.findings import Diagnosis, Finding, Severity
 from sunspot.submitter.manifest.requirements import pod_sets
 
 MAX_NAMED = 3
-"""Largest number of causes that a finding names."""
+"""Maximum number of causes in a finding."""
 
 
 def find_fewer_workers(case: Case, seen: JobSnapshot | None) -> Iterator[Finding]:
-    """Yield a finding if a run trains with fewer workers than requested. `seen` is None without a cluster."""
+    """Yield a finding if a run trains with fewer workers than requested. `seen` is None if no cluster was read."""
     status = case.view.status
     requested = parse_workers(case.setting("num_workers"))
     if case.state is not RunState.RUNNING or not (status and requested and 0 < status.world_size < requested.most):
@@ -27,13 +27,13 @@ def find_fewer_workers(case: Case, seen: JobSnapshot | None) -> Iterator[Finding
     figures, details = summarize_figures(case)
     when = f" since {as_time(since)}, for {in_words(case.now - since)}" if since else ""
     evidence = f"{status.world_size} of {requested} workers train{when}; waits for: {waits_for}; {figures}"
-    advice = "nothing, unless you need the others now: they join as soon as they can"
+    advice = "nothing, unless you need all workers now; the others join as soon as they can"
     details |= {"workers": status.world_size, "workers_wanted": str(requested), "since": since, "waits_for": waits_for}
     yield Finding(Diagnosis.FEWER_WORKERS, Severity.NOTE, evidence, advice, details)
 
 
 def _find_beginning(case: Case, wanted: int) -> float | None:
-    """Return the time since when fewer than `wanted` workers train, in seconds since the epoch, or None if unknown."""
+    """Return the time when the run dropped below `wanted` workers, in seconds since the epoch, or None if unknown."""
     since = None
     for attempt in reversed(case.view.attempts):
         if attempt.metadata.world_size >= wanted:
@@ -43,7 +43,7 @@ def _find_beginning(case: Case, wanted: int) -> float | None:
 
 
 def _find_missing(seen: JobSnapshot) -> str:
-    """Return what a run waits for until all of its workers train."""
+    """Describe the pods that the missing workers wait for."""
     job = seen.job
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in job.training_groups]
     causes = []

@@ -12,7 +12,8 @@ def check_training_here() -> Iterator[Check]:
     """Check that the packages for training are installed."""
     missing = find_missing_packages()
     if missing:
-        yield Check("training here", Result.FAILED, f"{' and '.join(missing)} not installed", how_to_install("train"))
+        what = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not installed"
+        yield Check("training here", Result.FAILED, what, how_to_install("train"))
     else:
-        seen = f"torch {version('torch')} and Ray {version('ray')}; `sunspot check` tries a task"
+        seen = f"torch {version('torch')} and Ray {version('ray')} are installed; `sunspot check` tests a task"
         yield Check("training here", Result.OK, seen)

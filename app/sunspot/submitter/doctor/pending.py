@@ -1,4 +1,4 @@
-"""Finds why a run's RayJob does not start, or why its pods do not run, from what Kubernetes reports. Pure."""
+"""Explains why a run's RayJob does not start, or why its pods do not run."""
 
 from collections.abc import Iterator
 
@@ -27,23 +27,23 @@ from sunspot.submitter.manifest.quotas import ASK_FOR_LESS, parse_exceeded
 from sunspot.submitter.manifest.requirements import pod_templates
 
 NOT_BEGUN = (RunState.PENDING, RunState.STARTING, RunState.RETRYING, RunState.FAILED)
-"""States in which missing pods keep a run from training at all."""
+"""States in which a run does not train at all if pods are missing."""
 
 DEADLINES = {
     "PreRunningDeadlineExceeded": ("preRunningDeadlineSeconds", "pre_running_deadline_s"),
     "DeadlineExceeded": ("activeDeadlineSeconds", "active_deadline_s"),
 }
-"""Time limits that make a RayJob fail, by the operator's reason: the field in the RayJob, and the key in a profile."""
+"""The RayJob field and the profile key of each time limit, keyed by the operator's failure reason."""
 
 
 def find_pending(seen: JobSnapshot, state: RunState) -> list[Finding]:
-    """Find what keeps a run's newest RayJob from starting, or its pods from running.
+    """Find the reasons why the newest RayJob does not start or its pods do not run.
 
-    Returns an empty list if nothing does. If this user may not list the pods, only the RayJob is examined.
+    Examines only the RayJob if this user cannot list pods.
     """
     job = seen.job
     if job.deployment_status == "ValidationFailed":
-        evidence = f"the operator refuses the manifest of {job.name}: {job.message}"
+        evidence = f"the operator rejects the manifest of {job.name}: {job.message}"
         advice = "correct what the message names, and submit again"
         return [Finding(Diagnosis.REFUSED, Severity.ERROR, evidence, advice, {"job": job.name})]
     late = job.failure if job.deployment_status == "Failed" else ""
@@ -53,7 +53,7 @@ def find_pending(seen: JobSnapshot, state: RunState) -> list[Finding]:
     found = [_deadline(job, late)] if late in DEADLINES else []
     if late != "DeadlineExceeded":
         found += _explain_job(job, seen.now)
-        # For pods that are gone, the last warnings tell the problem. Warnings of earlier tries do not count.
+        # Deleted pods are explained only by their last warnings. Ignore warnings from earlier attempts.
         since = max(seen.now - WARNING_FRESH_S, job.try_began - CLOCK_SKEW_S)
         recent = [event for event in seen.warnings if late or event.time > since]
         found += [] if seen.unseen_pods else _explain_pods(seen, recent, severity)
@@ -66,13 +66,13 @@ def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
     if not job.deployment_status and not job.terminal and now - job.created > OPERATOR_OVERDUE_S:
         evidence = f"no operator has handled {job.name} for {in_words(now - job.created)}"
         shows = "kubectl get pods -A -l app.kubernetes.io/name=kuberay-operator"
-        advice = f"check that the KubeRay operator runs and watches this namespace: {shows}"
+        advice = f"check that the KubeRay operator runs and watches this namespace ({shows})"
         yield Finding(Diagnosis.NO_OPERATOR, Severity.ERROR, evidence, advice, {"job": job.name})
     if job.deployment_status in ("Suspending", "Suspended"):
-        evidence = f"suspend is true in the spec of {job.name}"
+        evidence = f"the spec of {job.name} has suspend: true"
         advice = "ask the person or tool that set it to unset it"
         if job.queue:
-            evidence = f"{job.name} is suspended: the queue {job.queue} has not admitted it"
+            evidence = f"{job.name} is suspended, because queue {job.queue} has not admitted it"
             less = "lower SUNSPOT_NUM_WORKERS, end other runs of the queue, or ask for a larger quota"
             advice = f"kubectl describe workload shows what it waits for; {less}"
         yield Finding(Diagnosis.QUEUE, Severity.ERROR, evidence, advice, {"queue": job.queue or None})
@@ -105,7 +105,7 @@ def _explain_pods(seen: JobSnapshot, warnings: Warnings, severity: Severity) -> 
 
 
 def _find_restarts(job: JobView, pods: Pods) -> Iterator[Finding]:
-    """Find pods that run again after a container ran out of memory."""
+    """Find pods that were restarted after running out of memory."""
     for pod in pods:
         if pod.ready and pod.out_of_memory:
             group = HEAD if pod.head else pod.group
@@ -117,7 +117,7 @@ def _find_restarts(job: JobView, pods: Pods) -> Iterator[Finding]:
 
 
 def _find_mixed_images(pods: Pods) -> Iterator[Finding]:
-    """Find tags that were pushed again during the run, so that its pods run different programs."""
+    """Find image tags that were pushed again during the run, which makes its pods run different programs."""
     digests: dict[str, dict[str, list[str]]] = {}
     for pod in pods:
         for image, digest in sorted(pod.images):
@@ -125,13 +125,13 @@ def _find_mixed_images(pods: Pods) -> Iterator[Finding]:
     for image, pulled in digests.items():
         if len(pulled) > 1:
             of_each = ", ".join(f"{digest} in {name_pods(names)}" for digest, names in pulled.items())
-            evidence = f"the pods run different images that were pulled as {image}: {of_each}"
-            advice = "stop the run, give each image a tag of its own or name its digest (--image), and submit again"
+            evidence = f"the pods pulled different images as {image}: {of_each}"
+            advice = "stop the run, give each image its own tag or pass its digest (--image), and submit again"
             yield Finding(Diagnosis.IMAGE, Severity.WARNING, evidence, advice, {"image": image, "digests": pulled})
 
 
 def _memory_limit(job: JobView, group: str) -> str:
-    """Return `, limit 3Gi` for the pods of a group, or "" if they have no limit."""
+    """Return text such as `, limit 3Gi` for a group's pods, or an empty string if they have no limit."""
     spec = pod_groups(job.spec).get(group, {}).get("template", {}).get("spec", {})
     containers = spec.get("containers") or [{}]
     limit = containers[0].get("resources", {}).get("limits", {}).get("memory")
@@ -143,7 +143,7 @@ def _explain_refusal(job: JobView, problem: PodProblem, severity: Severity) -> F
     exceeded = parse_exceeded(problem.evidence)
     if exceeded:
         raised = f"ask for a larger ResourceQuota {exceeded.name}"
-        advice = f"end other runs of the namespace (`sunspot list`), {ASK_FOR_LESS}, or {raised}"
+        advice = f"end other runs in the namespace (`sunspot list`), {ASK_FOR_LESS}, or {raised}"
         if exceeded.never_fits(job.raw):
             evidence += "; the run alone needs more than that quota allows"
             advice = f"{ASK_FOR_LESS}, or {raised}; ending other runs is not enough"
@@ -152,7 +152,7 @@ def _explain_refusal(job: JobView, problem: PodProblem, severity: Severity) -> F
         return Finding(Diagnosis.QUOTA, severity, evidence, advice, details)
     if "not found" in problem.evidence:
         return Finding(Diagnosis.MISSING, severity, evidence, CREATE_MISSING)
-    advice = "a policy of the namespace refuses it; correct what it names, or ask for another policy"
+    advice = "a policy of the namespace rejects it; correct what the policy names, or ask for a different policy"
     return Finding(problem.kind, severity, evidence, advice)
 
 
@@ -171,5 +171,5 @@ def _starting(seen: JobSnapshot) -> Finding:
     waited = seen.now - job.try_began
     evidence = f"{explain_pods(seen)}; nothing is wrong after {in_words(waited)}"
     limit = job.spec.get("preRunningDeadlineSeconds")
-    advice = "wait" + (f": the operator gives up {in_words(limit - waited)} from now" if limit else "")
+    advice = "wait" + (f"; the operator gives up in {in_words(limit - waited)}" if limit else "")
     return Finding(Diagnosis.STARTING, Severity.NOTE, evidence, advice, {"waited_s": round(waited)})

@@ -1,7 +1,7 @@
-"""Tests storage, GPUs and network in pods that resemble a run's head and workers.
+"""Tests storage, GPUs and the network from pods like a run's head and workers.
 
-The pods use the same nodes, service account, Secret and policies as the run would. They have no run label. They are
-always deleted, and end by themselves if this process cannot delete them.
+The pods use the same nodes, service account, Secrets and policies as the run. They are always deleted, and end by
+themselves if this process cannot delete them.
 """
 
 import contextlib
@@ -26,24 +26,24 @@ from sunspot.submitter.manifest.shape import SLOT
 from sunspot.submitter.printing import warn
 
 LABEL = "sunspot/doctor"
-"""Label of the pods. Its value differs for heads and workers, and for each call."""
+"""Label of the pods. Its value is different for heads and workers, and for each call."""
 
 WITHIN_S = 900.0
-"""Seconds in which the pods must end. A cloud takes minutes to add a node, and a node to pull an image."""
+"""Seconds within which the pods must end. Adding a node and pulling an image take minutes each."""
 
 POLL_EVERY_S = 2.0
 
 MESSAGE = "/dev/termination-log"
-"""Path of the file whose content Kubernetes copies into the pod's status, up to 4096 bytes."""
+"""The file that Kubernetes copies into the pod's status, up to 4096 bytes."""
 
 MAX_OUTPUT = 400
-"""Largest number of characters of a failed container's output in a check."""
+"""Maximum number of characters of a failed container's output in a check."""
 
 
 def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """Yield the checks of storage, GPUs and network from a head's pod and from one or two workers' pods.
+    """Check storage, GPUs and the network from a head pod and one or two worker pods.
 
-    An error of the cluster is yielded as a failed check.
+    Cluster errors are yielded as failed checks.
     """
     manifest = rendered.manifest
     mark = uuid.uuid4().hex[:8]
@@ -59,7 +59,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         for rank, pod in enumerate(pods[1:] if len(pods) > 2 else ()):
             pod["spec"]["containers"][0]["command"] += ["--meeting", mark, "--rank", str(rank)]
         for pod in pods:
-            created.append(cluster.create_pod(pod))  # noqa: PERF401  # deleted even if the next one is refused
+            created.append(cluster.create_pod(pod))  # noqa: PERF401  # deleted even if the next one is rejected
         names = [pod["metadata"]["name"] for pod in created]
         warn(f"waiting for the pods {', '.join(names)}, for at most {in_words(WITHIN_S)}")
         ended = _await_end(cluster, names)
@@ -69,7 +69,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         if len(nodes) > len(set(nodes)):
             untried = f"both worker pods were on {nodes[0]}"
         if untried:
-            yield Check("from pods: network between nodes", Result.WARNING, f"not tried: {untried}")
+            yield Check("from pods: network between nodes", Result.WARNING, f"not tested: {untried}")
     except ClusterError as error:
         yield Check("from pods", Result.FAILED, str(error))
     finally:
@@ -77,21 +77,21 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
             try:
                 cluster.delete_pod(pod_view(pod), 1)
             except ClusterError as error:
-                warn(f"pod {pod['metadata']['name']} could not be deleted, and ends by itself: {error}")
+                warn(f"pod {pod['metadata']['name']} could not be deleted, but will end by itself: {error}")
 
 
 def why_untried(cluster: Cluster, manifest: dict[str, Any]) -> str:
-    """Return why these pods could not use the network like a run's workers, or "" if they can."""
+    """Return the reason why these pods cannot test the network between workers, or an empty string."""
     if len(worker_group(manifest)["template"]["spec"]["containers"]) > 1:
         return "these pods lack the sidecars of workers"
     denied, shared = (cluster.exists("NetworkPolicy", name) for name in ("deny-by-default", SHARED_POLICY))
     if manifest["spec"]["rayClusterSpec"].get("networkPolicy") or (denied and shared is False):
-        return "policies only let pods reach pods of their own run"
+        return "network policies let pods reach only pods of their own run"
     return ""
 
 
 def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
-    """Return a pod like the run's head or training workers, which tests storage and GPUs instead of running Ray."""
+    """Return a pod like the run's head or training workers that tests storage and GPUs instead of running Ray."""
     role = kind.split()[-1]
     group = head_group(manifest) if role == "head" else worker_group(manifest)
     template = copy.deepcopy(group["template"])
@@ -114,7 +114,7 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
 
 
 def _spread(spec: dict[str, Any], alike: dict[str, Any]) -> None:
-    """Schedule a worker into the zone of the pods that `alike` selects, but onto another node if possible."""
+    """Schedule a pod into the same zone as the pods that `alike` selects, preferably on another node."""
     spec.pop("topologySpreadConstraints", None)
     affinity = spec.setdefault("affinity", {})
     for rule in chain(*affinity.get("podAffinity", {}).values()):
@@ -125,7 +125,7 @@ def _spread(spec: dict[str, Any], alike: dict[str, Any]) -> None:
 
 
 def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] | None]:
-    """Wait for the pods to end, for at most WITHIN_S, and return them by name. A pod that is gone is None."""
+    """Wait up to WITHIN_S for the pods to end, and return them keyed by name. A deleted pod is None."""
     deadline = time.monotonic() + WITHIN_S
     warned = ""
     latest: dict[str, dict[str, Any] | None] = dict.fromkeys(names)
@@ -145,12 +145,12 @@ def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] |
 
 
 def has_ended(pod: dict[str, Any]) -> bool:
-    """Return True if a pod has ended, successfully or not."""
+    """Return True if a pod has succeeded or failed."""
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def read_checks(kind: str, pod: dict[str, Any] | None) -> Iterator[Check]:
-    """Yield the checks that a pod has made, or a failed check that explains why it made none."""
+    """Yield the checks that a pod reported, or a failed check that explains why it reported none."""
     name = f"from a {kind} pod"
     if pod is None:
         yield Check(name, Result.FAILED, "the pod was gone before it reported anything", "try again")

@@ -1,6 +1,6 @@
-"""Finds nodes that would take the pods of a run, by labels, taints and size. Pure.
+"""Finds nodes that fit a run's pods by labels, taints and size.
 
-Pods that already run there are ignored, because they may end, and because not every user may see the pods of others.
+Pods that already run on the nodes are ignored, because they might end, and because this user might not see them all.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,18 +12,18 @@ from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.requirements import requests_of
 
 CONTROL_PLANE = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
-"""Taints of control plane nodes, which never take the pods of runs."""
+"""Taints of control plane nodes, which never run a run's pods."""
 
 NODE_STATE_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "ToBeDeletedByClusterAutoscaler")
-"""Prefixes of taints that describe a node's state. A toleration does not help against them."""
+"""Prefixes of taints that describe a node's state. Tolerating them does not help."""
 
 
 class Obstacle(NamedTuple):
-    """A reason why a pod cannot run on a node, even if no other pod is there."""
+    """A reason why a pod cannot run even on an empty node."""
 
     kind: Diagnosis
     what: str
-    "The taint as `KEY` or `KEY=VALUE`, the name of the resource that the node lacks, or a description."
+    "A taint as `KEY` or `KEY=VALUE`, the name of a missing resource, or a description."
 
     def __str__(self) -> str:
         if self.kind is Diagnosis.TAINT:
@@ -32,7 +32,7 @@ class Obstacle(NamedTuple):
 
 
 def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str]:
-    """Return how many pods with this spec an empty node takes, and the reason if it takes none."""
+    """Return how many such pods fit on an empty node, and the reason if none do."""
     obstacle = next(find_obstacles(pod, node), None)
     if obstacle:
         return 0, str(obstacle)
@@ -42,7 +42,7 @@ def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str
 
 
 def find_obstacles(pod: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Obstacle]:
-    """Yield the obstacles for pods with this spec on a node: its state, its labels, its taints and its size."""
+    """Yield the reasons why pods with this spec cannot run on a node, even if it is empty."""
     spec = node.get("spec", {})
     labels = node["metadata"].get("labels", {})
     if not is_ready(node):
@@ -64,12 +64,12 @@ def find_obstacles(pod: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[
     there = _allocatable(node)
     for name, amount in sorted(requests_of(pod).items()):
         if amount > there.get(name, 0.0):
-            lacks = "/" in name and not there.get(name)  # a node without GPUs is not a GPU node that is too small
+            lacks = "/" in name and not there.get(name)  # a node without GPUs is the wrong kind, not too small
             yield Obstacle(Diagnosis.NO_NODE, f"without {name}") if lacks else Obstacle(Diagnosis.RESOURCES, name)
 
 
 def kind_of_taint(key: str) -> Diagnosis:
-    """Return NODES for a taint that describes a node's state, and TAINT for any other."""
+    """Return `Diagnosis.NODES` if a taint describes the node's state, and `Diagnosis.TAINT` otherwise."""
     return Diagnosis.NODES if key.startswith(NODE_STATE_TAINTS) else Diagnosis.TAINT
 
 
@@ -78,7 +78,7 @@ def _allocatable(node: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _holds_all(term: Mapping[str, Any], node: Mapping[str, Any]) -> bool:
-    """Return True if a node meets a term of a node affinity. No node meets a term without conditions."""
+    """Return True if a node matches a node affinity term. No node matches an empty term."""
     of_labels, of_fields = term.get("matchExpressions") or (), term.get("matchFields") or ()
     metadata = node["metadata"]
     holds = [_holds(each, metadata.get("labels", {})) for each in of_labels]

@@ -1,8 +1,8 @@
-"""Explains why no node takes a pod, from the scheduler's message and, if this user may list them, the nodes. Pure.
+"""Explains why a pod fits on no node, from the scheduler's message and, if this user can list them, the nodes.
 
-For each node, the scheduler names the first filter that fails: a node's taints, then its labels, then its free
-resources, then volumes and other pods. So a node with a taint may also lack the labels, but a node that lacks resources
-has the labels. Since Kubernetes 1.34, the scheduler does not name the taints.
+For each node, the scheduler reports only the first filter that fails: taints, then labels, then free resources, then
+volumes and other pods. A tainted node might therefore also lack the labels, but a node that lacks resources has them.
+Since Kubernetes 1.34, the message does not name the taints.
 """
 
 import re
@@ -16,23 +16,23 @@ from sunspot.submitter.doctor.schedulable_nodes import CONTROL_PLANE, Obstacle, 
 from sunspot.submitter.findings import UNSCHEDULABLE, Diagnosis, Finding, Severity
 
 ONLY_THE_SCHEDULER_KNOWS = (Diagnosis.VOLUME, Diagnosis.AFFINITY)
-"""Reasons that a node object does not show."""
+"""Reasons that node objects do not show."""
 
 MAX_OTHERS = 3
-"""Largest number of further obstacles on the same nodes that a finding names."""
+"""Maximum number of other obstacles on the same nodes in a finding."""
 
 
 class Refusal(NamedTuple):
-    """A reason why some nodes do not take a pod."""
+    """A reason why a pod does not fit on some nodes."""
 
     kind: Diagnosis
     nodes: int
     what: str
-    "Name of the resource, the taint, or the scheduler's own description."
+    "The resource, the taint, or the scheduler's own description."
     others: tuple[str, ...] = ()
-    "Further obstacles on the same nodes. These nodes take the pod only if all obstacles are removed."
+    "Other obstacles on the same nodes. The pod fits only if all obstacles are removed."
     when_empty: bool = False
-    "True if the nodes lack the resource even without any pods."
+    "True if the nodes would lack the resource even if they were empty."
 
     @property
     def is_unnamed_taint(self) -> bool:
@@ -40,16 +40,16 @@ class Refusal(NamedTuple):
 
 
 class UnplacedPods(NamedTuple):
-    """Pods of one group that no node takes."""
+    """Pods of one group that fit on no node."""
 
     group: str
     problems: Sequence[PodProblem]
-    "The scheduler's message about each of the pods."
+    "The scheduler's message about each pod."
     spec: Mapping[str, Any]
 
     @property
     def section(self) -> str:
-        """Section of a profile that describes these pods."""
+        """The profile section that configures these pods."""
         return {"head": "head", "data": "data_workers"}.get(self.group, "worker")
 
     def __str__(self) -> str:
@@ -57,14 +57,14 @@ class UnplacedPods(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of the pods, without duplicates."""
+        """The pods' names, without duplicates."""
         return list(dict.fromkeys(problem.pod for problem in self.problems))
 
 
 def explain_unplaced(pods: UnplacedPods, nodes: Nodes, severity: Severity) -> Iterator[Finding]:
-    """Yield a finding for each reason why no node takes some pods. The most useful reason comes first.
+    """Yield a finding for each reason why some pods fit on no node, starting with the most useful one.
 
-    `nodes` are all nodes of the cluster, or an empty sequence if this user may not list them.
+    `nodes` are all nodes of the cluster, or an empty sequence if this user cannot list nodes.
     """
     alike: dict[tuple[str, str], list[PodProblem]] = {}
     for problem in pods.problems:
@@ -85,14 +85,14 @@ def explain_unplaced(pods: UnplacedPods, nodes: Nodes, severity: Severity) -> It
 
 
 def name_pods(names: Sequence[str]) -> str:
-    """Return `pod run-1-head` or `2 pods (run-1-a, run-1-b)`."""
+    """Return text such as `pod run-1-head` or `2 pods (run-1-a, run-1-b)`."""
     return f"pod {names[0]}" if len(names) == 1 else f"{len(names)} pods ({', '.join(names)})"
 
 
 def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Refusal]:
-    """Return the reasons why nodes do not take a pod, the most useful one first.
+    """Return the reasons why a pod fits on no node, starting with the most useful one.
 
-    `message` is the scheduler's. `nodes` are all nodes, or an empty sequence if this user may not list them.
+    `message` is the scheduler's. `nodes` are all nodes, or an empty sequence if this user cannot list nodes.
     """
     parsed = parse_refusals(message)
     if not nodes:
@@ -101,7 +101,7 @@ def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Re
     usual = [obstacles for obstacles in found if obstacles and not any(map(_is_control_plane, obstacles))]
     if all(found):
         return _nearest(usual or found)
-    # If a node has no obstacle, only the scheduler knows why it does not take the pod: other pods, or a volume.
+    # If a node has no obstacle, only the scheduler knows the reason, such as other pods or a volume.
     hidden = [
         _without_empty(each, found) for each in parsed if each.kind in (Diagnosis.RESOURCES, *ONLY_THE_SCHEDULER_KNOWS)
     ]
@@ -109,13 +109,13 @@ def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Re
 
 
 def _without_empty(refusal: Refusal, found: Sequence[Sequence[Obstacle]]) -> Refusal:
-    """Return the refusal without the nodes that would lack the resource even without pods."""
+    """Exclude the nodes that would lack the resource even if they were empty."""
     lack = sum(any(each.what in (refusal.what, f"without {refusal.what}") for each in obstacles) for obstacles in found)
     return refusal._replace(nodes=max(1, refusal.nodes - lack))
 
 
 def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
-    """Return the obstacles on the nodes that have the fewest obstacles."""
+    """Return the obstacles on the nodes with the fewest obstacles."""
     fewest = min(map(len, found), default=0)
     nearest = [obstacles for obstacles in found if len(obstacles) == fewest]
     refusals = []
@@ -123,17 +123,17 @@ def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
         having = [obstacles for obstacles in nearest if obstacle in obstacles]
         others = dict.fromkeys(str(each) for obstacles in having for each in obstacles if each != obstacle)
         refusals.append(Refusal(obstacle.kind, len(having), obstacle.what, tuple(others)[:MAX_OTHERS], True))
-    # Labels come last. If a node with the labels has another obstacle, the labels are right.
+    # Labels come last, because they are correct if a node with these labels has another obstacle.
     order = (Diagnosis.RESOURCES, Diagnosis.TAINT, Diagnosis.NODES, Diagnosis.NO_NODE)
     return sorted(refusals, key=lambda refusal: (order.index(refusal.kind), -refusal.nodes))
 
 
 def parse_refusals(message: str) -> list[Refusal]:
-    """Parse why nodes do not take a pod from the scheduler's message, the most useful reason first.
+    """Parse the reasons in the scheduler's message, and return them with the most useful one first.
 
-    Nodes that lack resources match in every other way, so they come first. There is one exception: if the GPU nodes
-    have a taint, only other nodes lack GPUs, and the taint comes first. A taint without a name comes last, because it
-    is usually the control plane's. Control planes count only if there is no other reason.
+    Missing resources come first, because these nodes match in every other way. An exception is a taint on GPU nodes:
+    if only other nodes lack GPUs, the taint comes first. An unnamed taint comes last, because it is usually the control
+    plane's. The control plane's own taints are dropped unless they are the only reason.
     """
     text = message.partition(" are available: ")[2].partition(". ")[0].rstrip(".) ")
     total = re.search(r"0/(\d+) nodes", message)
@@ -181,7 +181,7 @@ def _is_control_plane(obstacle: Obstacle) -> bool:
 
 
 def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, alone: bool) -> Finding:
-    """Return the finding for a refusal. `alone` is True if the pods have no other refusal."""
+    """Return the finding for a refusal. `alone` is True if it is the only one."""
     nodes = plural(refusal.nodes, "node")
     details: dict[str, Any] = {"group": pods.group, "pods": pods.names, "nodes": refusal.nodes}
     explain = {
@@ -201,7 +201,7 @@ def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, alone: b
 
 
 Explanation = tuple[str, str, dict[str, Any]]
-"""Type of the evidence, the advice and the details of a finding."""
+"""The evidence, the advice and the details of a finding."""
 
 
 def _explain_resources(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
@@ -209,12 +209,12 @@ def _explain_resources(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Expl
     asked = container.get("resources", {}).get("requests", {}).get(refusal.what)
     figure = f" ({refusal.what} {asked})" if asked else ""
     key = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "ephemeral_storage"}.get(refusal.what, "gpus")
-    evidence = f"{nodes} otherwise suitable: too little {refusal.what} left for {pods}{figure}"
+    evidence = f"{nodes} otherwise suitable, but with too little {refusal.what} left for {pods}{figure}"
     advice = f"lower {pods.section}.{key} in the profile, end other pods there, or add nodes with more"
     if refusal.what == "pods":
-        advice = "end other pods there, or add nodes, because these have their largest number of pods"
+        advice = "end other pods there, or add nodes, because these have reached their maximum number of pods"
     elif refusal.when_empty:
-        evidence = f"{nodes} too small for {pods}, even without other pods: too little {refusal.what}{figure}"
+        evidence = f"{nodes} with too little {refusal.what} for {pods}{figure}, even without other pods"
         advice = f"lower {pods.section}.{key} in the profile, or add larger nodes"
     return evidence, advice, {"resource": refusal.what, "asked": asked}
 
@@ -224,7 +224,7 @@ def _explain_taint(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanat
     named = f"the taint {refusal.what}" if key else "a taint that is not tolerated"
     evidence = f"{nodes} with {named}, which keeps {pods} away"
     toleration = f"{pods.section}.tolerations: [{{key: {key or 'KEY'}, operator: Exists}}]"
-    advice = f"if the run may use them, tolerate the taint in the profile ({toleration}); or add nodes without it"
+    advice = f"if the run can use them, tolerate the taint in the profile ({toleration}); otherwise add other nodes"
     if not key:
         advice += "; kubectl describe nodes shows the taints"
     return evidence, advice, {"taint": key or None, "value": value or None}
@@ -243,7 +243,7 @@ def _explain_volume(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explana
 
 def _explain_affinity(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
     evidence = f"other pods keep {pods} from {nodes}: {refusal.what}"
-    advice = f"correct {pods.section}.placement, or affinity, spread and ports below {pods.section}.pod; or add nodes"
+    advice = f"correct {pods.section}.placement or the affinity, spread and ports in {pods.section}.pod, or add nodes"
     return evidence, advice, {}
 
 

@@ -1,17 +1,17 @@
-"""Makes the manifest of a RayJob from a profile and settings, without a cluster.
+"""Renders a RayJob manifest from a profile and settings, without a cluster.
 
-    yaml_files.py       reads YAML, and writes the same bytes on every machine
-    profile.py          load_profile: a profile, merged over those that it extends
-    render.py           render(JobRequest) -> Rendered: collects the settings, and calls the modules below
-    shape.py            choose_shape: how many pods, and what each worker gets
-    pods.py             make_cluster: the head and the groups of worker pods
-    merge.py            merge_pod, merge_job: the profile's own Kubernetes fields, merged in last
+    yaml_files.py       reads YAML files, and writes YAML that is the same on every machine
+    profile.py          loads a profile and the profiles that it extends (load_profile)
+    render.py           collects the settings and calls the modules below (render)
+    shape.py            chooses the number of pods and each worker's resources (choose_shape)
+    pods.py             fills in the head pod and the worker groups (make_cluster)
+    merge.py            merges the profile's own Kubernetes fields in last (merge_pod, merge_job)
 
-Before a job is sent, these modules examine the manifest:
+These modules check the manifest before it is sent to the cluster:
 
-    absent_code.py      find_absent: code and files that pods would lack
-    foreign_storage.py  find_foreign_storage: storage that pods have no credentials for
-    requirements.py     pod_sets: the pods that a run needs, and their requests
-    quotas.py           check_quotas, check_limit_ranges: whether a namespace admits these pods
-    gpu_nodes.py        find_split_nodes: pods that would share the GPUs of a node
+    absent_code.py      finds code and files that the pods would lack (find_absent)
+    foreign_storage.py  finds storage that the pods have no credentials for (find_foreign_storage)
+    requirements.py     lists the pods that a run needs and their requests (pod_sets)
+    quotas.py           checks that a namespace admits these pods (check_quotas, check_limit_ranges)
+    gpu_nodes.py        finds pods that would share a node's GPUs (find_split_nodes)
 """

@@ -1,4 +1,4 @@
-"""Finds the user's code and files that a job needs and its pods may lack: the task's module, and files in TASK_ARGS."""
+"""Finds task modules and files named in TASK_ARGS that a job's pods might not have."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from sunspot.submitter.manifest.render import Rendered, settings_of
 
 
 def find_absent(rendered: Rendered) -> Iterator[str]:
-    """Yield a warning for each task that the code lacks, and for each task argument that names a local file."""
+    """Yield a warning for each task module and each local file that the pods might not have."""
     archive, settings = rendered.archive, rendered.settings
     variables = settings_of(rendered.manifest)
     varied = [dimension.arguments for dimension in find_dimensions(variables) if dimension.name == "TASK"]
@@ -19,11 +19,11 @@ def find_absent(rendered: Rendered) -> Iterator[str]:
         if top == "sunspot":
             continue
         if archive and not (archive.holds(top) or archive.holds(f"{top}.py")):
-            yield f"{PREFIX}TASK={task}: the code has no {top}.py, so pods have it only if the image does"
+            yield f"{PREFIX}TASK={task}: the code does not contain {top}.py, so pods have it only if the image does"
         elif CODE not in variables:
             yield (
-                f"{PREFIX}TASK={task}: the job has no code of its own, so pods have {top}.py only if the image does; "
-                "add the code with `sunspot submit --code FOLDER` or `make submit CODE=FOLDER`"
+                f"{PREFIX}TASK={task}: the job includes no code, so pods have {top}.py only if the image does; "
+                "include the code with `sunspot submit --code FOLDER` or `make submit CODE=FOLDER`"
             )
     for name, value in settings.task_args.items():
         is_local_file = isinstance(value, str) and value and not value.startswith("/") and os.path.exists(value)

@@ -1,4 +1,4 @@
-"""Finds storage in another cloud than the nodes, for which the pods get no credentials. All functions are pure."""
+"""Warns if the run's storage is in a different cloud than its nodes, where the pods have no credentials."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,17 +12,16 @@ CLOUDS = {
     "karpenter.k8s.aws/": ("s3", "AWS's"),
     "kubernetes.azure.com/": ("az", "Azure's"),
 }
-"""Scheme of a cloud's own storage and the cloud's name, by the prefix of labels that only its nodes have."""
+"""Each cloud's storage scheme and name, keyed by a label prefix that only its nodes have."""
 
 SCHEMES = {"gs": "Google's storage", "s3": "S3", "az": "Azure's storage", "abfs": "Azure's storage"}
-"""Names of the storages that need credentials, by scheme."""
+"""Names of the storage services that need credentials, keyed by scheme."""
 
 
 def find_foreign_storage(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning, with its fix, if the pods' identity cannot open the run's storage.
 
-    Pods without a Secret have only the identity that their nodes' cloud gives them, which opens only the storage of
-    that cloud.
+    Without a Secret, pods have only the identity given by their cloud, which works only for that cloud's storage.
     """
     path = settings_of(manifest).get(STORAGE_PATH, "")
     scheme, separator, place = path.partition("://")
@@ -34,12 +33,12 @@ def find_foreign_storage(manifest: Mapping[str, Any]) -> Iterator[str]:
     for own, whose in {cloud for prefix, cloud in CLOUDS.items() for label in labels if label.startswith(prefix)}:
         if SCHEMES[scheme] != SCHEMES[own]:
             yield (
-                f"{path} is {SCHEMES[scheme]}, which the identity of pods on {whose} nodes cannot open; set "
-                f"SUNSPOT_STORAGE_PATH to {own}://{place}, or name a Secret with keys: `env_from_secrets: [NAME]`"
+                f"{path} is {SCHEMES[scheme]}, which pods on {whose} nodes cannot open with their own identity; set "
+                f"SUNSPOT_STORAGE_PATH to {own}://{place}, or add a Secret with keys: `env_from_secrets: [NAME]`"
             )
 
 
 def _has_secrets(container: Mapping[str, Any]) -> bool:
-    """Return True if a container gets variables from a Secret."""
+    """Return True if a container gets environment variables from a Secret."""
     entries = container.get("env", ())
     return bool(container.get("envFrom")) or any("secretKeyRef" in entry.get("valueFrom", {}) for entry in entries)

@@ -1,21 +1,21 @@
-"""Finds pods that would share a node with several GPUs, each with only a part of them. All functions are pure.
+"""Finds pods that would split a node's GPUs between them.
 
-NCCL treats every pod as a separate host, so gradients between two pods of a node cross the network and not NVLink.
+NCCL treats every pod as a separate host, so two pods on one node exchange gradients over the network, not NVLink.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 WHOLE_GPUS = ("nvidia.com/gpu", "amd.com/gpu")
-"""Resources that are whole GPUs. Parts of a GPU have no NVLink."""
+"""Names of resources that are whole GPUs. GPU partitions have no NVLink."""
 
 
 def find_split_nodes(
     manifest: Mapping[str, Any], count_gpus: Callable[[Mapping[str, Any]], int]
 ) -> Iterator[tuple[str, str]]:
-    """Yield a problem and its fix for each group of training pods of which several would share a node.
+    """Yield a problem and its fix for each group with several training pods that would share a node.
 
-    `count_gpus` returns the number of GPUs of the node on which a pod would run.
+    `count_gpus` returns the number of GPUs on the node where a given pod would run.
     """
     for group in manifest["spec"].get("rayClusterSpec", {}).get("workerGroupSpecs", ()):
         pod = group["template"]["spec"]
@@ -25,6 +25,6 @@ def find_split_nodes(
         if gpus_of_pod and group["maxReplicas"] > 1 and gpus_of_node >= 2 * gpus_of_pod:
             yield (
                 f"{group['groupName']}: a pod takes {gpus_of_pod} of a node's {gpus_of_node} GPUs, and pods on the "
-                "same node communicate through the network, not NVLink",
-                f"set worker.gpus to {gpus_of_node}, for one pod with {gpus_of_node} workers",
+                "same node communicate over the network, not NVLink",
+                f"set worker.gpus to {gpus_of_node} to get one pod with {gpus_of_node} workers per node",
             )

@@ -1,9 +1,8 @@
-"""Merges a profile's own Kubernetes fields into the manifest: `pod` into a pod template, `rayjob` into the RayJob.
+"""Merges a profile's `pod` fields into a pod template, and its `rayjob` fields into the RayJob.
 
-The merge comes last, and works as in kubectl: mappings are merged by key, and lists of named items such as containers,
-variables and volumes by the name of each item. A merge only adds fields. It is refused if the manifest already has a
-field with another value: then either another key of the profile sets this field, or a run relies on its value. The API
-server checks all other fields, because `submit` and `doctor` first send it the RayJob as a dry run.
+The merge works like in kubectl: mappings are merged by key, and lists of named items by each item's name. It only adds
+fields. If the manifest already has a different value for a field, the merge is rejected, because another profile key
+sets the field or the run relies on it. The API server checks everything else in a dry run.
 """
 
 import re
@@ -30,9 +29,9 @@ MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
     "workerGroupSpecs": "groupName",
 }
-"""Key by which the items of a list are merged; any other list is one value (`patchMergeKey` in Kubernetes' core/v1)."""
+"""The key that identifies the items of each list (`patchMergeKey` in Kubernetes). Other lists are single values."""
 
-CREDENTIAL_SHOWN = "a credential here could be read by anyone who sees the manifest, Git or the storage"
+CREDENTIAL_SHOWN = "anyone who can read the manifest, the Git repository or the storage could read a credential here"
 
 TYPES: Mapping[str, type] = {
     **dict.fromkeys(("name", "value", "secretName", "claimName", "serviceAccountName", "priorityClassName"), str),
@@ -41,21 +40,21 @@ TYPES: Mapping[str, type] = {
     **dict.fromkeys(("secretKeyRef", "secretRef", "secret", "configMapKeyRef", "configMapRef", "configMap"), dict),
     **dict.fromkeys(("persistentVolumeClaim", "authOptions", "gcsFaultToleranceOptions", "redisPassword"), dict),
 }
-"""Types of the fields that Sunspot reads before the API server has seen them."""
+"""Types of the fields that Sunspot reads before the API server has checked them."""
 
 TYPE_NAMES: Mapping[type, str] = {str: "text, in quotes", list: "a list of mappings", dict: "a mapping"}
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Paths that a merge may or may not change. In a path, `*` matches any text, and `[*]` any item of a list."""
+    """Rules for what a merge can change. In a path, `*` matches any text, and `[*]` matches any list item."""
 
     never: Mapping[str, str]
-    "Reason why a merge may never set a field, by path."
+    "The reasons why some fields can never be set, keyed by path."
     instead: Mapping[str, str]
-    "Advice for a field that the manifest already has, by path."
+    "Advice about fields that the manifest already has, keyed by path."
     free: Collection[str]
-    "Paths of fields that the manifest already has and a merge may still change."
+    "Paths of fields that a merge can change even if the manifest already has them."
 
 
 POD_RULES = Rules(
@@ -75,11 +74,11 @@ POD_RULES = Rules(
         "metadata.labels.*": "set labels in the profile",
         "spec.serviceAccountName": "set service_account in the profile",
         "spec.automountServiceAccountToken": "only the container of Ray's autoscaler gets a token",
-        "spec.terminationGracePeriodSeconds": "it follows from the notice; set notice_s in the profile",
+        "spec.terminationGracePeriodSeconds": "it is derived from the notice; set notice_s in the profile",
         "spec.imagePullSecrets": "set image_pull_secrets in the profile",
         "spec.tolerations": "a merge would replace the list; set tolerations next to pod",
         "spec.nodeSelector.*": "set node_selector, gpu_selector or spot in the profile",
-        "spec.affinity.*": "a merge would replace a rule of the profile; see spot and placement",
+        "spec.affinity.*": "a merge would replace one of the profile's rules; see spot and placement",
         "spec.containers[ray].image": "set image in the profile",
         "spec.containers[ray].imagePullPolicy": "set image_pull_policy in the profile",
         "spec.containers[ray].env[*].*": "set env in the profile",
@@ -100,33 +99,33 @@ POD_RULES = Rules(
 
 JOB_RULES = Rules(
     never={
-        "metadata.name": "it consists of the run's name and a hash of the specification",
+        "metadata.name": "it is made from the run's name and a hash of the specification",
         "metadata.generateName": "each apply would create another run",
         "metadata.namespace": "set namespace in the profile",
-        **{f"metadata.labels.{prefix}*": "Sunspot sets it, or the profile has a key for it" for prefix in RESERVED},
+        **{f"metadata.labels.{prefix}*": "Sunspot or another key of the profile sets it" for prefix in RESERVED},
         **{f"metadata.annotations.{prefix}*": "Sunspot sets it" for prefix in RESERVED},
         "spec.entrypoint": "it starts the training program; set SUNSPOT_TASK or other settings instead",
-        "spec.entrypointNum*": "the driver belongs on the head, which offers no resources",
-        "spec.entrypointResources": "the driver belongs on the head, which offers no resources",
+        "spec.entrypointNum*": "the driver must run on the head, which offers no resources",
+        "spec.entrypointResources": "the driver must run on the head, which offers no resources",
         "spec.jobId": "each attempt has its own ID",
-        "spec.submissionMode": "the other modes need a pod that a restricted namespace refuses",
-        "spec.submitter*": "the job is submitted without a pod",
+        "spec.submissionMode": "the other modes need a pod that a restricted namespace rejects",
+        "spec.submitter*": "no pod submits the job",
         "spec.runtimeEnvYAML": "only the driver would see it; set env or settings in the profile",
         "spec.clusterSelector": "use --cluster",
-        "spec.suspend": "a queue sets it, and `sunspot stop` stops a run",
-        "spec.shutdownAfterJobFinishes": "you would pay for the nodes of a run that has ended",
-        "spec.deletionStrategy": "the operator refuses it together with shutdownAfterJobFinishes",
-        "spec.rayClusterSpec.rayVersion": "it is the version of Ray in the image",
+        "spec.suspend": "a queue sets it; to stop a run, use `sunspot stop`",
+        "spec.shutdownAfterJobFinishes": "you would keep paying for the nodes after the run has ended",
+        "spec.deletionStrategy": "the operator rejects it together with shutdownAfterJobFinishes",
+        "spec.rayClusterSpec.rayVersion": "it must match the Ray version in the image",
         "spec.rayClusterSpec.suspend": "a queue suspends the RayJob",
-        "spec.rayClusterSpec.upgradeStrategy": "the operator refuses it in a RayJob",
-        "spec.rayClusterSpec.enableInTreeAutoscaling": "it follows from SUNSPOT_NUM_WORKERS",
+        "spec.rayClusterSpec.upgradeStrategy": "the operator rejects it in a RayJob",
+        "spec.rayClusterSpec.enableInTreeAutoscaling": "it is derived from SUNSPOT_NUM_WORKERS",
         "spec.rayClusterSpec.autoscalerOptions.version": "the manifest is written for version v2",
-        "spec.rayClusterSpec.autoscalerOptions.securityContext": "a restricted namespace requires its present value",
-        "spec.rayClusterSpec.authOptions.mode": "without a token, anyone who reaches the head could run any code",
-        "spec.rayClusterSpec.authOptions.enableK8sTokenAuth": "the operator refuses it in a RayJob",
+        "spec.rayClusterSpec.autoscalerOptions.securityContext": "a restricted namespace requires its current value",
+        "spec.rayClusterSpec.authOptions.mode": "without a token, anyone who can reach the head could run code on it",
+        "spec.rayClusterSpec.authOptions.enableK8sTokenAuth": "the operator rejects it in a RayJob",
         "spec.rayClusterSpec.gcsFaultToleranceOptions.redisPassword.value": f"{CREDENTIAL_SHOWN}; give it a valueFrom",
-        "spec.rayClusterSpec.headGroupSpec.template*": "set head in the profile, or pod under it",
-        "spec.rayClusterSpec.workerGroupSpecs[*].template*": "set worker in the profile, or pod under it",
+        "spec.rayClusterSpec.headGroupSpec.template*": "set head or head.pod in the profile",
+        "spec.rayClusterSpec.workerGroupSpecs[*].template*": "set worker or worker.pod in the profile",
         "spec.rayClusterSpec.workerGroupSpecs[*].numOfHosts": "a worker group has one pod per host",
         "spec.rayClusterSpec.workerGroupSpecs[*].suspend": "the driver decides how many pods a group has",
         "spec.rayClusterSpec.workerGroupSpecs[*].scaleStrategy*": "the autoscaler writes it",
@@ -137,7 +136,7 @@ JOB_RULES = Rules(
         "spec.preRunningDeadlineSeconds": "set pre_running_deadline_s in the profile",
         "spec.backoffLimit": "set backoff_limit in the profile",
         "spec.ttlSecondsAfterFinished": "set ttl_s in the profile",
-        "spec.rayClusterSpec.workerGroupSpecs[*].*": "it follows from the profile and SUNSPOT_NUM_WORKERS",
+        "spec.rayClusterSpec.workerGroupSpecs[*].*": "it is derived from the profile and SUNSPOT_NUM_WORKERS",
     },
     free=(
         "metadata.annotations.*",
@@ -149,15 +148,14 @@ JOB_RULES = Rules(
 
 
 def merge_pod(template: dict[str, Any], pod: Mapping[str, Any], name: str) -> list[str]:
-    """Merge `pod` into the template in place. Returns each problem; `name` (`worker.pod`) begins its path."""
+    """Merge `pod` into the template in place, and return the problems. `name` is the path's prefix: `worker.pod`."""
     return merge(template, pod, POD_RULES, name)
 
 
 def merge_job(job: dict[str, Any], patch: Mapping[str, Any]) -> list[str]:
-    """Merge `patch` into the RayJob in place, and return each problem.
+    """Merge `patch` into the RayJob in place, and return the problems.
 
-    Fields of the RayCluster are ignored if the job runs in an existing cluster, and those of the autoscaler if the
-    cluster has no autoscaler.
+    Ignores RayCluster fields if the job runs in an existing cluster, and autoscaler options if it has no autoscaler.
     """
     spec = dict(patch.get("spec") or {})
     cluster = job["spec"].get("rayClusterSpec", {})
@@ -168,7 +166,7 @@ def merge_job(job: dict[str, Any], patch: Mapping[str, Any]) -> list[str]:
     known = {group["groupName"] for group in cluster.get("workerGroupSpecs", ())}
     problems = merge(job, {**patch, "spec": spec}, JOB_RULES, "rayjob")
     problems += [
-        f"rayjob.spec.rayClusterSpec.workerGroupSpecs[{group['groupName']}]: no such group; add it to workers"
+        f"rayjob.spec.rayClusterSpec.workerGroupSpecs[{group['groupName']}]: unknown group; add it to workers"
         for group in cluster.get("workerGroupSpecs", ())
         if group["groupName"] not in known
     ]
@@ -176,7 +174,7 @@ def merge_job(job: dict[str, Any], patch: Mapping[str, Any]) -> list[str]:
 
 
 def merge(under: dict[str, Any], over: Mapping[str, Any], rules: Rules, name: str) -> list[str]:
-    """Merge `over` into `under` in place. Returns each problem; `name` (`worker.pod`) begins its path."""
+    """Merge `over` into `under` in place, and return the problems. `name` is the path's prefix: `worker.pod`."""
     return [f"{name}.{problem}" for problem in _merge(under, over, "", rules)]
 
 
@@ -188,7 +186,7 @@ def _merge(under: dict[str, Any], over: Mapping[str, Any], above: str, rules: Ru
         if never:
             yield f"{path}: {never}; leave it out"
         elif may_be_set and not _has_type(key, value):
-            yield f"{path}={cut(repr(value))}: set it to {TYPE_NAMES[TYPES[key]]}"
+            yield f"{path}={cut(repr(value))} has the wrong type; set it to {TYPE_NAMES[TYPES[key]]}"
         elif isinstance(value, dict) and isinstance(under.get(key, {}), dict):
             yield from _merge(under.setdefault(key, {}), value, path, rules)
         elif key in MERGE_KEYS and isinstance(value, list) and isinstance(under.get(key, []), list):
@@ -196,8 +194,8 @@ def _merge(under: dict[str, Any], over: Mapping[str, Any], above: str, rules: Ru
         elif may_be_set:
             under[key] = value
         elif value != under[key]:
-            advice = _find_reason(rules.instead, path) or "a run relies on it"
-            yield f"{path}: the manifest already has {cut(repr(under[key]))}: {advice}"
+            advice = _find_reason(rules.instead, path) or "runs rely on this value"
+            yield f"{path} is already {cut(repr(under[key]))} in the manifest: {advice}"
 
 
 def _merge_items(under: list[dict[str, Any]], over: list[Any], path: str, rules: Rules) -> Iterator[str]:
@@ -205,7 +203,7 @@ def _merge_items(under: list[dict[str, Any]], over: list[Any], path: str, rules:
     by = MERGE_KEYS[kind]
     for item in over:
         if not isinstance(item, dict) or not isinstance(item.get(by), TYPES.get(by, (str, int))):
-            yield f"{path}: an item has no {by}, by which items are matched; add it"
+            yield f"{path}: an item has no {by}, which identifies it; add one"
             continue
         item_path = f"{path}[{item[by]}]"
         reason = _find_reason(rules.never, item_path)
@@ -213,7 +211,7 @@ def _merge_items(under: list[dict[str, Any]], over: list[Any], path: str, rules:
             yield f"{item_path}: {reason}; leave it out"
             continue
         if kind == "env" and is_credential(str(item[by]), str(item.get("value", ""))):
-            yield f"{item_path}: {CREDENTIAL_SHOWN}; give it a valueFrom with secretKeyRef instead of the value"
+            yield f"{item_path}: {CREDENTIAL_SHOWN}; replace the value with a valueFrom that has a secretKeyRef"
             continue
         same = next((known for known in under if known.get(by) == item[by]), None)
         if same is None:
@@ -221,11 +219,11 @@ def _merge_items(under: list[dict[str, Any]], over: list[Any], path: str, rules:
             under.append(same)
         yield from _merge(same, item, item_path, rules)
         if kind in ("containers", "initContainers") and not isinstance(same.get("image"), str):
-            yield f"{item_path}.image={same.get('image')!r}: set it to the reference of an image"
+            yield f"{item_path}.image={same.get('image')!r} is not an image; set it to an image reference"
 
 
 def _has_type(key: str, value: Any) -> bool:
-    """Return True unless Sunspot reads this field and the value has another type than it expects."""
+    """Return False if Sunspot reads this field and the value does not have the type in TYPES."""
     wanted = TYPES.get(key, object)
     if not isinstance(value, wanted):
         return False

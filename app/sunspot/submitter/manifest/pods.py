@@ -1,4 +1,4 @@
-"""Makes the pods of a manifest, the head and the worker groups, and lists their prices."""
+"""Fills in a manifest's head pod and worker groups, and lists their prices."""
 
 import copy
 import json
@@ -17,24 +17,24 @@ from sunspot.submitter.manifest.yaml_files import to_yaml
 RUN_LABEL = "sunspot/run"
 
 GROUP_LABEL = "ray.io/group"
-"""KubeRay's label with the name of a pod's group."""
+"""KubeRay's label for the name of a pod's group."""
 
 AUTOSCALER_LABEL = "sunspot/autoscaler"
-"""Label of heads with Ray's autoscaler. The policies of k8s/base let only these pods reach the API server."""
+"""Label of head pods with an autoscaler. The policies in k8s/base let only these pods reach the API server."""
 
 PROTECTION = ("cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt")
-"""Annotations that protect the head in k8s/rayjob.yaml from drains and autoscalers."""
+"""Annotations in k8s/rayjob.yaml that protect the head pod from drains and autoscalers."""
 
 GPU = "nvidia.com/gpu"
 
 GPU_PART = "nvidia.com/mig-"
-"""Prefix of the resources of NVIDIA's MIG."""
+"""Prefix of NVIDIA MIG resources."""
 
 CLAIM = "gpus"
-"""Name of a pod's claim to GPUs, in the pod's spec."""
+"""Name of the GPU claim in a pod's spec."""
 
 IDS = ("runAsUser", "runAsGroup", "fsGroup")
-"""Fields of a security context that a namespace may assign to pods."""
+"""Security context fields that some namespaces assign to pods, as on OpenShift."""
 
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
@@ -43,23 +43,23 @@ NOTICE = PREFIX + "NOTICE_S"
 PRICES = PREFIX + "PRICES"
 
 DRAIN_MARGIN = 0.1
-"""Fraction of the notice that is left after the drain, in which Ray ends its processes."""
+"""Fraction of the notice that remains after the drain for Ray to stop its processes."""
 
 MIN_DRAIN_MARGIN_S = 2
-"""Least number of seconds that are left after the drain."""
+"""Minimum number of seconds that remain after the drain."""
 
 TRIAL_MEMORY = "2Gi"
-"""Extra memory of the head for each concurrent trial after the first, because all drivers run there.
+"""Extra head memory for each concurrent trial after the first, because all drivers run on the head.
 
-The processes of one trial took 1.55 GB (Ray 2.60), and a 5Gi head with two trials kept killing some of them.
+One trial's processes took 1.55 GB (Ray 2.60), and a 5Gi head with two trials kept killing some of them.
 """
 
 FEW_WORKERS = 16
-"""Number of workers for which the default sizes of a head are enough, without `per_worker`."""
+"""Largest number of workers that the default head supports without `per_worker`."""
 
 AUTOSCALER: dict[str, Any] = {
     "version": "v2",
-    # With Ray's default of 60 s, a new node may be removed before the running workers have restarted with it.
+    # With Ray's default of 60 s, a new node can be removed before the running workers restart with it.
     "idleTimeoutSeconds": 180,
     "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}},
     "volumeMounts": [
@@ -78,19 +78,19 @@ AUTOSCALER_TOKEN: dict[str, Any] = {
         ]
     },
 }
-"""Volume that the admission plugin ServiceAccount would add to every container of a pod that automounts its token.
+"""The token volume that Kubernetes would otherwise mount into every container of the pod.
 
-Only the autoscaler's container mounts it here, because the user's code runs in the other container.
+Only the autoscaler's container mounts it, because the user's code runs in the other container.
 """
 
 AUTOSCALER_CPU_LIMIT = "1"
-"""CPU limit of the autoscaler, if the head has a limit."""
+"""CPU limit of the autoscaler if the head has one."""
 
 
 def make_cluster(
     job: dict[str, Any], profile: Profile, shape: Shape, run: str, variables: Mapping[str, str]
 ) -> list[str]:
-    """Fill in the job's own cluster, in place. Returns each problem with the `pod` fields of the profile."""
+    """Fill in the job's own cluster in place, and return the problems with the profile's `pod` fields."""
     cluster = job["spec"]["rayClusterSpec"]
     head = head_group(job)
     workers = worker_group(job)
@@ -124,12 +124,12 @@ def make_cluster(
 
 
 def group_name(number: int) -> str:
-    """Return the name of a group of training pods, by its position in the profile."""
+    """Return the name of the training group at a position in the profile."""
     return f"workers-{number + 1}" if number else "workers"
 
 
 def _training_group(workers: dict[str, Any], profile: Profile, shape: Shape, number: int, run: str) -> dict[str, Any]:
-    """Make one group of training pods from the common template."""
+    """Return one group of training pods, made from the common template."""
     machine = profile.groups[number]
     several = len(profile.groups) > 1
     group = copy.deepcopy(workers)
@@ -141,8 +141,8 @@ def _training_group(workers: dict[str, Any], profile: Profile, shape: Shape, num
     _set_pods(group, 0 if several else shape.pods.least, shape.group_pods[number])
     _set_machine(group, machine)
     group["resources"]["CPU"] = str(pod_cpus(machine, int(group["resources"]["CPU"])))
-    # Each of several groups offers a resource of its own name, by which the driver requests and recognizes its nodes
-    # (sunspot/elastic/groups.py).
+    # If there are several groups, each offers a resource named after itself. The driver uses it to request and
+    # recognize the group's nodes (sunspot/elastic/groups.py).
     group["resources"] |= dict.fromkeys([SLOT, name] if several else [SLOT], str(shape.workers_per_pod))
     _place(group, machine, run, len(profile.groups))
     if shape.gpus:
@@ -163,7 +163,7 @@ def _avoid_spot(group: dict[str, Any], spot: Spot) -> None:
 
 
 def _enlarge_head(head: dict[str, Any], machine: Head, shape: Shape) -> None:
-    """Enlarge the head for each concurrent trial after the first and for each worker beyond FEW_WORKERS."""
+    """Enlarge the head for concurrent trials after the first, and for workers beyond FEW_WORKERS."""
     requests = ray_container(head)["resources"]["requests"]
     sizes = {name: parse_quantity(requests[name.replace("_", "-")]) for name in Sizes.model_fields}
     sizes["memory"] += (shape.runs - 1) * parse_quantity(TRIAL_MEMORY)
@@ -175,13 +175,13 @@ def _enlarge_head(head: dict[str, Any], machine: Head, shape: Shape) -> None:
 
 
 def _make_evictable(metadata: dict[str, Any]) -> None:
-    """Let autoscalers and drains end the pod, by removing PROTECTION and excluding it from the disruption budget."""
+    """Allow drains and autoscalers to evict the pod: remove PROTECTION and exclude it from the disruption budget."""
     metadata["annotations"] = {name: v for name, v in metadata["annotations"].items() if name not in PROTECTION}
     metadata["labels"]["sunspot/evictable"] = "true"
 
 
 def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: Mapping[str, str]) -> None:
-    """Set the fields that heads and workers have in common."""
+    """Set the fields common to head and worker pods."""
     metadata, spec = template["metadata"], template["spec"]
     container = spec["containers"][0]
     metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
@@ -216,7 +216,7 @@ def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: 
 
 
 def _set_machine(group: dict[str, Any], machine: Machine) -> None:
-    """Set the requests and limits of a group's pods, the volumes that count against the limits, and the nodes."""
+    """Set the requests, limits, volume sizes, node selector and tolerations of a group's pods."""
     spec = group["template"]["spec"]
     resources = ray_container(group)["resources"]
     if machine.cpu:
@@ -245,7 +245,7 @@ def _select_nodes(
 
 
 def _place(group: dict[str, Any], machine: Worker, run: str, groups: int) -> None:
-    """Spread the run's training pods over nodes, as k8s/rayjob.yaml does, or put them into one zone."""
+    """Spread the run's training pods over nodes, like k8s/rayjob.yaml, or put them into one zone."""
     spec = group["template"]["spec"]
     (constraint,) = spec["topologySpreadConstraints"]
     selector: dict[str, Any] = {"matchLabels": {**constraint["labelSelector"]["matchLabels"], RUN_LABEL: run}}
@@ -273,14 +273,14 @@ def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
     else:
         resources["requests"][resource] = resources["limits"][resource] = str(gpus)
     group["resources"]["GPU"] = str(gpus)
-    # Pools with partitioned GPUs have the taint of whole GPUs, too.
+    # Node pools with partitioned GPUs also have the taint for whole GPUs.
     keys = [resource, GPU] if resource.startswith(GPU_PART) else [resource]
     tolerations = [Toleration(key=key, operator="Exists") for key in keys]
     _select_nodes(group, machine.gpu_selector, [*tolerations, *(machine.gpu_tolerations or ())])
 
 
 def _data_group(workers: dict[str, Any], profile: Profile, machine: DataWorkers) -> dict[str, Any]:
-    """Make the group of CPU pods for Ray Data from the template of the training pods."""
+    """Return the group of CPU pods for Ray Data, made from the training pods' template."""
     group = copy.deepcopy(workers)
     group["groupName"] = "data"
     if profile.spot:
@@ -293,16 +293,17 @@ def _data_group(workers: dict[str, Any], profile: Profile, machine: DataWorkers)
 
 
 def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
-    """Let a group start with its smallest number of pods, because the job is submitted when all of them are ready.
+    """Set the replica counts of a worker group.
 
-    Several groups start without pods. The driver requests their pods, because it knows which are missing.
+    The group starts with `least` pods, because the job is submitted once all its pods are ready. If there are several
+    training groups, `least` is 0, and the driver requests the pods, because it knows which are missing.
     """
     group["replicas"] = group["minReplicas"] = least
     group["maxReplicas"] = most
 
 
 def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
-    """Add Ray's autoscaler to the head's pod, with a token, because it changes the RayCluster."""
+    """Add Ray's autoscaler to the head pod, with the token that it needs to change the RayCluster."""
     head = cluster["headGroupSpec"]["template"]
     container = head["spec"]["containers"][0]
     cluster["enableInTreeAutoscaling"] = True
@@ -316,7 +317,7 @@ def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
 
 
 def set_variable(job: dict[str, Any], name: str, value: str) -> None:
-    """Set or replace an environment variable on every pod, or in the runtime environment of a job without pods."""
+    """Set an environment variable on every pod, or in the runtime environment of a job without pods."""
     spec = job["spec"]
     if "rayClusterSpec" not in spec:
         spec["runtimeEnvYAML"] = to_yaml({"env_vars": {**parse_runtime_env(spec["runtimeEnvYAML"]), name: value}})
@@ -328,7 +329,7 @@ def set_variable(job: dict[str, Any], name: str, value: str) -> None:
 
 
 def pod_groups(spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the groups of pods in the spec of a RayJob by name, the head first.
+    """Return the pod groups in a RayJob's spec, keyed by name, with the head first.
 
     Returns an empty mapping if the job runs in an existing cluster.
     """
@@ -345,13 +346,13 @@ def head_group(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def worker_group(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first group of training pods, which is the first choice if there are several."""
+    """Return the first group of training pods, which is preferred if there are several."""
     group: dict[str, Any] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     return group
 
 
 def ray_container(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the container that Ray runs in, which is always the first."""
+    """Return the container that runs Ray, which is always the first."""
     container: dict[str, Any] = group["template"]["spec"]["containers"][0]
     return container
 
@@ -364,17 +365,17 @@ def parse_runtime_env(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PodPrice:
-    """Number and price of the pods of the head or of a worker group."""
+    """The number and price of the pods in the head group or a worker group."""
 
     name: str
     least: int
     most: int
     price: float | None
-    "Price of one pod per hour, or None if the profile names no price."
+    "Price of one pod per hour, or None if the profile sets no price."
 
 
 def find_prices(profile: Profile) -> dict[str, dict[str, float]]:
-    """Return the prices that a profile names for the head and each group, in the form of the setting PRICES."""
+    """Return the profile's prices for the head and each group, in the format of the PRICES setting."""
     groups = {group_name(number): group for number, group in enumerate(profile.groups)}
     machines = {HEAD: profile.head or Head(), **groups}
     keys = {"price", "on_demand_price"}
@@ -383,7 +384,7 @@ def find_prices(profile: Profile) -> dict[str, dict[str, float]]:
 
 
 def pod_prices(manifest: Mapping[str, Any], settings: Mapping[str, str]) -> list[PodPrice]:
-    """List the pods that a rendered job with these settings may have. An existing cluster's pods are not listed."""
+    """Return the number and price of each group's pods, or an empty list for a job in an existing cluster."""
     cluster = manifest["spec"].get("rayClusterSpec")
     if not cluster:
         return []

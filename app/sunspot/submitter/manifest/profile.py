@@ -1,8 +1,7 @@
-"""Loads a profile: a small YAML file with the differences between one environment and k8s/rayjob.yaml.
+"""Loads a profile, a small YAML file with the differences between one environment and k8s/rayjob.yaml.
 
-The profiles in k8s/profiles are chosen by name, and a user's own profile by its path. A profile may extend another. The
-text below a field is its documentation. The description of a field states the values that it takes, and is the fix
-when a wrong value is refused.
+The string below a field documents it in docs/profiles.md. A field's `description` lists its allowed values, and is
+the text after "set it to" in the error for an invalid value.
 """
 
 import functools
@@ -32,24 +31,24 @@ from sunspot.submitter.manifest.yaml_files import read_yaml
 QUEUE = "kueue.x-k8s.io/queue-name"
 
 ELASTIC = "kueue.x-k8s.io/elastic-job"
-"""Kueue's annotation for jobs whose number of pods changes. The operator copies it to the RayCluster."""
+"""Kueue's annotation for jobs with a variable number of pods. The operator copies it to the RayCluster."""
 
 RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE, ELASTIC)
-"""Prefixes of labels and annotations that the renderer sets, or that have their own option."""
+"""Prefixes of labels and annotations that the renderer sets or that have their own option."""
 
 NAMESPACE_PATTERN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 
 MIN_NOTICE_S = 5
-"""Shortest notice that leaves time to save after Ray has noticed it."""
+"""Shortest notice that leaves time for a save after Ray has detected it."""
 
 
 def _to_text(value: Any) -> Any:
-    """Return a YAML number (`cpu: 6`) as text."""
+    """Convert a number to text, as in `cpu: 6`, and return any other value unchanged."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def _as_json(value: Any) -> Any:
-    """Return the value as JSON has it, with text for every key."""
+    """Return the value after a round trip through JSON, which turns all keys into text."""
     try:
         return json.loads(json.dumps(value))
     except TypeError as error:  # YAML also has dates and bytes
@@ -57,7 +56,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _to_setting(value: Any) -> Any:
-    """Return a setting as its variable holds it, with YAML numbers, booleans and mappings as text."""
+    """Return a setting as the text in its environment variable."""
     return json.dumps(_as_json(value)) if isinstance(value, (bool, dict)) else _to_text(value)
 
 
@@ -87,7 +86,7 @@ Image = Annotated[
         r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?$"
     ),
 ]
-"""Reference of an image, as container runtimes parse it (distribution/reference)."""
+"""An image reference, as parsed by container runtimes (distribution/reference)."""
 
 Cpus = Annotated[str, BeforeValidator(_to_text), Field(pattern=r"^([1-9][0-9]*(\.[0-9]+|m)?|0\.[0-9]*[1-9][0-9]*)$")]
 
@@ -109,11 +108,13 @@ Key = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-
 OwnKey = Annotated[Key, AfterValidator(_refuse_reserved)]
 LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
 
-LABELS = 'labels with their values in quotes, e.g. {team: "vision"}; not those of Sunspot'
-VARIABLES = "variables with their values in quotes; settings of Sunspot go under settings"
-CPU = "CPUs, e.g. 4 or 500m"
-BYTES = "bytes with their unit, e.g. 16Gi"
-PRICE = "a number from 0, e.g. 0.35"
+LABELS = 'labels with quoted values, e.g. {team: "vision"}, except Sunspot\'s own labels'
+VARIABLES = "variables with quoted values, except SUNSPOT_ settings, which go under settings"
+CPU = "a number of CPUs, e.g. 4 or 500m"
+BYTES = "a number of bytes with a unit, e.g. 16Gi"
+PRICE = "a number >= 0, e.g. 0.35"
+TOLERATIONS = "a list of Kubernetes tolerations"
+SIZES = "cpu, memory and ephemeral_storage"
 """Descriptions of the values that several keys take."""
 
 
@@ -126,15 +127,15 @@ class _Part(BaseModel):
 
 
 class Toleration(_Part):
-    """A toleration, as in a pod's spec."""
+    """A toleration, as in a pod spec."""
 
-    key: Key | None = _takes("the key of a taint")
+    key: Key | None = _takes("a taint key")
     operator: Literal["Exists", "Equal"] | None = _takes("Exists or Equal")
-    value: LabelValue | None = _takes("the value of a taint, in quotes, and only with the operator Equal")
+    value: LabelValue | None = _takes("a quoted taint value, and only with the operator Equal")
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = _takes(
         "NoSchedule, PreferNoSchedule or NoExecute"
     )
-    tolerationSeconds: int | None = _takes("seconds")  # the name in Kubernetes
+    tolerationSeconds: int | None = _takes("a number of seconds")  # the name in Kubernetes
 
     @field_validator("value")
     @classmethod
@@ -145,16 +146,16 @@ class Toleration(_Part):
 
 
 class Spot(_Part):
-    """Label and value by which spot nodes are recognized. Workers go to them, and the head never does."""
+    """The label that identifies spot nodes. Workers run on these nodes, and the head never does."""
 
-    label: Key = _takes("the label that spot nodes have", ...)
-    value: LabelValue = _takes("that label's value, in quotes", ...)
-    tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
-    "Default: a toleration of any taint with the same key."
+    label: Key = _takes("the label of spot nodes", ...)
+    value: LabelValue = _takes("the label's value, in quotes", ...)
+    tolerations: list[Toleration] | None = _takes(TOLERATIONS)
+    "A list that replaces the default, which tolerates any taint with the same key."
 
 
 class Sizes(_Part):
-    """Resources of a pod per GPU or per worker."""
+    """A pod's resources per GPU or per worker."""
 
     cpu: Cpus | None = _takes(CPU)
     memory: Bytes | None = _takes(BYTES)
@@ -162,64 +163,64 @@ class Sizes(_Part):
 
 
 class Machine(_Part):
-    """Resources of one pod, and the nodes that it may go to."""
+    """One pod's resources and node requirements."""
 
     cpu: Cpus | None = _takes(CPU)
-    "Requested CPUs. There is no limit unless `cpu_limit` sets one."
+    "CPU request. CPU is not limited unless `cpu_limit` is set."
     cpu_limit: Cpus | None = _takes(CPU)
     "CPU limit, which throttles. Set it only if a quota requires it. On the head, it also limits the autoscaler to 1."
     memory: Bytes | None = _takes(BYTES)
-    "Request and limit of memory, including /dev/shm."
+    "Memory request and limit, including /dev/shm."
     ephemeral_storage: Bytes | None = _takes(BYTES)
-    "Request and limit of local disk, for Ray's logs and objects spilled from its object store."
+    "Local disk request and limit, for Ray's logs and for objects spilled from its object store."
     node_selector: dict[Key, LabelValue] | None = _takes(LABELS)
-    tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
-    pod: Json | None = _takes("metadata and spec of a pod, as Kubernetes has them")
-    "Fields that have no key of their own, merged into the pod last."
+    tolerations: list[Toleration] | None = _takes(TOLERATIONS)
+    pod: Json | None = _takes("the metadata and spec of a Kubernetes pod")
+    "Pod fields that have no key of their own. They are merged last."
 
 
 class PricedMachine(Machine):
-    """A pod whose price a profile may name."""
+    """A pod that can have a price."""
 
     price: Price | None = _takes(PRICE)
-    "Price of such a pod per hour, in any currency."
+    "Price of one pod per hour, in any currency."
     on_demand_price: Price | None = _takes(PRICE)
-    "Price of the same pod on demand, from which the savings of spot are computed."
+    "On-demand price of the same pod, used to compute the savings from spot nodes."
 
 
 class Head(PricedMachine):
-    """Pod of the head."""
+    """The head pod."""
 
-    image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
-    "Image of the head alone, e.g. without CUDA (`make image HEAD=1`)."
-    per_worker: Sizes | None = _takes("cpu, memory and ephemeral_storage")
+    image: Image | None = _takes("an image reference, e.g. registry.example/sunspot:1")
+    "Image for the head only, e.g. one without CUDA (`make image HEAD=1`)."
+    per_worker: Sizes | None = _takes(SIZES)
     "Additional resources for each training worker beyond 16."
     evictable: bool | None = _takes("true or false")
-    "True lets the drain of a node end the head. By default, only the end of the run does."
+    "True allows a node drain to evict the head. By default, the head stays until the run ends."
 
 
 class Worker(PricedMachine):
-    """Pod of training workers."""
+    """A pod with training workers."""
 
-    num_cpus: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")
-    "CPUs as Ray counts them. Default: `cpu`, rounded down."
-    gpus: Annotated[int, Field(ge=0)] | None = _takes("a whole number from 0")
-    "GPUs per pod, each with a training worker."
-    per_gpu: Sizes | None = _takes("cpu, memory and ephemeral_storage")
-    "Resources of a pod for each of its GPUs. A size that is given directly, such as `cpu`, overrides them."
-    gpu_resource: Annotated[Key, Field(pattern="/")] | None = _takes("the name of a resource, e.g. nvidia.com/gpu")
-    "Resource that is a GPU, and also the key of the tolerated taint."
+    num_cpus: Annotated[int, Field(ge=1)] | None = _takes("an integer >= 1")
+    "Number of CPUs that Ray can schedule. Defaults to `cpu`, rounded down."
+    gpus: Annotated[int, Field(ge=0)] | None = _takes("an integer >= 0")
+    "Number of GPUs per pod. Each GPU gets its own training worker."
+    per_gpu: Sizes | None = _takes(SIZES)
+    "A pod's resources for each of its GPUs. A size for the whole pod, such as `cpu`, takes precedence."
+    gpu_resource: Annotated[Key, Field(pattern="/")] | None = _takes("a resource name, e.g. nvidia.com/gpu")
+    "Resource name that counts as one GPU, also used as the key of the tolerated taint."
     gpu_claim: ObjectName | None = _takes("the name of a ResourceClaimTemplate")
-    "Claim for GPUs by dynamic resource allocation, instead of `gpu_resource`. `gpus` is the number that it claims."
+    "GPU claim template for dynamic resource allocation, used instead of `gpu_resource`. It must claim `gpus` GPUs."
     gpu_selector: dict[Key, LabelValue] | None = _takes(LABELS)
-    "Labels of the nodes with the wanted GPU."
-    gpu_tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
-    "Tolerations of further taints of GPU nodes, besides the taint of `gpu_resource`."
+    "Labels of the nodes that have the required GPU."
+    gpu_tolerations: list[Toleration] | None = _takes(TOLERATIONS)
+    "Additional tolerations for GPU nodes. The taint of `gpu_resource` is always tolerated."
     placement: Literal["spread", "pack", "zone"] | None = _takes("spread, pack or zone")
     "`spread` pods over nodes, `pack` them into one zone if possible, or start them only if all fit into one `zone`."
 
     def with_sizes(self) -> Self:
-        """Return the worker with the sizes of a whole pod: missing sizes are `per_gpu` times the number of GPUs."""
+        """Return a copy in which `per_gpu` times the number of GPUs replaces each missing pod size."""
         given = self.per_gpu.model_dump(exclude_none=True) if self.per_gpu else {}
         gpus = max(1, self.gpus or 0)
         missing = {name: each for name, each in given.items() if getattr(self, name) is None}
@@ -233,20 +234,20 @@ class WorkerGroup(Worker):
     """One of several groups of training pods."""
 
     spot: bool | None = _takes("true or false")
-    "True sends its pods to spot nodes, and false keeps them off spot nodes. Default: true if the profile has `spot`."
-    max: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")
-    "Largest number of pods in the group. Default: as many as NUM_WORKERS may need."
-    after_s: Annotated[int, Field(ge=0)] = _takes("whole seconds from 0", 300)
+    "True requires spot nodes, and false forbids them. Defaults to true if the profile has `spot`."
+    max: Annotated[int, Field(ge=1)] | None = _takes("an integer >= 1")
+    "Largest number of pods in the group. Defaults to as many as NUM_WORKERS can need."
+    after_s: Annotated[int, Field(ge=0)] = _takes("an integer >= 0", 300)
     "Seconds for which earlier groups must lack nodes before this group starts, or have enough nodes before it stops."
 
 
 class DataWorkers(Machine):
-    """CPU pods for Ray Data (LOADER=ray), which keep reading from scaling up GPU nodes."""
+    """CPU pods for Ray Data (LOADER=ray), so that reading data does not add GPU nodes."""
 
     cpu: Cpus = _takes(CPU, ...)
     memory: Bytes = _takes(BYTES, ...)
-    min: Annotated[int, Field(ge=0)] = _takes("a whole number from 0", 0)
-    max: Annotated[int, Field(ge=1)] = _takes("a whole number from 1, and not below min", ...)
+    min: Annotated[int, Field(ge=0)] = _takes("an integer >= 0", 0)
+    max: Annotated[int, Field(ge=1)] = _takes("an integer >= 1 and >= min", ...)
 
     @field_validator("max")
     @classmethod
@@ -260,41 +261,41 @@ class JobPatch(_Part):
     """Fields that are merged into the RayJob."""
 
     metadata: Json | None = _takes("labels and annotations")
-    spec: Json | None = _takes("the spec of a RayJob, as KubeRay has it")
+    spec: Json | None = _takes("the spec of a KubeRay RayJob")
 
 
 class SecretKey(_Part):
-    """Reference to one value in a Secret."""
+    """A reference to one value in a Secret."""
 
     secret: ObjectName = _takes("the name of a Secret", ...)
     key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = _takes("a key in that Secret", ...)
 
 
 class Profile(_Part):
-    """Differences between one environment and k8s/rayjob.yaml. Every key may be left out."""
+    """The differences between one environment and k8s/rayjob.yaml. All keys are optional."""
 
-    extends: Text | None = _takes("the name of a profile, or a path from this file")
-    "Profile that this one extends. A null removes a value of it."
-    notice_s: Annotated[int, Field(ge=MIN_NOTICE_S)] | None = _takes(f"whole seconds from {MIN_NOTICE_S}")
-    "Seconds of notice that pods get before their node ends."
-    namespace: Annotated[str, Field(pattern=f"^{NAMESPACE_PATTERN}$")] | None = _takes("the name of a namespace")
+    extends: Text | None = _takes("a profile's name, or a path relative to this file")
+    "The profile that this one extends. Set one of its keys to null to remove the value."
+    notice_s: Annotated[int, Field(ge=MIN_NOTICE_S)] | None = _takes(f"an integer >= {MIN_NOTICE_S}")
+    "Seconds between a pod's notice and the end of its node."
+    namespace: Annotated[str, Field(pattern=f"^{NAMESPACE_PATTERN}$")] | None = _takes("a namespace's name")
     cloud: bool | None = _takes("true or false")
-    "True refuses the default image and bucket, because both have to be yours on a cloud."
-    image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
+    "True rejects the default image and bucket, because on a cloud both must be your own."
+    image: Image | None = _takes("an image reference, e.g. registry.example/sunspot:1")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = _takes("IfNotPresent, Always or Never")
-    image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
-    code: Text | None = _takes("a folder, for `submit`, or an archive's URL@sha256:HASH")
+    image_pull_secrets: list[ObjectName] | None = _takes("a list of Secret names")
+    code: Text | None = _takes("a folder (only for `submit`), or an archive as URL@sha256:HASH")
     "Your own code, which comes first on sys.path in every pod."
-    service_account: ObjectName | None = _takes("the name of a service account")
-    "Service account of all pods, for workload identity."
+    service_account: ObjectName | None = _takes("a service account's name")
+    "Service account of all pods, used for workload identity."
     assigned_ids: bool | None = _takes("true or false")
     "True lets the namespace assign the user and group of pods, as on OpenShift. By default, both are 1000."
     env: dict[Variable, str] | None = _takes(VARIABLES)
-    "Environment variables of all pods. Credentials belong in `env_secrets`."
-    env_from_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
-    "Secrets whose keys all become environment variables. All of these Secrets must exist."
+    "Environment variables of all pods. Put credentials into `env_secrets`."
+    env_from_secrets: list[ObjectName] | None = _takes("a list of Secret names")
+    "Secrets to load as environment variables, one variable per key. All of these Secrets must exist."
     env_secrets: dict[Variable, SecretKey] | None = _takes(
-        "variables with the Secret of each, e.g. {TOKEN: {secret: hub, key: token}}"
+        "variables with one Secret key each, e.g. {TOKEN: {secret: hub, key: token}}"
     )
     priority_class: ObjectName | None = _takes("the name of a PriorityClass")
     labels: dict[OwnKey, LabelValue] | None = _takes(LABELS)
@@ -303,43 +304,43 @@ class Profile(_Part):
     "Annotations of the RayJob and its pods."
     settings: (
         dict[Annotated[str, BeforeValidator(_setting_name)], Annotated[str, BeforeValidator(_to_setting)]] | None
-    ) = _takes("settings with their values, e.g. {EPOCHS: 5}")
-    spot: Spot | None = _takes("label and value of spot nodes")
-    head: Head | None = _takes("what the head gets: cpu, memory and so on")
-    worker: Worker | None = _takes("what a training pod gets: cpu, memory, gpus and so on")
-    workers: Annotated[list[WorkerGroup], Field(min_length=1)] | None = _takes("a list of groups of training pods")
-    "Groups of training pods, the first choice first. Each is merged over `worker`."
-    data_workers: DataWorkers | None = _takes("a group of CPU pods: cpu, memory, min and max")
-    pre_running_deadline_s: Seconds | None = _takes("whole seconds from 1")
-    "Seconds within which every pod has to be ready."
-    active_deadline_s: Seconds | None = _takes("whole seconds from 1")
-    "Time limit of one attempt. There is none by default."
-    ttl_s: Annotated[int, Field(ge=0)] | None = _takes("whole seconds from 0")
-    "Seconds for which the cluster stays after the job has ended."
-    backoff_limit: Annotated[int, Field(ge=0, le=10)] | None = _takes("a whole number from 0 to 10")
+    ) = _takes("settings and their values, e.g. {EPOCHS: 5}")
+    spot: Spot | None = _takes("the label and value of spot nodes")
+    head: Head | None = _takes("the head pod's cpu, memory and so on")
+    worker: Worker | None = _takes("a training pod's cpu, memory, gpus and so on")
+    workers: Annotated[list[WorkerGroup], Field(min_length=1)] | None = _takes("a list of training pod groups")
+    "Groups of training pods, in order of preference. Each group inherits the values in `worker`."
+    data_workers: DataWorkers | None = _takes("a data pod's cpu and memory, and the min and max number of data pods")
+    pre_running_deadline_s: Seconds | None = _takes("an integer >= 1")
+    "Seconds within which all pods must be ready."
+    active_deadline_s: Seconds | None = _takes("an integer >= 1")
+    "Time limit of one attempt in seconds. By default, attempts have no limit."
+    ttl_s: Annotated[int, Field(ge=0)] | None = _takes("an integer >= 0")
+    "Seconds between the end of the job and the deletion of its cluster."
+    backoff_limit: Annotated[int, Field(ge=0, le=10)] | None = _takes("an integer from 0 to 10")
     "Number of attempts after the first, each in its own cluster."
-    queue: ObjectName | None = _takes("the name of a LocalQueue of Kueue")
-    rayjob: JobPatch | None = _takes("metadata and spec of a RayJob, as KubeRay has them")
-    "Fields that have no key of their own, merged into the RayJob last."
+    queue: ObjectName | None = _takes("the name of a Kueue LocalQueue")
+    rayjob: JobPatch | None = _takes("the metadata and spec of a KubeRay RayJob")
+    "RayJob fields that have no key of their own. They are merged last."
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """Groups of training pods: `workers`, or the single group that `worker` describes."""
+        """The groups of training pods: `workers`, or a single group with the values in `worker`."""
         groups = self.workers or [WorkerGroup.model_construct(**dict(self.worker or Worker()))]
         return [group.with_sizes() for group in groups]
 
 
 def manifests() -> Path:
-    """Return the folder k8s, which is inside the installed package, or at the top of the repository."""
+    """Return the k8s folder, which is in the installed package or at the top of the repository."""
     here = Path(__file__).resolve()
     within = here.parents[1] / "k8s"
     return within if within.is_dir() else here.parents[4] / "k8s"
 
 
 def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
-    """Load a profile by name or path, merged over the profiles that it extends, with `given` values over all of them.
+    """Load a profile by name or path, including the profiles that it extends. `given` overrides their values.
 
-    Raises `SettingsError` with every problem.
+    Raises `SettingsError`, which lists every problem.
     """
     contents = [given, *_read_chain(name).values()]
     merged = functools.reduce(_merge, reversed(contents))
@@ -355,9 +356,10 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
 
 
 def find_origin(name: str, *keys: str) -> str:
-    """Return the profile that sets the value below these keys: this one or one that it extends, or an empty text.
+    """Return the name of the profile that sets a value, or an empty string.
 
-    In a list, only the first item is looked at. A setting is found with and without its prefix, in any case.
+    Searches the profile and those that it extends. Only the first item of a list is searched. Settings match with or
+    without their prefix, in upper or lower case.
     """
     for label, content in _read_chain(name).items():
         value: Any = content
@@ -371,7 +373,7 @@ def find_origin(name: str, *keys: str) -> str:
 
 
 def _read_chain(name: str) -> dict[str, dict[str, Any]]:
-    """Read a profile and each profile that it extends. Returns their contents by name or path, this profile first."""
+    """Read a profile and the profiles that it extends. The result is keyed by name or path, starting with `name`."""
     contents: dict[str, dict[str, Any]] = {}
     label = name
     seen: dict[str, Path] = {}
@@ -380,11 +382,11 @@ def _read_chain(name: str) -> dict[str, dict[str, Any]]:
         place = os.path.abspath(path)
         if place in seen:
             *_, last = seen.values()
-            raise SettingsError(f"{last}: extends {path.name}, which extends it; remove one of the two")
+            raise SettingsError(f"{last} extends {path.name}, which also extends it; remove one of the two `extends`")
         seen[place] = path
         content = read_yaml(path)
         if not isinstance(content, dict):
-            raise SettingsError(f"{path}: not a profile: it must be a mapping, such as notice_s: 30")
+            raise SettingsError(f"{path} is not a profile; write it as a mapping, such as notice_s: 30")
         contents[label if label not in contents else place] = content
         below = content.get("extends")
         path = _find(below, path.parent) if isinstance(below, str) and below else None
@@ -401,13 +403,13 @@ def _find(name: str, folder: Path) -> Path:
         hint = f"did you mean {meant}? Choose" if meant else "choose"
         known = ", ".join(shipped)
         raise SettingsError(
-            f"no profile {cut(name)!r}; {hint} one of {known}, or give the path of your own: ./mine.yaml"
+            f"no profile named {cut(name)!r}; {hint} one of {known}, or pass the path of your own, such as ./mine.yaml"
         )
     return shipped[name]
 
 
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `over` over `under`: mappings by key, and other values replaced. A null removes a value."""
+    """Merge nested mappings by key. Values in `over` replace those in `under`, and a null removes them."""
     merged = dict(under)
     for key, value in over.items():
         if value is None and key in merged:
@@ -420,7 +422,7 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(problem: Any) -> str:
-    """Describe one problem that pydantic found: the key, its value, and the fix."""
+    """Describe a validation error with its key, value and fix."""
     names = [str(part) for part in problem["loc"] if part != "[key]"]
     *above, last = names
     model: type[BaseModel] | None = Profile
@@ -432,20 +434,20 @@ def _explain(problem: Any) -> str:
             model = _model_of(field.annotation)
     where = cut(".".join(names))
     if problem["type"] == "invalid_key":
-        return f"{where}: no such key; a key has to be text"
+        return f"{where} is not a valid key; keys must be text"
     if model and problem["type"] == "extra_forbidden":
         meant = find_meant(last, model.model_fields)
         hint = (
             f"did you mean {'.'.join([*above, meant])}?" if meant else f"choose one of {', '.join(model.model_fields)}"
         )
-        return f"{where}: no such key; {hint}"
+        return f"{where} is an unknown key; {hint}"
     if problem["type"] == "missing":
-        return f"{where}: missing; set it to {takes}"
-    return f"{where}={cut(repr(problem['input']))}: set it to {takes}"
+        return f"{where} is missing; set it to {takes}"
+    return f"{where}={cut(repr(problem['input']))} is not valid; set it to {takes}"
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of a field or of its items, or None if they have no model."""
+    """Return the pydantic model of a field or of its items. Returns None if it has no model."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_of, get_args(annotation))), None)

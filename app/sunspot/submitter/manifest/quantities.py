@@ -14,9 +14,9 @@ def parse_quantity(quantity: Any) -> float:
 
 
 def format_quantity(amount: float, of_cpus: bool = False) -> str:
-    """Format bytes in GiB, or in MiB if they are not whole GiB, and CPUs in thousandths if they are not whole CPUs.
+    """Format a number of bytes in Gi or Mi, or a number of CPUs as whole CPUs or in thousandths (m).
 
-    Amounts are rounded up.
+    Rounds up to the next whole unit.
     """
     small = (1e-3, "m") if of_cpus else (2.0**20, "Mi")
     large = (1.0, "") if of_cpus else (2.0**30, "Gi")
@@ -25,7 +25,7 @@ def format_quantity(amount: float, of_cpus: bool = False) -> str:
 
 
 def format_like(amount: float, pattern: Any) -> str:
-    """Format an amount in the unit of the quantity `pattern`: as 11.5Gi if the pattern is 4Gi."""
+    """Format an amount in the same unit as `pattern`, such as 11.5Gi if the pattern is 4Gi."""
     text = str(pattern)
     unit = text.removeprefix(text.rstrip("numkMGTPEKi"))
     return f"{round(amount / UNITS.get(unit, 1.0), 3):.15g}{unit}"

@@ -1,7 +1,7 @@
-"""Checks whether a namespace's ResourceQuotas have room for a run, and its LimitRanges admit the pods.
+"""Checks a run against the namespace's ResourceQuotas and LimitRanges before it is submitted.
 
-The API server refuses only the pod that exceeds a quota. A run needs its head and its smallest number of workers at the
-same time, so the sum of their requests is compared. All functions are pure.
+The API server checks one pod at a time. This module adds up the pods that a run needs at the same time: the head and
+the smallest number of workers.
 """
 
 import re
@@ -14,40 +14,40 @@ from sunspot.submitter.manifest.quantities import format_like, parse_quantity
 from sunspot.submitter.manifest.requirements import Pod, PodSet, pod_sets, requests_of
 
 CPU_LIMIT = "set cpu_limit of head, worker and data_workers in the profile"
-"""Fix for a quota that counts CPU limits, and for a default limit below the request."""
+"""The fix if a quota counts CPU limits or a default limit is below the request."""
 
-ASK_FOR_LESS = "request less (SUNSPOT_NUM_WORKERS, or the sizes of pods in the profile)"
+ASK_FOR_LESS = "request less (lower SUNSPOT_NUM_WORKERS, or the pod sizes in the profile)"
 
 JOBS = "count/rayjobs.ray.io"
 
 STATED = ("cpu", "memory", "requests.cpu", "requests.memory", "limits.cpu", "limits.memory")
-"""Resources that each container has to state if a quota counts them (`PodConstraints` in Kubernetes' pkg/quota)."""
+"""Resources that each container must specify if a quota counts them (`PodConstraints` in Kubernetes' pkg/quota)."""
 
 EXCEEDED = re.compile(r"exceeded quota: ([^,]+), requested: (.+?), used: (.+?), limited: ([^;\s]+)")
-"""Pattern of the API server's refusal of a pod that exceeds a quota."""
+"""Pattern of the API server's error for a pod that exceeds a quota."""
 
 ROUNDING = 1e-6
-"""Difference up to which two amounts count as equal, because sums of thousandths of CPUs are not exact."""
+"""Largest difference between amounts that count as equal, because sums of fractional CPUs are not exact."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The amount of one resource that a run takes from a quota, in base units."""
+    """A run's demand for one resource of a quota, in base units."""
 
     resource: str
     sets: Mapping[str, PodSet]
     rules: Sequence[Mapping[str, Any]] = ()
-    "The quota's scopes: it counts only pods that match all of them."
+    "The quota's scopes. The quota counts only pods that match all of them."
     objects: float = 0.0
-    "Number of objects of this kind that a run creates besides pods."
+    "Number of objects of this kind that the run creates, not counting pods."
 
     def of_pod(self, pod: Pod) -> float:
-        """Return the amount that one pod takes."""
+        """Return the amount that counts for one pod."""
         return amount_of(pod, self.resource) if all(matches(rule, pod) for rule in self.rules) else 0.0
 
     @property
     def parts(self) -> dict[str, float]:
-        """The amounts that the run takes when it begins, by set of pods, without sets that take nothing."""
+        """The nonzero amounts that the run needs to start, keyed by pod set."""
         taken = {
             f"{each.least} {name}" if each.least > 1 else name: each.least_amount(each.least, self.of_pod)
             for name, each in self.sets.items()
@@ -56,11 +56,11 @@ class Demand:
 
     @property
     def least(self) -> float:
-        """The amount that the run needs to begin."""
+        """The total amount that the run needs to start."""
         return sum(self.parts.values()) + self.objects
 
     def most_workers(self, room: float) -> int:
-        """Return the number of worker pods that fit into `room`, up to the run's maximum."""
+        """Return the number of worker pods that fit into `room`, between the run's minimum and maximum."""
         workers = self.sets["workers"]
         others = self.least - workers.least_amount(workers.least, self.of_pod)
         fit = (n for n in range(workers.most, workers.least, -1) if self._fits(others, n, room))
@@ -73,9 +73,9 @@ class Demand:
 def check_quotas(
     quotas: Sequence[Mapping[str, Any]], ranges: Sequence[Mapping[str, Any]] | None, manifest: Mapping[str, Any]
 ) -> Iterator[Check]:
-    """Compare each ResourceQuota with the run's demand. The result is FAILED if the run can never fit.
+    """Compare each ResourceQuota with the run's demand. A check is FAILED if the run can never fit.
 
-    `ranges` are the LimitRanges, whose defaults count, or None if they are not known.
+    `ranges` are the LimitRanges, which set default requests, or None if they are unknown.
     """
     sets = {
         name: replace(each, groups={group: with_defaults(pod, ranges or ()) for group, pod in each.groups.items()})
@@ -88,7 +88,7 @@ def check_quotas(
         counted = [pod for pod in pods if all(matches(rule, pod) for rule in rules)]
         unstated = [each for each in STATED if each in hard and any(not states(pod, each) for pod in counted)]
         if unstated:
-            seen = f"{name} counts {', '.join(unstated)}, so it admits only pods that state all of these"
+            seen = f"{name} counts {', '.join(unstated)}, so it admits only pods that specify all of these"
             yield Check("quota", Result.WARNING if ranges is None else Result.FAILED, seen, CPU_LIMIT)
             continue
         objects = {} if rules else objects_of(manifest)  # a quota with scopes counts pods alone
@@ -97,7 +97,7 @@ def check_quotas(
 
 
 def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequence[Demand]) -> Check:
-    """Compare the limits of a quota, and the amounts that are still free, with the run's demand."""
+    """Compare a quota's limits and free amounts with the run's demand."""
     name, used = quota["metadata"]["name"], quota.get("status", {}).get("used", {})
     never: list[str] = []
     later: list[str] = []
@@ -111,7 +111,7 @@ def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequenc
         needed = f"{resource}: {format_like(demand.least, text)} needed"
         if demand.least and demand.least - limit > ROUNDING:
             parts = " + ".join(f"{part} {format_like(amount, text)}" for part, amount in demand.parts.items())
-            never.append(f"{needed} ({parts or 'the run'}), {text} in all")
+            never.append(f"{needed} ({parts or 'the run'}) of only {text}")
         elif demand.least and demand.least - free > ROUNDING:
             (never if resource == JOBS else later).append(f"{needed}, {left}")  # a RayJob does not wait to be created
         elif workers and demand.most_workers(free) < workers.most:
@@ -119,22 +119,22 @@ def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequenc
             room, number = (text, ever) if ever < workers.most else (left, demand.most_workers(free))
             partly.append(f"{resource}: {room}, enough for {number} of {workers.least}..{workers.most} worker pods")
     seen = f"{name}: {'; '.join(never + later + partly)}"
-    raised = f"ask for a higher ResourceQuota {name}"
+    raised = f"ask for a larger ResourceQuota {name}"
     if never:
-        fix = f"it can never fit: {ASK_FOR_LESS}, or {raised}"
+        fix = f"the run can never fit; {ASK_FOR_LESS}, or {raised}"
         if all(text.startswith(JOBS) for text in never):
-            fix = f"ended RayJobs count, too: delete some (`sunspot delete`), or {raised}"
+            fix = f"RayJobs that have ended also count; delete some (`sunspot delete`), or {raised}"
         return Check("quota", Result.FAILED, seen, fix)
     if later:
-        fix = f"the pods wait until other runs end or are deleted (`sunspot list`); or {ASK_FOR_LESS}, or {raised}"
+        fix = f"wait until other runs end or are deleted (see `sunspot list`), {ASK_FOR_LESS}, or {raised}"
         return Check("quota", Result.WARNING, seen, fix)
     if partly:
-        return Check("quota", Result.WARNING, seen, f"the run trains with these workers; for more, {raised}")
+        return Check("quota", Result.WARNING, seen, f"the run trains with fewer workers; for more, {raised}")
     return Check("quota", Result.OK, f"{name} has room for a run")
 
 
 def amount_of(pod: Pod, resource: str) -> float:
-    """Return the amount of a resource that a pod takes, in base units. `resource` is its name in a ResourceQuota."""
+    """Return how much a pod takes of a quota's resource, in base units."""
     if resource in ("pods", "count/pods"):
         return 1.0
     if resource == "count/resourceclaims.resource.k8s.io":
@@ -151,7 +151,7 @@ def amount_of(pod: Pod, resource: str) -> float:
 
 
 def objects_of(manifest: Mapping[str, Any]) -> dict[str, float]:
-    """Count the objects besides pods that every run creates, by their names in a ResourceQuota."""
+    """Count the objects other than pods that the run creates, keyed by their names in a ResourceQuota."""
     cluster = manifest["spec"].get("rayClusterSpec")
     if not cluster:
         return {JOBS: 1.0}
@@ -165,7 +165,7 @@ def objects_of(manifest: Mapping[str, Any]) -> dict[str, float]:
 
 
 def states(pod: Pod, resource: str) -> bool:
-    """Return True if each container of a pod, or the pod itself, states the request or limit that a quota counts."""
+    """Return True if the pod or all its containers specify the request or limit that a quota counts."""
     name = resource.rpartition(".")[2]
     kinds = ("limits",) if resource.startswith("limits.") else ("requests", "limits")
 
@@ -179,14 +179,14 @@ def states(pod: Pod, resource: str) -> bool:
 
 
 def scopes_of(quota: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the scopes of a ResourceQuota in the form that its `scopeSelector` has."""
+    """Return the scopes of a ResourceQuota as `scopeSelector` expressions."""
     spec = quota.get("spec", {})
     named = [{"scopeName": scope, "operator": "Exists"} for scope in spec.get("scopes") or ()]
     return [*named, *((spec.get("scopeSelector") or {}).get("matchExpressions") or ())]
 
 
 def matches(rule: Mapping[str, Any], pod: Pod) -> bool:
-    """Return True if a scope covers a pod. Scopes that cover no pods, or are unknown, do not."""
+    """Return True if a quota's scope covers the pod. Unknown scopes cover no pods."""
     scope = rule["scopeName"]
     if scope in ("Terminating", "NotTerminating"):
         return ("activeDeadlineSeconds" in pod) is (scope == "Terminating")
@@ -207,7 +207,7 @@ def matches(rule: Mapping[str, Any], pod: Pod) -> bool:
 
 
 def with_defaults(pod: Pod, ranges: Sequence[Mapping[str, Any]]) -> Pod:
-    """Return a pod's spec with the defaults that LimitRanges give to its containers."""
+    """Return the pod's spec with the LimitRanges' default requests and limits."""
     limits: dict[str, Any] = {}
     requests: dict[str, Any] = {}
     for item in _items(ranges, "Container"):
@@ -226,7 +226,7 @@ def with_defaults(pod: Pod, ranges: Sequence[Mapping[str, Any]]) -> Pod:
 
 
 def check_limit_ranges(ranges: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield each reason why LimitRanges would refuse a run's pods: their bounds for containers and for pods."""
+    """Yield a failed check for each reason why LimitRanges would reject the run's pods."""
     for each in pod_sets(manifest).values():
         for group, spec in each.groups.items():
             pod = with_defaults(spec, ranges)
@@ -234,28 +234,28 @@ def check_limit_ranges(ranges: Sequence[Mapping[str, Any]], manifest: Mapping[st
             found = [text for kind, held in [*holders, ("Pod", pod)] for text in _find_outside(ranges, kind, held)]
             for text in dict.fromkeys(found):
                 fix = CPU_LIMIT if "cpu" in text else "change the profile, or ask for another LimitRange"
-                yield Check("limits", Result.FAILED, f"pods of the group {group} would be refused: {text}", fix)
+                yield Check("limits", Result.FAILED, f"pods of group {group} would be rejected: {text}", fix)
 
 
 def _find_outside(ranges: Sequence[Mapping[str, Any]], kind: str, pod: Pod) -> Iterator[str]:
-    """Yield a text for each request or limit of the pod that is outside the ranges for this kind of object."""
+    """Yield a description of each request or limit that is outside the ranges for this kind of object."""
     asked, limits = requests_of(pod), requests_of(pod, "limits")
     for name, amount in asked.items() if kind == "Container" else ():
         if name in limits and amount - limits[name] > ROUNDING:
-            yield f"the default limit of {name} is below the request of the container"
+            yield f"the default {name} limit is below the container's request"
     for item in _items(ranges, kind):
         for name, text in (item.get("max") or {}).items():
             if name not in limits:
-                yield f"a {kind} may have at most {text} of {name}, but states no limit"
+                yield f"a {kind} can have at most {text} of {name}, but has no limit"
             elif max(limits[name], asked.get(name, 0.0)) - parse_quantity(text) > ROUNDING:
-                yield f"a {kind} may have at most {text} of {name}, but has {format_like(limits[name], text)}"
+                yield f"a {kind} can have at most {text} of {name}, but has {format_like(limits[name], text)}"
         for name, text in (item.get("min") or {}).items():
             if parse_quantity(text) - asked.get(name, 0.0) > ROUNDING:
                 asks = format_like(asked.get(name, 0.0), text)
                 yield f"a {kind} must request at least {text} of {name}, but requests {asks}"
         for name, ratio in (item.get("maxLimitRequestRatio") or {}).items():
             if limits.get(name, 0.0) - parse_quantity(ratio) * asked.get(name, 0.0) > ROUNDING:
-                yield f"the limit of {name} of a {kind} may be at most {ratio} times its request"
+                yield f"a {kind}'s {name} limit can be at most {ratio} times its request"
 
 
 def _items(ranges: Sequence[Mapping[str, Any]], kind: str) -> Iterator[Mapping[str, Any]]:
@@ -266,7 +266,7 @@ def _items(ranges: Sequence[Mapping[str, Any]], kind: str) -> Iterator[Mapping[s
 
 
 class ExceededQuota(NamedTuple):
-    """A quota that a pod would exceed, parsed from the API server's refusal."""
+    """A quota that a pod would exceed, parsed from the API server's error."""
 
     name: str
     requested: str
@@ -274,13 +274,13 @@ class ExceededQuota(NamedTuple):
     limited: str
 
     def never_fits(self, manifest: Mapping[str, Any]) -> bool:
-        """Return True if a run needs more of any resource than the whole quota allows."""
+        """Return True if the run needs more of a resource than the quota's limit."""
         sets = pod_sets(manifest)
         limits = dict(pair.partition("=")[::2] for pair in self.limited.split(","))
         return any(Demand(name, sets).least - parse_quantity(text) > ROUNDING for name, text in limits.items())
 
 
 def parse_exceeded(message: str) -> ExceededQuota | None:
-    """Parse a refusal of the API server. Returns None if it has another reason or was truncated."""
+    """Parse an error of the API server. Returns None if it has another cause or was truncated."""
     found = EXCEEDED.search(message)
     return ExceededQuota(*(part.strip() for part in found.groups())) if found and "..." not in found[0] else None

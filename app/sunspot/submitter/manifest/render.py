@@ -1,7 +1,6 @@
-"""Makes the RayJob from a profile and settings. Pure: the same inputs give the same bytes.
+"""Renders the RayJob from k8s/rayjob.yaml, a profile, the arguments and the SUNSPOT_ environment variables.
 
-k8s/rayjob.yaml is read, patched as data, and written in its own order. The inputs are the arguments, the profile and
-the SUNSPOT_ variables of the environment. No cluster, network or clock is used.
+The same inputs give the same bytes. Rendering needs no cluster, network or clock.
 """
 
 import hashlib
@@ -68,34 +67,37 @@ BASE = "k8s/rayjob.yaml"
 GENERATION = "sunspot/generation"
 
 BUCKET = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?"
-"""Pattern that names of buckets and containers match in every cloud (Google's may have '_')."""
+"""Pattern of bucket and container names in any cloud (only Google allows '_')."""
 
 MAX_PODS = 2**31 - 1
 
 SEARCH = "python -m sunspot.tune"
-"""Entrypoint of a job whose settings contain a search space."""
+"""Entrypoint of a job if its settings contain a search space."""
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Everything that a manifest is made from, besides the SUNSPOT_ variables of the environment."""
+    """All inputs of a manifest except the SUNSPOT_ environment variables."""
 
     profile: str = "kind"
     "Name of a profile in k8s/profiles, or a path."
     settings: Mapping[str, str] = field(default_factory=dict)
-    "Settings by variable, with or without the prefix. They override the environment, which overrides the profile."
+    "Settings keyed by variable, with or without the prefix. They override the environment and the profile."
     image: str | None = None
     namespace: str | None = None
     queue: str | None = None
     cluster: str | None = None
-    "RayCluster in which the job runs, instead of a cluster of its own."
+    "Existing RayCluster to run the job in, or None to create one for the job."
     generation: int = 1
-    "Part of the job's name: another number starts a job again that has ended."
+    "Part of the job's name. Change it to run a job again after it has ended."
     code: str | None = None
-    "The user's own code: a folder, or the URL of an archive with its hash."
+    "The user's code: a folder, or an archive's URL with its hash."
 
     def arguments(self) -> tuple[str, ...]:
-        """Return the arguments of `sunspot submit` for the same request without the environment, in any namespace."""
+        """Return the `sunspot submit` arguments for the same job, including settings from the environment.
+
+        The namespace is not included.
+        """
         given = [*_of_environment(), *self.settings.items()]
         settings = dict(sorted({variable_of(name): value for name, value in given}.items()))
         places = {"--run": settings.pop(PREFIX + "RUN_NAME", None), "--storage": settings.pop(STORAGE_PATH, None)}
@@ -108,7 +110,7 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class Derived:
-    """A value in the manifest, and its origin."""
+    """A value in the manifest and its origin."""
 
     name: str
     value: str
@@ -117,27 +119,27 @@ class Derived:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A manifest, as `submit` applies it, and the inputs that it was made from."""
+    """A manifest that is ready to apply, and the inputs that it was made from."""
 
     manifest: dict[str, Any]
     settings: Settings
-    "Settings as given, without those that a search varies. The manifest has more settings (`settings_of`)."
+    "The given settings, except those that a search varies. `settings_of(manifest)` also has derived settings."
     namespace: str
     derived: list[Derived]
     chosen_namespace: str | None
-    "Namespace that an option or the profile names, or None if the default is used."
+    "Namespace set by an option or the profile, or None if the default is used."
     request: JobRequest
     archive: CodeArchive | None = None
-    "The user's own code, which has to be in the run's storage before the job starts."
+    "The user's packed code, which must be in the run's storage before the job starts."
 
     @property
     def name(self) -> str:
-        """Name of the RayJob: the run's name, and a hash of the whole specification."""
+        """The RayJob's name, made from the run's name and a hash of the specification."""
         return str(self.manifest["metadata"]["name"])
 
     @property
     def pods(self) -> list[PodPrice]:
-        """Pods that the job may have. The list is empty if the job runs in an existing cluster."""
+        """The number and price of each group's pods. The list is empty for a job in an existing cluster."""
         return pod_prices(self.manifest, settings_of(self.manifest))
 
     def to_yaml(self) -> str:
@@ -146,26 +148,26 @@ class Rendered:
 
 
 def choose_profile(request: JobRequest) -> Profile:
-    """Load the profile of a request. Options override the profile's keys of the same name."""
+    """Load the profile of a request. Options override the profile's values."""
     options = {name: getattr(request, name) for name in ("image", "namespace", "queue", "code")}
     return load_profile(request.profile, {name: value for name, value in options.items() if value is not None})
 
 
 def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
-    """Make the RayJob of a run. If the run's code is a folder, `archive` is that folder, packed.
+    """Render a run's RayJob. If the run's code is a folder, `archive` is the packed folder.
 
-    Raises `SettingsError` with every problem.
+    Raises `SettingsError`, which lists every problem.
     """
-    # The inputs: the profile, and the settings with their sources.
+    # Collect the inputs: the profile, and the settings with their sources.
     chosen = choose_profile(request)
-    # The copy through JSON resolves YAML aliases, by which one change would show in several places.
+    # The JSON round trip copies YAML aliases, so that a change to one does not affect the others.
     job: dict[str, Any] = json.loads(json.dumps(read_yaml(manifests() / "rayjob.yaml")))
     given = _gather(ray_container(head_group(job))["env"], chosen, request)
     search = load_search({name: value for name, (value, _) in given.items()})
     settings = search.settings
     where = f"with profile {request.profile}"
 
-    # The shape of the cluster, and everything that makes the job impossible.
+    # Choose the cluster's shape, and find everything that would keep the job from running.
     base_cpus = int(worker_group(job)["resources"]["CPU"])
     at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
     shape, problems = (None, []) if request.cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
@@ -174,12 +176,13 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
         problems += _find_unnamed(job, chosen, shape, given)
     if chosen.code and not archive and not (code_in(chosen.code) and "://" in chosen.code):
         problems.append(
-            f"code {chosen.code}: a manifest names an archive by URL and hash, as s3://bucket/code.tar@sha256:HASH; "
-            "for a folder, `sunspot submit` makes one, as do `git archive -o code.tar HEAD` and `sha256sum code.tar`"
+            f"code {chosen.code} is not an archive; set it to a URL with a hash (s3://bucket/code.tar@sha256:HASH), "
+            "made with `git archive -o code.tar HEAD` and `sha256sum code.tar`, or use `sunspot submit`, which packs "
+            "and uploads a folder"
         )
     refuse(problems, where)
 
-    # The manifest.
+    # Fill in the manifest.
     deadline_s = chosen.pre_running_deadline_s or job["spec"]["preRunningDeadlineSeconds"]
     derived = _resolve(search, given, chosen, shape, deadline_s)
     if chosen.code:
@@ -199,12 +202,12 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     if chosen.rayjob:
         refuse(merge_job(job, chosen.rayjob.model_dump(exclude_none=True)), where)
 
-    # The name comes before everything that depends on it. The wording of reasons is not part of the specification.
+    # Set the name first, because later values depend on it. The reasons are not part of the hashed specification.
     name = f"{settings.run_name}-{_digest(job)}"
     job["metadata"]["name"] = name
     set_variable(job, JOB_ID, name)
     prices = find_prices(chosen) if shape else {}
-    if prices:  # after the hash, because another price does not make another job
+    if prices:  # added after hashing, because a price change does not make a new job
         set_variable(job, PRICES, json.dumps(prices))
         derived.append(Derived(PRICES, json.dumps(prices), "the profile's prices"))
     job["metadata"]["annotations"]["sunspot/derived"] = json.dumps({value.name: value.value for value in derived})
@@ -212,7 +215,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
 
 
 def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return the SUNSPOT_ variables of a RayJob, rendered here or read from a cluster."""
+    """Return a RayJob's SUNSPOT_ variables, whether it was rendered here or read from a cluster."""
     spec = manifest["spec"]
     if spec.get("rayClusterSpec"):
         entries = ray_container(head_group(manifest)).get("env", ())
@@ -223,32 +226,32 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def has_registry(reference: str) -> bool:
-    """Return True if an image reference names a registry, by the rule of container runtimes."""
+    """Return True if container runtimes would find a registry in an image reference."""
     host, slash, _ = reference.partition("/")
     return bool(slash) and ("." in host or ":" in host or host == "localhost")
 
 
 def image_problem(reference: str) -> str:
-    """Return a warning if an image reference may come to mean another image, or an empty text.
+    """Return a warning if an image reference can later resolve to a different image, or an empty string.
 
-    A digest is safe, and so is a tag without a registry, because such an image exists only on the nodes.
+    A digest is safe. A tag without a registry is also safe, because the image exists only on the nodes.
     """
     name = reference.rpartition("/")[2]
     tagged = name.partition(":")[2] not in ("", "latest")
     if "@sha256:" in name or (tagged and not has_registry(reference)):
         return ""
     if tagged:
-        why = "if the tag is pushed again, new nodes will run another program than the present ones"
-        digest = f"{reference}@sha256:..., as `docker buildx imagetools inspect {reference}` prints it"
-        return f"image {reference} is named by a tag: {why}; a digest cannot change: {digest}"
-    why = "a retry may run another program than the one the run began with, and nodes keep the image they have"
-    return f"image {reference} names no version: {why}; name a tag, or better a digest (@sha256:...)"
+        why = "if the tag is pushed again, new nodes will run a different program than the current ones"
+        digest = f"{reference}@sha256:... (`docker buildx imagetools inspect {reference}` prints it)"
+        return f"image {reference} is a tag, which can change: {why}; use a digest instead: {digest}"
+    why = "a retry could run a different program than the first attempt, and nodes keep the image they have"
+    return f"image {reference} has no version: {why}; add a tag, or better a digest (@sha256:...)"
 
 
 def write_directory(rendered: Rendered, path: str) -> list[Path]:
-    """Write the manifest and a kustomization for Argo CD, Flux or `kubectl apply -k`, and return both paths.
+    """Write the manifest and a kustomization for Argo CD, Flux or `kubectl apply -k`, and return their paths.
 
-    An existing kustomization is the user's own and is not replaced. Raises `SettingsError` if nothing can be written.
+    An existing kustomization is kept. Raises `SettingsError` if a file cannot be written.
     """
     kind = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
     kustomization = {**kind, "resources": ["rayjob.yaml"]}
@@ -261,7 +264,7 @@ def write_directory(rendered: Rendered, path: str) -> list[Path]:
                 write_file(str(folder / name), text.encode(), mark=b"app.kubernetes.io/part-of: sunspot")
     except (OSError, StorageError) as error:
         why = error.strerror if isinstance(error, OSError) else ""
-        raise SettingsError(f"--output {path}: {why or shorten(error)}; name a directory") from error
+        raise SettingsError(f"--output {path}: {why or shorten(error)}; use a writable directory") from error
     return [folder / name for name in contents]
 
 
@@ -269,9 +272,9 @@ def write_directory(rendered: Rendered, path: str) -> list[Path]:
 
 
 def _gather(base: list[dict[str, str]], profile: Profile, request: JobRequest) -> dict[str, tuple[str, str]]:
-    """Return the value of every given setting and its last source, by variable. An empty value removes a setting."""
+    """Return the value and the source of each given setting, keyed by variable. An empty value removes a setting."""
     name = request.profile
-    # The notice is a property of the pods: it follows from the profile, or the running cluster has set it.
+    # Each pod has its own notice, set by the profile or by the existing cluster.
     of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
     in_profile = profile.settings or {}
     every = [
@@ -284,17 +287,16 @@ def _gather(base: list[dict[str, str]], profile: Profile, request: JobRequest) -
 
 
 def _of_environment() -> Iterator[tuple[str, str]]:
-    """Yield the variable and the value of each setting in this process's environment."""
+    """Yield the name and value of each SUNSPOT_ variable in the environment."""
     return ((name, value) for name, value in os.environ.items() if name.startswith(PREFIX) and value)
 
 
 def _resolve(
     search: Search, given: Mapping[str, tuple[str, str]], profile: Profile, shape: Shape | None, deadline_s: int
 ) -> list[Derived]:
-    """Return the variables of the job, in the order of the settings.
+    """Return the job's variables, in the order of the settings.
 
-    These are only the settings that were given or had to be chosen. The others are left to the image, which may have
-    its own task.
+    Only given and derived settings are included. The image can set defaults for the others, such as its own task.
     """
     every = {**search.settings.environment(), **search.given}
     chosen = {variable: (every[variable], source) for variable, (value, source) in given.items() if value != ""}
@@ -311,9 +313,8 @@ def _resolve(
             ]
             chosen[NODE_GROUPS] = (json.dumps(groups), "the profile's workers")
             chosen.setdefault(NODES_TIMEOUT, (str(deadline_s), "preRunningDeadlineSeconds"))
-    own = {
-        name: value for name, value in (profile.labels or {}).items() if "/" not in name
-    }  # keys with "/" are for machinery
+    # Label keys with a "/" are meant for other software.
+    own = {name: value for name, value in (profile.labels or {}).items() if "/" not in name}
     if own:
         labels = {**own, **search.settings.labels}
         chosen[LABELS] = (json.dumps(labels, sort_keys=True), "the profile's labels")
@@ -321,36 +322,38 @@ def _resolve(
 
 
 def _find_problems(settings: Settings, profile: Profile, request: JobRequest, pod: Mapping[str, Any]) -> list[str]:
-    """Return every problem that no cluster can solve. `pod` is the spec of a training pod without the profile."""
+    """Return the problems that can be found without a cluster. `pod` is the base spec of a training pod."""
     cluster, generation = request.cluster, request.generation
     problems = []
     place = f"{STORAGE_PATH}={settings.storage_path}"
     if "://" not in settings.storage_path:
         url = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
-        problems.append(f"{place}: pods come and go and share no disk; set it to {url}")
+        problems.append(f"{place} is a local path, but pods share no disk; set it to {url}")
     elif not re.fullmatch(BUCKET, settings.storage_path.partition("://")[2].partition("/")[0]):
-        fix = "use lower-case letters, digits, '-' and '.' after the scheme"
-        problems.append(f"{place}: not a valid name of a bucket; {fix}")
+        fix = "use only lower-case letters, digits, '-' and '.' in its name"
+        problems.append(f"{place} does not start with a valid bucket; {fix}")
     problems += [
-        f"{PREFIX}{name}={path}: a path on this machine, which pods do not have; set it to a URL such as "
-        "s3://bucket/data, or a path from / in the image or on a volume"
+        f"{PREFIX}{name}={path} is a path on this machine, which pods cannot read; set it to a URL such as "
+        "s3://bucket/data, or to an absolute path in the image or on a volume"
         for name, path in (("DATASET", settings.dataset), ("TEST_DATASET", settings.test_dataset))
         if path not in ("", "sample", "mnist") and "://" not in path and not path.startswith("/")
     ]
     if settings.num_workers.most > MAX_PODS:
-        problems.append(f"{PREFIX}NUM_WORKERS={settings.num_workers}: Kubernetes allows at most {MAX_PODS}; lower it")
+        problems.append(
+            f"{PREFIX}NUM_WORKERS={settings.num_workers} is too large; Kubernetes allows at most {MAX_PODS} pods"
+        )
     if settings.code:
-        problems.append(f"{CODE}={settings.code}: it follows from --code, or from code in the profile; unset it")
+        problems.append(f"{CODE}={settings.code} cannot be set; unset it, and use --code or the profile's code")
     if settings.job_id:
-        problems.append(f"{JOB_ID}={settings.job_id}: it is the name of the RayJob; unset it")
+        problems.append(f"{JOB_ID}={settings.job_id} cannot be set; unset it, because it is the RayJob's name")
     if "notice_s" in settings.model_fields_set:
-        problems.append(f"{NOTICE}={settings.notice_s}: it follows from the profile; set notice_s there instead")
+        problems.append(f"{NOTICE}={settings.notice_s} cannot be set; set notice_s in the profile instead")
     if settings.prices and cluster is None:
-        problems.append(f"{PRICES}: it follows from the profile; set price in its head and worker instead")
+        problems.append(f"{PRICES} cannot be set; set price under head and worker in the profile instead")
     if settings.node_groups:
-        problems.append(f"{NODE_GROUPS}: it follows from the profile; set workers there instead")
+        problems.append(f"{NODE_GROUPS} cannot be set; set workers in the profile instead")
     problems += [
-        f"env.{name}: {CREDENTIAL_SHOWN}; take it from a Secret, "
+        f"env.{name}: {CREDENTIAL_SHOWN}; read it from a Secret, "
         f"with env_secrets: {{{name}: {{secret: NAME, key: KEY}}}}"
         for name, value in (profile.env or {}).items()
         if is_credential(name, value)
@@ -358,28 +361,28 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
     drain = (profile.env or {}).get(DRAIN)
     grace_s = profile.notice_s or pod["terminationGracePeriodSeconds"]
     if drain is not None and not (re.fullmatch("[0-9]{1,9}", drain) and int(drain) < grace_s):
-        limit = f"a pod ends after {grace_s} s, and the drain has to be shorter"
-        fix = "leave it out, or set notice_s to the seconds that the nodes really give"
-        problems.append(f"env.{DRAIN}={drain}: {limit}; {fix}")
+        limit = f"is not a number of seconds below {grace_s}, after which a pod is killed"
+        fix = "leave it out, or set notice_s to the notice that the nodes really give"
+        problems.append(f"env.{DRAIN}={drain} {limit}; {fix}")
     if request.image and profile.head and profile.head.image:
-        head = f"the head would keep head.image={profile.head.image}, perhaps another version"
-        problems.append(f"image {request.image}: {head}; set both in the profile")
+        head = f"the head would keep head.image={profile.head.image}, which might be a different version"
+        problems.append(f"image {request.image}: {head}; set both images in the profile")
     if generation < 1:
-        problems.append(f"generation {generation}: set it to a whole number from 1")
+        problems.append(f"generation {generation} is not valid; set it to an integer >= 1")
     if cluster is not None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", cluster):
-            problems.append(f"cluster {cluster!r}: set it to the name of a RayCluster")
+            problems.append(f"cluster {cluster!r} is not a valid name; set it to the name of a RayCluster")
         problems += [
-            f"{variable}={value}: Ray would expand the $ in a job for an existing cluster; use a value without $"
+            f"{variable}={value}: in a job for an existing cluster, Ray would expand the $; use a value without $"
             for variable, value in settings.environment().items()
             if "$" in value
         ]
         if profile.queue:
-            why = "a job in an existing cluster requests no pods from Kueue"
-            problems.append(f"queue {profile.queue}: {why}; leave out the queue, or the cluster")
+            why = "a job in an existing cluster creates no pods that Kueue could admit"
+            problems.append(f"queue {profile.queue}: {why}; leave out either the queue or the cluster")
     if profile.queue and len(profile.groups) > 1:
-        both = "waiting pods and the pods that replace them would both count against its quota"
-        fix = "keep one group in workers (the queue's flavors may choose among nodes), or leave the queue out"
+        both = "with several groups, waiting pods and their replacements would both count against its quota"
+        fix = "keep one group in workers (the queue's flavors can choose the nodes), or leave the queue out"
         problems.append(f"queue {profile.queue}: {both}; {fix}")
     return problems
 
@@ -387,16 +390,16 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
 def _find_unnamed(
     job: dict[str, Any], profile: Profile, shape: Shape | None, given: Mapping[str, tuple[str, str]]
 ) -> list[str]:
-    """Return a problem for each default that a run on a cloud cannot use: its bucket, and images without a registry."""
+    """Return a problem for each default that cannot be used on a cloud: the bucket, and images without a registry."""
     problems = []
     storage_path, source = given[STORAGE_PATH]
     if source == BASE:
-        default = f"{STORAGE_PATH}={storage_path} is only a default, and on a cloud it is a stranger's bucket"
-        problems.append(f"{default}; set it to your own with --storage, the environment, or settings in your profile")
+        default = f"{STORAGE_PATH}={storage_path} is the default, which on a cloud is someone else's bucket"
+        problems.append(f"{default}; set your own with --storage, the environment, or settings in your profile")
     images = [profile.image or ray_container(head_group(job))["image"], profile.head.image if profile.head else None]
     problems += [
-        f"image {image}: no registry is named, so nodes would look for it on Docker Hub; name the registry you pushed "
-        "to (registry.example/sunspot:1, docker.io/me/sunspot:1) with --image, make IMAGE=..., or image in your profile"
+        f"image {image} has no registry, so nodes would pull it from Docker Hub; add the registry you pushed to, as in "
+        "registry.example/sunspot:1 or docker.io/me/sunspot:1, with --image, make IMAGE=..., or image in your profile"
         for image in images
         if image and shape and not has_registry(image)
     ]
@@ -427,7 +430,7 @@ def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -
 
 
 def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, str]) -> None:
-    """Send the job into an existing cluster, which the job neither extends nor deletes."""
+    """Run the job in an existing cluster, which it neither scales nor deletes."""
     spec = job["spec"]
     for key in ("rayClusterSpec", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"):
         del spec[key]
@@ -436,7 +439,7 @@ def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, s
 
 
 def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> list[Derived]:
-    """List the chosen values that are not settings, with the reason for each."""
+    """List the chosen values that are not settings, with their reasons."""
     head, workers = head_group(job), worker_group(job)
     found: list[Derived] = []
 
@@ -452,21 +455,19 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     if head_image:
         add("head's image", head_image, source(head_image, "head", "image"))
     trials = f" of each of {shape.runs} trials" if shape.runs > 1 else ""
-    per_pod = f"{shape.gpus} GPUs in a pod, with a worker for each" if shape.gpus > 1 else "one worker in each"
+    per_pod = f"{shape.gpus} GPUs per pod with one worker each" if shape.gpus > 1 else "one worker per pod"
     add("training pods", shape.pods, f"NUM_WORKERS{trials}, {per_pod}")
     found += _explain_sizes(ray_container(workers), profile, name)
     for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True)):
         if len(profile.groups) > 1:
             where = ", never on spot nodes" if group.spot is False else ", on spot nodes"
-            when = (
-                f"starts once earlier groups have lacked nodes for {group.after_s} s, and stops once they have enough"
-            )
+            when = f"used after earlier groups have lacked nodes for {group.after_s} s, until they have enough nodes"
             up_to = f"up to {pods}{where if profile.spot else ''}"
             add(f"pods of {group_name(number)}", up_to, when if number else "the first choice")
-    may_change = "may change" if shape.autoscaled else "is fixed"
+    may_change = "can change" if shape.autoscaled else "is fixed"
     add("autoscaler", "v2" if shape.autoscaled else "none", f"the number of pods {may_change}")
     if profile.spot:
-        add("head", "not on spot nodes", "the loss of the head would end every worker")
+        add("head", "not on spot nodes", "losing the head would end all workers")
     else:
         add("head", "on any node", "the profile has no spot nodes")
     account = head["template"]["spec"]["serviceAccountName"]
@@ -474,34 +475,36 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     add("head's service account", account, holder)
     placement = profile.groups[0].placement
     of_first = "workers" if find_origin(name, "workers", "placement") else "worker"
-    benefit = "the loss of a node costs as few workers as possible"
+    benefit = "losing a node costs as few workers as possible"
     if placement in ("pack", "zone"):
-        benefit = "the network within a zone is faster, and free"
+        benefit = "the network within a zone is faster and free"
     add("placement", placement or "spread", f"{source(placement, of_first, 'placement')}: {benefit}")
     notice = profile.notice_s or workers["template"]["spec"]["terminationGracePeriodSeconds"]
     add("terminationGracePeriodSeconds", notice, f"the notice, {source(profile.notice_s, 'notice_s')}")
     drain = next(entry["value"] for entry in ray_container(workers)["env"] if entry["name"] == DRAIN)
-    add(DRAIN, drain, f"the notice, minus {notice - int(drain)} s in which Ray ends its processes")
-    add(NOTICE, drain, f"the time that {DRAIN} leaves for a save")
+    add(DRAIN, drain, f"the notice, minus {notice - int(drain)} s for Ray to stop its processes")
+    add(NOTICE, drain, f"the time to save before {DRAIN} ends")
     deadline_s = profile.pre_running_deadline_s
     deadline = "preRunningDeadlineSeconds"
     add(deadline, deadline_s or job["spec"][deadline], source(deadline_s, "pre_running_deadline_s"))
     resources = ray_container(head)["resources"]["requests"]
-    enlarged = [f"{TRIAL_MEMORY} more for each of {shape.runs} trials except the first"] if shape.runs > 1 else []
+    enlarged = (
+        [f"{TRIAL_MEMORY} more for each of the {shape.runs - 1} trials after the first"] if shape.runs > 1 else []
+    )
     if profile.head and profile.head.per_worker and shape.workers > FEW_WORKERS:
-        enlarged.append(f"head.per_worker for each of {shape.workers} workers beyond {FEW_WORKERS}")
+        enlarged.append(f"head.per_worker for each of the {shape.workers} workers beyond {FEW_WORKERS}")
     for size in ("cpu", "memory") if enlarged else ():
         add(f"head's {size}", resources[size], "; ".join(enlarged))
     if shape.data:
         most = shape.data.max
         add("data pods", f"{shape.data.min}..{most}", source(most, "data_workers", "max"))
     elif profile.data_workers:
-        add("data pods", "none", "only SUNSPOT_LOADER=ray with GPUs reads outside the training pods")
+        add("data pods", "none", "only SUNSPOT_LOADER=ray with GPUs uses them")
     return found
 
 
 def _explain_sizes(container: Mapping[str, Any], profile: Profile, name: str) -> Iterator[Derived]:
-    """Yield each size of a training pod of the first group, with its origin."""
+    """Yield each size of the first group's training pods, with its origin."""
     given = profile.workers[0] if profile.workers else profile.worker or Worker()
     for key in Sizes.model_fields:
         each = getattr(given.per_gpu, key, None)
@@ -509,7 +512,7 @@ def _explain_sizes(container: Mapping[str, Any], profile: Profile, name: str) ->
             why = find_origin(name, "workers", key) or find_origin(name, "worker", key)
         elif each:
             origin = find_origin(name, "workers", "per_gpu", key) or find_origin(name, "worker", "per_gpu", key)
-            why = f"{origin}: {each} for each of {plural(max(1, given.gpus or 0), 'GPU')}"
+            why = f"{origin}: {each} per GPU, for {plural(max(1, given.gpus or 0), 'GPU')}"
         else:
             why = BASE
         resource = key.replace("_", "-")

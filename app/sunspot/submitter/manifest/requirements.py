@@ -1,4 +1,4 @@
-"""Finds the pods that a RayJob creates: their number in each group, and their requests. All functions are pure."""
+"""Lists the pods that a RayJob creates, with their number in each group and their requests."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,23 +11,23 @@ from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.shape import SLOT
 
 Pod = Mapping[str, Any]
-"""Spec of a pod."""
+"""A pod spec."""
 
 
 @dataclass(frozen=True)
 class PodSet:
-    """A number of pods of a run, each of which may belong to any of several groups."""
+    """A number of pods that can be divided among several groups."""
 
     groups: Mapping[str, Pod]
-    "Spec of the pods, by group."
+    "Pod specs keyed by group."
     room: Mapping[str, int]
-    "Largest number of pods, by group."
+    "Maximum number of pods keyed by group."
     least: int
-    "Number of pods that the run needs to begin."
+    "Number of pods that the run needs to start."
     most: int
 
     def least_amount(self, number: int, amount_of: Callable[[Pod], float]) -> float:
-        """Return the smallest amount that `number` pods of any groups take. `amount_of` returns that of one pod."""
+        """Return the smallest total of `amount_of` for any `number` of these pods."""
         total = 0.0
         for amount, group in sorted((amount_of(pod), name) for name, pod in self.groups.items()):
             taken = min(number, self.room[group])
@@ -37,7 +37,7 @@ class PodSet:
 
 
 def pod_templates(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the pod template of each group, with the autoscaler's container in that of the head.
+    """Return the pod templates keyed by group. The head's template includes the autoscaler's container.
 
     Returns an empty mapping if the job runs in an existing cluster.
     """
@@ -55,7 +55,7 @@ def pod_templates(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def pod_sets(manifest: Mapping[str, Any]) -> dict[str, PodSet]:
-    """Return the pods of a RayJob as sets: the head, the training workers, and one set for each other group.
+    """Return a RayJob's pod sets: one for the head, one for all training workers, and one for each other group.
 
     Returns an empty mapping if the job runs in an existing cluster.
     """
@@ -72,7 +72,7 @@ def pod_sets(manifest: Mapping[str, Any]) -> dict[str, PodSet]:
 
     training = [name for name, group in groups.items() if SLOT in group.get("resources", {})] or list(groups)[:1]
     workers = sum(least[name] for name in training), sum(room[name] for name in training)
-    if len(training) > 1:  # the RayJob begins without workers, and the driver requests all of them
+    if len(training) > 1:  # the RayJob starts without workers, and the driver requests them all
         variables = {entry["name"]: entry.get("value", "") for entry in ray_container(head).get("env", ())}
         numbers = variables.get(f"{PREFIX}NUM_WORKERS", "").split("..")
         per_pod = int(groups[training[0]]["resources"][SLOT])
@@ -84,10 +84,10 @@ def pod_sets(manifest: Mapping[str, Any]) -> dict[str, PodSet]:
 
 
 def requests_of(pod: Pod, kind: str = "requests") -> dict[str, float]:
-    """Return the sum of a pod's requests (or `limits`) by resource, in base units, as the scheduler and quotas do.
+    """Return a pod's total requests (or `limits`) keyed by resource, in base units.
 
-    Init containers run one after another before the other containers, and keep running if they have a restart policy.
-    An amount that the pod itself states replaces the sum of its containers.
+    The totals match those of the scheduler and of quotas. Init containers run one after another and count with their
+    maximum, but sidecars keep running and are added. Pod-level amounts replace the sum over containers.
     """
     containers = [_amounts(container, kind) for container in pod["containers"]]
     total = _add(*containers)
@@ -108,7 +108,7 @@ def requests_of(pod: Pod, kind: str = "requests") -> dict[str, float]:
 
 
 def _amounts(holder: Mapping[str, Any], kind: str) -> dict[str, float]:
-    """Return the requests or limits of a container, or those that a pod states itself."""
+    """Return a container's requests or limits, or a pod's own if `holder` is a pod spec."""
     resources = holder.get("resources") or {}
     amounts = resources.get(kind) or {}
     if kind == "requests":

@@ -1,1 +1,1 @@
-"""`sunspot checkpoints`: one module for each of its verbs."""
+"""The subcommands of `sunspot checkpoints`, with one module each."""

@@ -13,13 +13,13 @@ from sunspot.submitter.runs import find_run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument(
-        "--keep", metavar="N", type=count, help="number of best checkpoints to keep; default: that of the run"
+        "--keep", metavar="N", type=count, help="number of best checkpoints to keep; default: the run's own number"
     )
     parser.add_argument("--yes", action="store_true", help="remove them")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what is no longer needed, or remove it. The newest intact checkpoint always stays."""
+    """Print what is no longer needed, or remove it. The newest intact checkpoint is always kept."""
     run = find_run(args.run, args.storage)
     with progress_note("checking every checkpoint"):
         removals = list(find_removals(run, args.keep, time.time()))

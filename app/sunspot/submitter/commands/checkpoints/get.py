@@ -1,4 +1,4 @@
-"""`sunspot checkpoints get`: downloads and verifies a checkpoint, and continues an interrupted download."""
+"""`sunspot checkpoints get`: downloads and verifies a checkpoint, or resumes an interrupted download."""
 
 import argparse
 import hashlib
@@ -20,7 +20,7 @@ from sunspot.submitter.runs import find_run
 FILES_AT_ONCE = 4
 
 TRIES = 4
-"""Largest number of times that the download of one file is started or continued."""
+"""Maximum number of attempts to download a file."""
 
 PART = ".part"
 """Suffix of an unfinished file."""
@@ -33,15 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         nargs="?",
         default="newest",
-        help="the name that ls shows, newest or best; default: newest",
+        help="a name from `sunspot checkpoints ls`, newest or best; default: newest",
     )
-    parser.add_argument(
-        "--output", metavar="DIR", help="the directory to write to; default: the name of the checkpoint"
-    )
+    parser.add_argument("--output", metavar="DIR", help="the directory to write to; default: the checkpoint's name")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Download a checkpoint. Complete files are kept, others are continued, and `manifest.json` is written last."""
+    """Download a checkpoint. Complete files are kept, partial files are resumed, and the manifest is written last."""
     run = find_run(args.run, args.storage)
     checkpoint, notes = choose(run, args.name)
     for note in notes:
@@ -68,13 +66,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
-    """Make the directory and mark it with the checkpoint's manifest under another name. Returns the marker's path."""
+    """Create the directory, and store the checkpoint's manifest in it under a temporary name, as a marker.
+
+    Returns the marker's path.
+    """
     content = run.storage.read(run.key("checkpoints", checkpoint.name, MANIFEST))
     directory.mkdir(parents=True, exist_ok=True)
     mark = directory / (MANIFEST + PART)
     known = [path.read_bytes() for path in (mark, directory / MANIFEST) if path.is_file()]
     if any(directory.iterdir()) and content not in known:
-        what = f"{directory} is not empty, and its content is not a download of {checkpoint.name}"
+        what = f"{directory} contains other files than a download of {checkpoint.name}"
         raise SettingsError(f"{what}; choose another --output")
     for path in directory.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
@@ -93,7 +94,7 @@ class Download:
         self._given_up = threading.Event()
 
     def fetch_all(self) -> list[str]:
-        """Fetch every file, and return the files that existed already. The part of a file that fails is kept."""
+        """Fetch all files, and return those that already existed. Partial files are kept if a download fails."""
         with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="get") as pool:
             fetched = {file: pool.submit(self._fetch, file, self._target(file)) for file in self._checkpoint.files}
             try:
@@ -110,7 +111,7 @@ class Download:
         return path
 
     def _fetch(self, file: str, target: Path) -> bool:
-        """Fetch one file. Returns True if it existed already."""
+        """Fetch one file. Returns True if it already existed."""
         run, name = self._run, self._checkpoint.name
         key = run.key("checkpoints", name, file)
         expected = self._checkpoint.files[file]
@@ -138,13 +139,13 @@ class Download:
             part.unlink()
             came = f"received {size} bytes with SHA-256 {sha256[:12]}..., expected {wanted[0]} with {wanted[1][:12]}..."
             failure = DamageError(f"{run.storage.locate(key)}: {came}")
-            if not began:  # otherwise the earlier part may belong to another file
+            if not began:  # an earlier part might belong to another file, so retry without it
                 break
         assert failure
         raise failure
 
     def _continue(self, key: str, part: Path, size: int) -> tuple[int, int, str]:
-        """Fetch the rest of `part`. Returns its size before, its size afterwards, and the SHA-256 of its content."""
+        """Fetch the rest of `part`. Returns its old size, its new size, and the SHA-256 of its content."""
         began = part.stat().st_size if part.is_file() else 0
         if began > size:
             part.unlink()

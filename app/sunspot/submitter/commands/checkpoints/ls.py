@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def list_all(run: Run, limit: int | None, as_json: bool) -> None:
-    """Verify and print the newest `limit` checkpoints of the newest attempt's lineage, or all if the limit is None."""
+    """Verify and print the newest `limit` checkpoints, or all of them if `limit` is None."""
     listed = list_checkpoints(run, limit)
     checked = listed.checked
     now = time.time()
@@ -42,10 +42,10 @@ def list_all(run: Run, limit: int | None, as_json: bool) -> None:
         print_table(["name", "step", "epoch", *names, "bytes", "age", "verified"], rows)
     broken = [checkpoint.name for checkpoint, _ in checked if not checkpoint.finite]
     if broken:
-        warn(f"with weights that are NaN or infinite: {', '.join(broken)}; a run resumes from an older checkpoint")
+        warn(f"weights are NaN or infinite in {', '.join(broken)}; a run resumes from an older checkpoint")
     if listed.older:
-        warn(f"left out: {plural(listed.older, 'older checkpoint')}; --all lists them")
+        warn(f"left out {plural(listed.older, 'older checkpoint')}; --all lists them")
     if listed.incomplete:
-        warn(f"left out: {plural(listed.incomplete, 'incomplete checkpoint')}, without {MANIFEST}")
+        warn(f"left out {plural(listed.incomplete, 'incomplete checkpoint')} without {MANIFEST}")
     if listed.superseded:
-        warn(f"left out: {plural(listed.superseded, 'checkpoint')} of superseded attempts")
+        warn(f"left out {plural(listed.superseded, 'checkpoint')} of superseded attempts")

@@ -15,12 +15,12 @@ from sunspot.submitter.runs import find_run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="the checkpoint, by the name that ls shows; default: all"
+        "name", metavar="NAME", nargs="?", help="a name from `sunspot checkpoints ls`; default: all checkpoints"
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Verify one checkpoint or all of them, and print the result. The last checkpoint of an ended run has to exist."""
+    """Verify one checkpoint or all of them, and print the result. A finished run's last checkpoint must exist."""
     run = find_run(args.run, args.storage)
     name = args.name
     directories = list_directories(run)
