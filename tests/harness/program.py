@@ -48,6 +48,7 @@ WORKER_NODE = {"training-worker": 1.0}
 FORKED_WITH = [
     "ray",
     "sunspot.predict.actor",
+    "sunspot.train.group",
     "sunspot.train.trainer",
     "sunspot.tune.search",
     "ray.train.torch",

@@ -20,8 +20,9 @@ from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
-from sunspot.train import trainer
-from sunspot.train.joining import WorkerConfig
+from sunspot.train import group
+from sunspot.train.group import TrainingContext
+from sunspot.train.group_outcome import EndReason, GroupOutcome, TrainerStart, next_start
 from tests.harness.control import LocalControl, worker_group
 
 
@@ -31,22 +32,23 @@ def test_a_lost_control_channel_does_not_hide_the_error_of_the_training(
 ) -> None:
     settings = Settings(task="tests.tasks.tiny", storage_path=str(tmp_path), resources_per_worker={"CPU": 1})
 
-    def make_trainer(config: WorkerConfig, *others: Any) -> Any:
+    def make_trainer(context: TrainingContext) -> Any:
         def fit() -> None:
             if gone:
-                ray.kill(config.control._actor)
+                ray.kill(context.control._actor)
             else:
-                config.control.call(ControlChannel.set_fatal_error, SettingsError("what a worker found"))
+                context.control.call(ControlChannel.set_fatal_error, SettingsError("what a worker found"))
             raise TrainingFailedError("what Ray knows")
 
         return SimpleNamespace(fit=fit)
 
-    monkeypatch.setattr(trainer, "make_trainer", make_trainer)
+    monkeypatch.setattr(group, "make_trainer", make_trainer)
     plan = make_plan(settings, load_task(settings))
-    with pytest.raises(TrainingFailedError if gone else SettingsError):
-        trainer.fit_once(
-            plan, Claimant(open_run(str(tmp_path), "run"), "me", "driver"), StopRequest(), trainer.TrainerStart()
-        )
+    claimant = Claimant(open_run(str(tmp_path), "run"), "me", "driver")
+    with group.open_context(plan, claimant, StopRequest()) as context:
+        outcome = group.train_group(context, TrainerStart())
+    assert isinstance(outcome.failure, TrainingFailedError if gone else SettingsError)
+    assert next_start(outcome, TrainerStart(), 3, survivor_mode=True) is None
 
 
 def test_the_next_trainer_knows_the_progress_of_the_previous_one() -> None:
@@ -56,7 +58,9 @@ def test_the_next_trainer_knows_the_progress_of_the_previous_one() -> None:
     before.send(ControlChannel.set_progress, Progress(step=7))
     before.send(ControlChannel.add_loss, "a", Incident(Cause.WORKER_LOST, "rank 0 on a", 100.0))
     before.send(ControlChannel.explain_loss, "out of memory: 2.90 of 3.00 GiB in use on a")
-    start = trainer.start_again(before, trainer.TrainerStart(), 3, TrainingFailedError("all workers are gone"))
+    end, incident = before.call(ControlChannel.group_end), before.call(ControlChannel.incident)
+    outcome = GroupOutcome(EndReason.WORKERS_FAILED, TrainingFailedError("all workers are gone"), end, incident)
+    start = next_start(outcome, TrainerStart(), 3, survivor_mode=True)
     assert start
     after.send(ControlChannel.add_incident_facts, start.incident)
     for attempt, noted in ((2, 1), (3, 0)):  # the third group knows it too, if the second took no step

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from botocore.exceptions import ClientError
 from ray.exceptions import OutOfMemoryError, RayActorError
-from ray.train import ControllerError, FailureConfig, TrainingFailedError
+from ray.train import ControllerError, TrainingFailedError
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
     WorkerHealthCheckFailedError,
@@ -21,25 +19,23 @@ from ray.train.v2._internal.exceptions import (
 )
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
-from ray.train.v2.api import data_parallel_trainer
 from urllib3 import HTTPConnectionPool
 from urllib3.exceptions import ReadTimeoutError
 
 from sunspot.elastic import failures
 from sunspot.elastic.control import ControlChannel
+from sunspot.elastic.failure_callback import ALWAYS_CONTINUE, FailureCallback, find_worker_error
 from sunspot.elastic.failures import MAX_STARVED, FailureJudge, Suspects, describe_end
 from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident, RankError
 from sunspot.elastic.out_of_memory import find_killed_for_memory
-from sunspot.elastic.receipts import FailureRecorder, explain_error
+from sunspot.elastic.receipts import explain_error
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.observe.progress import Progress, _Lines
-from sunspot.ray_internals.controller import GroupRestartError, failure_policy
+from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
-from sunspot.run.requests import StopRequest
-from sunspot.train import trainer
-from sunspot.train.trainer import TrainerStart, start_again
+from sunspot.train.group_outcome import GroupOutcome, TrainerStart, find_reason, next_start
 from tests.harness.control import LocalControl, worker_group
 
 BUG = Failure(1, 0, 0, "NameError", "name 'functional' is not defined", "", "/mine/buggy.py", 6, "loss")
@@ -64,6 +60,13 @@ class Control(LocalControl):
     @property
     def gave_up_for(self) -> list[str]:
         return self.heard("give_up")
+
+
+def start_again(control: Control, start: TrainerStart, max_failures: int, error: Any = None) -> TrainerStart | None:
+    """Return how the next trainer starts after one that ended like this in survivor mode."""
+    reason = find_reason(error, restart=False, one_machine=False)
+    outcome = GroupOutcome(reason, error, control.call(ControlChannel.group_end), control.call(ControlChannel.incident))
+    return next_start(outcome, start, max_failures, survivor_mode=True)
 
 
 @pytest.fixture
@@ -197,13 +200,12 @@ def test_the_fix_at_the_end_of_a_long_message_is_shown(control: Control) -> None
 def test_the_next_trainer_knows_of_a_bug_that_ended_the_previous_one(control: Control) -> None:
     """An error of the program ends Ray's trainer in survivor mode, together with its judge."""
     start, bug = TrainerStart(), TrainingFailedError("of the user")
-    for _ in range(2):
+    for begun in range(2):
         control.send(ControlChannel.set_counts, start.counts)
         control.end = group_end(failed(0, 1, step=50, taken=50))
-        goes_on = FailureJudge(control, 3, survivor_mode=True)({0: NameError()})
-        if goes_on:
-            start = start_again(control, start, 3, bug) or start
-    assert not goes_on
+        assert not FailureJudge(control, 3, survivor_mode=True)({0: NameError()}), "the trainer ends"
+        start = start_again(control, start, 3, bug) or start
+        assert len(control.gave_up_for) == begun, "the second time, it would happen again"
 
 
 def test_earlier_losses_are_forgotten_once_a_trainer_has_taken_a_step(control: Control) -> None:
@@ -359,17 +361,6 @@ def test_the_end_of_one_group_is_not_attributed_to_the_next() -> None:
     assert not control.fetch_news().ended, "another group trains"
 
 
-@pytest.mark.parametrize("first", [Cause.JOINED, Cause.WORKER_LOST])
-def test_a_loss_while_a_worker_is_about_to_join_is_recorded_as_a_loss(first: Cause) -> None:
-    control = ControlChannel()
-    second = Cause.WORKER_LOST if first is Cause.JOINED else Cause.JOINED
-    for noticed, cause in enumerate((first, second), 1):
-        control.add_incident_facts(Incident(cause, str(cause), float(noticed)))
-    incident = control.begin_group(worker_group(2, "a", "b"))
-    lost_at = 2.0 if first is Cause.JOINED else 1.0
-    assert (incident.cause, incident.detail, incident.noticed) == (Cause.WORKER_LOST, str(Cause.WORKER_LOST), lost_at)
-
-
 def test_the_group_after_a_loss_also_saves_for_a_preempted_head() -> None:
     control = ControlChannel()
     control.request_save()
@@ -485,7 +476,7 @@ FIGURES = f"out of memory: 2.90 of 3.00 GiB in use on node {'ab' * 6}, 2.70 GiB 
 def test_a_worker_that_ray_killed_for_memory_is_named_with_its_figures(found_by: Any, control: Control) -> None:
     error = killed_for_memory()
     found = found_by(error) if found_by is not WorkerHealthCheckFailedError else found_by("failed", error)
-    FailureRecorder(control).after_exception(None, {1: found})
+    FailureCallback(control, FailureJudge(control, 3)).after_exception(None, {1: found})
     incident = control.channel.begin_group(worker_group(2, "a", "b"))
     assert (incident.cause, incident.detail) == (Cause.OUT_OF_MEMORY, f"rank 1: {FIGURES}")
 
@@ -506,33 +497,10 @@ def test_the_memory_message_of_an_older_ray_is_understood() -> None:
 
 
 def test_only_a_worker_killed_for_memory_is_replaced_in_survivor_mode(control: Control) -> None:
-    with failure_policy(FailureJudge(control, 3, survivor_mode=True), survivor_mode=True):
-        policy = data_parallel_trainer.create_failure_policy(FailureConfig(max_failures=3))
-        lost = WorkerGroupPollStatus({1: WorkerStatus(running=False, error=killed_for_memory())})
-        assert policy.make_decision(lost.get_worker_group_error()) is FailureDecision.RETRY
+    FailureCallback(control, FailureJudge(control, 3, survivor_mode=True), True).after_exception(
+        None, {1: killed_for_memory()}
+    )
     assert control.heard("log") == [f"1 worker lost: {FIGURES}; starting again, 2 of 3 SUNSPOT_MAX_FAILURES left"]
-
-
-@pytest.mark.parametrize("known", ["before the next group begins", "before it takes a step", "later"])
-def test_the_cause_of_a_loss_may_be_reported_after_the_loss(known: str) -> None:
-    control = ControlChannel()
-    control.add_loss("b", Incident(Cause.WORKER_LOST, "rank 1 on b", 100.0))
-    if known.startswith("before the next"):
-        control.explain_loss(FIGURES)
-    control.begin_group(worker_group(2, "a"))
-    if known == "before it takes a step":
-        control.explain_loss(FIGURES)
-    receipt = control.close_incident()
-    if known == "later":
-        control.explain_loss(FIGURES)
-        assert receipt.cause is Cause.WORKER_LOST
-    else:
-        assert (receipt.cause, receipt.detail, receipt.noticed) == (Cause.OUT_OF_MEMORY, FIGURES, 100.0)
-    control.add_incident_facts(Incident(Cause.JOINED, "1 worker more", 120.0))
-    joined = control.begin_group(worker_group(3, "a", "b"))
-    assert joined.cause is Cause.JOINED, "one loss has one receipt"
-    noted = [] if known.startswith("before the next") else [("out of memory", FIGURES)]
-    assert [(note.event, note.detail) for note in joined.notes] == noted
 
 
 @pytest.mark.parametrize("survivor_mode", [False, True])
@@ -578,33 +546,15 @@ def test_running_out_of_memory_before_the_first_step_ends_a_run_on_one_machine(
 @pytest.mark.parametrize("wrap", [ControllerError, lambda error: error], ids=["its workers", "the controller itself"])
 @pytest.mark.parametrize(("one_machine", "starts"), [(True, 1), (False, 3)])
 def test_a_controller_killed_for_memory_is_restarted_only_on_a_cluster(
-    wrap: Callable[[Exception], Exception],
-    one_machine: bool,
-    starts: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    wrap: Callable[[Exception], Exception], one_machine: bool, starts: int
 ) -> None:
-    begun: list[object] = []
-
-    def fit_once(*words: object) -> None:
-        begun.append(words)
-        raise wrap(killed_for_memory())
-
-    answers = {
-        "reserved_groups": set(),
-        "live_controllers": {},
-        "end_controllers": None,
-        "remove_placement_groups": None,
-    }
-    answers |= {"ray_session": nullcontext(), "fatal_error": None}
-    for name, answer in answers.items():
-        monkeypatch.setattr(trainer, name, lambda *words, answer=answer: answer)
-    monkeypatch.setattr(trainer, "DRIVER_BACKOFF_S", 0)
-    monkeypatch.setattr(trainer, "fit_once", fit_once)
-    monkeypatch.setattr(trainer, "outcome_of_training", lambda plan, claimant, request, failure: failure)
-    failure = trainer.fit(SimpleNamespace(one_machine=one_machine), None, StopRequest())
+    error = wrap(killed_for_memory())
+    outcome = GroupOutcome(find_reason(error, restart=False, one_machine=one_machine), error)
+    begun = [TrainerStart()]
+    while following := next_start(outcome, begun[-1], 3, survivor_mode=False):
+        begun.append(following)
     assert len(begun) == starts
-    for said in (str(failure), *(record.getMessage() for record in caplog.records)):
+    for said in (str(outcome.failure), outcome.describe_error()):
         assert FIGURES in said
         assert "Object store" not in said
 
@@ -734,14 +684,25 @@ def test_a_restart_is_recognized_by_its_class_and_costs_no_failure(control: Cont
     raised = UserExceptionWithTraceback(GroupRestartError(), "a traceback")
     restart = WorkerStatus(running=False, error=pickle.loads(pickle.dumps(raised)))
     group = WorkerGroupPollStatus({0: restart})
-    policy = DefaultFailurePolicy(FailureConfig(max_failures=0))
-    assert policy.make_decision(group.get_worker_group_error()) is FailureDecision.RETRY
+    assert DefaultFailurePolicy(ALWAYS_CONTINUE).make_decision(group.get_worker_group_error()) is FailureDecision.RETRY
 
-    run: Any = None
-    FailureRecorder(control).after_exception(run, group.errors)
+    callback = FailureCallback(control, FailureJudge(control, 0))
+    callback.after_exception(None, group.errors)
     assert not control.told
-    FailureRecorder(control).after_exception(run, {**group.errors, 1: ValueError(str(GroupRestartError()))})
+    with pytest.raises(ControllerError) as raised:
+        callback.after_exception(None, {1: ValueError(str(GroupRestartError()))})
     assert control.channel.begin_group(worker_group(1)).loss == "rank 1: the worker group ends for a restart"
+    policy = DefaultFailurePolicy(ALWAYS_CONTINUE)
+    assert policy.make_decision(raised.value) is FailureDecision.RAISE
+    ended = pickle.loads(pickle.dumps(raised.value))
+    assert isinstance(getattr(find_worker_error(ended), "worker_failures", {})[1], ValueError)
+
+
+def test_a_restart_ends_the_trainer_in_survivor_mode(control: Control) -> None:
+    judge = FailureJudge(control, 3, survivor_mode=True)
+    with pytest.raises(ControllerError):
+        FailureCallback(control, judge, survivor_mode=True).after_exception(None, {0: GroupRestartError()})
+    assert not control.told, "no failure is counted"
 
 
 def test_a_worker_that_does_not_answer_health_checks_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -753,8 +714,8 @@ def test_a_worker_that_does_not_answer_health_checks_counts_as_lost(monkeypatch:
         judged.update(errors)
         return True
 
-    with failure_policy(judge, survivor_mode=True):
-        policy = data_parallel_trainer.create_failure_policy(FailureConfig(max_failures=3))
-        decision = policy.make_decision(WorkerGroupPollStatus({2: silent}).get_worker_group_error())
+    status = WorkerGroupPollStatus({2: silent})
+    FailureCallback(LocalControl(), judge, survivor_mode=True).after_exception(None, status.errors)
+    decision = DefaultFailurePolicy(ALWAYS_CONTINUE).make_decision(status.get_worker_group_error())
     assert decision is FailureDecision.RETRY, "only it is replaced, and the others keep training"
     assert isinstance(judged[2], RayActorError)

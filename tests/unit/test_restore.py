@@ -584,14 +584,6 @@ def test_the_first_start_of_a_run_is_not_an_incident(run: Run) -> None:
     assert first_incident(begin_start(run)) == Incident(Cause.BEGIN)
 
 
-def test_a_loss_during_a_restart_to_scale_up_is_recorded_as_a_loss() -> None:
-    now = a_start(at(2, 105), at(1, 10))
-    growth = Incident(Cause.SCALE_UP, "2 -> 3 workers", noticed=100.0)
-    assert make_receipt(now, TrainingState(taken=98.0), growth, 110.0).cause is Cause.SCALE_UP
-    receipt = make_receipt(now, TrainingState(taken=98.0), replace(growth, loss="rank 1: died"), 110.0)
-    assert (receipt.cause, receipt.detail) == (Cause.WORKER_LOST, "rank 1: died")
-
-
 def test_the_user_is_warned_if_a_save_takes_longer_than_the_notice() -> None:
     assert "takes 30 s to commit, but a notice leaves 27 s" in warn_of_notice(30.0, 27)
     assert warn_of_notice(25.0, 27), "the notice takes time to arrive"

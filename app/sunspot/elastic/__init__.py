@@ -1,6 +1,6 @@
 """Survives preempted nodes, lost workers and hung ranks, and adds workers when there is room for more.
 
-There are two modes; `train.trainer.outlives` chooses one for a run. In survivor mode, a loss does not stop the other
+There are two modes; `train.group.can_outlive` chooses one for a run. In survivor mode, a loss does not stop the other
 workers: they repeat the broken step without the lost one, and Ray replaces only that process. Survivor mode needs
 LOADER=torch, our training loop or a task's `train(run)`, and a single node group; SURVIVORS=off disables it. In
 restart mode, a loss ends the whole worker group, and Ray Train starts a new one from the newest state.
@@ -14,14 +14,15 @@ heartbeat; a worker that is building its model may take longer. Ray finds out la
 which counts the loss against MAX_FAILURES, and replaces the process.
 
 In restart mode, Ray Train decides, in its controller: an actor has died, or does not answer a health check. Ray then
-asks failures.FailureJudge, through ray_internals.controller.failure_policy, whether another group starts. The judge
-takes each `RayError` for a lost worker, and any other error for one that the worker raised itself.
+calls failure_callback.FailureCallback, which asks failures.FailureJudge whether another group starts. For the judge, a
+worker is lost if its error is one of ray_internals.controller.LOST. The worker raised any other error itself.
+
+merged_incidents.Incidents merges what all observers report about one loss into the incident that its receipt shows.
 
 In both modes, watchdog.Watchdog ends its own process if that takes no step for HANG_TIMEOUT_S; the process then counts
-as lost like any other. Four functions look similar, but decide nothing. nodes.find_lost (a node is gone) and
-receipts.FailureRecorder (Ray reports an error) record a loss so that its receipt can name the cause.
-ray_internals.nodes.reachable_nodes chooses nodes for new workers. In survivor mode, ray_internals.controller.end_lost
-ends dead and unresponsive processes that Ray is about to replace.
+as lost like any other. Three functions look similar, but decide nothing. nodes.find_lost (a node is gone) only reports
+the loss, so that its receipt can name the cause. ray_internals.nodes.reachable_nodes chooses nodes for new workers. In
+survivor mode, ray_internals.controller.end_lost ends dead and unresponsive processes that Ray is about to replace.
 
 A loss in survivor mode, from the last packet of a process to the repeated step
 -------------------------------------------------------------------------------

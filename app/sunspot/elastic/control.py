@@ -1,6 +1,5 @@
 """The control channel between driver and workers, a Ray actor on the driver's node. Workers cannot call a driver."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +11,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sunspot.background import Background
-from sunspot.elastic.messages import Command, FailureCounts, GroupEnd, Incident, Note, RankError, WorkerGroup
+from sunspot.elastic.merged_incidents import Incidents
+from sunspot.elastic.messages import Command, FailureCounts, GroupEnd, Incident, RankError, WorkerGroup
 from sunspot.observe.progress import News, Progress
 from sunspot.run.failures import Hang, describe_suspects, waited_for_rows
 from sunspot.run.incidents import Cause
@@ -37,10 +37,7 @@ class ControlChannel:
         self._command = Command()
         self._group: WorkerGroup | None = None
         self._has_group = False
-        self._incident = Incident()
-        "Why the current group ends."
-        self._restart = Incident()
-        "Why the current group began; empty once it has taken a step."
+        self._incidents = Incidents()
         self._fatal_error: Exception | None = None
         self._errors: list[RankError] = []
         "Errors of the ranks of the newest failed attempt."
@@ -60,8 +57,6 @@ class ControlChannel:
         "Number of failed replacements that the failure judge has not taken into account yet."
         self._ended = ""
         "Why the newest group ended; empty once the next group begins."
-        self._notes: list[Note] = []
-        "Notes for the run's events since the newest group began."
 
     # ------------------------------------------------------------------------------------------ called by the workers
 
@@ -69,24 +64,13 @@ class ControlChannel:
         """Register a new worker group, and return why the previous group ended."""
         self._group, self._has_group = group, True
         self._command = replace(self._command, restart=False, deadline=None, moves=False)
-        self._restart, self._incident = self._restart.completed_by(self._incident), Incident()
         self._hangs, self._judged = [], 0
         self._ended = ""
-        notes, self._notes = (*self._restart.notes, *self._notes), []
-        self._restart = replace(self._restart, notes=())
-        last_step = max(self._restart.last_step, self._progress.step)
-        return replace(self._restart, last_step=last_step, notes=notes)
-
-    def explain_start(self, incident: Incident) -> None:
-        """Record why the driver's first group begins, as found by its claim. This reason precedes facts recorded since
-        then.
-        """
-        self._incident = incident.completed_by(self._incident)
+        return self._with_last_step(self._incidents.begin_group())
 
     def close_incident(self) -> Incident:
         """Return why the current group began, as far as known, and forget it because the group has taken a step."""
-        known, self._restart = self._restart, Incident()
-        return known
+        return self._incidents.take_step()
 
     def free_memory(self, gpu: str) -> int:
         """Return the bytes that were free on a GPU when the newest group began on it, or 0 if no group has."""
@@ -115,11 +99,9 @@ class ControlChannel:
         """
         self._hangs.insert(0 if late else len(self._hangs), hang)
         self._judged += late
-        if self._incident.cause in (None, Cause.HUNG, Cause.NO_ROWS):
-            cause = Cause.NO_ROWS if waited_for_rows(self._hangs, hang.world_size) else Cause.HUNG
-            detail = describe_suspects(self._hangs, hang.world_size)
-            noticed = self._incident.noticed or hang.time
-            self._incident = replace(self._incident, noticed=noticed, cause=cause, detail=detail)
+        cause = Cause.NO_ROWS if waited_for_rows(self._hangs, hang.world_size) else Cause.HUNG
+        detail = describe_suspects(self._hangs, hang.world_size)
+        self._incidents.observe(Incident(cause, detail, hang.time))
 
     def count_failed_replacement(self, node: str) -> int:
         """Count a replacement that could not train, and return the number of such replacements on its node."""
@@ -177,15 +159,8 @@ class ControlChannel:
         self.add_incident_facts(incident)
 
     def explain_loss(self, detail: str) -> None:
-        """Record that a lost worker had run out of memory, which Ray reports some time after the loss.
-
-        If the next group has already taken a step by then, only the events have this explanation.
-        """
-        self._notes.append(Note(Cause.OUT_OF_MEMORY, detail, time.time()))
-        if self._incident.cause is Cause.WORKER_LOST:
-            self._incident = replace(self._incident, cause=Cause.OUT_OF_MEMORY, detail=detail)
-        elif self._restart.cause is Cause.WORKER_LOST and self._incident.cause is None:
-            self._restart = replace(self._restart, cause=Cause.OUT_OF_MEMORY, detail=detail)
+        """Record that a lost worker had run out of memory, which Ray reports some time after the loss."""
+        self._incidents.explain_loss(detail)
 
     def give_up(self, reason: str) -> None:
         """Record why no new group will start."""
@@ -214,22 +189,19 @@ class ControlChannel:
         self._group = None
 
     def add_incident_facts(self, facts: Incident) -> None:
-        """Add facts about why the group ends.
-
-        Earlier facts win, unless they only say that a worker was about to join.
-        """
-        known = self._incident
-        outdated = known.cause is Cause.JOINED and facts.cause not in (None, Cause.JOINED)
-        self._incident = facts.completed_by(known) if outdated else known.completed_by(facts)
+        """Add facts about why the group ends."""
+        self._incidents.observe(facts)
 
     def add_left_out(self, lines: list[str]) -> None:
         """Record for the events which nodes were left out, and why."""
-        self._notes += [Note("node left out", line, time.time()) for line in lines]
+        self._incidents.note("node left out", lines)
 
     def incident(self) -> Incident:
         """Return why the newest group ends, as far as known, with its last step."""
-        last_step = max(self._incident.last_step, self._progress.step)
-        return replace(self._incident, last_step=last_step, notes=(*self._incident.notes, *self._notes))
+        return self._with_last_step(self._incidents.current())
+
+    def _with_last_step(self, incident: Incident) -> Incident:
+        return replace(incident, last_step=max(incident.last_step, self._progress.step))
 
     def group(self) -> WorkerGroup | None:
         """Return the newest worker group.

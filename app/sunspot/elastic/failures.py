@@ -1,6 +1,6 @@
 """Judges what ended a worker group: describes it on the console, and decides whether another group starts.
 
-Ray Train asks in its controller (`ray_internals/controller.py`) about each group that ended without a command. An error
+Ray Train asks in its controller (failure_callback.py) about each failure of workers. An error
 that a user's program raises on all ranks alike would come again, so it ends the run at once. Other failures are
 counted, and the next checkpoint resets the count. Two kinds of groups are counted separately: those that got no rows
 from Ray Data, and those that took no step from an in-memory copy, until that copy is skipped in favor of storage
@@ -28,6 +28,7 @@ from sunspot.elastic.out_of_memory import (
 )
 from sunspot.errors import SunspotError, error_chain, shorten
 from sunspot.formatting import in_words, plural
+from sunspot.ray_internals.controller import LOST, GroupRestartError
 from sunspot.run.attempts import Attempt
 from sunspot.run.failures import (
     BRING_ROWS,
@@ -164,8 +165,21 @@ class FailureJudge:
         self._one_machine = one_machine
 
     def __call__(self, errors: dict[int, Exception]) -> bool:
-        """Return True if another group starts after one that ended with these errors, by rank."""
-        lost = [isinstance(error, RayError) for error in errors.values()]
+        """Return True if Ray Train continues after these errors, by rank. It then starts another group.
+
+        In survivor mode, Ray only replaces lost processes. If a worker raised an error itself, or the group ends for a
+        restart, the trainer ends. The driver then decides whether another trainer starts.
+        """
+        if any(isinstance(error, GroupRestartError) for error in errors.values()):
+            return not self._survivor_mode
+        if any(getattr(error, "preempted", False) for error in errors.values()):
+            return True
+        only_lost = all(isinstance(error, LOST) for error in errors.values())
+        return self._another_follows(errors) and (only_lost or not self._survivor_mode)
+
+    def _another_follows(self, errors: dict[int, Exception]) -> bool:
+        """Return True if another group, or the replacement of a lost process, follows these errors."""
+        lost = [isinstance(error, LOST) for error in errors.values()]
         end = self._fetch_end(at_once=any(lost))
         if end.fatal:  # no restart can fix this error, and it explains more than the others
             return False
@@ -275,7 +289,7 @@ def find_suspects(end: GroupEnd, errors: dict[int, Exception]) -> Suspects:
 
     NCCL ends a process whose GPU fails, often before it can report the error. Some GPUs hang when they fail.
     """
-    ranks = [rank for rank, error in errors.items() if isinstance(error, RayError) and rank in end.nodes]
+    ranks = [rank for rank, error in errors.items() if isinstance(error, LOST) and rank in end.nodes]
     lost = end.lost_on or [end.nodes[rank] for rank in ranks]
     known = {error.node: error.cuda_error for error in end.errors if error.cuda_error is not None}
     return {**dict.fromkeys(lost), **known}
@@ -310,7 +324,7 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
     """
     reported = [one.failure for one in end.errors]
     known = {failure.rank for failure in reported}
-    lost = {rank: error for rank, error in errors.items() if isinstance(error, RayError) and rank not in known}
+    lost = {rank: error for rank, error in errors.items() if isinstance(error, LOST) and rank not in known}
     lost = {} if end.hangs else lost  # the ranks have ended themselves
     step = max([end.progress.step, *(failure.step for failure in reported)])
     parts: dict[str, list[int]] = {}

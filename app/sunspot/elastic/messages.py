@@ -6,7 +6,7 @@ Times are in seconds since the epoch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from sunspot.observe.progress import Progress
 from sunspot.run.failures import Failure, Hang
@@ -79,11 +79,6 @@ class Incident:
         """Return the cause and its details as readable text."""
         detail = self.detail or self.loss
         return f"{self.cause} ({detail})" if detail else str(self.cause)
-
-    def completed_by(self, later: Incident) -> Incident:
-        """Return these facts, completed by those learned later. Earlier facts win."""
-        unknown = [one.name for one in fields(self) if not getattr(self, one.name)]
-        return replace(self, **{name: getattr(later, name) for name in unknown})
 
 
 @dataclass(frozen=True)

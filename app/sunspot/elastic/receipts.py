@@ -3,26 +3,18 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypedDict
-
-import ray.train
+from typing import TypedDict
 
 from sunspot.elastic.claim import StartPoint
-from sunspot.elastic.control import ControlChannel, ControlClient
-from sunspot.elastic.failures import describe_failure_in_line, reason
+from sunspot.elastic.failures import describe_failure_in_line
 from sunspot.elastic.messages import Incident, RankError
-from sunspot.elastic.out_of_memory import find_killed_for_memory
 from sunspot.elastic.restore import TrainingState
-from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt
 from sunspot.run.cost import cost_of_loss
 from sunspot.run.incidents import Cause, Receipt, worker_seconds
 from sunspot.run.overview import LOST_AFTER_S
 from sunspot.run.owner import Owner
 from sunspot.run.status import is_alive
-
-MAX_DETAIL = 500
-"""Largest number of characters kept of all workers' errors."""
 
 
 class Phases(TypedDict, total=False):
@@ -76,11 +68,7 @@ def make_receipt(
 
 def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
     """Return the cause of a restart and its description."""
-    lost_first = (
-        incident.cause in (Cause.SCALE_UP, Cause.MOVED) and incident.loss
-    )  # a worker was lost before the restart
-    unnoticed = Cause.WORKER_LOST if before else Cause.BEGIN
-    cause = incident.cause if incident.cause and not lost_first else unnoticed
+    cause = incident.cause or (Cause.WORKER_LOST if before else Cause.BEGIN)
     details = (incident.loss, incident.detail) if cause is Cause.WORKER_LOST else (incident.detail, incident.loss)
     return cause, details[0] or details[1]
 
@@ -114,22 +102,6 @@ def first_incident(start: StartPoint) -> Incident:
     # A lost run has no workers until it is started again. A head that the operator replaces leaves its workers running.
     paused_since = other.seen + LOST_AFTER_S if other.owner != start.attempt.owner else None
     return Incident(Cause.DRIVER_LOST, silent, paused_since=paused_since, last_step=step)
-
-
-class FailureRecorder(ray.train.UserCallback):
-    """Records failures of workers in the control channel. It runs in Ray Train's controller."""
-
-    def __init__(self, control: ControlClient) -> None:
-        self._control = control
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Record the errors. Ray calls this at every poll while there are errors, and only the first ones are kept."""
-        lost = {rank: error for rank, error in worker_exceptions.items() if not isinstance(error, GroupRestartError)}
-        if lost:
-            lines = "; ".join(f"rank {rank}: {reason(error)}" for rank, error in sorted(lost.items()))[:MAX_DETAIL]
-            short = any(find_killed_for_memory(error)[0] for error in lost.values())
-            cause, detail = (Cause.OUT_OF_MEMORY, lines) if short else (None, "")
-            self._control.send(ControlChannel.add_incident_facts, Incident(cause, detail, time.time(), lines))
 
 
 def explain_error(error: RankError) -> Incident:

@@ -1,9 +1,9 @@
-"""Controls Ray Train's controller: when a worker group ends, whether another follows, and how a failed one is removed.
+"""Controls Ray Train's controller: when a worker group ends, which workers it replaces, and how it is removed.
 
 ray.train.v2._internal.execution   has the controller's states and its worker group, to end a group that restarts while
                                    there are too few nodes for the next one. The public `UserCallback` sees neither.
-ray.train.v2...failure_handling    decides whether another worker group follows a failed one. The public FailureConfig
-                                   counts all failures of a job, and cannot recognize bugs.
+WorkerHealthCheck...Error          wrap or replace the error of a lost worker in the public `UserCallback`, and have no
+                                   public names
 RayActorError(preempted=True)      requests another group without a charge if a worker raises it. No public API
                                    restarts a group.
 ray._raylet.PlacementGroupID       removes the reservations of a failed controller. The public API removes only
@@ -17,8 +17,7 @@ core_worker.kill_actor             ends a controller that waits for a node. The 
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
@@ -157,52 +156,15 @@ def _ask_who_lives(find_living: Callable[[], Collection[str]]) -> Collection[str
         return ()
 
 
-@contextmanager
-def failure_policy(judge: Callable[[dict[int, Exception]], bool], survivor_mode: bool = False) -> Iterator[None]:
-    """Make trainers ask `judge`, in their controller, whether another worker group starts after one that failed.
+def unwrap_health_check(error: Exception) -> Exception:
+    """Return the error that Ray's health check of a worker has found, or any other error unchanged.
 
-    `judge` receives the errors by rank, with a `RayError` for each lost process. A group that ended because of a
-    preemption is always followed by another. If Ray's own policy, which just counts failures, cannot be replaced, it
-    stays in force. In `survivor_mode`, Ray replaces only the lost processes, and the end of a whole group ends its
-    trainer.
+    A worker that does not answer counts as lost.
     """
-    try:
-        from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
-        from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
-        from ray.train.v2.api import data_parallel_trainer
-
-        own = data_parallel_trainer.create_failure_policy
-    except (ImportError, AttributeError) as error:
-        counted = "SUNSPOT_MAX_FAILURES counts all failures of a start, even if there were checkpoints in between"
-        warn_once(log, f"{counted}: {shorten(error)}")
-        yield
-        return
-
-    def unwrap(error: Exception) -> Exception:
-        """Return the error that a health check found. A worker that does not answer counts as lost."""
-        if isinstance(error, WorkerHealthCheckTimeoutError):
-            return RayActorError(error_msg=str(error))
-        found: Exception = getattr(error, "health_check_failure", error)
-        return found
-
-    class Policy(DefaultFailurePolicy):
-        def make_decision(self, training_failed_error: Any) -> Any:
-            decision = super().make_decision(training_failed_error)
-            failures = getattr(training_failed_error, "worker_failures", {})
-            errors = {rank: unwrap(error) for rank, error in failures.items()}
-            if survivor_mode and any(isinstance(error, GroupRestartError) for error in errors.values()):
-                return FailureDecision.RAISE
-            if not errors or any(getattr(error, "preempted", False) for error in errors.values()):
-                return decision
-            continues = judge(errors)
-            lost = all(isinstance(error, LOST) for error in errors.values())
-            return FailureDecision.RETRY if continues and (lost or not survivor_mode) else FailureDecision.RAISE
-
-    data_parallel_trainer.create_failure_policy = Policy
-    try:
-        yield
-    finally:
-        data_parallel_trainer.create_failure_policy = own
+    if type(error).__name__ == "WorkerHealthCheckTimeoutError":
+        return RayActorError(error_msg=str(error))
+    found: Exception = getattr(error, "health_check_failure", error)
+    return found
 
 
 def reserved_groups() -> set[str]:

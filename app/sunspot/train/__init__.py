@@ -3,8 +3,9 @@
 In the order in which things happen:
 
 1. `driver.train_run` runs in the driver. It finds the newest checkpoint, plans the training, and records the outcome.
-2. `trainer.fit` starts one of Ray's trainers after another (`fit_once`), until the run ends or gives up. Before each,
-   `probe` checks that all nodes reach the storage, and `broken_gpus` leaves out nodes whose GPUs cannot compute.
+2. `trainer.fit` starts one of Ray's trainers after another (`group.train_group`), until the run ends or fails. Before
+   each, `group.open_context` checks that all nodes reach the storage (`probe`), and leaves out nodes whose GPUs cannot
+   compute (`broken_gpus`). `group_outcome.next_start` decides whether another trainer follows.
 3. `loop.train_loop` runs in each worker process that Ray Train has started. A process may outlive its groups (a
    `survivor.Survivor`). Then the loop trains in one group after another.
 4. `joining.Joining` makes the process a worker of the run. It forms a group, claims the run with it

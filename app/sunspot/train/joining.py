@@ -168,7 +168,7 @@ class Joining:
         if memory:
             memory.keep_parts_of(start.copy.snapshot.checkpoint if start.copy else None)
         if place.rank == 0:
-            control.send(ControlChannel.explain_start, first_incident(start))
+            control.send(ControlChannel.add_incident_facts, first_incident(start))
             if not start.live:  # survivors wait for this process, and the status already shows that they train
                 show_claim(run, first_status(start, plan, control.call_or_none(ControlChannel.incident)))
         outputs = self._contexts.enter_context(ExitStack())

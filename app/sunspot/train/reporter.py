@@ -14,6 +14,7 @@ from sunspot.checkpoint.manager import exceeds_notice
 from sunspot.data.source import rows_in
 from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.merged_incidents import merge
 from sunspot.elastic.messages import Incident, WorkerGroup
 from sunspot.elastic.receipts import Phases, make_receipt
 from sunspot.elastic.restore import TrainingState
@@ -269,8 +270,8 @@ class Reporter:
     def _close_incident(self) -> None:
         self._recovered = True
         known = self._control.call_or_none(ControlChannel.close_incident)
-        if known and known.cause is Cause.OUT_OF_MEMORY:  # Ray may report this after the group has begun
-            self._incident = replace(self._incident, cause=known.cause, detail=known.detail)
+        if known:  # Ray may report a lack of memory after the group has begun
+            self._incident = merge(self._incident, known)
         receipt = make_receipt(self._start, self._state, self._incident, time.time(), self._phases)
         self._journals.events.append(receipt.record())
         self._receipts.append(receipt)

@@ -1,0 +1,95 @@
+"""Merges what several observers report about the end of a worker group into one incident.
+
+The workers, the membership server, Ray's controller and the driver's supervisor each see a part of an incident, and
+report it in any order. The strongest cause wins, and of equally strong ones the earliest (`merge`). Every other fact
+stays as first reported. The reports arrive through control.ControlChannel.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import fields, replace
+
+from sunspot.elastic.messages import Incident, Note
+from sunspot.run.incidents import Cause
+
+PLANNED = (Cause.JOINED, Cause.SCALE_UP, Cause.MOVED)
+"""Causes that end a group on purpose. If a worker is lost before the group has ended, the group ends for that loss."""
+
+HANGS = (Cause.HUNG, Cause.NO_ROWS)
+"""Causes whose newest description covers all ranks that have hung so far."""
+
+EXPLAINED = 3
+"""Strength of a cause that says why a worker group ended, such as PREEMPTED or OUT_OF_MEMORY."""
+
+STRENGTH: dict[Cause | None, int] = {
+    None: 0,
+    **dict.fromkeys(PLANNED, 1),
+    Cause.WORKER_LOST: 2,  # does not say why
+    Cause.DRIVER_LOST: 4,
+    **dict.fromkeys((Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER), 5),  # whatever happens while a driver starts
+}
+"""Strength of each cause that is not EXPLAINED."""
+
+
+def strength(cause: Cause | None) -> int:
+    """Return how strong a cause is. A stronger one replaces a weaker one."""
+    return STRENGTH.get(cause, EXPLAINED)
+
+
+def merge(known: Incident, new: Incident) -> Incident:
+    """Return the facts of two reports of one incident. `known` came first."""
+    stronger = strength(new.cause) > strength(known.cause)
+    newer_hang = known.cause in HANGS and new.cause in HANGS
+    first, second = (new, known) if stronger and known.cause in PLANNED else (known, new)
+    unknown = [one.name for one in fields(Incident) if not getattr(first, one.name)]
+    merged = replace(first, **{name: getattr(second, name) for name in unknown})
+    merged = replace(merged, notes=(*known.notes, *new.notes))
+    return replace(merged, cause=new.cause, detail=new.detail) if stronger or newer_hang else merged
+
+
+class Incidents:
+    """The incident that ends the current worker group, and the one for which the group began."""
+
+    def __init__(self) -> None:
+        self._ending = Incident()
+        self._began = Incident()
+        "Empty once the current group has taken a step."
+        self._notes: list[Note] = []
+        "Notes for the run's events since the newest group began."
+
+    def observe(self, facts: Incident) -> None:
+        """Record facts about why the current group ends."""
+        self._ending = merge(self._ending, facts)
+
+    def explain_loss(self, detail: str) -> None:
+        """Record that a lost worker had run out of memory, which Ray reports some time after the loss.
+
+        If the next group has already taken a step by then, only the events have this explanation.
+        """
+        self.note(Cause.OUT_OF_MEMORY, [detail])
+        explanation = Incident(Cause.OUT_OF_MEMORY, detail)
+        self._ending, self._began = (
+            merge(loss, explanation) if loss.cause is Cause.WORKER_LOST else loss
+            for loss in (self._ending, self._began)
+        )
+
+    def note(self, event: str, details: Iterable[str]) -> None:
+        """Add notes for the run's events."""
+        self._notes += [Note(event, detail, time.time()) for detail in details]
+
+    def begin_group(self) -> Incident:
+        """Return why a new group begins. This includes why earlier groups ended that took no step."""
+        began = merge(self._began, self._ending)
+        began = replace(began, notes=(*began.notes, *self._notes))
+        self._began, self._ending = replace(began, notes=()), Incident()
+        self._notes = []
+        return began
+
+    def take_step(self) -> Incident:
+        """Return why the current group began, and forget it because the group has taken a step."""
+        began, self._began = self._began, Incident()
+        return began
+
+    def current(self) -> Incident:
+        """Return why the current group ends, as far as known."""
+        return replace(self._ending, notes=(*self._ending.notes, *self._notes))

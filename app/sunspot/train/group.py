@@ -1,0 +1,320 @@
+"""Trains one worker group after another with one of Ray's trainers, and finds out how the trainer ended.
+
+In restart mode, a trainer starts the next group itself. In survivor mode, it replaces lost processes, and it ends with
+the group as a whole.
+"""
+
+import functools
+import logging
+import math
+import os
+import pkgutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.data
+from ray.exceptions import OutOfMemoryError
+from ray.train import LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train.torch import TorchTrainer
+
+from sunspot.background import start_thread
+from sunspot.data.ray_loader import StepStreams
+from sunspot.data.source import rows_in
+from sunspot.elastic.control import ControlChannel, ControlClient, open_control
+from sunspot.elastic.failure_callback import ALWAYS_CONTINUE, FailureCallback, find_worker_error
+from sunspot.elastic.failures import FailureJudge
+from sunspot.elastic.groups import GroupChoice
+from sunspot.elastic.membership import MembershipSnapshot
+from sunspot.elastic.membership_channel import MembershipServer, ask_living
+from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
+from sunspot.elastic.supervisor import supervised
+from sunspot.elastic.watchdog import FIRST_STEP_S
+from sunspot.errors import SunspotError
+from sunspot.observe.progress import News, shown_progress
+from sunspot.observe.prometheus import exported_run
+from sunspot.plan import Plan, Resources, choose_resources
+from sunspot.ray_internals.backend import BackendConfig, SurvivorConfig
+from sunspot.ray_internals.controller import end_groups_at_once, replace_lost_alone
+from sunspot.ray_internals.coordinator import install_coordinator
+from sunspot.ray_internals.nodes import reachable_nodes, staying_nodes
+from sunspot.run import Claimant, open_run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.requests import StopRequest
+from sunspot.settings import Settings, WorkerRange
+from sunspot.tasks import load_task
+from sunspot.train.broken_gpus import BrokenInTraining, RequiredResources, leave_out_at_start, new_nodes_checked
+from sunspot.train.group_outcome import GroupOutcome, TrainerStart, find_reason
+from sunspot.train.joining import WorkerConfig
+from sunspot.train.loop import train_loop
+from sunspot.train.probe import probe_all_nodes
+from sunspot.train.this_machine import refuse_lack
+
+log = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT_S = 300
+"""Maximum number of seconds that a worker waits for the others in one collective (torch's default is 30 minutes)."""
+
+WATCHDOG_GRACE_S = 60
+"""Seconds added to HANG_TIMEOUT_S, so that watchdogs report a hang before a collective fails (elastic/watchdog.py)."""
+
+MEMBERS_CHECK_EVERY_S = 0.5
+"""Seconds between two checks whether a trainer still has workers."""
+
+NO_MEMBERS_S = 20.0
+"""Maximum number of seconds that a trainer may be without workers."""
+
+ENDED_S = 5.0
+"""Maximum number of seconds between the announced end of all workers and the trainer's end. Ray needs about 2 s."""
+
+NO_RESIZE_S = 1e9
+"""Seconds between two resizes of a worker group by Ray, which is long enough that they never happen.
+
+Ray would resize the group without a notice, and lose the steps since its last checkpoint. Sunspot adds workers
+itself.
+"""
+
+
+@dataclass(frozen=True)
+class TrainingContext:
+    """The objects that the driver provides while one of Ray's trainers runs."""
+
+    plan: Plan
+    claimant: Claimant
+    stop_request: StopRequest
+    control: ControlClient
+    membership: MembershipServer | None
+    "The members of the group in survivor mode, or None in restart mode."
+    workers: WorkerRange
+    resources: Resources
+    scratch: str
+    "A folder for Ray's own files."
+
+
+@contextmanager
+def open_context(
+    plan: Plan, claimant: Claimant, stop_request: StopRequest, note_end: Callable[[str], None] = lambda why: None
+) -> Iterator[TrainingContext]:
+    """Check the nodes, and yield the context of a trainer. Nodes, signals and progress are observed inside it.
+
+    Raises `SunspotError` if the run cannot train on these nodes. `note_end` is described in `trainer.fit`.
+    """
+    settings = plan.settings
+    given = settings.num_workers
+    choice = choose_node_groups(settings)
+    nodes = reachable_nodes(ray.nodes())  # Ray lists a lost node for a while
+    probe_all_nodes(settings.storage_path, settings.run_name, nodes)
+    resources = choose_resources(settings, ray.cluster_resources(), len(nodes))
+    if plan.one_machine:
+        refuse_lack(settings, resources.per_worker, ray.cluster_resources())
+    print(f"  {resources.reason}", flush=True)
+    left_out = leave_out_at_start(nodes, required_resources(plan, resources)) if resources.use_gpu else []
+    survivor_mode = can_outlive(plan)
+    lag_s = install_coordinator() if given.elastic and not (survivor_mode or choice) else 0.0
+    with ExitStack() as stack:
+        stack.enter_context(exported_run(settings.run_name))
+        control = stack.enter_context(open_control())
+        control.send(ControlChannel.add_left_out, left_out)
+        workers, membership = given, None
+        if survivor_mode:
+            workers = stack.enter_context(asked_nodes(resources.per_worker, given, plan.one_machine))
+            membership = stack.enter_context(MembershipServer(workers.least, control))
+        fetch = functools.partial(fetch_news, control, note_end)
+        stack.enter_context(shown_progress(fetch, plan.total_steps, plan.steps.per_epoch))
+        usable = stack.enter_context(new_nodes_checked(control, nodes)) if resources.use_gpu else reachable_nodes
+        monitor = NodeMonitor(resources.per_worker, given, usable, lag_s, choice)
+        stack.enter_context(supervised(control, stop_request, monitor, membership))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
+        yield TrainingContext(plan, claimant, stop_request, control, membership, workers, resources, scratch)
+
+
+def choose_node_groups(settings: Settings) -> GroupChoice | None:
+    """Wait for nodes of the run's node groups, and return the choice among them, or None if it has no such groups."""
+    if not settings.node_groups:
+        return None
+    if install_coordinator():
+        raise SunspotError(
+            "several groups of nodes cannot be used, because Ray's coordinator asks for any node; keep one"
+        )
+    choice = GroupChoice(settings.node_groups, settings.num_workers.most)
+    per_worker = {name: float(amount) for name, amount in settings.resources_per_worker.items()}
+    wait_for_nodes(choice, per_worker, settings.num_workers, settings.nodes_timeout_s)
+    return choice
+
+
+def required_resources(plan: Plan, resources: Resources) -> RequiredResources:
+    """Return the resources that must remain if nodes are left out."""
+    return RequiredResources(resources.per_worker, plan.settings.num_workers.least)
+
+
+def train_group(context: TrainingContext, start: TrainerStart) -> GroupOutcome:
+    """Run one of Ray's trainers to its end, and return how it ended."""
+    control, membership = context.control, context.membership
+    settings = context.plan.settings
+    control.send(ControlChannel.add_incident_facts, start.incident)
+    control.send(ControlChannel.set_counts, start.counts)
+    trainer = make_trainer(context)
+
+    def has_nothing_to_save() -> bool:
+        return context.stop_request.signal is not None and control.call_or_none(ControlChannel.has_group) is False
+
+    error: Exception | None = None
+    limit_s = settings.hang_timeout_s + FIRST_STEP_S if settings.hang_timeout_s else math.inf
+    # Run in a thread, because in the main thread Ray would abort the workers at the first SIGINT.
+    fitting = start_thread(trainer.fit, "trainer")
+    try:
+        if not only_driver_remains(fitting, membership.snapshot if membership else None, has_nothing_to_save, limit_s):
+            fitting.result()
+    except TrainingFailedError as failure:
+        error = find_worker_error(failure)
+    except OutOfMemoryError as failure:  # Ray's memory monitor may also end the controller
+        error = failure
+    command = control.call_or_none(ControlChannel.command)
+    return GroupOutcome(
+        reason=find_reason(error, command is not None and command.restart, context.plan.one_machine),
+        error=error,
+        end=control.call_or_none(ControlChannel.group_end),
+        incident=control.call_or_none(ControlChannel.incident) or start.incident,
+    )
+
+
+def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:
+    """Return the news for the terminal, and pass to `note_end` why the newest worker group ended."""
+    news = control.call(ControlChannel.fetch_news)
+    note_end(news.ended)
+    return news
+
+
+def can_outlive(plan: Plan) -> bool:
+    """Return True if workers keep training after a loss, because each has all rows and Ray replaces a lost worker."""
+    settings = plan.settings
+    if settings.survivors == "off":  # checked first, so that the task need not be loaded
+        return False
+    task = load_task(settings)
+    return not task.needs_all_workers and settings.loader == "torch" and not settings.node_groups
+
+
+def only_driver_remains(
+    fitting: Future[Any],
+    read_membership: Callable[[], MembershipSnapshot] | None,
+    has_nothing_to_save: Callable[[], bool] = lambda: False,
+    limit_s: float = math.inf,
+) -> bool:
+    """Wait for the end of a trainer and return False, or return True once it has no workers and would wait for a node.
+
+    While Ray places a replacement, it does not poll the other workers, so it does not notice that they have finished or
+    are lost. Also returns True in two more cases. If `has_nothing_to_save` returns True, a signal has asked for a stop
+    and no worker could save. If all workers that trained are lost and no replacement has trained within `limit_s`, the
+    replacements may hang, because nothing else watches them.
+    """
+    empty_since: float | None = None
+    trained = time.monotonic()
+    while not wait([fitting], MEMBERS_CHECK_EVERY_S).done:
+        if has_nothing_to_save():
+            return True
+        if read_membership is None:
+            continue
+        membership = read_membership()
+        if membership.trains or not membership.generation.members:
+            trained = time.monotonic()
+        elif time.monotonic() - trained > limit_s:
+            log.warning(f"all workers that trained are lost, and no replacement has trained within {limit_s:.0f} s")
+            return True
+        if membership.trains or not (membership.ended or membership.has_no_members):
+            empty_since = None
+        elif empty_since is None:
+            empty_since = time.monotonic()
+        elif time.monotonic() - empty_since > (ENDED_S if membership.ended else NO_MEMBERS_S):
+            return True
+    return False
+
+
+def make_worker_config(context: TrainingContext) -> WorkerConfig:
+    """Return what each worker process gets from the driver."""
+    plan, claimant = context.plan, context.claimant
+    return WorkerConfig(
+        plan=plan,
+        owner=claimant.owner,
+        driver=claimant.driver,
+        control=context.control,
+        threads=context.resources.threads,
+        collective_timeout_s=max(COLLECTIVE_TIMEOUT_S, plan.settings.hang_timeout_s + WATCHDOG_GRACE_S),
+        membership=context.membership.address if context.membership else None,
+        folder=os.getcwd(),
+    )
+
+
+def make_trainer(context: TrainingContext) -> Any:
+    """Make Ray's trainer. It keeps only Ray's own files.
+
+    Ray's uploads can lose files, and one failed write of its snapshot ends the training. So Sunspot has checkpoints and
+    a history of its own, from which it resumes (sunspot/checkpoint).
+    """
+    plan, resources = context.plan, context.resources
+    settings, workers = plan.settings, context.workers
+    config = make_worker_config(context)
+    leave_out = BrokenInTraining(context.control, required_resources(plan, resources), not context.membership)
+    survivor_mode = context.membership is not None
+    judge = FailureJudge(context.control, settings.max_failures, leave_out, survivor_mode, plan.one_machine)
+    sources = {"train": plan.source, "test": plan.test} if settings.loader == "ray" else {}
+    if config.membership:
+        trainer: Any = TorchTrainer
+        backend: dict[str, Any] = {"torch_config": SurvivorConfig()}
+        callbacks = replace_lost_alone(functools.partial(ask_living, config.membership))
+        placement = choose_placement(find_room(staying_nodes(), resources.per_worker))
+    else:
+        trainer, backend = choose_trainer(plan, int(config.collective_timeout_s))
+        callbacks = end_groups_at_once()
+        placement = "PACK"
+    return trainer(
+        functools.partial(train_loop, config),
+        scaling_config=ScalingConfig(
+            num_workers=(workers.least, workers.most) if workers.elastic or settings.node_groups else workers.least,
+            elastic_resize_monitor_interval_s=NO_RESIZE_S,
+            use_gpu=resources.use_gpu,
+            resources_per_worker=resources.per_worker,
+            placement_strategy=placement,
+        ),
+        run_config=RunConfig(
+            name=settings.run_name,
+            storage_path=context.scratch,
+            failure_config=ALWAYS_CONTINUE,
+            logging_config=LoggingConfig(log_level="WARNING"),
+            callbacks=[FailureCallback(context.control, judge, survivor_mode), *callbacks],
+        ),
+        # The datasets hold row ids. The streams put them in order, and read the rows.
+        datasets={name: ray.data.range(rows_in(source)) for name, source in sources.items() if source},
+        dataset_config=make_streams(plan, resources) if sources else None,
+        **backend,
+    )
+
+
+def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
+    """Return Ray's trainer for the plan's task, and its argument for the backend. Imports only the task's library."""
+    task = load_task(plan.settings)
+    if not task.find_ray_trainer:
+        return TorchTrainer, {"torch_config": BackendConfig(timeout_s=timeout_s)}
+    location = task.find_ray_trainer(plan.settings, plan.source)
+    library = location.partition(":")[0].rpartition(".")[2]
+    make_config = pkgutil.resolve_name(f"{location.removesuffix('Trainer')}Config")
+    config = BackendConfig(timeout_s=timeout_s, library=make_config())
+    return pkgutil.resolve_name(location), {f"{library}_config": config}
+
+
+def make_streams(plan: Plan, resources: Resources) -> StepStreams:
+    """Make the streams that give each worker its rows. A Ray actor unpickles them, and so imports this module."""
+    settings = plan.settings
+    begins_at = functools.partial(first_step, settings.storage_path, settings.run_name)
+    return StepStreams(plan.data, plan.total_steps, begins_at, resources.reading_cpus)
+
+
+def first_step(storage_path: str, run_name: str) -> int:
+    """Return the step that the newest worker group starts from. Ray calls this when it makes the group's streams."""
+    run = open_run(storage_path, run_name)
+    run.storage.refresh(run.key("attempts"))  # this node may have cached the listing of the previous group
+    return read_attempts(run)[-1].step
