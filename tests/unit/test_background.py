@@ -47,6 +47,6 @@ def test_a_task_with_a_defect_is_logged_and_tried_again(caplog: pytest.LogCaptur
     with Background(0.001, task):
         assert enough.wait(10)
     [logged] = caplog.records
-    assert "task failed; it is tried again" in logged.message
+    assert "task failed; it is retried" in logged.message
     assert logged.exc_info
     assert "Too many open files" in str(logged.exc_info[1])

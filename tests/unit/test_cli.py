@@ -132,18 +132,18 @@ def test_status_without_a_cluster_does_not_import_the_kubernetes_client(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["stauts", "run"], "stauts: no such verb; did you mean status?"),
-        (["checkpoints", "lst"], "lst: no such verb; did you mean ls?"),
+        (["stauts", "run"], "stauts: no such command; did you mean status?"),
+        (["checkpoints", "lst"], "lst: no such command; did you mean ls?"),
         (["audit", "run", "--jsno"], "--jsno: no such option; did you mean --json?"),
         (["chaos", "run", "--knid", "kill"], "--knid: no such option; did you mean --kind?"),
         (["wait", "run", "--timout=5"], "--timout: no such option; did you mean --timeout?"),
-        (["ls"], "ls: no such verb; did you mean list?"),
-        (["ps"], "ps: no such verb; did you mean list?"),
-        (["version"], "version: no such verb; did you mean --version?"),
-        (["checkpoints", "list", "run"], "list: no such verb; did you mean ls?"),
-        (["xyzzy"], "xyzzy: no such verb; `sunspot --help` lists what there is"),
-        (["audit", "run", "--far"], "--far: no such option; `sunspot audit --help` lists what there is"),
-        (["cost", "mnist"], "mnist: no such argument; `sunspot cost --help` lists what there is"),
+        (["ls"], "ls: no such command; did you mean list?"),
+        (["ps"], "ps: no such command; did you mean list?"),
+        (["version"], "version: no such command; did you mean --version?"),
+        (["checkpoints", "list", "run"], "list: no such command; did you mean ls?"),
+        (["xyzzy"], "xyzzy: no such command; see `sunspot --help`"),
+        (["audit", "run", "--far"], "--far: no such option; see `sunspot audit --help`"),
+        (["cost", "mnist"], "mnist: no such argument; see `sunspot cost --help`"),
         (["render", "--run", "a", "EPOCHS=3"], "EPOCHS=3: write --set EPOCHS=3"),
     ],
 )
@@ -174,7 +174,7 @@ def test_every_verb_takes_storage_and_json_and_cluster_verbs_take_a_context(
 def test_a_verb_without_a_cluster_takes_no_cluster_options(sunspot: StorageCommand) -> None:
     answer = sunspot("metrics", "run", "--context", "nowhere")
     assert (answer.code, answer.out) == (2, "")
-    assert answer.err == "error: --context: no such option; `sunspot metrics --help` lists what there is\n"
+    assert answer.err == "error: --context: no such option; see `sunspot metrics --help`\n"
 
 
 def test_a_long_operation_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_wait_raises_an_error_if_the_run_failed(cluster: FakeCluster, s3_bucket:
         ({"EPOCHS": "many"}, "SUNSPOT_EPOCHS=many"),
         (
             {"TASK_ARGS": {1, 2}},
-            "TASK_ARGS={1, 2}: give a text, a number, a boolean, or another value that JSON can hold",
+            "TASK_ARGS={1, 2}: give a string, a number, a boolean, or another JSON value",
         ),
     ],
 )

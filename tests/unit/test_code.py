@@ -223,7 +223,7 @@ def test_a_credential_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as refused:
         pack(tmp_path)
     assert "1 problem" in str(refused.value)
-    assert "my_task.py, line 3: holds a token of Hugging Face; read it from the environment" in str(refused.value)
+    assert "my_task.py, line 3: holds a Hugging Face token; read it from the environment" in str(refused.value)
     assert token not in str(refused.value)
     write(tmp_path, {"my_task.py": f"TOKEN = '{token}'  # pragma: allowlist secret\n"})
     assert pack(tmp_path).names == {"my_task.py", "test_task.py"}
@@ -296,7 +296,7 @@ def test_code_with_another_hash_is_not_run(
     reference = keep(pack(folder).content, tmp_path / "storage")
     tampered = (tmp_path / "storage/code.tar").read_bytes().replace(b"HIDDEN = 1", b"HIDDEN = 9")
     (tmp_path / "storage/code.tar").write_bytes(tampered)
-    with pytest.raises(DamageError, match=f"has another SHA-256, {hashlib.sha256(tampered).hexdigest()}"):
+    with pytest.raises(DamageError, match=f"has a different SHA-256, {hashlib.sha256(tampered).hexdigest()}"):
         find_code(reference)
     (tmp_path / "storage/code.tar").unlink()
     with pytest.raises(

@@ -284,8 +284,8 @@ def test_the_highest_cost_of_a_job_is_shown_before_it_is_submitted(
 @pytest.mark.parametrize(
     ("text", "more", "message"),
     [
-        ("extends: kind\nworker: {price: -1}", {}, "worker.price=-1: set it to a number from 0, e.g. 0.35"),
-        ("extends: kind\nhead: {price: cheap}", {}, "head.price='cheap': set it to a number from 0, e.g. 0.35"),
+        ("extends: kind\nworker: {price: -1}", {}, "worker.price=-1: set it to a number >= 0, e.g. 0.35"),
+        ("extends: kind\nhead: {price: cheap}", {}, "head.price='cheap': set it to a number >= 0, e.g. 0.35"),
         ("extends: kind\nworker: {prise: 1}", {}, "worker.prise: no such key; did you mean worker.price?"),
         (
             "extends: kind",

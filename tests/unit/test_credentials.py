@@ -34,16 +34,16 @@ BEGIN = "-----BEGIN "
         (f'KEY = ("{BEGIN}EC PRIVATE KEY-----\\n"\n    "MHcC{RANDOM[:60]}")', "a private key"),
         (f"key = 'AKIA{BASE32}'", "an AWS access key"),
         (f"aws_secret_access_key = {RANDOM[:40]}", "an AWS secret key"),
-        (f"https://ghp_{RANDOM[:36]}@github.com/me/mine", "a token of GitHub"),
-        (f"github_pat_{RANDOM[:22]}_{RANDOM[:59]}", "a token of GitHub"),
-        (f"login('hf_{RANDOM[:34]}')", "a token of Hugging Face"),
-        (f"sk-proj-{RANDOM[:48]}", "a token of OpenAI or Anthropic"),
-        (f"AIza{RANDOM[:35]}", "an API key of Google"),
-        (f"https://hooks.slack.com/services/T0{HEX[:8]}/B0{HEX[:8]}/{RANDOM[:24]}", "a webhook of Slack"),
-        (f'{{"auths": {{"ghcr.io": {{"auth": "{RANDOM[:32]}"}}}}}}', "a login to a registry"),
-        (f"    client-key-data: {RANDOM[:64]}\n", "a key of Kubernetes"),
-        (f"AccountName=me;AccountKey={RANDOM[:86]}==;", "an account key of Azure"),
-        (f"dapi{HEX[:32]}", "a token of Databricks"),
+        (f"https://ghp_{RANDOM[:36]}@github.com/me/mine", "a GitHub token"),
+        (f"github_pat_{RANDOM[:22]}_{RANDOM[:59]}", "a GitHub token"),
+        (f"login('hf_{RANDOM[:34]}')", "a Hugging Face token"),
+        (f"sk-proj-{RANDOM[:48]}", "an OpenAI or Anthropic token"),
+        (f"AIza{RANDOM[:35]}", "a Google API key"),
+        (f"https://hooks.slack.com/services/T0{HEX[:8]}/B0{HEX[:8]}/{RANDOM[:24]}", "a Slack webhook"),
+        (f'{{"auths": {{"ghcr.io": {{"auth": "{RANDOM[:32]}"}}}}}}', "a registry login"),
+        (f"    client-key-data: {RANDOM[:64]}\n", "a Kubernetes key"),
+        (f"AccountName=me;AccountKey={RANDOM[:86]}==;", "an Azure account key"),
+        (f"dapi{HEX[:32]}", "a Databricks token"),
     ],
 )
 def test_a_credential_is_recognized_by_its_form(text: str, form: str) -> None:
@@ -80,7 +80,7 @@ def test_text_that_only_looks_like_a_credential_is_accepted(text: str) -> None:
 
 def test_the_first_credential_that_is_not_allowed_is_named() -> None:
     made_up = "AKIAIOSFODNN7EXAMPLE\n"
-    assert find_credential(f"{made_up}hf_{RANDOM[:34]}\nAKIA{BASE32}\n") == ("a token of Hugging Face", 2)
+    assert find_credential(f"{made_up}hf_{RANDOM[:34]}\nAKIA{BASE32}\n") == ("a Hugging Face token", 2)
     assert find_credential(f"{made_up}AKIA{BASE32}\n") == ("an AWS access key", 2)
 
 

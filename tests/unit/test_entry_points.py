@@ -78,7 +78,7 @@ def test_a_users_files_do_not_shadow_the_library(tmp_path: Path) -> None:
         ("--epoch", "option", "did you mean the environment variable SUNSPOT_EPOCHS?"),
         ("SUNSPOT_EPOCHS=3", "argument", "did you mean the environment variable SUNSPOT_EPOCHS?"),
         ("LR=0.1", "argument", "did you mean the environment variable SUNSPOT_LEARNING_RATE?"),
-        ("xyz", "argument", "`python -m sunspot.some --help` lists what there is"),
+        ("xyz", "argument", "see `python -m sunspot.some --help`"),
     ],
 )
 def test_a_setting_that_is_given_as_an_argument_is_explained(

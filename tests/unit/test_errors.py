@@ -151,7 +151,7 @@ os.rmdir(folder)
 run_and_exit(lambda: print(Path("runs").absolute()))
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
-    told = "error: the working directory has been deleted; change to another one\n"
+    told = "error: the working directory was deleted; change to another one\n"
     assert (ended.returncode, ended.stderr) == (2, told)
 
 

@@ -27,7 +27,7 @@ from tests.harness.loop import make_worker, plan_without_evaluation
             for name in ("step", "steps", "attempt", "epoch", "rows", "learning_rate", "time", "ranks")
         ),
         ("loss", "the loss itself"),
-        ("test_accuracy", "test_ is the prefix"),
+        ("test_accuracy", "the prefix test_ is reserved"),
         ("", "empty"),
         (" ", "empty"),
         ("two\nlines", "line breaks"),

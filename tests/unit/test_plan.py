@@ -48,7 +48,7 @@ def test_the_plan_names_the_setting_that_ends_the_run() -> None:
     assert (plan.steps.rows, plan.total_steps) == (12_000, 188)
     assert "188 = 2 epochs of 94 steps of 128 rows" in plan.reasons[1]
     fewer = make_plan(load_settings({"GLOBAL_BATCH_SIZE": "20000"}), task)
-    every_row = "12000 rows, all that the dataset has (SUNSPOT_GLOBAL_BATCH_SIZE=20000)"
+    every_row = "12000 rows, the whole dataset (SUNSPOT_GLOBAL_BATCH_SIZE=20000)"
     assert fewer.reasons[1] == f"steps: 2 = 2 epochs of 1 step of {every_row}"
     assert make_plan(load_settings({"MAX_STEPS": "10"}), task).total_steps == 10
     assert make_plan(load_settings({"MAX_STEPS": "1000"}), task).total_steps == 188

@@ -99,7 +99,7 @@ def test_a_long_folder_for_temporary_files_leaves_room_for_sockets(
 
 def test_another_users_folder_is_refused(started: list[dict[str, Any]], temporary: Path) -> None:
     (temporary / f"sunspot-{os.getuid()}").symlink_to(temporary)
-    with pytest.raises(SettingsError, match=f"sunspot-{os.getuid()} belongs to another user, or is a link"):
+    with pytest.raises(SettingsError, match=f"sunspot-{os.getuid()} belongs to another user or is a link"):
         begin()
     assert started == []
 

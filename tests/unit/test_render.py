@@ -1047,13 +1047,13 @@ def test_a_job_for_an_existing_cluster_has_no_pods_of_its_own() -> None:
             "SUNSPOT_NUM_WORKERS=3000000000: Kubernetes allows at most 2147483647",
         ),
         *(
-            ("kind", {}, {"image": image}, "image=.*: set it to the reference of an image")
+            ("kind", {}, {"image": image}, "image=.*: set it to an image reference")
             for image in ("a b", "UPPER/x:1/", "http://reg/x:1", "x@sha256:123", "x:1\n", "reg/UPPER:1")
         ),
         ("kind", {}, {"generation": 0}, "generation 0: set it to a whole number from 1"),
         ("kind", {}, {"namespace": "../../x"}, "namespace='../../x': set it to the name of a namespace"),
         ("kind", {}, {"cluster": ""}, "cluster '': set it to the name of a RayCluster"),
-        ("kind", {}, {"image": ""}, "image='': set it to the reference of an image"),
+        ("kind", {}, {"image": ""}, "image='': set it to an image reference"),
         ("kind", {}, {"namespace": "A_b"}, "namespace='A_b': set it to the name of a namespace"),
         ("kind", {"TASK_ARGS": '{"a": "$HOME"}'}, {"cluster": "shared"}, "SUNSPOT_TASK_ARGS=.*expand the \\$"),
         ("kind", {}, {"queue": "q", "cluster": "shared"}, "queue q: .*leave out the queue, or the cluster"),
@@ -1084,7 +1084,7 @@ def test_impossible_settings_are_refused_with_the_fix(
         ("worker: {memry: 1Gi}", "worker.memry: no such key; did you mean worker.memory"),
         ("wroker: {}", "wroker: no such key; did you mean worker"),
         ("worker: {xyzzy: 1}", "worker.xyzzy: no such key; choose one of .*memory"),
-        ("notice_s: 4", "notice_s=4: set it to whole seconds from 5"),
+        ("notice_s: 4", "notice_s=4: set it to whole seconds, at least 5"),
         ("notice_s: 010", "notice_s='010': set it to whole seconds"),
         ("notice_s: 1:30", "notice_s='1:30': set it to whole seconds"),
         ("1: 2", "1: no such key; a key has to be text"),

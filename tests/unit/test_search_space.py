@@ -117,14 +117,17 @@ def test_settings_without_an_expression_are_not_a_search() -> None:
 @pytest.mark.parametrize(
     ("text", "fix"),
     [
-        ("loguniform(1e-4", "loguniform takes two numbers above 0, the first one below the second, as in loguniform("),
-        ("loguniform(0,1)", "loguniform takes two numbers above 0"),
-        ("uniform(2,1)", "uniform takes two numbers, the first one below the second"),
+        (
+            "loguniform(1e-4",
+            "loguniform takes two positive numbers, the first smaller than the second, as in loguniform(",
+        ),
+        ("loguniform(0,1)", "loguniform takes two positive numbers"),
+        ("uniform(2,1)", "uniform takes two numbers, the first smaller than the second"),
         ("uniform(1,inf)", "uniform takes two numbers"),
         ("uniform(1,2,3)", "uniform takes two numbers"),
-        ("randint(0.5,2)", "randint takes two whole numbers"),
-        ("choice(1,,2)", "choice takes values with commas between them"),
-        ("choice()", "choice takes values with commas between them"),
+        ("randint(0.5,2)", "randint takes two integers"),
+        ("choice(1,,2)", "choice takes values separated by commas"),
+        ("choice()", "choice takes values separated by commas"),
         (
             "lognormal(1,2)",
             "lognormal is not a search function; use uniform(0.01,0.1), loguniform(1e-4,1e-2), randint(2,5)",
@@ -140,13 +143,11 @@ def test_a_wrong_expression_is_reported_with_the_fix(text: str, fix: str) -> Non
 def test_all_problems_of_a_search_are_reported_at_once() -> None:
     lines = problems(LEARNING_RATE="uniform(2,1)", NUM_WORKERS="choice(1,2)", RUN_NAME="choice(a,b)")
     assert len(lines) == 3
-    assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search may not vary it, but only TASK, " in lines[1]
+    assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search can only vary TASK, " in lines[1]
 
 
 def test_extreme_values_are_checked() -> None:
-    assert problems(EPOCHS="choice(1,2,3,4,5,6,7,8,0)", TRIALS="1") == [
-        "SUNSPOT_EPOCHS=0: set it to a whole number from 1"
-    ]
+    assert problems(EPOCHS="choice(1,2,3,4,5,6,7,8,0)", TRIALS="1") == ["SUNSPOT_EPOCHS=0: set it to an integer >= 1"]
     assert problems(LEARNING_RATE="uniform(-1,1)") == [
         "SUNSPOT_LEARNING_RATE=-1.0: set it to a number above 0, e.g. 1e-3"
     ]
@@ -161,7 +162,7 @@ def test_a_name_too_long_for_its_trials_is_refused() -> None:
 
 def test_a_search_with_elastic_workers_is_refused() -> None:
     [line] = problems(LEARNING_RATE="uniform(1,2)", NUM_WORKERS="1..2")
-    assert line == "SUNSPOT_NUM_WORKERS=1..2: trials would take workers from each other; set it to one number"
+    assert line == "SUNSPOT_NUM_WORKERS=1..2: trials would take workers from each other; set it to a single number"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_a_signal_before_training_ends_the_program_with_its_exit_code(
     with pytest.raises(SystemExit) as ended:
         run_and_exit(program)
     assert (ended.value.code, cleaned) == (code, ["recorded"])
-    assert capsys.readouterr().err == f"ended by {number.name}; the same command goes on\n"
+    assert capsys.readouterr().err == f"ended by {number.name}; the same command continues\n"
 
 
 def test_a_run_under_nohup_outlives_its_terminal() -> None:

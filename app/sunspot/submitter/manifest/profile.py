@@ -113,7 +113,7 @@ LABELS = 'labels with their values in quotes, e.g. {team: "vision"}; not those o
 VARIABLES = "variables with their values in quotes; settings of Sunspot go under settings"
 CPU = "CPUs, e.g. 4 or 500m"
 BYTES = "bytes with their unit, e.g. 16Gi"
-PRICE = "a number from 0, e.g. 0.35"
+PRICE = "a number >= 0, e.g. 0.35"
 """Descriptions of the values that several keys take."""
 
 
@@ -149,8 +149,8 @@ class Spot(_Part):
 
     label: Key = _takes("the label that spot nodes have", ...)
     value: LabelValue = _takes("that label's value, in quotes", ...)
-    tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
-    "Default: a toleration of any taint with the same key."
+    tolerations: list[Toleration] | None = _takes("a list of Kubernetes tolerations")
+    "Tolerations of the spot nodes' taints. Default: any taint with `label` as its key."
 
 
 class Sizes(_Part):
@@ -165,58 +165,58 @@ class Machine(_Part):
     """Resources of one pod, and the nodes that it may go to."""
 
     cpu: Cpus | None = _takes(CPU)
-    "Requested CPUs. There is no limit unless `cpu_limit` sets one."
+    "CPU request. There is no CPU limit unless `cpu_limit` sets one."
     cpu_limit: Cpus | None = _takes(CPU)
-    "CPU limit, which throttles. Set it only if a quota requires it. On the head, it also limits the autoscaler to 1."
+    "CPU limit, for namespaces with a quota that requires one. On the head, it also limits the autoscaler to 1 CPU."
     memory: Bytes | None = _takes(BYTES)
-    "Request and limit of memory, including /dev/shm."
+    "Memory request and limit, including /dev/shm."
     ephemeral_storage: Bytes | None = _takes(BYTES)
-    "Request and limit of local disk, for Ray's logs and objects spilled from its object store."
+    "Local disk request and limit, for Ray's logs and objects spilled from its object store."
     node_selector: dict[Key, LabelValue] | None = _takes(LABELS)
-    tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
-    pod: Json | None = _takes("metadata and spec of a pod, as Kubernetes has them")
-    "Fields that have no key of their own, merged into the pod last."
+    tolerations: list[Toleration] | None = _takes("a list of Kubernetes tolerations")
+    pod: Json | None = _takes("metadata and spec of a pod")
+    "Fields without a key of their own, merged into the pod last."
 
 
 class PricedMachine(Machine):
     """A pod whose price a profile may name."""
 
     price: Price | None = _takes(PRICE)
-    "Price of such a pod per hour, in any currency."
+    "Price of one pod per hour, in any currency."
     on_demand_price: Price | None = _takes(PRICE)
-    "Price of the same pod on demand, from which the savings of spot are computed."
+    "Price of the same pod on demand, for computing the savings from spot nodes."
 
 
 class Head(PricedMachine):
     """Pod of the head."""
 
-    image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
-    "Image of the head alone, e.g. without CUDA (`make image HEAD=1`)."
+    image: Image | None = _takes("an image reference, e.g. registry.example/sunspot:1")
+    "Separate image for the head, e.g. without CUDA (`make image HEAD=1`)."
     per_worker: Sizes | None = _takes("cpu, memory and ephemeral_storage")
     "Additional resources for each training worker beyond 16."
     evictable: bool | None = _takes("true or false")
-    "True lets the drain of a node end the head. By default, only the end of the run does."
+    "True allows a drain of its node to end the head. By default, the head ends only with the run."
 
 
 class Worker(PricedMachine):
     """Pod of training workers."""
 
-    num_cpus: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")
-    "CPUs as Ray counts them. Default: `cpu`, rounded down."
-    gpus: Annotated[int, Field(ge=0)] | None = _takes("a whole number from 0")
-    "GPUs per pod, each with a training worker."
+    num_cpus: Annotated[int, Field(ge=1)] | None = _takes("an integer >= 1")
+    "Number of CPUs that Ray may use. Default: `cpu`, rounded down."
+    gpus: Annotated[int, Field(ge=0)] | None = _takes("an integer >= 0")
+    "GPUs per pod. Each GPU has one training worker."
     per_gpu: Sizes | None = _takes("cpu, memory and ephemeral_storage")
-    "Resources of a pod for each of its GPUs. A size that is given directly, such as `cpu`, overrides them."
+    "Resources of a pod per GPU. An explicit value, such as `cpu`, takes precedence."
     gpu_resource: Annotated[Key, Field(pattern="/")] | None = _takes("the name of a resource, e.g. nvidia.com/gpu")
-    "Resource that is a GPU, and also the key of the tolerated taint."
+    "Name of the resource that counts as one GPU, also used as the key of the tolerated taint."
     gpu_claim: ObjectName | None = _takes("the name of a ResourceClaimTemplate")
-    "Claim for GPUs by dynamic resource allocation, instead of `gpu_resource`. `gpus` is the number that it claims."
+    "Claim template for dynamic resource allocation, instead of `gpu_resource`. `gpus` is the number of claimed GPUs."
     gpu_selector: dict[Key, LabelValue] | None = _takes(LABELS)
-    "Labels of the nodes with the wanted GPU."
-    gpu_tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
-    "Tolerations of further taints of GPU nodes, besides the taint of `gpu_resource`."
+    "Labels of the nodes that have the desired GPU."
+    gpu_tolerations: list[Toleration] | None = _takes("a list of Kubernetes tolerations")
+    "Additional tolerations of GPU nodes' taints. The taint of `gpu_resource` is always tolerated."
     placement: Literal["spread", "pack", "zone"] | None = _takes("spread, pack or zone")
-    "`spread` pods over nodes, `pack` them into one zone if possible, or start them only if all fit into one `zone`."
+    "Placement of pods: `spread` over nodes, `pack` into one zone if possible, or only in one `zone`."
 
     def with_sizes(self) -> Self:
         """Return the worker with the sizes of a whole pod: missing sizes are `per_gpu` times the number of GPUs."""
@@ -233,10 +233,10 @@ class WorkerGroup(Worker):
     """One of several groups of training pods."""
 
     spot: bool | None = _takes("true or false")
-    "True sends its pods to spot nodes, and false keeps them off spot nodes. Default: true if the profile has `spot`."
-    max: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")
-    "Largest number of pods in the group. Default: as many as NUM_WORKERS may need."
-    after_s: Annotated[int, Field(ge=0)] = _takes("whole seconds from 0", 300)
+    "True requires spot nodes for the group's pods, and false excludes them. Default: true if the profile has `spot`."
+    max: Annotated[int, Field(ge=1)] | None = _takes("an integer >= 1")
+    "Maximum number of pods in the group. Default: as many as NUM_WORKERS can need."
+    after_s: Annotated[int, Field(ge=0)] = _takes("whole seconds, at least 0", 300)
     "Seconds for which earlier groups must lack nodes before this group starts, or have enough nodes before it stops."
 
 
@@ -245,8 +245,8 @@ class DataWorkers(Machine):
 
     cpu: Cpus = _takes(CPU, ...)
     memory: Bytes = _takes(BYTES, ...)
-    min: Annotated[int, Field(ge=0)] = _takes("a whole number from 0", 0)
-    max: Annotated[int, Field(ge=1)] = _takes("a whole number from 1, and not below min", ...)
+    min: Annotated[int, Field(ge=0)] = _takes("an integer >= 0", 0)
+    max: Annotated[int, Field(ge=1)] = _takes("an integer >= 1 and >= min", ...)
 
     @field_validator("max")
     @classmethod
@@ -260,7 +260,7 @@ class JobPatch(_Part):
     """Fields that are merged into the RayJob."""
 
     metadata: Json | None = _takes("labels and annotations")
-    spec: Json | None = _takes("the spec of a RayJob, as KubeRay has it")
+    spec: Json | None = _takes("the spec of a RayJob")
 
 
 class SecretKey(_Part):
@@ -274,53 +274,53 @@ class Profile(_Part):
     """Differences between one environment and k8s/rayjob.yaml. Every key may be left out."""
 
     extends: Text | None = _takes("the name of a profile, or a path from this file")
-    "Profile that this one extends. A null removes a value of it."
-    notice_s: Annotated[int, Field(ge=MIN_NOTICE_S)] | None = _takes(f"whole seconds from {MIN_NOTICE_S}")
-    "Seconds of notice that pods get before their node ends."
+    "Profile that this one extends. A null value removes a key of that profile."
+    notice_s: Annotated[int, Field(ge=MIN_NOTICE_S)] | None = _takes(f"whole seconds, at least {MIN_NOTICE_S}")
+    "Seconds of notice that pods get before their node is reclaimed."
     namespace: Annotated[str, Field(pattern=f"^{NAMESPACE_PATTERN}$")] | None = _takes("the name of a namespace")
     cloud: bool | None = _takes("true or false")
-    "True refuses the default image and bucket, because both have to be yours on a cloud."
-    image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
+    "True rejects the default image and bucket, because a cloud needs your own."
+    image: Image | None = _takes("an image reference, e.g. registry.example/sunspot:1")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = _takes("IfNotPresent, Always or Never")
-    image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
+    image_pull_secrets: list[ObjectName] | None = _takes("a list of Secret names")
     code: Text | None = _takes("a folder, for `submit`, or an archive's URL@sha256:HASH")
-    "Your own code, which comes first on sys.path in every pod."
+    "Your own code, which comes first on `sys.path` in every pod."
     service_account: ObjectName | None = _takes("the name of a service account")
-    "Service account of all pods, for workload identity."
+    "Service account for all pods, for workload identity."
     assigned_ids: bool | None = _takes("true or false")
-    "True lets the namespace assign the user and group of pods, as on OpenShift. By default, both are 1000."
+    "True lets the namespace assign the pods' user and group ids, as on OpenShift. By default, both are 1000."
     env: dict[Variable, str] | None = _takes(VARIABLES)
-    "Environment variables of all pods. Credentials belong in `env_secrets`."
-    env_from_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
-    "Secrets whose keys all become environment variables. All of these Secrets must exist."
+    "Environment variables for all pods. Use `env_secrets` for credentials."
+    env_from_secrets: list[ObjectName] | None = _takes("a list of Secret names")
+    "Secrets to import as environment variables, with all their keys. All of these Secrets must exist."
     env_secrets: dict[Variable, SecretKey] | None = _takes(
-        "variables with the Secret of each, e.g. {TOKEN: {secret: hub, key: token}}"
+        "variables with a Secret for each, e.g. {TOKEN: {secret: hub, key: token}}"
     )
     priority_class: ObjectName | None = _takes("the name of a PriorityClass")
     labels: dict[OwnKey, LabelValue] | None = _takes(LABELS)
-    "Labels of the RayJob and its pods."
+    "Labels for the RayJob and its pods."
     annotations: dict[OwnKey, str] | None = _takes(LABELS.replace("labels", "annotations"))
-    "Annotations of the RayJob and its pods."
+    "Annotations for the RayJob and its pods."
     settings: (
         dict[Annotated[str, BeforeValidator(_setting_name)], Annotated[str, BeforeValidator(_to_setting)]] | None
     ) = _takes("settings with their values, e.g. {EPOCHS: 5}")
     spot: Spot | None = _takes("label and value of spot nodes")
-    head: Head | None = _takes("what the head gets: cpu, memory and so on")
-    worker: Worker | None = _takes("what a training pod gets: cpu, memory, gpus and so on")
+    head: Head | None = _takes("keys of the head pod: cpu, memory and so on")
+    worker: Worker | None = _takes("keys of a training pod: cpu, memory, gpus and so on")
     workers: Annotated[list[WorkerGroup], Field(min_length=1)] | None = _takes("a list of groups of training pods")
-    "Groups of training pods, the first choice first. Each is merged over `worker`."
+    "Groups of training pods, in order of preference. Each inherits the keys of `worker`."
     data_workers: DataWorkers | None = _takes("a group of CPU pods: cpu, memory, min and max")
-    pre_running_deadline_s: Seconds | None = _takes("whole seconds from 1")
-    "Seconds within which every pod has to be ready."
-    active_deadline_s: Seconds | None = _takes("whole seconds from 1")
-    "Time limit of one attempt. There is none by default."
-    ttl_s: Annotated[int, Field(ge=0)] | None = _takes("whole seconds from 0")
-    "Seconds for which the cluster stays after the job has ended."
-    backoff_limit: Annotated[int, Field(ge=0, le=10)] | None = _takes("a whole number from 0 to 10")
-    "Number of attempts after the first, each in its own cluster."
-    queue: ObjectName | None = _takes("the name of a LocalQueue of Kueue")
-    rayjob: JobPatch | None = _takes("metadata and spec of a RayJob, as KubeRay has them")
-    "Fields that have no key of their own, merged into the RayJob last."
+    pre_running_deadline_s: Seconds | None = _takes("whole seconds, at least 1")
+    "Seconds within which all pods must be ready."
+    active_deadline_s: Seconds | None = _takes("whole seconds, at least 1")
+    "Time limit of one attempt. By default, attempts have no limit."
+    ttl_s: Annotated[int, Field(ge=0)] | None = _takes("whole seconds, at least 0")
+    "Seconds until the Ray cluster is removed after the job has ended."
+    backoff_limit: Annotated[int, Field(ge=0, le=10)] | None = _takes("an integer from 0 to 10")
+    "Number of retries, each in a new Ray cluster."
+    queue: ObjectName | None = _takes("the name of a Kueue LocalQueue")
+    rayjob: JobPatch | None = _takes("metadata and spec of a RayJob")
+    "Fields without a key of their own, merged into the RayJob last."
 
     @property
     def groups(self) -> list[WorkerGroup]:
