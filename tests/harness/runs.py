@@ -1,4 +1,4 @@
-"""Writes small runs to a storage as the training program does, but without training."""
+"""Writes small runs to storage like the training program does, but without training."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def commit(run: Run, attempt: Attempt, step: int, **metrics: Any) -> Checkpoint:
 
 
 def to_columns(ranks: Sequence[Mapping[str, Any]]) -> Columns:
-    """Return the numbers by name, from a dictionary for each rank."""
+    """Combine one dictionary per rank into lists of numbers, keyed by name."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {name: [rank.get(name) for rank in ranks] for name in names}
 
 
 def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
-    """Write an attempt's metric history. `ranks` in a record is a list with the numbers of each rank, by name."""
+    """Write an attempt's metric history. `ranks` in a record is a list with each rank's numbers, keyed by name."""
     journal, ranks = Journal(run, "metrics", attempt.number), RankHistory(run, attempt.number)
     for record in records:
         journal.append({name: value for name, value in record.items() if name != "ranks"})
@@ -91,7 +91,7 @@ def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
 
 
 def journal_keys(run: Run, kind: Kind, attempt: int) -> list[str]:
-    """Return the keys of an attempt's segments of a journal, oldest first."""
+    """Return the keys of an attempt's journal segments, oldest first."""
     return [segment.entry.key for segment in list_journal(run, kind) if segment.attempt == attempt]
 
 
@@ -135,7 +135,7 @@ def record_audit(run: Run, attempt: Attempt, steps: dict[int, list[int]]) -> Non
 
 
 def set_status(run: Run, state: RunState, **more: Any) -> None:
-    """Write the status as the run's own processes do."""
+    """Write the status like the run's own processes do."""
     usual = {"owner": "run-1", "total_steps": 10, "attempt": newest_number(run)}
     write_status(run, Status(state, **{**usual, **more}))
 

@@ -28,7 +28,7 @@ from tests.harness.runs import begin, commit, consumed, record_audit, report, se
 
 
 def end(cluster: FakeCluster, stored: StoredRun, state: RunState) -> None:
-    """Let the driver of the only RayJob end."""
+    """End the driver of the only RayJob."""
     [name] = cluster.jobs
     write_status(stored, Status(state, settings_of(cluster)["SUNSPOT_JOB_ID"], reason="so it was"))
     ended = ("Complete", "SUCCEEDED") if state is RunState.SUCCEEDED else ("Failed", "FAILED")
@@ -87,7 +87,7 @@ def test_without_a_cluster_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch)
         submit("run", storage="s3://bucket/runs")
 
 
-def test_methods_return_the_json_of_the_command(
+def test_methods_return_the_same_json_as_the_command(
     run: StoredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = run.storage.locate("")
@@ -140,7 +140,7 @@ def test_methods_return_the_json_of_the_command(
 
 
 def assert_plain(answer: Any) -> None:
-    """Check that a value only has types of JSON, such as texts instead of enum members."""
+    """Check that a value contains only JSON types, such as strings instead of enum members."""
     if isinstance(answer, dict):
         answer = [*answer, *answer.values()]
     if isinstance(answer, list):
@@ -157,7 +157,7 @@ def without_age(answer: Any) -> Any:
     return {name: value for name, value in answer.items() if name not in ("age_s", "run")}
 
 
-def test_a_stopped_run_may_train_again_and_a_deleted_one_is_gone(run: StoredRun) -> None:
+def test_a_stopped_run_can_train_again_and_a_deleted_run_is_gone(run: StoredRun) -> None:
     start(begin(run), "run-1")
     set_status(run, RunState.STOPPED, step=2)
     request_stop(run, "a test")
@@ -182,7 +182,7 @@ def test_a_missing_run_raises_not_found(run: StoredRun) -> None:
 
 
 @pytest.mark.parametrize("call", ["Run(*sys.argv[1:]).predict([])", "train(sys.argv[1], storage=sys.argv[2])"])
-def test_a_missing_extra_is_named_by_methods_that_need_it(call: str, run: StoredRun) -> None:
+def test_methods_name_the_missing_extra_that_they_need(call: str, run: StoredRun) -> None:
     program = f"{WITHOUT}from sunspot.client import Run, train; {call}"
     begin(run)
     answer = process("run", run.storage.locate(""), program=program)
@@ -193,7 +193,9 @@ def test_a_missing_extra_is_named_by_methods_that_need_it(call: str, run: Stored
     )
 
 
-def test_the_examples_of_the_page_run(cluster: FakeCluster, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_in_the_python_page_run(
+    cluster: FakeCluster, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SUNSPOT_STORAGE_PATH", f"s3://{s3_bucket}/runs")
     stored = open_run(f"s3://{s3_bucket}/runs", "digits")
 
@@ -211,7 +213,7 @@ def test_the_examples_of_the_page_run(cluster: FakeCluster, s3_bucket: str, monk
     assert names["run"].status()["state"] == "succeeded"
 
 
-def test_the_page_mentions_every_method() -> None:
+def test_the_python_page_mentions_every_method() -> None:
     page = (REPOSITORY / "docs/python.md").read_text()
     assert set(re.findall(r"^\| `(\w+)\(", page, re.M)) == {"submit", "train", "list_runs"}
     assert set(re.findall(r"^\| `run\.(\w+)", page, re.M)) == {name for name in vars(Run) if not name.startswith("_")}

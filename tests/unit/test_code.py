@@ -1,4 +1,4 @@
-"""Tests of your own code without an image: which files are included, the archive's name, and unpacking on a node."""
+"""Tests of your own code without an image: the included files, the archive's name, and unpacking on a node."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def commit_all(folder: Path) -> None:
 
 
 def keep(content: bytes, place: Path) -> str:
-    """Store an archive and return its reference, as a job has it."""
+    """Store an archive and return its reference, in the form that a job has."""
     place.mkdir(exist_ok=True)
     (place / "code.tar").write_bytes(content)
     return f"{place}/code.tar@sha256:{hashlib.sha256(content).hexdigest()}"
@@ -105,16 +105,16 @@ LEFT_BEHIND = ("evil.py.bak", "my_task.py~", ".my_task.py.swp", "#my_task.py#", 
 
 
 @pytest.mark.parametrize("in_git", [True, False])
-def test_files_that_editors_leave_do_not_change_the_archive(in_git: bool, folder: Path) -> None:
+def test_editor_backups_do_not_change_the_archive(in_git: bool, folder: Path) -> None:
     if not in_git:
         shutil.rmtree(folder / ".git")
     before = pack(folder)
     write(folder, dict.fromkeys(LEFT_BEHIND, "x"))
-    (folder / ".#my_task.py").symlink_to("me@host.1")  # as Emacs locks a file
+    (folder / ".#my_task.py").symlink_to("me@host.1")  # like an Emacs lock file
     assert pack(folder).sha256 == before.sha256
 
 
-def test_untracked_files_are_named_and_all_tracked_files_are_included(folder: Path) -> None:
+def test_untracked_files_are_listed_and_all_tracked_files_are_included(folder: Path) -> None:
     write(folder, {"kept.bak": "data"})
     git(folder, "add", "kept.bak")
     archive = pack(folder)
@@ -174,7 +174,7 @@ def test_files_that_cannot_be_included_are_reported_with_the_fix(name: str, said
     assert f"1 problem with code {folder}:\n  {said}" in str(refused.value)
     assert "git init" in str(refused.value)
     git(folder, "init", "-q")
-    if name not in ("a\nb.py", "pipe"):  # git does not list a pipe
+    if name not in ("a\nb.py", "pipe"):  # git does not list pipes
         write(folder, {".gitignore": f"{name}\n"})
         assert "my_task.py" in pack(folder).names
 
@@ -190,7 +190,7 @@ SECRET_FILES = """
     client_secret_1.apps.googleusercontent.com.json service-account.json my-service-account-key.json id_rsa
     id_ed25519 id_ed25519_sk server.key cert.pem a.p12 a.jks a.kdbx a.keytab putty.ppk vpn.ovpn .bash_history
 """
-"""Paths at which programs commonly keep credentials."""
+"""Paths at which programs commonly store credentials."""
 
 CODE_FILES = """
     secrets.py secrets_manager.py credentials.py test_secrets.py token.py tokenizer.json tokenizer_config.json
@@ -198,10 +198,10 @@ CODE_FILES = """
     kubeconfig.py kubeconfig_test.py config.json docker/config.json hosts.yml id_rsa.pub boto.py main.tf
     variables.tf secretary.json environment.yml
 """
-"""Paths of files with ordinary code whose names resemble those in SECRET_FILES."""
+"""Paths of files with ordinary code and names similar to those in SECRET_FILES."""
 
 
-def test_files_that_commonly_hold_secrets_are_refused_by_their_paths(
+def test_files_that_commonly_contain_secrets_are_rejected_by_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_files, "MAX_NAMED", 100)
@@ -217,7 +217,7 @@ def test_files_that_commonly_hold_secrets_are_refused_by_their_paths(
     assert not refusals & set(CODE_FILES.split())
 
 
-def test_a_credential_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
+def test_the_error_for_a_credential_in_a_file_gives_its_line(tmp_path: Path) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
     write(tmp_path, {"my_task.py": f"import os\n\nTOKEN = '{token}'\n", "test_task.py": "TOKEN = 'hf_fake'\n"})
     with pytest.raises(SettingsError) as refused:
@@ -229,7 +229,7 @@ def test_a_credential_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
     assert pack(tmp_path).names == {"my_task.py", "test_task.py"}
 
 
-def test_the_search_for_credentials_reads_the_beginning_of_text_files(
+def test_only_the_beginning_of_text_files_is_searched_for_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
@@ -245,7 +245,7 @@ def test_the_search_for_credentials_reads_the_beginning_of_text_files(
     assert len(searched) == 2, "what is too large to be code is not read"
 
 
-def test_a_folder_without_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_code_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="no such folder"):
         pack(tmp_path / "nowhere")
     with pytest.raises(SettingsError, match="the folder is empty, or git ignores all"):
@@ -290,7 +290,7 @@ def test_code_is_unpacked_once_per_node_and_comes_first_on_sys_path(
     assert find_code("") == ""
 
 
-def test_code_with_another_hash_is_not_run(
+def test_code_with_a_different_hash_is_not_run(
     folder: Path, tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     reference = keep(pack(folder).content, tmp_path / "storage")
@@ -304,7 +304,7 @@ def test_code_with_another_hash_is_not_run(
     ):
         find_code(reference)
     monkeypatch.setenv(CODE, reference)
-    set_up_process()  # Ray would begin one that fails again and again
+    set_up_process()  # Ray would keep restarting a process that fails here
     assert "the archive does not exist" in warned[0]
     assert not [path for path in node.rglob("*") if path.suffix == ".py"]
 
@@ -324,7 +324,7 @@ def test_code_with_another_hash_is_not_run(
     ],
     ids=str,
 )
-def test_a_harmful_archive_is_refused_completely(
+def test_no_part_of_an_unsafe_archive_is_unpacked(
     member: dict[str, Any], tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_archive, "MAX_BYTES", 1000)
@@ -342,14 +342,14 @@ def test_a_harmful_archive_is_refused_completely(
     assert [path.suffix for path in (node / f"sunspot-{os.getuid()}" / "code").iterdir()] == [".lock"]
 
 
-def test_an_archive_of_git_archive_is_accepted(folder: Path, tmp_path: Path, node: Path) -> None:
+def test_an_archive_from_git_archive_is_accepted(folder: Path, tmp_path: Path, node: Path) -> None:
     commit_all(folder)
     git(folder, "archive", "-o", str(tmp_path / "code.tar"), "HEAD")
     found = find_code(keep((tmp_path / "code.tar").read_bytes(), tmp_path / "storage"))
     assert (Path(found) / "layers/__init__.py").exists()
 
 
-def test_a_folder_that_others_may_write_to_becomes_private(node: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_to_becomes_private(node: Path, folder: Path, tmp_path: Path) -> None:
     home = node / f"sunspot-{os.getuid()}"
     home.mkdir()
     home.chmod(0o777)
@@ -372,7 +372,7 @@ def code_of(cluster: FakeCluster) -> str:
     return settings_of(cluster.jobs[only_job(cluster)])[CODE]
 
 
-def test_each_edit_makes_a_new_job_that_takes_over_the_run(
+def test_each_edit_creates_a_new_job_that_takes_over_the_run(
     cluster: FakeCluster, sunspot: Command, folder: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -400,7 +400,7 @@ def test_each_edit_makes_a_new_job_that_takes_over_the_run(
     assert len(sunspot.run.storage.list(sunspot.run.key("code"))) == 3
 
 
-def test_code_may_come_from_the_profile_or_from_python(
+def test_code_can_be_set_in_the_profile_or_from_python(
     cluster: FakeCluster, s3_bucket: str, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text(f"extends: kind\ncode: {folder}\n")
@@ -476,7 +476,7 @@ def test_code_that_is_no_longer_used_is_deleted(tmp_path: Path) -> None:
     assert [entry.key for entry in run.storage.list("run/code")] == [f"run/code/{'b' * 64}.tar"]
 
 
-def test_a_change_of_code_is_an_event(tmp_path: Path) -> None:
+def test_changed_code_is_recorded_as_an_event(tmp_path: Path) -> None:
     run = Run(LocalStorage(str(tmp_path)), "run")
     named = {name: {CODE: f"s3://bucket/code.tar@sha256:{name * 64}"} for name in "ab"}
     for settings in ({}, named["a"], named["a"], named["b"], {}):

@@ -1,4 +1,4 @@
-"""Shell completion: the candidates for a command line, and the scripts that ask for them."""
+"""Tests of shell completion: the candidates for a command line, and the scripts that request them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that recognize credentials by their form and by an argument's name, and accept text that only looks similar."""
+"""Tests that recognize credentials by their form and by argument names, and accept text that only looks similar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from sunspot.credentials import find_credential, find_credential_arguments
 
 RANDOM = "kJ3xQ9mZ2pL7vB4nT8wR5yH6dF1sG0cAuE" * 4
-"""Random characters from which the tests assemble credentials, so that this file contains no credential."""
+"""Random characters from which the tests build credentials, so that this file contains none."""
 
 HEX = "9f3a07c1e5b2846d" * 4
 
@@ -78,7 +78,7 @@ def test_text_that_only_looks_like_a_credential_is_accepted(text: str) -> None:
     assert find_credential(text) is None
 
 
-def test_the_first_credential_that_is_not_allowed_is_named() -> None:
+def test_the_first_credential_without_an_allow_comment_is_reported() -> None:
     made_up = "AKIAIOSFODNN7EXAMPLE\n"
     assert find_credential(f"{made_up}hf_{RANDOM[:34]}\nAKIA{BASE32}\n") == ("a Hugging Face token", 2)
     assert find_credential(f"{made_up}AKIA{BASE32}\n") == ("an AWS access key", 2)
@@ -102,7 +102,7 @@ def test_the_first_credential_that_is_not_allowed_is_named() -> None:
         *("connection_string",),
     ],
 )
-def test_an_argument_that_holds_a_credential_is_recognized_by_its_name(name: str) -> None:
+def test_a_credential_argument_is_recognized_by_its_name(name: str) -> None:
     assert list(find_credential_arguments({"model": {name: "word"}, "width": 3})) == [f"model.{name}"]
     assert list(find_credential_arguments({name: ["word"]})) == [name]
 
@@ -119,5 +119,5 @@ def test_an_ordinary_argument_is_not_a_credential(name: str) -> None:
     assert list(find_credential_arguments({name: "some_word_2"})) == []
 
 
-def test_only_text_arguments_can_hold_credentials() -> None:
+def test_only_string_arguments_can_be_credentials() -> None:
     assert list(find_credential_arguments({"use_auth_token": True, "secret": "", "api_key": None, "token": 3})) == []

@@ -1,4 +1,4 @@
-"""k8s/ui and k8s/gitops/wait, as kustomize builds them: commands, permissions and network of their pods."""
+"""Tests of k8s/ui and k8s/gitops/wait, as built by kustomize: their pods' commands, permissions and network access."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def template(folder: str) -> dict[str, Any]:
 
 
 def base_policies(labels: dict[str, str]) -> Iterator[str]:
-    """Yield the names of the policies of k8s/base that select pods with these labels."""
+    """Yield the names of the k8s/base policies that select pods with these labels."""
     for policy in yaml.safe_load_all(BASE_NETWORK.read_text()):
         if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items():
             yield policy["metadata"]["name"]
@@ -58,12 +58,12 @@ def test_each_pod_runs_an_existing_command_and_writes_only_to_tmp(folder: str) -
 
 
 def policies(folder: str) -> dict[str, dict[str, Any]]:
-    """Return the specs of a folder's network policies, by name."""
+    """Return the specs of a folder's network policies, keyed by name."""
     found = [item for item in build(manifests() / folder) if item["kind"] == "NetworkPolicy"]
     return {item["metadata"]["name"]: item["spec"] for item in found}
 
 
-def test_the_base_policies_let_the_pod_of_sunspot_wait_reach_storage() -> None:
+def test_the_base_policies_let_the_wait_pod_reach_storage() -> None:
     labels = template("gitops/wait")["metadata"]["labels"]
     everyone = {"deny-by-default", "within-clusters", "to-dns", "to-storage", "to-tracking", "to-workload-identity"}
     assert set(base_policies(labels)) == everyone
@@ -106,7 +106,7 @@ def test_the_live_page_answers_to_the_names_of_its_service() -> None:
     }
 
 
-def test_the_page_has_no_token_and_only_the_ingress_reaches_it() -> None:
+def test_the_live_page_has_no_token_and_only_the_ingress_reaches_it() -> None:
     pod = template("ui")["spec"]
     assert pod["automountServiceAccountToken"] is find("ui", "ServiceAccount")["automountServiceAccountToken"] is False
     [container] = pod["containers"]

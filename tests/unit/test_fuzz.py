@@ -1,4 +1,4 @@
-"""Tests with damaged profiles, pictures, tables and names: each succeeds or gives one message, without hanging."""
+"""Tests with damaged profiles, images, tables and names, which must succeed or give one message without hanging."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ file_names = st.binary(min_size=1, max_size=20).filter(
 
 @effort(1)
 @given(st.lists(file_names | st.sampled_from([b"\x1b[2J", b"a\nb", b"-rf", b"~", b"run\xff"]), max_size=3, unique=True))
-def test_hostile_names_of_runs_succeed_or_give_one_message(
+def test_hostile_run_names_succeed_or_give_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[bytes]
 ) -> None:
     storage = LocalStorage(str(tmp_path / os.urandom(8).hex()))
@@ -128,7 +128,7 @@ def test_hostile_names_of_runs_succeed_or_give_one_message(
         assert run is None or run.name == os.fsdecode(name)
 
 
-def test_a_bad_ending_fails_the_test() -> None:
+def test_the_fuzz_check_fails_on_a_hang_or_an_unexpected_error() -> None:
     with pytest.raises(ZeroDivisionError):
         ends_well(lambda: 1 // 0)
     with pytest.raises(BaseException, match=r"not done after 0\.1 s"):

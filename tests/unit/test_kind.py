@@ -1,4 +1,4 @@
-"""Tests of `make cluster` and `make cluster-down` without a cluster: their commands of kind, kubectl and docker."""
+"""Tests of `make cluster` and `make cluster-down` without a cluster: their kind, kubectl and docker commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ case "$(basename "$0") $*" in
   *"-f -") cat > "$STDIN";;
 esac
 """
-"""Script of a tool that records its arguments, and fails if the test wants that."""
+"""Script that records its arguments, and fails if the test requests that."""
 
 Kind = Callable[..., list[str]]
 
@@ -76,7 +76,7 @@ def test_existing_parts_of_the_cluster_are_kept(kind: Kind) -> None:
     assert kind("down") == ["kind delete cluster --name sunspot"]
 
 
-def test_missing_tools_and_failures_give_one_message(kind: Kind, tmp_path: Path) -> None:
+def test_missing_tools_and_failures_are_reported_in_one_message(kind: Kind, tmp_path: Path) -> None:
     with pytest.raises(SunspotError, match=r"^kubectl ended with exit code 1; see its output above"):
         kind("up", "--image", "sunspot:1", fails="kubectl --context kind-sunspot apply")
     for tool in ("kind", "git"):

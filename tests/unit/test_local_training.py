@@ -1,4 +1,4 @@
-"""Tests of `sunspot train`: the precedence of settings, and the same ends as `python -m sunspot.train`."""
+"""Tests of `sunspot train`: the precedence of settings, and the same outcomes as `python -m sunspot.train`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_command_line_overrides_the_environment_which_overrides_the_file(
 
 
 @pytest.mark.parametrize("verb", ["train", "check", "tune"])
-def test_settings_and_options_may_be_mixed(verb: str) -> None:
+def test_settings_and_options_can_be_mixed(verb: str) -> None:
     words = [verb, "EPOCHS=3", "--storage", "elsewhere", "my_task.py", "--json", "seed=-1", "--set", "TRIALS=2"]
     arguments = make_parser().parse_args(words)
     assert given_settings(arguments) == {"TRIALS": "2", "EPOCHS": "3", "TASK": "my_task.py", "seed": "-1"}
@@ -53,7 +53,7 @@ def test_settings_and_options_may_be_mixed(verb: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["mnist", "=3"])
-def test_a_word_that_is_neither_a_setting_nor_a_file_is_refused(word: str) -> None:
+def test_a_word_that_is_neither_a_setting_nor_a_file_is_rejected(word: str) -> None:
     with pytest.raises(SettingsError, match=f"^{word}: write VAR=VALUE, such as RUN_NAME={word}, or the path of a"):
         given_settings(make_parser().parse_args(["train", word]))
 
@@ -70,7 +70,7 @@ def test_a_word_that_is_neither_a_setting_nor_a_file_is_refused(word: str) -> No
     ],
 )
 @pytest.mark.parametrize("given_by", ["word", "file of settings", "environment"])
-def test_the_path_of_a_file_names_its_module_and_extends_the_path(
+def test_a_file_path_selects_its_module_and_extends_pythonpath(
     path: str, module: str, folder: str, given_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = ["here.py", "tasks/there.py", "vision/__init__.py", "vision/tasks/__init__.py", "vision/tasks/cats.py"]
@@ -106,7 +106,7 @@ def test_the_path_of_a_file_names_its_module_and_extends_the_path(
         ("tasks/task.py", "task in this folder would be imported instead; rename one of them, or run the command in "),
     ],
 )
-def test_a_file_that_an_import_would_not_find_is_refused(
+def test_a_file_that_cannot_be_imported_is_rejected(
     path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -134,7 +134,7 @@ def test_a_failed_start_leaves_no_run(
 def test_a_failed_start_prints_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own handlers
     code = train_and_print((sys.executable, "-c", "raise SystemExit(2)"), {"SUNSPOT_STORAGE_PATH": str(tmp_path)})
     assert code == 2
     assert json.loads(capfd.readouterr().out) == {
@@ -159,12 +159,12 @@ time.sleep(60)"""
     with subprocess.Popen([sys.executable, "-c", program], text=True, start_new_session=True, **pipes) as process:
         assert process.stderr
         process.stderr.readline()
-        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)  # a terminal tells both
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)  # a terminal signals the whole group
         out, err = process.communicate()
     assert (process.returncode, json.loads(out)["exit_code"]) == (0, 0), err
 
 
-def test_the_file_may_have_values_of_any_type(tmp_path: Path) -> None:
+def test_the_settings_file_can_contain_values_of_any_type(tmp_path: Path) -> None:
     file = tmp_path / "sunspot.toml"
     file.write_text('TASK = "my_task"\nAUDIT = true\nLEARNING_RATE = 1e-3\nTASK_ARGS = {width = 64}\n')
     read = read_settings_file(file)
@@ -178,13 +178,13 @@ def test_the_file_may_have_values_of_any_type(tmp_path: Path) -> None:
     assert read_settings_file(tmp_path / "none.toml") == {}
 
 
-def test_the_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_the_settings_file_can_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "sunspot.toml").write_bytes(b"\xef\xbb\xbfEPOCHS = 3\r\n")
     assert read_settings_file(tmp_path / "sunspot.toml") == {"EPOCHS": "3"}
 
 
-def test_a_file_in_another_encoding_is_refused_with_the_fix(tmp_path: Path) -> None:
-    (tmp_path / "sunspot.toml").write_text("EPOCHS = 3", encoding="utf-16")  # as a redirection in PowerShell does
+def test_the_error_for_a_file_in_another_encoding_gives_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "sunspot.toml").write_text("EPOCHS = 3", encoding="utf-16")  # like a redirection in PowerShell
     with pytest.raises(
         SettingsError, match=r"^\S*sunspot\.toml is not in UTF-8, which TOML requires; save it as UTF-8"
     ):

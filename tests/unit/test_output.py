@@ -32,12 +32,12 @@ def test_output_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) 
         assert not [c for c in text if c != "\n" and (ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000)]
 
 
-def test_colours_are_left_away_and_other_text_stays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_colours_are_removed_and_other_text_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     print_text("\x1b[1;31mred\x1b[0m, größer, 数字\r\nnext\ttab")
     assert capsys.readouterr().out == "red, größer, 数字\nnext\ttab\n"
 
 
-def test_no_verb_lets_a_stored_text_command_the_terminal(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_no_command_lets_stored_text_control_the_terminal(run: Run, sunspot: Command, tmp_path: Path) -> None:
     attempt = start(begin(run), f"job{HOSTILE[:-5]}", tier="beginning", world_size=2)
     commit(run, attempt, 5)
     report(run, attempt, {"step": 5, "time": 1.0, "loss": 0.5, "note\x1b[2J": "a\x1b[2J"})
@@ -68,7 +68,7 @@ def test_no_verb_lets_a_stored_text_command_the_terminal(run: Run, sunspot: Comm
                 assert not set(sunspot.out + sunspot.err) & {"\x1b", "\x9b", "\x07", "\x08", "\x00"}, words
 
 
-def test_ray_shows_a_line_of_each_kind_of_message_and_none_that_we_tell_ourselves(
+def test_each_kind_of_ray_message_is_printed_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ray = pytest.importorskip("ray._private.worker")
@@ -101,8 +101,8 @@ def test_ray_shows_a_line_of_each_kind_of_message_and_none_that_we_tell_ourselve
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def test_our_own_file_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()  # as mktemp makes one
+def test_a_file_written_by_sunspot_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()  # like a file from mktemp
     path = write_file(str(tmp_path / "a"), MARK + b" first", MARK)
     assert write_file(str(tmp_path / "a"), b"x" * 200_000 + MARK, MARK) == path
     assert write_file(str(tmp_path / "a"), b"last " + MARK, MARK).read_bytes() == b"last " + MARK
@@ -110,7 +110,7 @@ def test_our_own_file_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "broken link", "fifo", "folder", "device"])
-def test_nothing_else_is_replaced(kind: str, tmp_path: Path) -> None:
+def test_no_other_file_is_replaced(kind: str, tmp_path: Path) -> None:
     path, other = tmp_path / "out", tmp_path / "other"
     other.write_bytes(MARK)
     match kind:
@@ -135,14 +135,14 @@ def test_nothing_else_is_replaced(kind: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such file or directory"):
         write_file(str(tmp_path / "no" / "file"), MARK, MARK)
     with pytest.raises(SettingsError, match="~nobody-of-that-name"):
         write_file("~nobody-of-that-name/x", MARK, MARK)
 
 
-def test_verbs_replace_their_own_files_only(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_commands_replace_only_their_own_files(run: Run, sunspot: Command, tmp_path: Path) -> None:
     report(run, start(begin(run), "job", tier="beginning"), {"step": 5, "time": 1.0, "loss": 0.5})
     set_status(run, RunState.SUCCEEDED)
     mine = tmp_path / "mine"

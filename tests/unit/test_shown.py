@@ -1,4 +1,4 @@
-"""Exhibits of a task: their parts, their place in the report, and exhibits that are refused or damaged."""
+"""Tests of a task's exhibits: their parts, their position in the report, and invalid or damaged exhibits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_images_become_pngs(run: Run) -> None:
         ({"a": torch.zeros(2, 1, 4, 4)}, "show returned 'a' as Tensor; .* a uint8 tensor"),
     ],
 )
-def test_exhibits_of_other_types_are_refused(found: Any, said: str) -> None:
+def test_exhibits_of_other_types_are_rejected(found: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         to_parts(found)
 
@@ -101,7 +101,7 @@ def test_damaged_exhibits_are_reported(run: Run) -> None:
     assert "What the task shows cannot be read" in page_of(run)
 
 
-def test_the_model_of_a_checkpoint_shows_its_texts(run: Run) -> None:
+def test_a_checkpoints_model_shows_generated_texts(run: Run) -> None:
     settings = Settings(
         task="sunspot.tasks.gpt",
         task_args={"layers": 1, "width": 8, "heads": 1, "context": 16},
