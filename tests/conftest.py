@@ -1,4 +1,4 @@
-"""Sets up every test: a clean environment, a Hypothesis profile, and a group of pytest-xdist."""
+"""Sets up every test: a clean environment, a Hypothesis profile, and a pytest-xdist group."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import settings
 
 from tests.harness.logs import printed_and_kept
 
-# There are no deadlines, because the time of an example depends on the machine. `make test-all` chooses "thorough".
+# There are no deadlines, because an example's duration depends on the machine. `make test-all` selects "thorough".
 settings.register_profile("quick", deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile("quick")
 
-# A shell that starts the tests in the background lets them, and all processes that they start, ignore Ctrl-C.
+# A shell that starts the tests in the background makes them, and all their child processes, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = {
@@ -32,13 +32,13 @@ SHARED = {
     "keras": "keras",  # tests/unit/test_keras.py
     "environment": "wheel",  # tests/end_to_end/test_wheel.py
 }
-"""Groups of tests by the slow fixture that they share. One process runs all tests of a group."""
+"""Groups of tests that share a slow fixture. One process runs all tests of a group."""
 
 SLOW_TO_IMPORT = {"keras", "lightning", "peft", "torch._dynamo", "torch.distributed.tensor", "transformers"}
-"""Packages that only a test or a fixture may import, because each process of pytest-xdist imports all test modules."""
+"""Packages that only a test or a fixture may import, because every pytest-xdist process imports all test modules."""
 
 USER_VARIABLES = ("SUNSPOT_", "AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "MLFLOW_", "WANDB_", "RAY_ADDRESS")
-"""Prefixes of environment variables that hold the developer's settings and credentials."""
+"""Prefixes of environment variables with the developer's settings and credentials."""
 
 LAST_START = pytest.StashKey[float]()
 """Latest start of a slow test, on the monotonic clock."""
@@ -58,7 +58,7 @@ pytest_plugins = [
 
 @pytest.fixture(autouse=True)
 def warned() -> Iterator[list[str]]:
-    """Return the warnings of this process since the test began."""
+    """Return this process's warnings since the test began."""
     with printed_and_kept() as texts:
         yield texts
 
@@ -79,7 +79,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without the garbage collector, which would search all imported modules again and again."""
+    """Collect without the garbage collector, which would traverse all imported modules repeatedly."""
     gc.disable()
     try:
         return (yield)
@@ -90,9 +90,8 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_finish() -> None:
     """Start PyTorch's autograd engine in each process that collected tests.
 
-    The engine starts once. If torch.compile runs before the first backward pass, it registers a CUDA device that does
-    not exist. The engine then starts a thread for that device, and a forked process cannot run a backward pass (PyTorch
-    2.15).
+    If torch.compile runs before the first backward pass, it registers a CUDA device that does not exist. The engine
+    then starts a thread for that device, and a forked process cannot run a backward pass (PyTorch 2.15).
     """
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -112,7 +111,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Group tests by the shared fixtures that they use. Other tests go to any free process."""
+    """Group tests by the shared fixtures that they use. Any free process runs the other tests."""
     groups = [group for name, group in SHARED.items() if name in getattr(item, "fixturenames", ())]
     if groups:
         item.add_marker(pytest.mark.xdist_group(groups[0]))
@@ -128,7 +127,7 @@ def clean_shared_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the developer's variables, and those of earlier tests, from the environment of each test."""
+    """Remove the developer's variables, and those of earlier tests, from each test's environment."""
     remove_user_variables(monkeypatch)
 
 

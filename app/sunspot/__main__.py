@@ -1,4 +1,4 @@
-"""Runs the command `sunspot` as `python -m sunspot`."""
+"""Runs the `sunspot` command as `python -m sunspot`."""
 
 from sunspot.cli import main
 

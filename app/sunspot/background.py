@@ -1,4 +1,4 @@
-"""Runs functions in daemon threads: once, for each of several items, or repeatedly."""
+"""Runs functions in daemon threads: once, once per item, or repeatedly."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Self, TypeVar
 from sunspot.errors import SunspotError
 
 CLOSE_TIMEOUT_S = 30
-"""Seconds that a task may take when the context ends. A task that hangs is abandoned then."""
+"""Seconds that a task may still take when the context exits. After that, it is abandoned."""
 
 AT_ONCE = 16
-"""Number of items to process at once. Most of them wait for storage to answer, and not for data to arrive."""
+"""Number of items to process at once. Most of them wait for storage to answer, not for data."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
     """Run `work` in a daemon thread called `name`, with the caller's context variables, and return its future.
 
-    A ThreadPoolExecutor is not used, because Python waits for its threads at exit, even if they hang forever.
+    A ThreadPoolExecutor is not suitable, because Python waits for its threads at exit, even if they hang forever.
     """
     future: Future[Result] = Future()
     context = contextvars.copy_context()
@@ -46,7 +46,7 @@ def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
 
 
 def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = AT_ONCE) -> list[Result]:
-    """Return the results of `act` in the order of the items. After the first error, no further item is started."""
+    """Return the results of `act` in the order of the items. After an error, no further item is started."""
     todo = deque(enumerate(items))
     results = {}
 
@@ -70,20 +70,20 @@ def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: 
 
 
 class Background:
-    """Runs tasks every `every_s` seconds while the context lasts, and once more at its end.
+    """Context manager that runs tasks every `every_s` seconds, and once more on exit.
 
-    A task that raises is tried again the next time. A `SunspotError` is expected, usually because storage cannot be
-    reached. Any other error is a defect, and is logged once until the task succeeds or fails in another way.
+    A task that raises is retried at the next interval. A `SunspotError` is expected, usually because storage cannot be
+    reached. Any other error is a bug. It is logged once, until the task succeeds or fails with another error.
     """
 
     def __init__(self, every_s: float, *tasks: Callable[[], None]) -> None:
         self._every_s, self._tasks = every_s, tasks
         self._closing = False
         self._began = math.inf
-        "Start of the current task on the monotonic clock; infinite between tasks."
+        "Start of the current task on the monotonic clock, or infinite between tasks."
         self._due = threading.Event()
         self._defects: dict[Callable[[], None], type[Exception]] = {}
-        "Class of each task's newest defect, until the task succeeds again."
+        "Class of each task's last unexpected error, until the task succeeds again."
         self._thread = threading.Thread(target=self._work, name="background", daemon=True)
 
     def __enter__(self) -> Self:
@@ -99,7 +99,7 @@ class Background:
         self._thread.join(max(0.0, min(now, self._began) + CLOSE_TIMEOUT_S - now))
 
     def run_now(self) -> None:
-        """Run the tasks at once, instead of when they are due."""
+        """Run the tasks immediately instead of at the end of the interval."""
         self._due.set()
 
     def _work(self) -> None:
@@ -122,20 +122,20 @@ class Background:
             if self._defects.get(task) is not type(error):
                 self._defects[task] = type(error)
                 name = getattr(task, "__qualname__", repr(task))
-                logging.getLogger(__name__).exception("%s failed; it is tried again every %g s", name, self._every_s)
+                logging.getLogger(__name__).exception("%s failed; it is retried every %g s", name, self._every_s)
         else:
             self._defects.pop(task, None)
 
 
 class Timer:
-    """Timer that is due once per interval."""
+    """A timer that is due once per interval."""
 
     def __init__(self, since: float | None = None) -> None:
-        """Begin the first interval at `since`, in seconds of the monotonic clock, or now by default."""
+        """Begin the first interval at `since` (seconds of the monotonic clock), or now."""
         self._last = time.monotonic() if since is None else since
 
     def due(self, every_s: float) -> bool:
-        """Return True, and begin the next interval, if `every_s` seconds have passed. An interval of 0 is never due."""
+        """Return True and begin the next interval if `every_s` seconds have passed. An interval of 0 is never due."""
         if not every_s or time.monotonic() - self._last < every_s:
             return False
         self._last = time.monotonic()
@@ -143,7 +143,7 @@ class Timer:
 
 
 class TokenBucket:
-    """Rate limit that allows `burst` uses at once, and on average one use every `every_s` seconds."""
+    """A rate limit that allows `burst` uses at once, and one use every `every_s` seconds on average."""
 
     def __init__(self, burst: int, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._burst = burst

@@ -1,8 +1,8 @@
-"""Reads the memory and the CPU throttling of this process and its container from Linux.
+"""Reads the memory use and CPU throttling of this process and its container from Linux.
 
 A container is a control group (version 1 or 2), which is a folder of small files. Inside a container, this folder is
-/sys/fs/cgroup. Elsewhere, /proc/self/cgroup names a folder below it, and the limits of the parent groups apply, too.
-On systems without control groups, such as macOS, the functions return zeros or None.
+/sys/fs/cgroup. Elsewhere, /proc/self/cgroup names a folder below it, and the parent groups' limits apply, too. On
+systems without control groups, such as macOS, the functions return zeros or None.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ GROUPS, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self")
 
 
 class Throttling(NamedTuple):
-    """Counters of a CPU quota since its group was created. All are 0 if there is no quota."""
+    """The counters of a CPU quota since its group was created. All are 0 if there is no quota."""
 
     periods: int = 0
-    "Number of periods, usually of 100 ms, in which the group had something to run."
+    "Number of periods (usually 100 ms) in which the group had something to run."
     throttled: int = 0
     "Number of periods in which the group used up its quota."
     seconds: float = 0.0
-    "Seconds for which the group was throttled, summed over processors."
+    "Seconds for which the group was throttled, summed over all CPUs."
 
     def since(self, before: Throttling) -> Throttling:
-        """Return the difference from the earlier counters `before`."""
+        """Return the increase since the earlier counters `before`."""
         return Throttling(
             self.periods - before.periods, self.throttled - before.throttled, self.seconds - before.seconds
         )
@@ -40,7 +40,7 @@ class Throttling(NamedTuple):
 
 
 def read_throttling(groups: Path = GROUPS, process: Path = PROCESS) -> Throttling:
-    """Return the counters of the nearest quota."""
+    """Return the counters of the innermost group with a quota."""
     for folder in _folders("cpu", groups, process):
         with contextlib.suppress(OSError, ValueError, KeyError):
             counters = _read_table(folder / "cpu.stat")
@@ -52,9 +52,9 @@ def read_throttling(groups: Path = GROUPS, process: Path = PROCESS) -> Throttlin
 
 
 def memory_left(groups: Path = GROUPS, process: Path = PROCESS) -> int | None:
-    """Return how many bytes of memory are left before a limit of a group or the machine is reached; None if unknown.
+    """Return the bytes of memory left before a limit of a group or the machine is reached, or None if unknown.
 
-    The kernel's page cache counts as free memory because the kernel drops it when memory is short.
+    The kernel's page cache counts as free memory, because the kernel drops it when memory is short.
     """
     left = []
     for folder in _folders("memory", groups, process):
@@ -66,14 +66,14 @@ def memory_left(groups: Path = GROUPS, process: Path = PROCESS) -> int | None:
                 limit = _read(folder / "memory.limit_in_bytes")
                 used = _read(folder / "memory.usage_in_bytes")
                 files = _read_table(folder / "memory.stat")["total_inactive_file"]
-            left.append(int(limit) - int(used) + files)  # int("max") raises: this group has no limit
+            left.append(int(limit) - int(used) + files)  # int("max") raises, because this group has no limit
     with contextlib.suppress(OSError, KeyError):
         left.append(_read_kilobytes(process.parent / "meminfo")["MemAvailable"])
     return max(0, min(left)) if left else None
 
 
 def resident_memory(process: Path = PROCESS) -> int | None:
-    """Return the bytes of this process's own memory, without files and shared memory; None if unknown."""
+    """Return the bytes of this process's own memory, without files and shared memory, or None if unknown."""
     try:
         return _read_kilobytes(process / "status")["RssAnon"]
     except (OSError, KeyError):
@@ -81,7 +81,7 @@ def resident_memory(process: Path = PROCESS) -> int | None:
 
 
 def _folders(controller: str, groups: Path, process: Path) -> Iterator[Path]:
-    """Yield the folder of this process's group, and then those of its parent groups."""
+    """Yield the folder of this process's group, then those of its parent groups."""
     try:
         lines = _read(process / "cgroup").splitlines()
     except OSError:
@@ -99,16 +99,16 @@ def _folders(controller: str, groups: Path, process: Path) -> Iterator[Path]:
 
 
 def _read(file: Path) -> str:
-    """Return the text of a kernel's file, in which the names of processes and groups may contain any bytes."""
+    """Return the text of a kernel file, in which process and group names can contain any bytes."""
     return os.fsdecode(file.read_bytes())
 
 
 def _read_table(file: Path) -> dict[str, int]:
-    """Return the numbers by name in a file whose lines are a name and a number."""
+    """Return the numbers in a file whose lines are a name and a number, keyed by name."""
     return {name: int(number) for name, number in (line.split() for line in _read(file).splitlines())}
 
 
 def _read_kilobytes(file: Path) -> dict[str, int]:
-    """Return the sizes, in bytes, in a file with lines such as `RssAnon:    1234 kB`."""
+    """Return the sizes in bytes from a file with lines such as `RssAnon:    1234 kB`."""
     found = re.findall(r"^(\w+):\s+(\d+) kB$", _read(file), re.MULTILINE)
     return {name: int(number) * 1024 for name, number in found}

@@ -1,7 +1,7 @@
-"""The command `sunspot`: its verbs, and the options that all of them take.
+"""The `sunspot` command: its subcommands and their common options.
 
-`sunspot VERB` is `submitter/commands/VERB.py`: `add_arguments` declares its arguments, and `run` runs it. The module is
-imported only when the verb is used, so help and wrong usage answer at once.
+`sunspot NAME` is `submitter/commands/NAME.py`: `add_arguments` declares its arguments, and `run` runs it. The module is
+imported only when the subcommand is used, which keeps `--help` and usage errors fast.
 """
 
 import functools
@@ -16,21 +16,21 @@ from sunspot.errors import SettingsError, run_and_exit
 from sunspot.spelling import OTHER_CHECKPOINT_VERBS, OTHER_VERBS
 
 VERBS = {
-    "demo": "train on this machine, kill a worker, and prove that no row was lost: two minutes, no cluster",
+    "demo": "train on this machine for two minutes, kill a worker, and prove that no row was lost; no cluster needed",
     "init": "write a first task and its settings, and print the commands to run",
-    "check": "check that a task trains, evaluates, saves and restores: on this machine, in seconds",
+    "check": "check in seconds, on this machine, that a task trains, evaluates, saves and restores",
     "train": "train on this machine, with settings from sunspot.toml and the environment; the exit code is the outcome",
     "predict": "predict files, a dataset or prompts with a run's model",
     "tune": "train a run for each of several settings on this machine, and keep the best checkpoint",
     "render": "print the manifest that submit would apply; no cluster needed",
     "submit": "check the cluster and storage, and apply the manifest that render prints",
-    "status": "show the state of a run, from cluster and storage together",
+    "status": "show a run's state, from the cluster and storage",
     "wait": "show progress until the run ends; the exit code is the outcome",
     "stop": "let the run save and stop, then remove its cluster",
     "resume": "continue a stopped run: apply the last submitted manifest again",
-    "list": "list all runs, the most recently written first",
-    "ui": "serve a live page of all runs, from storage alone",
-    "logs": "print the output of the driver or of one rank, from storage and a few seconds late",
+    "list": "list all runs, most recently updated first",
+    "ui": "serve a live web page of all runs, from storage alone",
+    "logs": "print the output of the driver or of one rank, from storage, with a few seconds' delay",
     "checkpoints": "list, verify, download or remove a run's checkpoints",
     "checkpoints ls": "list and verify the checkpoints",
     "checkpoints verify": "verify one checkpoint or all of them; exit code 7 if any is damaged",
@@ -38,27 +38,27 @@ VERBS = {
     "checkpoints gc": "show checkpoints and uploads that are no longer needed; --yes removes them",
     "events": "list a run's incidents and worker starts, and their cost",
     "metrics": "print a run's metric history",
-    "cost": "show the cost of runs and of their losses, and the savings of spot nodes; node hours without a price",
+    "cost": "show the cost of runs and losses and the savings from spot nodes, or node hours if no prices are set",
     "report": "write everything about a run into one HTML file",
-    "audit": "prove which rows each epoch consumed, and check checkpoints and receipts; exit code 7 for a fault",
-    "chaos": "reclaim and kill parts of a live run on purpose, then audit it",
+    "audit": "prove which rows each epoch consumed, and check checkpoints and receipts; exit code 7 if the audit fails",
+    "chaos": "inject faults into a live run, then audit it",
     "doctor": "explain why a run is pending, slow, stuck or failed, and what to do",
     "dashboard": "forward a run's Ray dashboard to a port of this machine",
     "delete": "show everything that belongs to a run, ask for confirmation, and delete it",
-    "completion": "print the shell script that completes verbs, options and runs",
+    "completion": "print a shell script that completes subcommands, options and runs",
 }
-"""Help text of each verb, in the order of the help. `checkpoints` is a group with its own verbs."""
+"""Help text of each subcommand, in the order of `--help`. `checkpoints` is a group of subcommands."""
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
-    """Run the verb on the command line, and end the process."""
+    """Run the subcommand on the command line, and exit."""
 
     def program() -> int:
-        if os.name == "nt":  # before the import of modules that Windows does not have
-            windows = "this is Windows, and sunspot needs Linux or macOS"
-            raise SettingsError(f"{windows}; in WSL (`wsl --install`) all of it works")
+        if os.name == "nt":  # checked before importing modules that Windows does not have
+            windows = "sunspot needs Linux or macOS, and this is Windows"
+            raise SettingsError(f"{windows}; use WSL (`wsl --install`)")
         arguments = make_parser(load=False).parse_args(words)
-        from sunspot.log import print_logs  # help does not need it
+        from sunspot.log import print_logs  # not needed for --help
 
         print_logs("stderr")
         arguments.begin(arguments)
@@ -68,7 +68,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
 
 
 def make_parser(load: bool = True) -> CommandParser:
-    """Make the parser of the command. Without `load`, a verb is imported when it is used, and not at once."""
+    """Return the command's parser. Without `load`, a subcommand's module is imported only when it is used."""
     parser = CommandParser("sunspot", "Ray Train on Kubernetes spot GPUs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.set_defaults(parser=parser)
@@ -86,11 +86,11 @@ def make_parser(load: bool = True) -> CommandParser:
 
 
 def _add_arguments(verb: str, parser: CommandParser) -> None:
-    """Import a verb, and add its arguments and those that every verb takes."""
+    """Import the module of a subcommand and add its arguments, along with the common ones."""
     module = importlib.import_module(f"sunspot.submitter.commands.{verb.replace(' ', '.')}")
     module.add_arguments(parser)
-    parser.add_argument("--storage", metavar="PATH", help="where runs are kept; default: SUNSPOT_STORAGE_PATH, or runs")
-    parser.add_argument("--json", action="store_true", help="JSON on stdout, everything else on stderr")
+    parser.add_argument("--storage", metavar="PATH", help="location of runs; default: SUNSPOT_STORAGE_PATH, or runs")
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout, and everything else on stderr")
     parser.set_defaults(begin=module.run)
 
 

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 def train(name: str, settings: Mapping[str, Any] | None = None, *, storage: str | None = None) -> Run:
-    """Train the run on this machine from its newest state, as `python -m sunspot.train` does, and return when it ends.
+    """Train the run on this machine from its newest state, like `python -m sunspot.train`, and return when it ends.
 
     `settings` are as for `submit`, and take precedence over the environment. An open Ray session is used. Raises the
     error that ended the run, or `SettingsError` if the extra `train` is not installed.
     """
     wanted = load_settings(with_place(_to_texts(settings), name, storage))
     with _extra_required("train"):
-        import torch  # noqa: F401  # `train_run` itself would only fail later
+        import torch  # noqa: F401  # otherwise `train_run` would fail later
 
         from sunspot.tracking.process import refuse_unusable
         from sunspot.train.driver import train_run
@@ -60,7 +60,7 @@ def train(name: str, settings: Mapping[str, Any] | None = None, *, storage: str 
 def list_runs(
     storage: str | None = None, context: str | None = None, namespace: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return all runs in a storage, the most recently modified first, as `sunspot list --json` prints them."""
+    """Return all runs in a storage location, most recently updated first, in the format of `sunspot list --json`."""
     cluster, _ = try_connect(context, namespace)
     return describe_runs(find_storage(storage), cluster=cluster)[0]
 
@@ -79,13 +79,13 @@ def submit(
 ) -> Run:
     """Start the run on the cluster, after the checks of `sunspot submit`, and return without waiting for it.
 
-    The names of `settings` may have the prefix or not. Their values may be numbers, booleans and dictionaries as well
-    as texts. `code` is the folder of your own code, which is uploaded. If the run is already live with the same
-    settings, the returned `Run` follows it. A finished run is not started again. With `take_over`, a run that is live
-    elsewhere, for example in another cluster, is taken over.
+    `settings` have names with or without the prefix, and strings, numbers, booleans or dictionaries as values. `code`
+    is the folder of your own code, which is uploaded. If the run is already live with the same settings, the returned
+    `Run` follows it. A finished run is not started again. With `take_over`, a run that is live elsewhere, for example
+    in another cluster, is taken over.
 
     Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` if the run is live with other settings or
-    elsewhere. An error leaves everything unchanged.
+    elsewhere. After an error, nothing has changed.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_for_cluster(request, context)
@@ -109,10 +109,10 @@ def _extra_required(what: str) -> Iterator[None]:
 
 
 class Run:
-    """A run, identified by its name and its storage, which is SUNSPOT_STORAGE_PATH by default.
+    """A run, identified by its name and its storage location, which defaults to SUNSPOT_STORAGE_PATH.
 
-    If neither is given, the run is read from the bucket that its RayJob names, but `stop`, `resume` and `delete`
-    refuse. Every method reads the run again. All methods raise `NotFoundError` if the run does not exist, and
+    If neither is given, the run is read from the bucket that its RayJob names, but `stop`, `resume` and `delete` raise
+    an error. Every method reads the run again. All methods raise `NotFoundError` if the run does not exist, and
     `StorageError` if storage cannot be reached.
     """
 
@@ -124,9 +124,9 @@ class Run:
         namespace: str | None = None,
         task: str = "",
     ) -> None:
-        """Identify the run. `task` is your own module that it trains, if any, which `predict` imports.
+        """Identify the run. `predict` imports `task`, which is needed only for your own module.
 
-        `train` and `submit` return runs that know their task. By default, SUNSPOT_TASK or sunspot.toml names the task.
+        Runs returned by `train` and `submit` know their task. The default is the task in SUNSPOT_TASK or sunspot.toml.
         """
         self._task = task
         self._target = Target(name, storage, context, namespace)
@@ -135,9 +135,9 @@ class Run:
         return f"Run({self._target.run!r}, storage={self._target.storage!r})"
 
     def status(self) -> dict[str, Any]:
-        """Return the run's status as `sunspot status --json` prints it, from the cluster and storage.
+        """Return the run's status from the cluster and storage, in the format of `sunspot status --json`.
 
-        If only one of them answers, the status comes from that one alone.
+        If only the cluster or only storage answers, the status is based on that one.
         """
         access = reach_run(self._target)
         record = make_record(access, *read_run(access))
@@ -147,13 +147,13 @@ class Run:
         """Print the run's progress until it ends, and return its final state, "succeeded" or "stopped".
 
         Raises `SunspotError` if the run failed or is lost, and `ClusterError` if the cluster cannot be reached. Raises
-        `GaveUpError` after `timeout` seconds, but the run itself continues.
+        `GaveUpError` after `timeout` seconds; the run itself continues.
         """
         access = reach_run(self._target)
         return wait_for_end(access, timeout, ProgressLines(access.run)).value
 
     def stop(self, timeout: float = 600) -> None:
-        """Let the run save and end, and remove its cluster. `submit` continues the run.
+        """Let the run save and end, and remove its Ray cluster. `submit` continues the run.
 
         Raises `GaveUpError` if the run has not ended after `timeout` seconds.
         """
@@ -161,14 +161,15 @@ class Run:
         print_state(access.run, *stop_run(access, timeout), as_json=False)
 
     def resume(self) -> None:
-        """Continue a stopped run. A submitted run starts again, and a run on this machine may `train` again."""
+        """Continue a stopped run. A submitted run starts again; a run on this machine can be passed to `train`
+        again."""
         access = reach_run(self._target, changed_by="resume")
         submission = resume_run(access, access.observe_existing())
         if submission:
             print_submission(submission, as_json=False)
 
     def delete(self) -> None:
-        """Delete the run from the cluster and from storage, permanently and without asking for confirmation.
+        """Delete the run from the cluster and from storage, permanently and without confirmation.
 
         Raises `ConflictError` if the run is live, and `GaveUpError` if its pods do not end.
         """
@@ -176,16 +177,16 @@ class Run:
         delete_run(access.run, find_contents(access).snapshot.cluster.jobs, access.cluster)
 
     def cost(self) -> dict[str, Any]:
-        """Return the cost of the run's nodes so far, which is `cost` in `status`."""
+        """Return the cost of the run's nodes so far, in the format of `cost` in `status`."""
         view = read_details(self._stored())
         return view.spending.record(view.step)
 
     def doctor(self) -> dict[str, Any]:
-        """Return why the run is pending, slow, stuck or failed, as `sunspot doctor --json` prints it."""
+        """Return why the run is pending, slow, stuck or failed, in the format of `sunspot doctor --json`."""
         return examine(reach_run(self._target)).record()
 
     def metrics(self) -> pyarrow.Table:
-        """Return the metric history, oldest first, with the numbers of each rank (`ranks`) as lists of structs.
+        """Return the metric history, oldest first, with each rank's numbers (`ranks`) as lists of structs.
 
         `.to_pylist()` turns it into a list of dictionaries. `.to_pandas()` turns it into a DataFrame if pandas is
         installed, for example with the extra `train`.
@@ -193,11 +194,11 @@ class Run:
         return to_table(with_ranks(self._stored()))
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the run's events, such as incidents and starts of its workers, oldest first."""
+        """Return the run's events, such as incidents and worker starts, oldest first."""
         return read_events(self._stored())
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """Verify the run's checkpoints and return them by step, as `sunspot checkpoints ls --json` prints them."""
+        """Verify the run's checkpoints and return them by step, in the format of `sunspot checkpoints ls --json`."""
         return list_checkpoints(self._stored()).records()
 
     def audit(self) -> list[dict[str, int]]:
@@ -213,24 +214,24 @@ class Run:
         return [epoch.record() for epoch in proof.epochs]
 
     def report(self, path: str | None = None) -> Path:
-        """Write the run's report as an HTML file to `path`, by default RUN-report.html, and return the path."""
+        """Write the run's report as an HTML file to `path` (default: RUN-report.html), and return the path."""
         run = self._stored()
         return write_file(path or f"{run.name}-report.html", render_stored(run), mark=POLICY.encode())
 
     def logs(self, rank: int | None = None, previous: bool = False) -> str:
         """Return the output of the driver, or of the worker at `rank`.
 
-        With `previous`, return the output of the start before the newest one.
+        With `previous`, return the previous start's output.
         """
         run = self._stored()
         return read_stream(run, find_stream(run, rank, previous)).decode(errors="replace")
 
     def predict(self, images: Images, checkpoint: str = "newest") -> tuple[np.ndarray, np.ndarray]:
-        """Predict images on this machine. Return their classes, int64 [B], and probabilities, float32 [B, classes].
+        """Predict images on this machine. Return their classes (int64 [B]) and probabilities (float32 [B, classes]).
 
-        `images` are uint8 [C, H, W] or [B, C, H, W], or names of files. `checkpoint` is "newest", "best" or a name.
-        Requires sunspot-train[train]. Raises `SettingsError` if the model does not take the images, or if the task is
-        neither one of Sunspot's nor your own. Raises `DamageError` if the checkpoint is damaged.
+        `images` are uint8 [C, H, W] or [B, C, H, W], or file names. `checkpoint` is "newest", "best" or a name.
+        Requires sunspot-train[train]. Raises `SettingsError` if the model does not accept the images, or if the run's
+        task is not one of Sunspot's and no task is given. Raises `DamageError` if the checkpoint is damaged.
         """
         run = self._stored()
         with _extra_required("predict"):
@@ -241,6 +242,5 @@ class Run:
         return model.predict(images)
 
     def _stored(self) -> StoredRun:
-        """Return the run in storage."""
         run = reach_run(self._target).run
         return find_run(run.name, run.storage.locate(""))

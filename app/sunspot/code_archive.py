@@ -1,7 +1,7 @@
-"""Brings your own code to a cluster without an image: each node unpacks an archive, which is first on `sys.path`.
+"""Brings your own code to a cluster without an image. Each node unpacks an archive and puts it first on `sys.path`.
 
 `sunspot submit --code` makes the archive (sunspot/submitter/code_files.py). SUNSPOT_CODE contains its URL and SHA-256,
-so a run trains with exactly this code, or not at all. The archive is an uncompressed tar, because compressed bytes
+so a run trains with exactly this code or not at all. The archive is an uncompressed tar file, because compressed bytes
 depend on the version of zlib. It contains only files and folders.
 """
 
@@ -24,44 +24,43 @@ from sunspot.storage.limits import retry_storage
 
 log = logging.getLogger(__name__)
 
-CODE = "SUNSPOT_CODE"  # not imported from settings.py, because verbs that only read storage need no pydantic
+CODE = "SUNSPOT_CODE"  # not imported from settings.py, because subcommands that only read storage need no pydantic
 
 FOLDER = "code"
-"""Name of the folder in a run that holds the archives of its code."""
+"""Name of a run's folder for its code archives."""
 
 MAX_BYTES = 100_000_000
-"""Size of the largest archive. Code is small; large files belong in the image or in a dataset."""
+"""Maximum size of an archive. Large files belong in the image or in a dataset."""
 
 MAX_FILES = 10_000
 
 MAX_DEPTH = 100
-"""Largest depth of nested folders. Python creates and removes these by recursion."""
+"""Maximum depth of nested folders. Python creates and removes these recursively."""
 
 STORAGE_S = 600.0
-"""Seconds for which storage may refuse to read an archive."""
+"""Seconds for which storage may fail to return an archive."""
 
 SETUP_HOOK = f"{__name__}.set_up_process"
-"""Function that Ray runs first in each of its processes."""
+"""Name of the function that Ray runs first in each of its processes."""
 
 
 def code_in(text: str) -> str:
-    """Return the hash in a value of CODE. It is empty for a value without a hash, such as a folder."""
+    """Return the hash contained in CODE, or an empty string if it has none (for example, if it is a folder)."""
     found = re.fullmatch(r".+@sha256:([0-9a-f]{64})", text)
     return found[1] if found else ""
 
 
 def enter_code(reference: str) -> None:
-    """Put code first on this process's path, and change to its folder so that a task's relative paths are found."""
+    """Put the code first on this process's path, and change to its folder so that a task's relative paths are found."""
     folder = find_code(reference)
     if folder:
         os.chdir(folder)
 
 
 def set_up_process() -> None:
-    """Put the code that the environment names first on this process's path; log a warning if that fails.
+    """Put the code in the environment's CODE first on this process's path, or log a warning if that fails.
 
-    Ray would restart a process that fails here again and again, so the worker raises the error later
-    (sunspot/train/join.py).
+    Ray would keep restarting a process that fails here, so the worker raises the error later (sunspot/train/join.py).
     """
     try:
         find_code(os.environ.get(CODE, ""))
@@ -70,7 +69,7 @@ def set_up_process() -> None:
 
 
 def find_code(reference: str) -> str:
-    """Put code first on this process's path and return its folder, or an empty text if `reference` is empty.
+    """Put the code first on this process's path and return its folder, or an empty string if `reference` is empty.
 
     Raises `StorageError`, `SettingsError` if the archive does not exist, and `DamageError` if its hash is different or
     a file in it would lie outside the folder.
@@ -83,11 +82,11 @@ def find_code(reference: str) -> str:
 
 
 def unpack_once(reference: str) -> Path:
-    """Return the folder of the unpacked archive, which the first process on a node fetches and unpacks for all."""
+    """Return the folder of the unpacked archive. The first process on a node fetches and unpacks it for all others."""
     folder = private_folder() / FOLDER / code_in(reference)
     folder.parent.mkdir(exist_ok=True)
     with open(f"{folder}.lock", "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # its holder fetches within a time limit, and releases it when killed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the holder has a time limit, and a killed holder releases the lock
         if not folder.is_dir():
             unpack(retry_storage(STORAGE_S, "fetching the code", fetch, reference), folder, reference)
     return folder
@@ -98,7 +97,7 @@ def fetch(reference: str) -> bytes:
     place, _, name = reference.rpartition("@")[0].rpartition("/")
     try:
         with open_storage(place, follow_links=True).open(name) as stream:
-            content = stream.read(2 * MAX_BYTES)  # MAX_BYTES does not include the headers of files
+            content = stream.read(2 * MAX_BYTES)  # MAX_BYTES does not include the file headers
     except NotFoundError as error:
         raise SettingsError(
             f"{CODE}={reference}: the archive does not exist or was deleted; `sunspot submit --code FOLDER` uploads it"
@@ -106,20 +105,20 @@ def fetch(reference: str) -> bytes:
     found = hashlib.sha256(content).hexdigest()
     if found != code_in(reference):
         raise DamageError(
-            f"{CODE}={reference}: the archive has another SHA-256, {found}, so its code is not run; "
+            f"{CODE}={reference}: the archive has a different SHA-256, {found}, so its code is not run; "
             "`sunspot submit --code FOLDER` uploads it again"
         )
     return content
 
 
 def unpack(content: bytes, folder: Path, reference: str) -> None:
-    """Unpack an archive as `folder`, completely or not at all. Raises `DamageError` if unpacking it could do harm."""
+    """Unpack an archive as `folder`, completely or not at all. Raises `DamageError` if it is unsafe to unpack."""
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
             members = archive.getmembers()
             if len(members) > MAX_FILES or sum(member.size for member in members) > MAX_BYTES:
-                raise tarfile.TarError(f"it has more than {MAX_FILES} files or {MAX_BYTES} bytes")
+                raise tarfile.TarError(f"it contains more than {MAX_FILES} files or {MAX_BYTES} bytes")
             for member in members:
                 name = PurePosixPath(member.name)
                 safe = not name.is_absolute() and ".." not in name.parts and member.name.isprintable()
@@ -136,8 +135,8 @@ def unpack(content: bytes, folder: Path, reference: str) -> None:
         unfinished.chmod(0o755)
         unfinished.rename(folder)
     except tarfile.TarError as error:
-        raise DamageError(f"{CODE}={reference}: it is not an uncompressed tar archive of code: {error}") from error
+        raise DamageError(f"{CODE}={reference} is not an uncompressed tar archive of code: {error}") from error
     except OSError as error:
-        raise StorageError(f"{folder}: the code cannot be unpacked here: {error.strerror or error}") from error
+        raise StorageError(f"the code cannot be unpacked into {folder}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Parses the command lines of `sunspot VERB` and `python -m sunspot...`."""
+"""Parses the command lines of `sunspot` and of `python -m sunspot...`."""
 
 import argparse
 import itertools
@@ -11,23 +11,23 @@ from sunspot.spelling import NO_OTHER_NAMES, OTHER_SETTINGS, find_meant
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that suggests the nearest right name for a misspelt verb, option or setting.
+    """A parser that suggests a correction for a misspelt subcommand, option or setting.
 
     Its `--help` also lists the `settings` that the command reads.
     """
 
     deferred: Callable[[Any], None] | None = None
-    "Function that adds the arguments of this parser when it is used, so that help does not import every verb."
+    "Function that adds this parser's arguments when it is used, so that `--help` does not import every subcommand."
     verbs: Any = None
-    "Action that chooses among the verbs of a group."
+    "Action that selects a subcommand."
     other_verbs: Mapping[str, str] = NO_OTHER_NAMES
-    "Verbs of a group by the names that they have in other programs."
+    "Subcommands, keyed by their names in other programs."
 
     def __init__(self, prog: str, description: str | None = None, settings: Iterable[str] = (), **options: Any) -> None:
         self._variables: dict[str, str] = {}
         names = list(settings)
         if names:
-            from sunspot.settings import describe_settings  # `sunspot --help` does not need it
+            from sunspot.settings import describe_settings  # not needed for `sunspot --help`
 
             described = describe_settings(names)
             self._variables = {name: setting.variable for name, setting in zip(names, described, strict=True)}
@@ -37,13 +37,13 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog, description=description, allow_abbrev=False, **options)
 
     def add_verbs(self, other_verbs: Mapping[str, str]) -> Any:
-        """Make this the parser of a group, and return the action to which its verbs are added."""
+        """Make this the parser of a group, and return the action to which its subcommands are added."""
         self.other_verbs = other_verbs
-        self.verbs = self.add_subparsers(title="verbs", metavar="VERB", required=True)
+        self.verbs = self.add_subparsers(title="commands", metavar="COMMAND", required=True)
         return self.verbs
 
     def add_deferred_arguments(self) -> None:
-        """Add the deferred arguments, unless they have been added."""
+        """Add the deferred arguments, unless they have been added already."""
         if self.deferred:
             self.deferred(self)
             self.deferred = None
@@ -54,9 +54,9 @@ class CommandParser(argparse.ArgumentParser):
         self.add_deferred_arguments()
         if self.verbs:
             if words and not words[0].startswith("-") and words[0] not in self.verbs.choices:
-                self._refuse("verb", words[0], find_meant(words[0], self.verbs.choices, self.other_verbs))
+                self._refuse("command", words[0], find_meant(words[0], self.verbs.choices, self.other_verbs))
             return super().parse_known_args(words, namespace)
-        # Misspelt options come first, because argparse would rather report the arguments that are missing.
+        # Check for misspelt options first, because argparse would report missing arguments instead.
         for word in itertools.takewhile(lambda word: word != "--", words):
             option = word.partition("=")[0]
             if word.startswith("--") and option not in self._option_string_actions:
@@ -69,15 +69,15 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        """End the process as `run_and_exit` does for a `SettingsError`."""
+        """End the process like `run_and_exit` does for a `SettingsError`."""
         self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
 
     def _refuse(self, kind: str, word: str, meant: str) -> NoReturn:
-        hint = f"did you mean {meant}?" if meant else f"`{self.prog} --help` lists what there is"
+        hint = f"did you mean {meant}?" if meant else f"see `{self.prog} --help`"
         self.exit(2, f"error: {word}: no such {kind}; {hint}\n")
 
     def _find_meant(self, word: str) -> str:
-        """Return the option or the environment variable that is meant by a word, or an empty string."""
+        """Return the option or environment variable that a word probably means, or an empty string."""
         known = {name: f"the environment variable {variable}" for name, variable in self._variables.items()}
         if word.startswith("-"):
             options = [option for option in self._option_string_actions if option.startswith("--")]
@@ -87,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
         return known.get(find_meant(name, known, other_names), "")
 
     def _positional_first(self, words: Sequence[str]) -> list[str]:
-        """Move positional arguments before the options, because argparse takes repeatable ones in one place only."""
+        """Move positional arguments before the options, because argparse accepts repeatable ones only there."""
         positional: list[str] = []
         options: list[str] = []
         takes_value = False

@@ -1,4 +1,4 @@
-"""Recognizes credentials by their form and by the names of the arguments that hold them, as secret scanners do."""
+"""Recognizes credentials by their form and by the names of their arguments, like secret scanners do."""
 
 import math
 import re
@@ -13,10 +13,10 @@ CREDENTIAL = re.compile(
     r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING)$"
     r"|[A-Z0-9]_(PASS|PW|PWD|PAT|AUTH|SAS|DSN|CREDS|WEBHOOK|WEBHOOK_URL)$"
 )
-"""Names of environment variables that hold a secret. The shell's PWD and OLDPWD do not match."""
+"""Pattern of environment variables that contain a secret. The shell's PWD and OLDPWD do not match."""
 
 NO_SECRETS = {"0", "1", "true", "false", "yes", "no", "on", "off"}
-"""Values of switches, such as DISABLE_AUTH."""
+"""Values of switches such as DISABLE_AUTH."""
 
 ARGUMENT = r"""(^|_)(
         PASSWORD | PASSWD | PASSPHRASE | PWD | SECRET | DSN | SAS | CONNECTION_STRING | WEBHOOK(_URL)?
@@ -27,27 +27,27 @@ ARGUMENT = r"""(^|_)(
       | (ADMIN|DATABASE|DB|LDAP|MYSQL|PROXY|REDIS|SMTP|USER)_PASS
       | (ADO|AZURE|GIT|GITHUB|GITLAB)_PAT
     )$ | ^TOKEN$"""
-"""Names of arguments that hold a credential, as a verbose regular expression. Similar names must not match, such as
-`pad_token` or `image_key`. Like the patterns in FORMS, it is compiled on first use, because every command imports this
+"""Names of arguments that contain a credential, as a verbose regular expression. Similar names such as `pad_token` or
+`image_key` must not match. Like the patterns in FORMS, it is compiled on first use, because every command imports this
 module."""
 
 ALLOWED_LINE = re.compile(r"pragma: allowlist secret|gitleaks:allow")
 """Comments that make detect-secrets and gitleaks accept a line."""
 
 MAX_LINE = 1000
-"""Number of characters from the beginning of a credential that are searched for ALLOWED_LINE."""
+"""Number of characters after the start of a credential in which ALLOWED_LINE is searched."""
 
 PLACEHOLDER = re.compile(
     r"EXAMPLE|FAKE|DUMMY|PLACEHOLDER|REDACTED|CHANGE_?ME|YOUR|12345678|ABCDEFGH|(.)\1{5}", re.IGNORECASE
 )
-"""Text in made-up credentials, such as those in tests and documentation."""
+"""Pattern of made-up credentials, such as those in tests and documentation."""
 
 MIN_ENTROPY_BITS = 3.0
-"""Smallest entropy of a credential, in bits per character. gitleaks uses the same limit for most tokens."""
+"""Minimum entropy of a credential, in bits per character. gitleaks uses the same limit for most tokens."""
 
 
 class Form(NamedTuple):
-    """Kind of credential with a recognizable form."""
+    """A kind of credential with a recognizable form."""
 
     name: str
     marker: str
@@ -63,7 +63,7 @@ FORMS = (
         r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----"
         r"(?:[A-Za-z-]{1,20}: [^\n]{1,100}\n|\\[nr]|[\s\"'+,\\]){1,60}[A-Za-z0-9+/=]{40}",
     ),
-    Form("a private key of PuTTY", "PuTTY-User-Key-File", r"PuTTY-User-Key-File-\d+: \S"),
+    Form("a PuTTY private key", "PuTTY-User-Key-File", r"PuTTY-User-Key-File-\d+: \S"),
     *(
         Form("an AWS access key", marker, rf"(?<![A-Za-z0-9]){marker}[A-Z2-7]{{16}}(?![A-Za-z0-9])")
         for marker in ("AKIA", "ASIA")
@@ -74,52 +74,50 @@ FORMS = (
         r"secret_access_key[\"']?\s{0,9}[=:]\s{0,9}[\"']?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])",
     ),
     *(
-        Form("a token of GitHub", f"gh{kind}_", rf"(?<!\w)gh{kind}_[A-Za-z0-9]{{36,255}}(?!\w)")
+        Form("a GitHub token", f"gh{kind}_", rf"(?<!\w)gh{kind}_[A-Za-z0-9]{{36,255}}(?!\w)")
         for kind in ("p", "o", "u", "s", "r")
     ),
-    Form("a token of GitHub", "github_pat_", r"(?<!\w)github_pat_\w{22,255}"),
-    Form("a token of GitLab", "glpat-", r"(?<!\w)glpat-[\w-]{20,255}"),
-    Form("a token of Hugging Face", "hf_", r"(?<!\w)hf_[A-Za-z0-9]{30,255}(?!\w)"),
+    Form("a GitHub token", "github_pat_", r"(?<!\w)github_pat_\w{22,255}"),
+    Form("a GitLab token", "glpat-", r"(?<!\w)glpat-[\w-]{20,255}"),
+    Form("a Hugging Face token", "hf_", r"(?<!\w)hf_[A-Za-z0-9]{30,255}(?!\w)"),
+    Form("an OpenAI or Anthropic token", "sk-", r"(?<![\w-])sk-(?:(?:ant|or|proj|svcacct)-[\w-]{20}|[A-Za-z0-9]{32})"),
+    Form("a Google API key", "AIza", r"(?<!\w)AIza[\w-]{35}(?![\w-])"),
+    Form("a Google client secret", "GOCSPX-", r"GOCSPX-[\w-]{28}"),
+    Form("a Slack token", "xox", r"(?<!\w)xox[abeprs]-[\w-]{10,255}"),
+    Form("a Slack webhook", "hooks.slack.com", r"hooks\.slack\.com/services/T\w+/B\w+/\w{20,99}"),
+    Form("a Stripe key", "k_live_", r"(?<!\w)[rs]k_live_[A-Za-z0-9]{20,99}"),
+    Form("an npm token", "npm_", r"(?<!\w)npm_[A-Za-z0-9]{36}(?!\w)"),
+    Form("a PyPI token", "pypi-AgE", r"pypi-AgE[\w-]{50}"),
+    Form("a Vault token", "hvs.", r"(?<!\w)hvs\.[\w-]{24}"),
+    Form("a Databricks token", "dapi", r"(?<!\w)dapi[0-9a-f]{32}(?!\w)"),
+    Form("an Azure account key", "AccountKey=", r"AccountKey=[A-Za-z0-9+/]{80}"),
+    Form("an Azure signature", "sig=", r"[?&]sig=[A-Za-z0-9%/+]{43}"),
     Form(
-        "a token of OpenAI or Anthropic", "sk-", r"(?<![\w-])sk-(?:(?:ant|or|proj|svcacct)-[\w-]{20}|[A-Za-z0-9]{32})"
-    ),
-    Form("an API key of Google", "AIza", r"(?<!\w)AIza[\w-]{35}(?![\w-])"),
-    Form("a client secret of Google", "GOCSPX-", r"GOCSPX-[\w-]{28}"),
-    Form("a token of Slack", "xox", r"(?<!\w)xox[abeprs]-[\w-]{10,255}"),
-    Form("a webhook of Slack", "hooks.slack.com", r"hooks\.slack\.com/services/T\w+/B\w+/\w{20,99}"),
-    Form("a key of Stripe", "k_live_", r"(?<!\w)[rs]k_live_[A-Za-z0-9]{20,99}"),
-    Form("a token of npm", "npm_", r"(?<!\w)npm_[A-Za-z0-9]{36}(?!\w)"),
-    Form("a token of PyPI", "pypi-AgE", r"pypi-AgE[\w-]{50}"),
-    Form("a token of Vault", "hvs.", r"(?<!\w)hvs\.[\w-]{24}"),
-    Form("a token of Databricks", "dapi", r"(?<!\w)dapi[0-9a-f]{32}(?!\w)"),
-    Form("an account key of Azure", "AccountKey=", r"AccountKey=[A-Za-z0-9+/]{80}"),
-    Form("a signature of Azure", "sig=", r"[?&]sig=[A-Za-z0-9%/+]{43}"),
-    Form(
-        "a login to a registry",
+        "a registry login",
         '"auths"',
         r'"auths"\s{0,99}:\s{0,99}\{[^}]{0,999}"auth"\s{0,99}:\s{0,99}"[A-Za-z0-9+/=]{8}',
     ),
-    Form("a key of Kubernetes", "client-key-data", r"client-key-data[\"']?:\s{0,9}[\"']?[A-Za-z0-9+/=]{40}"),
+    Form("a Kubernetes key", "client-key-data", r"client-key-data[\"']?:\s{0,9}[\"']?[A-Za-z0-9+/=]{40}"),
 )
-"""Forms of credentials, as documented by their issuers and used by gitleaks and GitHub's secret scanning."""
+"""Known forms of credentials, as documented by their issuers and used by gitleaks and GitHub's secret scanning."""
 
 
 class FoundCredential(NamedTuple):
-    """Credential that was found in a text."""
+    """A credential found in a text."""
 
     form: str
     line: int
-    "Number of the line, from 1."
+    "Line number, starting at 1."
 
 
 def is_credential(name: str, value: str) -> bool:
-    """Return True if an environment variable holds a secret, by its name or by the form of its value."""
+    """Return True if an environment variable contains a secret, judging by its name or its value's form."""
     named = CREDENTIAL.search(name.upper()) and value.lower() not in NO_SECRETS
     return bool(value and (named or URL_PASSWORD.search(value) or find_credential(value)))
 
 
 def find_credential(text: str) -> FoundCredential | None:
-    """Return the first credential of a known form in a text. Made-up credentials and marked lines do not count."""
+    """Return the first credential of a known form in a text. Made-up credentials and marked lines are ignored."""
     found = [match for form in FORMS if form.marker in text for match in _matches(form, text)]
     if not found:
         return None
@@ -138,12 +136,12 @@ def _matches(form: Form, text: str) -> Iterator[tuple[int, str]]:
 
 
 def _entropy_bits(text: str) -> float:
-    """Return the entropy of a text, in bits per character."""
+    """Return a text's entropy, in bits per character."""
     return -sum(count / len(text) * math.log2(count / len(text)) for count in Counter(text).values())
 
 
 def find_credential_arguments(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the path of each argument in a JSON value that holds a credential, judged by the argument's name."""
+    """Yield the path of each argument in a JSON value whose name indicates a credential."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from find_credential_arguments(item, f"{name}.{key}" if name else str(key))
@@ -155,6 +153,6 @@ def find_credential_arguments(value: Any, name: str = "") -> Iterator[str]:
 
 
 def is_credential_argument(name: str) -> bool:
-    """Return True if an argument of this name holds a credential. Its case does not matter."""
+    """Return True if an argument of this name contains a credential. The name's case does not matter."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-\s]", "_", name)
     return bool(re.search(ARGUMENT, words.upper(), re.VERBOSE))

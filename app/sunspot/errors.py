@@ -1,4 +1,4 @@
-"""Errors that a user may see, their exit codes, and the function that turns an error into the end of a process."""
+"""Defines the errors that a user can see and their exit codes, and turns an error into the end of a process."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from sunspot.standard_streams import flush_output, prepare_streams
 MAX_FOREIGN_TEXT = 400
 
 MAX_MESSAGE = 10_000
-"""Largest number of characters in an error's message. The values that it quotes may have any length."""
+"""Maximum number of characters in an error's message. The values that it quotes can have any length."""
 
 FAILED_FOR_GOOD = "failed for good"
 """Beginning of a Ray job's message if its error is final (`SunspotError.final`)."""
@@ -25,7 +25,7 @@ FAILED_FOR_GOOD = "failed for good"
 HIDDEN = "***"
 
 MIN_SECRET = 8
-"""Number of characters in the shortest secret to hide. Shorter texts occur in ordinary words."""
+"""Minimum length of a secret to hide. Shorter texts occur in ordinary words."""
 
 SIGNED = re.compile(
     r"""(//)[^\s/]+(?=@)                                                  # user:password@ in a URL
@@ -34,11 +34,12 @@ SIGNED = re.compile(
       | (\bbearer\s+)[^\s'"]+""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Pattern of texts that are secret whatever their value. The matching group before the secret is kept."""
+"""Pattern of texts that are secret regardless of their value. The matching group before the secret is kept."""
 
 
 class SunspotError(Exception):
-    """Failure whose message tells the user what happened, the value seen, and the fix. Secrets in it are hidden."""
+    """An error with a message that tells the user what happened, the value seen, and the fix. Secrets in it are
+    hidden."""
 
     exit_code = 1
 
@@ -71,13 +72,13 @@ class NotFoundError(SunspotError):
 
 
 class StorageError(SunspotError):
-    """Storage cannot be reached, or refuses a request. The message names the object."""
+    """Storage cannot be reached, or rejects a request. The message names the object."""
 
     exit_code = 4
 
 
 class RefusedStorageError(StorageError):
-    """Storage refuses a request because of credentials, permissions or the bucket's name, or lacks a feature."""
+    """Storage rejects a request because of credentials, permissions or the bucket's name, or lacks a feature."""
 
     final = True
 
@@ -87,19 +88,19 @@ class OutsideStorageError(StorageError):
 
 
 class ClusterError(SunspotError):
-    """The Kubernetes API cannot be reached, or refuses a request. The message names the server."""
+    """The Kubernetes API cannot be reached, or rejects a request. The message names the server."""
 
     exit_code = 4
 
 
 class TrackingError(SunspotError):
-    """The tracking service cannot be reached, or refuses a request. This error never ends a run."""
+    """The tracking service cannot be reached, or rejects a request. This error never ends a run."""
 
     exit_code = 4
 
 
 class GaveUpError(SunspotError):
-    """The time to wait is over. The operation itself continues."""
+    """The time limit of a wait has passed. The operation itself continues."""
 
     exit_code = 5
 
@@ -112,7 +113,7 @@ class ConflictError(SunspotError):
 
 
 class SupersededError(ConflictError):
-    """Another process took over the run, so this one may neither commit nor delete."""
+    """Another process took over the run, so this process must neither commit nor delete."""
 
 
 class DivergedError(SunspotError):
@@ -128,26 +129,26 @@ class DamageError(SunspotError):
 
 
 class TooLargeError(SunspotError):
-    """Reading would take more bytes than the reader's budget allows. Nothing is known to be damaged."""
+    """Reading would take more bytes than the reader's budget allows. The data are not necessarily damaged."""
 
     exit_code = 7
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM or SIGHUP ended the program as Ctrl-C does. The run can continue from its newest state."""
+    """SIGTERM or SIGHUP ended the program like Ctrl-C does. The run can continue from its newest state."""
 
     def __init__(self, message: str = "", number: int = signal.SIGTERM) -> None:
-        """Keep the `number` of the signal, on which the exit code depends."""
+        """Store the signal's `number`, which determines the exit code."""
         super().__init__(message)
         self.number = number
 
 
 class EndAtOnceError(KeyboardInterrupt):
-    """A second Ctrl-C ended the program. The process no longer waits, even for its own threads or for Ray."""
+    """A second Ctrl-C ended the program. The process no longer waits, not even for its own threads or Ray."""
 
 
 def find_in(error: BaseException) -> SunspotError | None:
-    """Return the `SunspotError` that `error` is, or that its text quotes; None if there is no such error.
+    """Return `error` if it is a `SunspotError`, or the `SunspotError` quoted in its text, or None if there is neither.
 
     Ray only keeps the text of an error that a task raises.
     """
@@ -166,7 +167,7 @@ def error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def by_name(name: str) -> type[SunspotError]:
-    """Return the error class of this name, which another process sent. An unknown name gives `SunspotError`."""
+    """Return the error class of this name, which another process sent, or `SunspotError` if the name is unknown."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, SunspotError) else SunspotError
 
@@ -178,20 +179,20 @@ def shorten(error: BaseException) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with HIDDEN in place of this process's credentials, passwords in URLs, and signatures."""
+    """Return the text with this process's credentials, passwords in URLs, and signatures replaced by HIDDEN."""
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
     return SIGNED.sub(lambda found: next(filter(None, found.groups())) + HIDDEN, text)
 
 
 def _secrets() -> list[str]:
-    """Return every credential in the environment, in each form in which an error may quote it, longest first."""
+    """Return every credential in the environment, in each form in which an error can quote it, longest first."""
     found = set()
     for name, value in os.environ.items():
         if CREDENTIAL.search(name.upper()):
             secret = value.strip()
         else:
-            within = re.search(r"//(.+)@(?!sha256:)", value)  # a password in a URL may itself contain a '/'
+            within = re.search(r"//(.+)@(?!sha256:)", value)  # a password in a URL can contain a '/'
             secret = within[1] if within else ""
         if len(secret) >= MIN_SECRET:
             found |= {secret, repr(secret)[1:-1], urllib.parse.quote(secret, safe="")}
@@ -199,14 +200,14 @@ def _secrets() -> list[str]:
 
 
 def format_trace(error: BaseException) -> str:
-    """Return the traceback of an error, without secrets."""
+    """Return an error's traceback, without secrets."""
     return without_secrets("".join(traceback.format_exception(error)))
 
 
 def run_and_exit(program: Callable[[], int], when_interrupted: str = "interrupted") -> NoReturn:
     """Run `program` and exit with its code. Only this function turns an error into an exit code.
 
-    For a `SunspotError`, print only the message. Any other error is a defect, so print its traceback.
+    For a `SunspotError`, only the message is printed. Any other error is a bug, so its traceback is printed.
     """
     prepare_streams()
     code = _run(program, when_interrupted)
@@ -229,11 +230,11 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
         return 128 + (error.number if isinstance(error, TerminatedError) else signal.SIGINT)
     except Exception as error:
         if isinstance(error, FileNotFoundError) and _was_folder_deleted():
-            _complain("error: the working directory has been deleted; change to another one\n")
+            _complain("error: the working directory was deleted; change to another one\n")
             return SettingsError.exit_code
-        # Python drops output that it could not write to a full disk. Only another write shows if that was the error.
+        # Python drops output that does not fit on a full disk. Only another write shows if that was the error.
         failure = flush_output("\n") if isinstance(error, OSError) else None
-        if isinstance(failure, BrokenPipeError):  # with `| head`, the program did not finish, so the code is not 0
+        if isinstance(failure, BrokenPipeError):  # the code is not 0, because with `| head` the program did not finish
             return 128 + signal.SIGPIPE
         if failure:
             return _refuse_output(failure)
@@ -242,7 +243,7 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
 
 
 def _was_folder_deleted() -> bool:
-    """Return True if the working directory of this process no longer exists."""
+    """Return True if this process's working directory no longer exists."""
     try:
         os.getcwd()
     except FileNotFoundError:

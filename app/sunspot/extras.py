@@ -1,4 +1,4 @@
-"""Commands that install a missing package, for messages."""
+"""Tells users how to install a missing package."""
 
 from pathlib import Path
 
@@ -10,5 +10,5 @@ def how_to_install(extra: str) -> str:
     """Return the part of a message that says how to install an extra of sunspot-train."""
     if CLONE:
         return "`make .venv/train` installs it" if extra == "train" else f"add EXTRAS={extra} to `make train`"
-    image = "" if extra == "train" else "; an image has it by `make image EXTRAS=1`"
+    image = "" if extra == "train" else "; `make image EXTRAS=1` adds it to an image"
     return f"`pip install 'sunspot-train[{extra}]'` installs it{image}"

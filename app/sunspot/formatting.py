@@ -1,4 +1,4 @@
-"""Formats numbers, durations, dates and sizes for people, and makes text from elsewhere safe for a terminal."""
+"""Formats numbers, durations, dates and sizes for people, and makes foreign text safe for a terminal."""
 
 import re
 import time
@@ -10,12 +10,13 @@ UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     r"\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
-"""Characters that control a terminal, change the direction of the text around them, are invisible, or cannot be
+"""Characters that control a terminal, change the direction of the surrounding text, are invisible, or cannot be
 encoded. Tabs, line ends, and the joiners that Persian and emoji need do not match."""
 
 
 def visible(text: str) -> str:
-    """Return text that a terminal can safely show, without colours and with UNPRINTABLE as escapes such as `\\x1b`."""
+    """Return text that is safe to print on a terminal: without colours, and with UNPRINTABLE as escapes such as
+    `\\x1b`."""
     plain = COLOUR.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), plain)
 
@@ -31,7 +32,7 @@ def brief(text: str, most: int = 60) -> str:
 
 
 def some_of(names: Sequence[str], most: int = 10) -> str:
-    """Return names for a message: the first `most`, and the number of the others."""
+    """Return a list of names for a message: the first `most`, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(brief(name) for name in names[:most]) + more
 
@@ -47,12 +48,12 @@ def in_words(seconds: float) -> str:
 
 
 def as_time(moment: float) -> str:
-    """Return a time, in seconds since the epoch, as a date for people."""
+    """Return a time (seconds since the epoch) as a date for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(moment)) + " UTC"
 
 
 def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
-    """Return an amount of data for people, in bytes or in the largest of the decimal `units` that fits."""
+    """Return an amount of data for people, in bytes or the largest suitable unit of the decimal `units`."""
     if size < 1000:
         return f"{size:.0f} bytes"
     number, power = size / 1000, 0
@@ -62,7 +63,7 @@ def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
 
 
 def money(sum_: float) -> str:
-    """Return a sum of money for people, with two decimals, or with three significant digits if it is below 1."""
+    """Return a sum of money for people, with two decimals, or three significant digits if it is below 1."""
     return f"{sum_:,.2f}" if abs(sum_) >= 1 else f"{sum_:.3g}"
 
 

@@ -1,8 +1,8 @@
-"""Base of the two HTTP servers: the live page that shows all runs, and the proxy of a run's Ray dashboard.
+"""Base of the two HTTP servers: the live page of all runs, and the proxy of a run's Ray dashboard.
 
-A client can open connections and send nothing. So the head of a request must arrive in time, and idle connections make
-room for new ones. Also, any page that a user visits can make the browser send requests here under a name of that page's
-site (DNS rebinding). So the servers check the Host header.
+A client can open connections and send nothing, so a request's head must arrive in time, and idle connections make room
+for new ones. Any web page can make a visitor's browser send requests here under its own site's name (DNS rebinding), so
+the servers check the Host header.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ HEAD_WITHIN_S = 60.0
 """Seconds in which a connection must send a complete head before it is closed. Browsers open connections early."""
 
 MAX_HEAD = 64 << 10
-"""Largest head of a request, in bytes."""
+"""Maximum size of a request's head, in bytes."""
 
 MAX_WAITING = 128
-"""Largest number of connections without a complete head. A further connection closes the oldest one."""
+"""Maximum number of connections without a complete head. A further connection closes the oldest one."""
 
 MAX_CONNECTIONS = 512
-"""Largest number of connections, each with its own thread. Further connections are closed at once."""
+"""Maximum number of connections, each with its own thread. Further connections are closed immediately."""
 
 CHUNK = 64 << 10
 """Number of bytes to read from a socket at a time."""
 
 
 class LocalServer(ThreadingTCPServer):
-    """Server with a thread for each connection. The handler of a connection calls `read_head` first."""
+    """A server with one thread per connection. A connection's handler calls `read_head` first."""
 
     daemon_threads = True
     block_on_close = False
@@ -55,7 +55,7 @@ class LocalServer(ThreadingTCPServer):
             if len(self._waiting) >= MAX_WAITING:
                 oldest = next(iter(self._waiting))
                 del self._waiting[oldest]
-                with contextlib.suppress(OSError):  # its client has gone
+                with contextlib.suppress(OSError):  # the client has disconnected
                     oldest.shutdown(socket.SHUT_RDWR)
             self._waiting[request] = None
         super().process_request(request, client_address)
@@ -71,7 +71,8 @@ class LocalServer(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def read_head(self, connection: socket.socket) -> tuple[bytes, bytes]:
-        """Return the head of a request and the bytes after it, both empty if no head comes within HEAD_WITHIN_S."""
+        """Return a request's head and the bytes after it, or two empty values if no head arrives within
+        HEAD_WITHIN_S."""
         data = b""
         deadline = time.monotonic() + HEAD_WITHIN_S
         with contextlib.suppress(OSError):
@@ -94,7 +95,7 @@ class LocalServer(ThreadingTCPServer):
 
 
 def host_name(host: str) -> str:
-    """Return the name or address in a Host header, without its port; empty if it is malformed."""
+    """Return the name or address in a Host header, without its port, or an empty string if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -1,6 +1,6 @@
 """Handles Sunspot's log records. All modules log to children of the logger `sunspot`.
 
-A process that an entry point starts prints its records, and a worker also sends its warnings to the driver. Importing
+A process started by an entry point prints its records, and a worker also sends its warnings to the driver. Importing
 Sunspot as a library installs no handler, so the importing program decides what happens to the records.
 """
 
@@ -29,7 +29,7 @@ def print_logs(stream: Literal["stdout", "stderr"] = "stdout") -> None:
 
 @contextmanager
 def sent_warnings(send: Callable[[str], object]) -> Iterator[None]:
-    """Pass each warning to `send` while the context lasts. `send` must neither wait nor log."""
+    """Pass every warning logged inside the context to `send`, which must not block or log."""
     handler = _Sender(send)
     ROOT.addHandler(handler)
     try:
@@ -39,7 +39,7 @@ def sent_warnings(send: Callable[[str], object]) -> Iterator[None]:
 
 
 def warn_once(log: logging.Logger, text: str) -> None:
-    """Log a warning the first time only, because callers may meet the same problem every few seconds."""
+    """Log a warning only the first time, because callers can meet the same problem every few seconds."""
     if (log.name, text) not in WARNED:
         WARNED.add((log.name, text))
         log.warning("%s", text)
@@ -53,12 +53,12 @@ class _Printer(logging.Handler):
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ValueError):  # the stream's reader is gone
+        with suppress(OSError, ValueError):  # the stream's reader has exited
             print(_line(record, self.format(record)), file=getattr(sys, self._stream), flush=True)
 
 
 class _Sender(logging.Handler):
-    """Passes warnings to a function, whose errors never reach the code that logged the warning."""
+    """Passes warnings to a function. Its errors never reach the code that logged the warning."""
 
     def __init__(self, send: Callable[[str], object]) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Names of metrics that Sunspot uses itself, and rules for the names of a task's metrics.
+"""Reserves metric names for Sunspot, and checks the names of a task's metrics.
 
 A record of the metric history is one flat object with the task's metrics and Sunspot's own numbers.
 """
@@ -25,7 +25,7 @@ LOSS = "loss"
 """Name of the loss, which is also a metric."""
 
 MAX_LENGTH = 200
-"""Largest number of characters in a name. MLflow allows 250, including the prefix HELD_OUT."""
+"""Maximum number of characters in a name. MLflow allows 250, including the prefix HELD_OUT."""
 
 
 def refuse_names(names: Iterable[object], who: str) -> None:
@@ -41,7 +41,7 @@ def refuse_names(names: Iterable[object], who: str) -> None:
 
 @functools.lru_cache(1000)
 def find_fault(name: object) -> str:
-    """Return why a task's metric may not have this name, or an empty text if it may."""
+    """Return why a task's metric cannot have this name, or an empty string if it can."""
     if not isinstance(name, str):
         return f"it is of type {type(name).__name__}, but a name must be text"
     if not name.strip():
@@ -51,11 +51,11 @@ def find_fault(name: object) -> str:
     if len(name) > MAX_LENGTH:
         return f"it has {len(name)} characters, but at most {MAX_LENGTH} are allowed"
     if name == LOSS:
-        return "it is the name of the loss itself"
+        return "it is reserved for the loss itself"
     if name in RECORD_NAMES:
         return f"every record of the metric history has its own {name}"
     if name.startswith(HELD_OUT):
-        return f"{HELD_OUT} is the prefix of metrics of held-out rows"
+        return f"the prefix {HELD_OUT} is reserved for metrics of held-out rows"
     return ""
 
 

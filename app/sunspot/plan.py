@@ -15,12 +15,12 @@ from sunspot.storage.local import local_path
 from sunspot.tasks.task import Task
 
 MAX_NAMED_CLASSES = 20
-"""Largest number of classes whose names the plan lists."""
+"""Maximum number of classes whose names the plan lists."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a run."""
+    """The plan of a run."""
 
     settings: Settings
     source: Source
@@ -29,20 +29,21 @@ class Plan:
     total_steps: int
     reasons: list[str] = field(default_factory=list)
     order: str = ""
-    "Checksum of the order of the rows on the driver; empty if unknown."
+    "Checksum of the row order on the driver, or an empty string if unknown."
     one_machine: bool = False
     "True if the driver starts Ray itself, so that no other machine can join."
 
     @property
     def data(self) -> DataPlan:
-        """Data that the loaders read."""
+        """The data that the loaders read."""
         return DataPlan(self.source, self.test, self.steps, self.settings.seed)
 
     @property
     def pass_limit(self) -> int:
-        """Largest number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share when all workers train.
+        """Maximum number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share when all workers train.
 
-        After the loss of a worker, the others get larger shares but need no more memory: they accumulate gradients.
+        After the loss of a worker, the others get larger shares but need no more memory, because they accumulate
+        gradients.
         """
         settings, limit = self.settings, self.settings.micro_batch_size
         if limit and settings.compile == "off":
@@ -52,22 +53,23 @@ class Plan:
         return max(largest, min(least, limit or least))
 
     def passes(self, world_size: int) -> int:
-        """Return the largest number of forward passes that a worker makes in a step."""
+        """Return the maximum number of forward passes that a worker makes in a step."""
         return max(forward_passes(rows, world_size, self.pass_limit) for rows in self.steps.sizes)
 
     @property
     def pass_rows(self) -> int:
-        """Number of rows in every forward pass with COMPILE, for any number of workers; 0 if passes vary in size."""
+        """Number of rows in every forward pass if COMPILE is on, for any number of workers, or 0 if passes vary in
+        size."""
         return 0 if self.settings.compile == "off" else self.pass_limit
 
     def find_order(self) -> str:
-        """Return the checksum of the order of the rows in this process. It depends on the version of NumPy."""
+        """Return the checksum of the row order in this process, which depends on NumPy's version."""
         return run_order(self.settings.loader, self.source.row_groups, self.settings.seed).checksum()
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of one worker."""
+    """The resources of one worker."""
 
     use_gpu: bool
     per_worker: dict[str, float]
@@ -80,16 +82,14 @@ class Resources:
 def make_plan(settings: Settings, task: Task) -> Plan:
     """Return the plan of a run with this task, from its settings and the size of its data.
 
-    Raises `DataError` if the data are not enough to train on, and `SettingsError` if a setting does not fit them.
+    Raises `DataError` if the data are not sufficient for training, and `SettingsError` if a setting does not fit them.
     """
     source, test = open_rows_of_task(settings, task)
     unrated = task.train is not None and task.loss is None
     test = None if unrated else test
     rows = rows_in(source)
     if rows < MIN_ROWS:
-        raise DataError(
-            f"{settings.dataset}: it has {plural(rows, 'training row')}, but at least {MIN_ROWS} are needed"
-        )
+        raise DataError(f"{settings.dataset} has {plural(rows, 'training row')}, but at least {MIN_ROWS} are needed")
     data = ModelData.of(source)
     if len(data.class_names) == 1 and task.predict:
         raise DataError(
@@ -108,7 +108,7 @@ def make_plan(settings: Settings, task: Task) -> Plan:
     by_epochs = settings.epochs * steps.per_epoch
     total = steps.total(settings.epochs, settings.max_steps)
     shape = "x".join(map(str, source.shape))
-    scaled = ", pictures scaled to it" if data.scales else ""
+    scaled = ", scaled to this size" if data.scales else ""
     classes = describe_classes(source)
     if test:
         evaluated = f"{rows_in(test)} held-out rows{describe_share(settings, test)}"
@@ -127,9 +127,9 @@ def make_plan(settings: Settings, task: Task) -> Plan:
             for name in ("checkpoint_every_s", "checkpoint_every_steps")
             if (value := getattr(settings, name))
         ]
-        loss = "the loss of a part and of its copy on the next node" if settings.snapshot_cost else "a loss"
+        loss = "losing a shard and its copy on the next node" if settings.snapshot_cost else "losing a worker"
         reasons.append(
-            f"fsdp: a worker holds a part of the state; {loss} takes the run back to the newest checkpoint in storage "
+            f"fsdp: each worker holds a shard of the state; {loss} returns the run to the newest checkpoint in storage "
             f"({', '.join(every) or 'at the end of each epoch'})"
         )
     if settings.num_workers.most * MIN_ROWS > settings.global_batch_size:
@@ -145,7 +145,7 @@ def describe_batch(steps: Steps) -> str:
     """Return a description of a step's rows. A small dataset has fewer rows than GLOBAL_BATCH_SIZE."""
     if steps.rows >= steps.batch:
         return f"{steps.batch} rows"
-    return f"{steps.rows} rows, all that the dataset has (SUNSPOT_GLOBAL_BATCH_SIZE={steps.batch})"
+    return f"{steps.rows} rows, the whole dataset (SUNSPOT_GLOBAL_BATCH_SIZE={steps.batch})"
 
 
 def describe_ways_to_evaluate(task: Task) -> str:
@@ -156,11 +156,11 @@ def describe_ways_to_evaluate(task: Task) -> str:
         return own
     if task.build_dataset:
         return f"{own}, or {share}"
-    return f"put them into test/ beside train/, set SUNSPOT_TEST_DATASET, or {share}"
+    return f"put them into test/ next to train/, set SUNSPOT_TEST_DATASET, or {share}"
 
 
 def describe_share(settings: Settings, test: Source) -> str:
-    """Return a remark about TEST_SHARE for the line about held-out rows, or an empty text."""
+    """Return a note about TEST_SHARE for the line about held-out rows, or an empty string."""
     share = f"SUNSPOT_TEST_SHARE={settings.test_share:g}"
     if isinstance(test, RowSubset):
         return f" ({share} of the data)"
@@ -168,13 +168,13 @@ def describe_share(settings: Settings, test: Source) -> str:
 
 
 def describe_classes(source: Source) -> str:
-    """Return a description of the classes: their number, names, and how many have rows if some have none."""
+    """Return a description of the classes: their number and names, and how many have rows if some have none."""
     classes, names = source.classes, ModelData.of(source).class_names
     if not classes:
         return "no classes"
     named = f" ({', '.join(names)})" if 0 < len(names) <= MAX_NAMED_CLASSES else ""
     seen = getattr(source, "classes_seen", 0)
-    lack = f", of which {seen} have rows: labels are numbers from 0 to {classes - 1}" if 0 < seen < classes else ""
+    lack = f", of which {seen} have rows (labels are numbers from 0 to {classes - 1})" if 0 < seen < classes else ""
     return f"{classes} classes{named}{lack}"
 
 
@@ -209,7 +209,7 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
     if settings.loader == "ray" and nodes == 1 and left <= 0:
         raise SettingsError(
             f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(given)}: {workers} workers take all {cores:g} cores and leave "
-            "none for SUNSPOT_LOADER=ray, which would wait forever; give each worker fewer, or leave the setting empty"
+            "none for SUNSPOT_LOADER=ray, which would wait forever; set fewer cores per worker, or leave it empty"
         )
     threads = max(1, math.floor(per_worker.get("CPU", 1)))
     shown = ", ".join(f"{amount:g} {name}" for name, amount in sorted(per_worker.items()))
@@ -219,7 +219,7 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
 
 
 def with_absolute_paths(settings: Settings) -> Settings:
-    """Return the settings with absolute local paths, because workers run in another directory."""
+    """Return the settings with absolute local paths, because workers run in a different directory."""
     paths = {name: getattr(settings, name) for name in ("storage_path", "test_dataset", "data_root", "init_from")}
     if settings.dataset not in ("sample", "mnist"):
         paths["dataset"] = settings.dataset

@@ -1,4 +1,4 @@
-"""Creates a private folder for each user of a machine, inside a folder to which all users may write."""
+"""Creates a private folder for each user of a machine, inside a folder that all users can write to."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ def private_folder(parent: Path | None = None) -> Path:
 
 
 def make_private_folder(parent: Path) -> Path:
-    """Create this user's folder below `parent` unless it exists, and close it to all other users.
+    """Create this user's folder below `parent` unless it exists, and make it inaccessible to other users.
 
     Raises `PermissionError` if another user has created a folder or a link of that name, and `OSError` if `parent` is
     not writable.
@@ -30,13 +30,13 @@ def make_private_folder(parent: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not is_own_folder(folder):
-        raise PermissionError(f"{folder} belongs to another user, or is a link; remove it")
+        raise PermissionError(f"{folder} belongs to another user or is a link; remove it")
     folder.chmod(0o700)
     return folder
 
 
 def private_path(parent: Path) -> Path:
-    """Return the path of this user's private folder below `parent`. The folder may not exist yet."""
+    """Return the path of this user's private folder below `parent`. The folder might not exist yet."""
     return parent / f"sunspot-{os.getuid()}"
 
 

@@ -19,17 +19,17 @@ from sunspot.ray_internals.processes import ray_apart_from_signals
 from sunspot.ray_start_errors import explain_start, refuse_unreachable
 
 RAY_ENVIRONMENT = {
-    # Interval of the controller's polls. It limits how soon a lost worker is noticed, and how often workers report.
+    # Interval of the controller's polls. It limits how fast a lost worker is noticed, and how often workers report.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # Seconds that Ray waits after a loss for a group of the old size, before it settles for fewer workers.
+    # Seconds that Ray waits after a loss for a group of the old size, before it accepts fewer workers.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
-    # sunspot/elastic/nodes.py checks more often, and also scales up.
+    # sunspot/elastic/nodes.py checks more often, and also adds workers.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # sunspot/run/logs.py already ships what workers print. Ray would print each line twice.
+    # sunspot/run/logs.py already ships the workers' output. Ray would print each line twice.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    # Ray's future default, without its warning: workers without a GPU keep CUDA_VISIBLE_DEVICES.
+    # Ray's future default, set to avoid its warning. Workers without a GPU keep CUDA_VISIBLE_DEVICES.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Workers stay in the driver's directory so that relative paths of a task are found.
+    # Keeps workers in the driver's directory, so that a task's relative paths are found.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     # Ray would send statistics about the cluster to its developers.
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -39,18 +39,18 @@ FOLDER = "ray"
 """Name of the folder for Ray's sessions in the user's private folder."""
 
 LONGEST_SOCKET = "session_2026-11-28_23-59-59_000000_4194304/sockets/plasma_store.999"
-"""Longest name of a socket below that folder. A process id has at most seven digits (PID_MAX_LIMIT of Linux)."""
+"""Longest name of a socket below that folder. A process id has at most seven digits (Linux's PID_MAX_LIMIT)."""
 
 MAX_SOCKET_PATH_BYTES = 103
-"""Length of the longest path of a Unix socket: `sun_path` has 104 bytes on macOS, one of them for the final zero."""
+"""Maximum length of a Unix socket's path. `sun_path` has 104 bytes on macOS, one of them for the final zero."""
 
 
 @contextmanager
 def ray_session() -> Iterator[None]:
-    """Use Ray while the context lasts: the caller's session, the cluster at RAY_ADDRESS, or a new local session.
+    """Context manager for using Ray: the caller's session, the cluster at RAY_ADDRESS, or a new local session.
 
-    Raises `SunspotError` if Ray cannot be started or reached. Ray 2.60 waits 30 s for its own processes, which is too
-    short on a busy machine.
+    Raises `SunspotError` if Ray cannot be started or reached. Ray 2.60 waits 30 s for its own processes, which can be
+    too short on a busy machine.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -86,7 +86,7 @@ def ray_session() -> Iterator[None]:
         with brief_ray():
             yield
     except EndAtOnceError:
-        in_use = True  # the trainer's thread would crash without Ray. Ray's processes end with this process
+        in_use = True  # the trainer's thread would crash without Ray, whose processes end with this one
         raise
     finally:
         if not in_use:
@@ -101,22 +101,22 @@ def starts_own_session() -> bool:
 
 
 def _cluster_address() -> str:
-    """Return the address of the cluster to join, or an empty text for a new session."""
+    """Return the address of the cluster to join, or an empty string for a new session."""
     address = os.environ.get("RAY_ADDRESS", "")
     return "" if address == "local" else address  # "local" is Ray's name for a new session
 
 
 def start_local_ray(**options: Any) -> Any:
-    """Start a Ray session on this machine that only this user can reach, and return the context of `ray.init`.
+    """Start a Ray session on this machine that only this user can reach, and return the result of `ray.init`.
 
-    `options` are further arguments of `ray.init`. The session requires a token, which only this process and its
+    `options` are additional arguments of `ray.init`. The session requires a token that only this process and its
     children know, and keeps its files in this user's private folder. The user's RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH and
     RAY_TMPDIR take precedence. Raises `SettingsError` if the private folder cannot be created.
     """
     import ray
 
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        # Without this variable, Ray 2.60 writes a token to ~/.ray/auth_token, which every user may read. The variable
+        # Without this variable, Ray 2.60 writes a token to ~/.ray/auth_token, which every user can read. The variable
         # stays set after the session, so later sessions of this process use the same token.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         forget_token()
@@ -133,7 +133,8 @@ def _session_folder() -> Path:
 
 
 def enter_folder(folder: str) -> None:
-    """Change to the driver's working directory if it exists on this node, so that a task's relative paths are found."""
+    """Change to the driver's working directory, if it exists on this node, so that a task's relative paths are
+    found."""
     if os.path.isdir(folder):
         os.chdir(folder)
 

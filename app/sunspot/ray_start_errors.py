@@ -1,4 +1,4 @@
-"""Explains why a Ray session cannot be started or reached, and what to do about it."""
+"""Explains why a Ray session cannot be started or reached, and how to fix it."""
 
 import errno
 import logging
@@ -37,7 +37,7 @@ NO_FILES_LEFT = (errno.EMFILE, errno.ENFILE)
 def explain_start(error: Exception, folder: Path) -> str:
     """Return a line with the reason why no session could be started in `folder`, and the fix.
 
-    Ray's errors do not say why its own processes did not start in time. If they did not, check what the processes need.
+    If Ray's own processes did not start in time, its error gives no reason, so check what these processes need.
     """
     failed = f"Ray cannot be started on this machine: {shorten(error).rstrip('.')}"
     if "AF_UNIX" in str(error):
@@ -57,7 +57,7 @@ def explain_start(error: Exception, folder: Path) -> str:
 def refuse_unreachable(address: str) -> None:
     """Wait until something listens at `address`, which has the format of RAY_ADDRESS.
 
-    Raises `SunspotError` if nothing listens within REACH_WITHIN_S. An address without a port is left to Ray.
+    Raises `SunspotError` if nothing listens within REACH_WITHIN_S. Ray handles an address without a port itself.
     """
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdecimal():
@@ -80,7 +80,7 @@ def refuse_unreachable(address: str) -> None:
 
 
 def _find_fix(error: OSError) -> str:
-    """Return the fix for an error of the operating system, or an empty text if none is known."""
+    """Return the fix for an operating system error, or an empty string if none is known."""
     if error.errno in NO_FILES_LEFT:
         return "raise the limit of open files, for example with `ulimit -n 65536`"
     folders = {"TMPDIR": tempfile.gettempdir(), "HOME": os.path.expanduser("~")}
@@ -93,7 +93,7 @@ def _find_fix(error: OSError) -> str:
 
 
 def _try_to_write(folder: Path) -> str:
-    """Return why a file of one page cannot be written to a folder, and the fix. Return an empty text if it can."""
+    """Return why a file of one page cannot be written to a folder, and the fix, or an empty string if it can."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(4096))

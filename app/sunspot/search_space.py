@@ -1,13 +1,13 @@
-"""Parses a search space, in which settings hold an expression instead of a value, and draws the values of each trial.
+"""Parses a search space (settings with an expression instead of a value), and draws each trial's values.
 
-    LEARNING_RATE=loguniform(1e-4,1e-2)     a number in between; every order of magnitude is equally likely
-    LEARNING_RATE=uniform(0.01,0.1)         a number in between
-    EPOCHS=randint(2,5)                     2, 3 or 4: the end is excluded, as in Ray Tune and Python's `range`
+    LEARNING_RATE=loguniform(1e-4,1e-2)     a number in this range; all orders of magnitude are equally likely
+    LEARNING_RATE=uniform(0.01,0.1)         a number in this range
+    EPOCHS=randint(2,5)                     2, 3 or 4 (the end is excluded, as in Ray Tune and `range`)
     PRECISION=choice(fp32,bf16)             one of these values
     TASK_ARGS={"width": "choice(8,16)"}     the same for the task's own hyperparameters
 
-The values of trial n depend only on SEED, n and the expression. So further trials or varied settings do not change the
-values of other trials, and a restarted search has the same trials.
+The values of trial n depend only on SEED, n and the expression. Additional trials or varied settings do not change
+other trials' values, and a restarted search has the same trials.
 """
 
 import json
@@ -43,33 +43,33 @@ VARIED = (
     "seed",
     "precision",
 )
-"""Settings that a search may vary, besides the arguments in TASK_ARGS. Other settings control the place and the
-operation of a run, so a metric cannot compare their values."""
+"""Settings that a search can vary, in addition to the arguments in TASK_ARGS. The other settings affect only where and
+how a run operates, so a metric cannot compare their values."""
 
 TEXTS = ("task", "init_from")
-"""Varied settings whose values may contain brackets, so that an unknown function is not a misspelling."""
+"""Varied settings whose values can contain brackets, so that an unknown function is not a misspelling."""
 
 FUNCTIONS = {
-    "uniform": ("uniform(0.01,0.1)", "two numbers, the first one below the second"),
-    "loguniform": ("loguniform(1e-4,1e-2)", "two numbers above 0, the first one below the second"),
-    "randint": ("randint(2,5)", "two whole numbers, the first one below the second"),
-    "choice": ("choice(8,16,32)", "values with commas between them"),
+    "uniform": ("uniform(0.01,0.1)", "two numbers, the first smaller than the second"),
+    "loguniform": ("loguniform(1e-4,1e-2)", "two positive numbers, the first smaller than the second"),
+    "randint": ("randint(2,5)", "two integers, the first smaller than the second"),
+    "choice": ("choice(8,16,32)", "values separated by commas"),
 }
-"""Functions of expressions, each with an example and its arguments. They are not parsed as Python, because the values
-of `choice` may be URLs."""
+"""Functions of expressions, each with an example and a description of its arguments. They are not parsed as Python,
+because the values of `choice` can be URLs."""
 
 WHERE = "in the search space"
 
 SEARCH_LABEL = "search"
-"""Name of a label that a search and its trials have. Its value is the name of the search."""
+"""Name of a label that a search and its trials have. Its value is the search's name."""
 
 CALL = re.compile(r"([A-Za-z_]\w*)\s*\((.*)", re.DOTALL)
 
 MAX_INTEGER = 2**53
-"""Largest bound of `randint`. Floats cannot represent all integers above it."""
+"""Maximum bound of `randint`. Floats cannot represent all integers above it."""
 
 DIGITS = 4
-"""Number of significant digits of a drawn number. More digits mean nothing and make tables unreadable."""
+"""Number of significant digits of a drawn number. More digits are meaningless and make tables unreadable."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,24 @@ class Dimension:
     """One expression of a search space."""
 
     name: str
-    "Name of the setting without its prefix, or the path of a task's argument, such as `TASK_ARGS.width`."
+    "Setting's name without its prefix, or the path of a task's argument, such as `TASK_ARGS.width`."
     text: str
-    "Expression as the user wrote it."
+    "The expression as the user wrote it."
     function: str
     arguments: tuple[Any, ...]
-    "Values of `choice`, or both bounds of another function."
+    "Values of `choice`, or the two bounds of another function."
 
     @property
     def extremes(self) -> tuple[Any, ...]:
-        """Values that must be checked. If they are valid, all values are."""
+        """The values to check. If they are valid, all values are."""
         if self.function == "randint":
             return self.arguments[0], self.arguments[1] - 1
         return self.arguments
 
     def draw(self, seed: int, trial: int) -> Any:
-        """Return the value for a trial. Trials are numbered from 1."""
+        """Return a trial's value. Trials are numbered from 1."""
         text = f"{seed} {trial} {self.name} {self.text}".encode(errors="surrogatepass")
-        share = random.Random(text).random()  # bytes are hashed with SHA-512
+        share = random.Random(text).random()  # `Random` hashes bytes with SHA-512
         if self.function == "choice":
             return self.arguments[int(share * len(self.arguments))]
         low, high = self.arguments
@@ -106,30 +106,30 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Search:
-    """Search with all its trials, planned before any trial starts."""
+    """A search with all its trials, planned before any trial starts."""
 
     settings: Settings
-    "Settings of the search itself, in which varied settings have their defaults."
+    "Settings of the search itself, with defaults for the varied settings."
     dimensions: tuple[Dimension, ...]
-    "Expressions of the search; empty if there is nothing to search."
+    "Expressions of the search, empty if there is nothing to search."
     given: dict[str, str]
     "Variables with an expression, in canonical form."
     samples: tuple[dict[str, Any], ...]
-    "Values of each trial, by the name of the dimension."
+    "Each trial's values, keyed by dimension."
     trials: tuple[Settings, ...]
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Settings that may not change during a trial."""
+        """Settings that cannot change during a trial."""
         varied = [variable.removeprefix(PREFIX).lower() for variable in self.given]
         return tuple(dict.fromkeys((*IDENTITY, *varied)))
 
 
 def load_search(variables: Mapping[str, str]) -> Search:
-    """Return the search that the variables of the environment or of a job describe.
+    """Return the search that the environment's or a job's variables describe.
 
-    A search without an expression has no trials. Raises `SettingsError` with all problems of the expressions, of their
-    extreme values, or of the trials.
+    A search without an expression has no trials. Raises `SettingsError`, listing all problems of the expressions, their
+    extreme values, or the trials.
     """
     given = _ours(variables)
     settings, dimensions, expressions = load_common(given)
@@ -140,12 +140,12 @@ def load_search(variables: Mapping[str, str]) -> Search:
     problems = []
     if settings.num_workers.elastic:
         elastic = f"{PREFIX}NUM_WORKERS={settings.num_workers}"
-        problems.append(f"{elastic}: trials would take workers from each other; set it to one number")
+        problems.append(f"{elastic}: trials would take workers from each other; set it to a single number")
     longest = trial_name(settings.run_name, settings.trials)
     if len(longest) > RUN_NAME_LENGTH:
         most = RUN_NAME_LENGTH - len(longest) + len(settings.run_name)
         problems.append(
-            f"{PREFIX}RUN_NAME={settings.run_name}: names of its trials, such as {longest}, would have more than "
+            f"{PREFIX}RUN_NAME={settings.run_name}: trial names such as {longest} would have more than "
             f"{RUN_NAME_LENGTH} characters; set it to a name of at most {most} characters"
         )
         refuse(problems, WHERE)
@@ -154,13 +154,13 @@ def load_search(variables: Mapping[str, str]) -> Search:
     trials = []
     for number, sample in enumerate([*extremes, *samples], start=1 - len(extremes)):
         if number > 0:
-            refuse(problems, WHERE)  # first those of all extremes, then those of each trial
+            refuse(problems, WHERE)  # first the problems of all extremes, then those of each trial
         name = trial_name(settings.run_name, max(1, number))
         try:
             own = {**_shared(settings), **_substitute(expressions, sample), PREFIX + "RUN_NAME": name}
             trials.append(load_settings({**given, **own}))
         except SettingsError as error:
-            problems += map(str.strip, str(error).splitlines()[1:])  # the first line counts the problems
+            problems += map(str.strip, str(error).splitlines()[1:])  # the first line is only the number of problems
     refuse(problems, WHERE)
     return Search(settings, dimensions, expressions, tuple(samples), tuple(trials[len(extremes) :]))
 
@@ -183,7 +183,7 @@ def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension
 def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
     """Return the expressions in the variables, in the order of the settings.
 
-    Raises `SettingsError` with all mistakes.
+    Raises `SettingsError`, listing all mistakes.
     """
     dimensions, problems = [], []
     for field in Settings.model_fields:
@@ -198,8 +198,7 @@ def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
             if dimension and field not in (*VARIED, "task_args"):
                 varied = ", ".join(varied.upper() for varied in (*VARIED, "task_args"))
                 problems.append(
-                    f"{PREFIX}{cut(path)}={cut(value)}: a search may not vary it, but only {varied}; set it to "
-                    f"{takes(field)}"
+                    f"{PREFIX}{cut(path)}={cut(value)}: a search can only vary {varied}; set it to {takes(field)}"
                 )
             elif dimension:
                 dimensions.append(dimension)
@@ -254,7 +253,8 @@ def _ours(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _shared(settings: Settings) -> dict[str, str]:
-    """Return the labels and prices that trials take from their search. The search pays for the head, not the trials."""
+    """Return the labels and prices that trials inherit from their search. The search pays for the head, not the
+    trials."""
     prices = {name: price for name, price in settings.prices.items() if name != HEAD}
     shared = settings.model_copy(update={"prices": prices}).environment()
     return {name: shared[name] for name in (PREFIX + "LABELS", PREFIX + "PRICES")}
@@ -278,7 +278,7 @@ def _replace(value: Any, path: str, sample: Mapping[str, Any]) -> Any:
 def _walk_task_args(text: str) -> Iterator[tuple[str, str]]:
     """Yield the strings in TASK_ARGS with their paths.
 
-    Yield nothing if it is not a JSON object, because `load_settings` refuses that.
+    Yields nothing if TASK_ARGS is not a JSON object, because `load_settings` rejects it.
     """
 
     def walk(path: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -297,7 +297,7 @@ def _walk_task_args(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _parse_value(word: str) -> Any:
-    """Return a value of TASK_ARGS, parsed as JSON if possible, or else the word itself."""
+    """Return a value of TASK_ARGS, parsed as JSON if possible, or the word itself."""
     try:
         return parse_json(word)
     except ValueError:

@@ -1,9 +1,11 @@
-"""Definitions of all settings of a run. The training program and the submitter both read them.
+"""Defines all settings of a run, for the training program and the submitter.
 
 A setting is an environment variable with the prefix SUNSPOT_. The sentence below each field is its description in
-`--help` and in the documentation. `takes` is the fix in the message about a wrong value. Secrets are never settings.
+`--help` and in the documentation. `takes` is the text after "set it to" in the error for a wrong value. Secrets are
+never settings.
 
-Some kinds of tasks ignore a setting: each adapter in tasks/ lists these as `UNREAD_SETTINGS`, and refuses them.
+Some kinds of tasks do not support every setting. Each adapter in tasks/ lists the unsupported ones in `UNREAD_SETTINGS`
+and rejects them.
 """
 
 import json
@@ -36,25 +38,25 @@ from sunspot.task_arguments import TaskArguments, plain
 PREFIX = "SUNSPOT_"
 
 RUN_NAME_LENGTH = 38
-"""Largest number of characters in a run's name. It becomes part of names in Kubernetes, which have at most 47."""
+"""Maximum number of characters in a run's name. It becomes part of names in Kubernetes, which have at most 47."""
 
 RUN_NAME = r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?"
 
 MAX_VALUE_LENGTH = 200
-"""Largest number of characters that a message shows of a wrong value."""
+"""Maximum number of characters of a wrong value that a message shows."""
 
 NOT_A_SETTING = (
-    "settings are stored with the run, where everybody can read them; let the task read it from the environment, "
+    "settings are stored with the run, where everyone can read them; let the task read it from the environment, "
     "which pods get from a Secret (env_secrets in a profile)"
 )
-"""Reason why a setting may not hold a credential, and the fix."""
+"""Reason why a setting must not contain a credential, and the fix."""
 
 READING_SHARE = 0.25
-"""Fraction of a machine's cores that LOADER=ray reserves for reading, at least one core: without it, no row is read."""
+"""Fraction of a machine's cores that LOADER=ray reserves for reading, but at least one core."""
 
 
 class WorkerRange(NamedTuple):
-    """Range of the number of training workers. `least == most` unless the run is elastic."""
+    """The allowed numbers of training workers. `least == most` unless the run is elastic."""
 
     least: int
     most: int
@@ -68,24 +70,24 @@ class WorkerRange(NamedTuple):
 
 
 class NodeGroup(BaseModel):
-    """Group of nodes of one kind, which have a Ray resource with the group's name."""
+    """A group of identical nodes. They have a Ray resource with the group's name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     most: int = Field(ge=1)
-    "Largest number of training workers on the group's nodes."
+    "Maximum number of training workers on the group's nodes."
     after_s: float = Field(ge=0)
-    """Seconds for which the earlier groups must lack nodes until this group is used, and have enough nodes until it is
-    no longer used."""
+    """Seconds for which earlier groups must lack nodes before this group is used, or have enough nodes before it is no
+    longer used."""
 
 
 HEAD = "head"
-"""Name of the head's node in the prices."""
+"""Key of the head's node in the prices."""
 
 
 class NodePrice(BaseModel):
-    """Price of a node per hour."""
+    """A node's price per hour."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -116,7 +118,7 @@ def _check_origin(value: str) -> str:
 
 
 MAX_DEPTH = 50
-"""Largest number of levels in a setting's JSON. With a thousand, Python's own functions fail."""
+"""Maximum nesting depth of a setting's JSON. At a depth of a thousand, Python's own functions fail."""
 
 
 def parse_json(text: str) -> Any:
@@ -191,7 +193,7 @@ def _setting(default: Any, takes: str, **limits: Any) -> Any:
 
 
 class Settings(BaseModel):
-    """Settings of one run, validated together. They are immutable."""
+    """The settings of one run, validated together. They are immutable."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -203,7 +205,7 @@ class Settings(BaseModel):
     "Module with the model and the loss."
     run_name: str = _setting(
         "mnist",
-        "1 to 38 lower-case letters, digits and '-', beginning with a letter, not ending with '-'",
+        "1 to 38 lower-case letters, digits and '-', starting with a letter and not ending with '-'",
         pattern=f"^{RUN_NAME}$",
     )
     "Name of the run. A run with the same name in the same storage is resumed."
@@ -212,141 +214,137 @@ class Settings(BaseModel):
     init_from: Origin = _setting(
         "", "run:NAME, or the path or URL of a state_dict saved by torch.save or as safetensors"
     )
-    "Weights from which a run starts that has no checkpoint of its own."
+    "Initial weights for a run without a checkpoint."
 
     storage_path: str = _setting(
         "runs",
         "a local or NFS path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
         pattern=r"^((s3|gs|az|abfs)://[^/:]+(/.*)?|[^:]+)$",
     )
-    "Directory or bucket in which runs are kept."
+    "Directory or bucket that contains the runs."
 
     dataset: str = _setting(
         "sample",
-        "sample, mnist, or a path or URL of Parquet, CSV, JSON lines, class folders of pictures, or save_to_disk's",
+        "sample, mnist, or a path or URL of Parquet, CSV, JSON lines, image folders, or save_to_disk's output",
         min_length=1,
     )
     "Training data."
-    test_dataset: str = _setting("", "a path or URL as SUNSPOT_DATASET, or empty")
-    "Held-out rows if SUNSPOT_DATASET is a path. By default, these are in its folder test/ beside train/, if any."
-    test_share: float = _setting(0, "a fraction from 0 (0: none) to below 1, e.g. 0.1", ge=0, lt=1)
-    "Fraction of the rows to hold out if there are no other held-out rows. SUNSPOT_SEED chooses the rows."
-    image_size: int = _setting(
-        0, "a whole number from 0 (0: their own size, or 64 if they differ in size)", ge=0, le=4096
-    )
-    "Height and width to which the middle of each picture is scaled."
+    test_dataset: str = _setting("", "a path or URL, like SUNSPOT_DATASET, or empty")
+    "Held-out rows if SUNSPOT_DATASET is a path. By default, they are in its folder test/ next to train/, if any."
+    test_share: float = _setting(0, "a fraction >= 0 and < 1, e.g. 0.1", ge=0, lt=1)
+    "Fraction of the rows to hold out if there are no other held-out rows. SUNSPOT_SEED selects them."
+    image_size: int = _setting(0, "an integer >= 0", ge=0, le=4096)
+    "Height and width to which each image's middle is scaled. 0 keeps the images' size, or means 64 if it varies."
     data_root: str = _setting("data", "a directory", min_length=1)
-    "Directory in which torchvision keeps MNIST."
+    "Directory for torchvision's copy of MNIST."
 
     loader: Literal["torch", "ray"] = _setting("torch", "torch or ray")
-    "Loader of the rows: torch keeps them in memory behind a DataLoader, and ray streams them with Ray Data."
-    num_workers: WorkerCount = _setting("2", "a number from 1, such as 4, or a range, such as 2..8")
-    "Number of training workers (the world size). With a range, the run is elastic."
+    "Loader of the rows. torch keeps them in memory behind a DataLoader, and ray streams them with Ray Data."
+    num_workers: WorkerCount = _setting("2", "an integer >= 1, such as 4, or a range, such as 2..8")
+    "Number of training workers (the world size). A range makes the run elastic."
     use_gpu: Literal["auto", "true", "false"] = _setting("auto", "auto, true or false")
     "Use of GPUs. With auto, each worker gets a GPU if the cluster has enough of them."
     resources_per_worker: JsonObject = _setting({}, """a JSON object, e.g. {"CPU": 4, "GPU": 1}""")
-    "Ray resources of one worker. By default, they are chosen, and the plan gives the reason."
+    "Ray resources of one worker. By default, the plan chooses them and gives its reason."
 
-    epochs: int = _setting(2, "a whole number from 1", ge=1)
+    epochs: int = _setting(2, "an integer >= 1", ge=1)
     "Passes over the training rows."
-    max_steps: int = _setting(0, "a whole number from 0 (0: no limit)", ge=0)
-    "Optimizer steps after which the run ends, even if its epochs take more."
-    global_batch_size: int = _setting(128, "a whole number from 2 (batch norm needs two rows)", ge=2)
-    "Rows per optimizer step, over all workers."
-    micro_batch_size: int = _setting(0, "a whole number from 0", ge=0)
-    "Most rows per forward pass; with more, gradients accumulate. 0: a worker's share of a step when all workers train."
+    max_steps: int = _setting(0, "an integer >= 0", ge=0)
+    "Optimizer steps after which the run ends, even within an epoch. 0 means no limit."
+    global_batch_size: int = _setting(128, "an integer >= 2, because batch norm needs two rows", ge=2)
+    "Rows per optimizer step, summed over all workers."
+    micro_batch_size: int = _setting(0, "an integer >= 0", ge=0)
+    "Maximum rows per forward pass; gradients accumulate. 0 means a worker's share of a step when all workers train."
 
     learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
     "Peak learning rate, which the schedule scales."
     schedule: Literal["linear", "cosine", "constant"] = _setting("linear", "linear, cosine or constant")
-    "Curve of the learning rate from its peak to the end, for tasks without a schedule."
-    warmup_steps: StepsOrShare = _setting(0, "a whole number from 0, or a fraction of all steps below 1, e.g. 0.05")
-    "First steps, in which the learning rate rises to its peak, for tasks without a schedule."
-    weight_decay: float = _setting(0, "a number from 0, e.g. 0.1", ge=0, allow_inf_nan=False)
-    "Weight decay of AdamW on matrices, for tasks without an optimizer."
-    clip_norm: float = _setting(0, "a number from 0 (0: off), e.g. 1", ge=0, allow_inf_nan=False)
-    "Largest norm of a step's gradient. A larger gradient is scaled down to it."
-    ema: float = _setting(0, "a fraction from 0 (0: off) to below 1, e.g. 0.999", ge=0, lt=1)
-    "Decay of an exponential moving average of the weights, which `model.pt` then holds."
+    "Shape of the learning rate's decay from its peak, for tasks without a schedule."
+    warmup_steps: StepsOrShare = _setting(0, "an integer >= 0, or a fraction < 1 of all steps, e.g. 0.05")
+    "Number of first steps in which the learning rate rises to its peak, for tasks without a schedule."
+    weight_decay: float = _setting(0, "a number >= 0, e.g. 0.1", ge=0, allow_inf_nan=False)
+    "AdamW's weight decay for matrices, for tasks without an optimizer."
+    clip_norm: float = _setting(0, "a number >= 0, e.g. 1", ge=0, allow_inf_nan=False)
+    "Norm to which a larger gradient is scaled down. 0 turns clipping off."
+    ema: float = _setting(0, "a fraction >= 0 and < 1, e.g. 0.999", ge=0, lt=1)
+    "Decay of the exponential moving average of the weights in `model.pt`. With 0, `model.pt` has the trained weights."
 
-    seed: int = _setting(0, "a whole number from 0 to 2^32 - 1", ge=0, lt=2**32)
-    "Seed of the order of rows and of all random numbers."
+    seed: int = _setting(0, "an integer from 0 to 2^32 - 1", ge=0, lt=2**32)
+    "Seed for the row order and all random numbers."
     precision: Literal["fp32", "tf32", "bf16"] = _setting("fp32", "fp32, tf32 or bf16")
-    "Precision of the computation. tf32 multiplies matrices in TF32, and bf16 runs the forward pass under autocast."
+    "Precision of the computation. tf32 multiplies matrices in TF32, and bf16 runs the forward pass with autocast."
     gradient_precision: Literal["fp32", "bf16"] = _setting("fp32", "fp32 or bf16")
-    "Precision of gradients as workers exchange them."
+    "Precision in which workers exchange gradients."
     compile: Literal["off", "default", "max-autotune"] = _setting("off", "off, default or max-autotune")
     "Mode of torch.compile, which needs a C or C++ compiler."
     parallel: Literal["ddp", "fsdp"] = _setting("ddp", "ddp or fsdp")
-    "Distribution of the model: ddp keeps all of it on each worker, and fsdp a part of it."
+    "Distribution of the model. ddp keeps a copy on each worker, and fsdp splits the model among the workers."
 
-    checkpoint_every_steps: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
-    "Optimizer steps between checkpoints. The end of each epoch adds a checkpoint."
-    checkpoint_every_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
-    "Seconds between checkpoints. The end of each epoch adds a checkpoint."
-    checkpoints_to_keep: int = _setting(3, "a whole number from 1", ge=1)
-    "Number of the best checkpoints to keep. The newest checkpoint is always kept, too."
+    checkpoint_every_steps: int = _setting(0, "an integer >= 0", ge=0)
+    "Optimizer steps between checkpoints, or 0 for none. The end of each epoch adds a checkpoint."
+    checkpoint_every_s: float = _setting(60, "seconds >= 0", ge=0, allow_inf_nan=False)
+    "Seconds between checkpoints, or 0 for none. The end of each epoch adds a checkpoint."
+    checkpoints_to_keep: int = _setting(3, "an integer >= 1", ge=1)
+    "Number of best checkpoints to keep. The newest checkpoint is always kept, too."
     checkpoint_metric: str = _setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
-    "Metric that ranks checkpoints, on held-out rows if there are any, or else on the last 10,000 training rows."
+    "Metric that ranks checkpoints, on held-out rows if there are any, otherwise on the last 10,000 training rows."
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
-    "Direction in which SUNSPOT_CHECKPOINT_METRIC is better: lower (min) or higher (max)."
-    early_stop_evaluations: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
-    "Evaluations in a row without an improvement of SUNSPOT_CHECKPOINT_METRIC after which the run ends."
+    "Better direction of SUNSPOT_CHECKPOINT_METRIC: lower (min) or higher (max)."
+    early_stop_evaluations: int = _setting(0, "an integer >= 0", ge=0)
+    "Number of evaluations without a better SUNSPOT_CHECKPOINT_METRIC after which the run ends. 0 turns this off."
 
-    trials: int = _setting(8, "a whole number from 1 to 10000", ge=1, le=10_000)
+    trials: int = _setting(8, "an integer from 1 to 10000", ge=1, le=10_000)
     "Number of runs in a search."
-    concurrent_trials: int = _setting(0, "a whole number from 0 (0: as many as fit)", ge=0)
-    "Number of a search's trials that train at the same time."
+    concurrent_trials: int = _setting(0, "an integer >= 0", ge=0)
+    "Number of a search's trials that train at the same time. 0 means as many as fit."
 
-    max_failures: int = _setting(3, "a whole number from 0", ge=0)
-    "Losses without notice in a row that a run survives. A new checkpoint, or a step of survivors, resets the count."
-    max_nan_windows: int = _setting(3, "a whole number from 0 (0: never)", ge=0)
-    "Windows of metrics in a row that end with a NaN or infinite loss, after which the run fails."
-    max_driver_starts: int = _setting(10, "a whole number from 1", ge=1)
-    "Number of times that a job's driver may start without a new checkpoint before the run fails."
+    max_failures: int = _setting(3, "an integer >= 0", ge=0)
+    "Number of losses without notice that a run survives. A new checkpoint or a step after a loss resets the count."
+    max_nan_windows: int = _setting(3, "an integer >= 0", ge=0)
+    "Number of consecutive metric windows with a NaN or infinite loss after which the run fails. 0 turns this off."
+    max_driver_starts: int = _setting(10, "an integer >= 1", ge=1)
+    "Maximum number of times that a job's driver starts without a new checkpoint before the run fails."
     storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
-    "Seconds for which storage may refuse or not answer before the run ends."
+    "Seconds for which storage may reject requests or not answer before the run ends."
 
-    snapshot_cost: float = _setting(0.01, "a fraction from 0 (0: off) to below 1, e.g. 0.01", ge=0, lt=1)
-    "Largest fraction of the training time to spend on copies of the state in memory."
-    hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
-    "Seconds without a step of a rank after which its process ends and counts as lost."
+    snapshot_cost: float = _setting(0.01, "a fraction >= 0 and < 1, e.g. 0.01", ge=0, lt=1)
+    "Maximum fraction of the training time for copying the state to memory. 0 turns copies off."
+    hang_timeout_s: float = _setting(300, "seconds >= 0", ge=0, allow_inf_nan=False)
+    "Seconds without a step after which a rank's process is ended and counts as lost. 0 turns this off."
     survivors: Literal["auto", "off"] = _setting("auto", "auto or off")
-    "Handling of a loss. With auto, the other workers keep training in their processes if that is possible."
+    "Handling of a loss. With auto, the other workers keep training if possible. With off, all workers restart."
 
     report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
-    "Seconds between two records of the metric history. Each checkpoint adds a record."
-    predict_rows: int = _setting(10_000, "a whole number from 0 (0: none)", ge=0)
+    "Seconds between records of the metric history. Each checkpoint adds a record."
+    predict_rows: int = _setting(10_000, "an integer >= 0", ge=0)
     "Number of held-out rows that the newest checkpoint predicts for the report."
 
-    tracking: Literal["", "mlflow", "wandb", "tensorboard"] = _setting(
-        "", "mlflow, wandb, tensorboard, or empty (none)"
-    )
-    "Tracking service to which the run is delivered."
+    tracking: Literal["", "mlflow", "wandb", "tensorboard"] = _setting("", "mlflow, wandb, tensorboard, or empty")
+    "Tracking service that the run reports to, if any."
     tracking_project: str = _setting("sunspot", "the name of an experiment or project", min_length=1)
-    "Name of the experiment in MLflow, or of the project in Weights & Biases."
+    "Name of the MLflow experiment or the Weights & Biases project."
 
     weights: Literal["pt", "safetensors"] = _setting("pt", "pt or safetensors")
-    "Format of the last checkpoint's weights. safetensors is added to model.pt, or replaces it under fsdp."
+    "Format of the last checkpoint's weights. safetensors files are written next to model.pt, or replace it under fsdp."
     audit: bool = _setting(False, "true or false")
-    "True to record the id of every row that each step consumed."
+    "True records the id of every row that each step consumed."
     accept: str = _setting(
-        "", "the name in the message of a refusal, several separated by commas, or empty", pattern=r"^[\w,-]*$"
+        "", "the name from an error message, several names separated by commas, or empty", pattern=r"^[\w,-]*$"
     )
-    "Refusals to override: another order of the rows, lost checkpoints or a lost start, or very many workers here."
+    "Errors to override: another row order, lost checkpoints, a lost start, or too many workers for this machine."
 
-    notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
-    "Set by the manifest: seconds from the notice of a preemption to the end of the node."
+    notice_s: int = _setting(0, "whole seconds, at least 0", ge=0)
+    "Set by the manifest: seconds from a preemption notice to the end of the node, or 0 if unknown."
     labels: Labels = _setting({}, """a JSON object of texts, e.g. {"team": "vision"}""")
-    "Labels by which `sunspot cost` sums, besides the profile's."
+    "Labels by which `sunspot cost` groups costs, in addition to the profile's."
     prices: NodePrices = _setting({}, """a JSON object, e.g. {"workers": {"price": 1.2, "on_demand_price": 3.9}}""")
-    "Set by the manifest: price per hour of the head, and of a node in each group."
+    "Set by the manifest: hourly price of the head, and of a node in each group."
     node_groups: NodeGroups = _setting((), """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]""")
-    "Set by the manifest: groups of nodes, if there are several, in order of preference."
+    "Set by the manifest: node groups, if there are several, in order of preference."
     nodes_timeout_s: float = _setting(1800, "seconds above 0", gt=0, allow_inf_nan=False)
-    "Set by the manifest: seconds to wait for the first of several groups of nodes."
+    "Set by the manifest: seconds to wait for the first of several node groups."
     code: str = _setting("", "nothing: `sunspot submit --code FOLDER` sets it", pattern=r"^(.+@sha256:[0-9a-f]{64})?$")
-    "Set by the manifest: URL of an archive of your own code, with its SHA-256."
+    "Set by the manifest: URL of the archive of your own code, with its SHA-256."
     job_id: str = _setting("", "the identity of the cluster job, or empty")
     "Set by the manifest: identity of the job, which is the same for every retry."
 
@@ -356,26 +354,26 @@ class Settings(BaseModel):
 
 
 IDENTITY = ("task", "task_args", "dataset", "test_share", "seed", "global_batch_size", "loader")
-"""Settings that give a run's position and weights their meaning. They may not change until the run's last step."""
+"""Settings that determine what a run's position and weights mean. They cannot change until the run's last step."""
 
 
 def accepts(environment: Mapping[str, str], name: str) -> bool:
-    """Return True if ACCEPT in `environment` (as `Settings.environment` returns it) overrides the refusal `name`."""
+    """Return True if ACCEPT in `environment` (from `Settings.environment`) overrides the error `name`."""
     return name in environment.get(PREFIX + "ACCEPT", "").split(",")
 
 
 class SettingInfo(NamedTuple):
-    """Description of a setting for users."""
+    """A setting's description for users."""
 
     variable: str
     default: str
-    "Value that the variable has by default. It may be empty."
+    "The variable's default, which can be empty."
     takes: str
     meaning: str
 
 
 def describe_settings(names: Iterable[str] = Settings.model_fields) -> list[SettingInfo]:
-    """Return descriptions of the settings with these field names, in this order. By default, describe all settings."""
+    """Return descriptions of the settings with these field names, or of all settings, in this order."""
     defaults = Settings.model_construct().environment()
     variables = {name: PREFIX + name.upper() for name in names}
     return [
@@ -385,18 +383,18 @@ def describe_settings(names: Iterable[str] = Settings.model_fields) -> list[Sett
 
 
 def takes(name: str) -> str:
-    """Return a description of the values that the setting with this field name takes."""
+    """Return a description of the values allowed for the setting with this field name."""
     extra: Any = Settings.model_fields[name].json_schema_extra
     return extra["takes"]
 
 
 def variable_of(name: str) -> str:
-    """Return the variable of a setting. Its `name` may have the prefix or not, in either case."""
+    """Return a setting's environment variable. `name` can be in either case, with or without the prefix."""
     return PREFIX + name.upper().removeprefix(PREFIX)
 
 
 def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings in the environment. `overrides` take precedence; their names may lack the prefix.
+    """Return the settings in the environment, overridden by `overrides`, with names with or without the prefix.
 
     Raises `SettingsError` with the variable, the value and the fix for each problem.
     """
@@ -413,8 +411,8 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
     for name in list(known):
         held = _find_credential(known[name])
         if held:
-            problems.append(f"{PREFIX}{name.upper()}: {held}; {NOT_A_SETTING}")
-            del known[name]  # so that no other problem shows its value
+            problems.append(f"{PREFIX}{name.upper()} {held}; {NOT_A_SETTING}")
+            del known[name]  # so that no other message shows its value
     try:
         settings = Settings(**known)  # type: ignore[arg-type]  # pydantic parses the strings
     except ValidationError as error:
@@ -424,60 +422,58 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
 
 
 def refuse(problems: list[str], where: str) -> None:
-    """Raise `SettingsError` if there are problems. Its message has a line for each."""
+    """Raise `SettingsError`, with one line per problem, if there are problems."""
     if problems:
         lines = sorted(set(problems))
         raise SettingsError("\n  ".join([f"{plural(len(lines), 'problem')} {where}:", *lines])) from None
 
 
 def with_place(settings: Mapping[str, str], run: str | None, storage: str | None) -> dict[str, str]:
-    """Return the settings with a run's name and storage added if they are given.
+    """Return the settings, with a run's name and storage added if given.
 
-    Raises `SettingsError` if the name or the storage is an empty text.
+    Raises `SettingsError` if the name or the storage is an empty string.
     """
     place = {"RUN_NAME": run, "STORAGE_PATH": storage}
     if "" in place.values():  # as a setting, it would mean the default
-        raise SettingsError("the name of a run or --storage is empty; give a text, or leave it out")
+        raise SettingsError("the name of a run or --storage is empty; give a value, or leave it out")
     return {**settings, **{name: value for name, value in place.items() if value is not None}}
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Return the text that a variable holds for a value: text unchanged, and other values as JSON.
+    """Return a value as a variable holds it: a string unchanged, any other value as JSON.
 
-    Raises `SettingsError` if JSON cannot hold the value.
+    Raises `SettingsError` if the value cannot be converted to JSON.
     """
     try:
         return value if isinstance(value, str) else json.dumps(value)
     except TypeError as error:
-        raise SettingsError(
-            f"{name}={value!r}: give a text, a number, a boolean, or another value that JSON can hold"
-        ) from error
+        raise SettingsError(f"{name}={value!r}: give a string, a number, a boolean, or another JSON value") from error
 
 
 def recorded_settings(environment: Mapping[str, str]) -> Settings:
-    """Return the settings that a run recorded (`Settings.environment`), without those that this version lacks."""
+    """Return the settings that a run recorded (`Settings.environment`), except those that this version lacks."""
     values = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if value != ""}
     return Settings(**{name: value for name, value in values.items() if name in Settings.model_fields})  # type: ignore[arg-type]
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return a line `NAME: old -> new` for each variable that differs."""
+    """Return one line `NAME: old -> new` for each variable that differs."""
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return [f"{name}: {before.get(name, '(unset)')} -> {after.get(name, '(unset)')}" for name in names]
 
 
 def _find_credential(value: str) -> str:
-    """Return a description of the credential in a setting's text. It is empty if the text holds no credential."""
+    """Return a description of the credential in a setting's value, or an empty string if it has none."""
     if URL_PASSWORD.search(value):
-        return "holds a password in a URL"
+        return "contains a password in a URL"
     found = find_credential(value)
     if found:
-        return f"holds {found.form}"
+        return f"contains {found.form}"
     try:
         names = list(find_credential_arguments(parse_json(value))) if value.startswith("{") else []
-    except ValueError:  # which the field's own check explains
+    except ValueError:  # reported by the field's own check
         names = []
-    return f"holds a credential, judging by the name of {', '.join(names)}" if names else ""
+    return f"seems to contain a credential, because of the name {', '.join(names)}" if names else ""
 
 
 def _misspelt(variable: str) -> str:
@@ -493,7 +489,7 @@ def _misspelt(variable: str) -> str:
 def _explain(problem: Any) -> str:
     field = str(problem["loc"][0])
     if problem["type"] == "string_unicode":
-        # Python decodes bytes as surrogates if they are invalid in the locale's encoding.
+        # Python decodes bytes that are invalid in the locale's encoding as surrogates.
         fix = "use other characters, or set LC_ALL=C.UTF-8 if the name is in UTF-8"
         seen = f"{PREFIX}{field.upper()}={cut(problem['input'])}"
         encoding = sys.getfilesystemencoding()

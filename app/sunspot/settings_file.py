@@ -1,4 +1,4 @@
-"""Reads `sunspot.toml`, which holds the settings for a folder under the same keys as `settings` in a profile."""
+"""Reads `sunspot.toml`, which contains a folder's settings under the same keys as `settings` in a profile."""
 
 import os
 import tomllib
@@ -13,34 +13,34 @@ FILE = Path("sunspot.toml")
 
 
 def read_settings_file(file: Path) -> dict[str, str]:
-    """Return the settings in a file, by the names that the file uses. The result is empty if the file does not exist.
+    """Return a file's settings, keyed by the names in the file, or an empty dictionary if the file does not exist.
 
     Raises `SettingsError` if the file cannot be read.
     """
     try:
-        text = file.read_text(encoding="utf-8-sig")  # Windows editors begin a file with a byte order mark
+        text = file.read_text(encoding="utf-8-sig")  # Windows editors start a file with a byte order mark
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise SettingsError(f"{file}: cannot be read: {error.strerror or error}") from error
+        raise SettingsError(f"{file} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise SettingsError(f"{file}: it is not in UTF-8, which TOML requires; save it as UTF-8 ({error})") from error
+        raise SettingsError(f"{file} is not in UTF-8, which TOML requires; save it as UTF-8 ({error})") from error
     try:
         return {name: setting_text(name, value) for name, value in tomllib.loads(text).items()}
     except (tomllib.TOMLDecodeError, SettingsError) as error:
-        raise SettingsError(f'{file}: {error}; it has lines such as EPOCHS = 3 and TASK = "my_task"') from error
+        raise SettingsError(f'{file}: {error}; write lines such as EPOCHS = 3 and TASK = "my_task"') from error
 
 
 def as_variables(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings by the names of their variables."""
+    """Return the settings keyed by environment variable."""
     return {variable_of(name): value for name, value in settings.items()}
 
 
 def find_task(given: str = "") -> str:
-    """Return the module of the task `given`, or else of the task in SUNSPOT_TASK, or in this folder's FILE.
+    """Return the module of the task `given`, or of the default task in SUNSPOT_TASK or in this folder's FILE.
 
-    If the task is the path of a file, the file's folder is put on the path of this process and of its children. Returns
-    an empty text if no task is named. Raises `SettingsError` if the file cannot be imported.
+    If the task is a file's path, the file's folder is put on the path of this process and of its children. Returns an
+    empty string if there is no task. Raises `SettingsError` if the file cannot be imported.
     """
     task = given or os.environ.get(f"{PREFIX}TASK") or as_variables(read_settings_file(FILE)).get(f"{PREFIX}TASK", "")
     if task.endswith(SUFFIX):

@@ -1,4 +1,4 @@
-"""Shares memory between processes: one process of a machine fills it, and the others map it instead of copying it."""
+"""Shares memory between processes. One process of a machine fills it, and the others map it instead of copying it."""
 
 import mmap
 import os
@@ -12,12 +12,12 @@ import torch
 class Pages:
     """A file that exists only in memory, or a temporary file on systems without such files.
 
-    Unlike a file in /dev/shm, it is limited only by the memory, and a killed process leaves nothing behind. The memory
-    is freed when this object is closed or garbage-collected and no process maps the file any longer.
+    Unlike a file in /dev/shm, its size is limited only by the memory, and a killed process leaves nothing behind. The
+    memory is freed when this object is closed or garbage-collected and no process maps the file any longer.
     """
 
     def __init__(self, size: int = 0) -> None:
-        """Create a file of `size` bytes, which take memory when they are first used. `write` appends to it."""
+        """Create a file of `size` bytes, which use memory only once they are accessed. `write` appends to it."""
         self.close: Callable[[], object]
         try:
             self._descriptor = os.memfd_create("sunspot")
@@ -36,7 +36,7 @@ class Pages:
 
 
 def map_pages(path: str, size: int, shared: bool = False) -> torch.Tensor:
-    """Return the first `size` bytes of a file, uint8 [size]. Changes are private unless `shared` is set."""
+    """Return the first `size` bytes of a file, as uint8 [size]. Changes are private unless `shared` is True."""
     with open(path, "r+b") as file:
         access = mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY
         return torch.frombuffer(mmap.mmap(file.fileno(), size, access=access), dtype=torch.uint8)

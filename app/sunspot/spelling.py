@@ -4,10 +4,10 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 LIKENESS = 0.6
-"""Smallest likeness of a suggested name, by the measure of `difflib` and its default. `ps` is not like `stop`."""
+"""Minimum similarity of a suggested name, as measured by `difflib` (its default). `ps` is not similar to `stop`."""
 
 MIN_BEGINNING = 3
-"""Number of characters in the shortest beginning for which the full name is suggested."""
+"""Minimum length of a prefix for which the full name is suggested."""
 
 NO_OTHER_NAMES: Mapping[str, str] = {}
 
@@ -28,7 +28,7 @@ OTHER_VERBS = {
     "help": "--help",
     "version": "--version",
 }
-"""Verb or option of `sunspot` for each name from other programs."""
+"""Subcommands or options of `sunspot`, keyed by their names in other programs."""
 
 OTHER_CHECKPOINT_VERBS = {
     **dict.fromkeys(("list", "show"), "ls"),
@@ -36,7 +36,7 @@ OTHER_CHECKPOINT_VERBS = {
     **dict.fromkeys(("delete", "rm", "prune", "clean"), "gc"),
     "check": "verify",
 }
-"""Verb of `sunspot checkpoints` for each name from other programs."""
+"""Subcommands of `sunspot checkpoints`, keyed by their names in other programs."""
 
 OTHER_SETTINGS = {
     "LR": "LEARNING_RATE",
@@ -61,14 +61,14 @@ OTHER_SETTINGS = {
     "PRETRAINED": "INIT_FROM",
     **dict.fromkeys(("LOGGER", "MLFLOW", "REPORT_TO", "TENSORBOARD", "WANDB"), "TRACKING"),
 }
-"""Setting for each name from other programs."""
+"""Settings, keyed by their names in other programs."""
 
 SUBMIT_OPTIONS = ("CLUSTER", "CONTEXT", "GENERATION", "IMAGE", "NAMESPACE", "PROFILE", "QUEUE")
-"""Options of `sunspot submit` that users may confuse with settings."""
+"""Options of `sunspot submit` that users could mistake for settings."""
 
 
 def find_meant(word: str, known: Iterable[str], other_names: Mapping[str, str] = NO_OTHER_NAMES) -> str:
-    """Return the name that the user probably meant by an unknown `word`, or an empty text if no name is likely.
+    """Return the name that the user probably meant by an unknown `word`, or an empty string if no name is likely.
 
     `known` are the valid names. `other_names` are searched first.
     """

@@ -1,4 +1,4 @@
-"""Makes a process's standard streams safe to use: they may be closed or full, or lack characters in their encoding."""
+"""Makes a process's standard streams safe to use. They can be closed or full, or lack characters in their encoding."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 def prepare_streams() -> None:
-    """Replace closed standard streams, and let the others print escapes for characters that they cannot encode."""
+    """Replace closed standard streams, and make the others print escapes for characters that they cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -17,9 +17,9 @@ def prepare_streams() -> None:
 
 
 def print_escapes(stream: TextIO) -> None:
-    """Let a stream print escapes such as `\\xfc` for characters that it cannot encode.
+    """Make a stream print escapes such as `\\xfc` for characters that it cannot encode.
 
-    The streams of notebooks can encode all characters.
+    Notebooks have streams that can encode all characters.
     """
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure:
@@ -37,6 +37,6 @@ def flush_output(more: str = "") -> OSError | None:
 
 
 def mute(stream: TextIO) -> None:
-    """Discard a stream's output, so that Python does not report at exit that it cannot be written."""
+    """Discard a stream's output, so that Python does not report a write error at exit."""
     with suppress(OSError, ValueError):  # the streams of notebooks and tests have no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,4 +1,4 @@
-"""Handles signals that ask a process to end: SIGTERM from a service manager, or SIGHUP from a closed terminal."""
+"""Handles the signals that ask a process to end: SIGTERM from a service manager, or SIGHUP from a closed terminal."""
 
 import signal
 from types import FrameType
@@ -7,12 +7,12 @@ from sunspot.errors import TerminatedError
 
 
 def end_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to end. Signals that it ignores, as under `nohup`, are left out."""
+    """Return the signals that ask this process to end, except those that it ignores, as under `nohup`."""
     return [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def raise_end_signals() -> None:
-    """Let SIGTERM and SIGHUP raise `TerminatedError` in the main thread, as SIGINT raises `KeyboardInterrupt`.
+    """Make SIGTERM and SIGHUP raise `TerminatedError` in the main thread, like SIGINT raises `KeyboardInterrupt`.
 
     Only the first signal raises. Senders often repeat a signal while the process still records how it ended.
     """
@@ -20,7 +20,7 @@ def raise_end_signals() -> None:
     def end(number: int, frame: FrameType | None) -> None:
         for each in end_signals():
             signal.signal(each, signal.SIG_IGN)
-        raise TerminatedError(f"ended by {signal.Signals(number).name}; the same command goes on", number)
+        raise TerminatedError(f"ended by {signal.Signals(number).name}; the same command continues", number)
 
     for number in end_signals():
         signal.signal(number, end)

@@ -1,4 +1,4 @@
-"""Arguments of a task, which record the keys that the task reads. A key that is never read may be misspelt."""
+"""A task's arguments, which record the keys that the task reads. A key that is never read could be misspelt."""
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
@@ -7,7 +7,7 @@ from sunspot.spelling import find_meant
 
 
 class TaskArguments(dict[str, Any]):
-    """Dictionary that records which of its keys are read. Iterating over it or copying it reads all keys.
+    """A dictionary that records which of its keys are read. Iterating over it or copying it reads all keys.
 
     Pickling preserves this record.
     """
@@ -17,7 +17,7 @@ class TaskArguments(dict[str, Any]):
         self._read = set(read)
 
     def describe_unread(self) -> str:
-        """Return a message about the keys that have not been read, with a likely spelling; empty if all were read."""
+        """Return a message about the keys that have not been read, with a likely correction, or '' if all were read."""
         unread = [key for key in plain(self) if key not in self._read]
         if not unread:
             return ""

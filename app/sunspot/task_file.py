@@ -1,4 +1,4 @@
-"""Turns the path of a task's file, such as tasks/my_task.py, into the name of a module."""
+"""Turns the path of a task's file, such as tasks/my_task.py, into a module name."""
 
 import os
 import sys
@@ -8,16 +8,16 @@ from pathlib import Path
 from sunspot.errors import SettingsError
 
 SUFFIX = ".py"
-"""Ending of a path. The name of a module never has it."""
+"""Suffix that distinguishes a path from a module name."""
 
 PATH = "PYTHONPATH"
 
 
 def find_module(path: str) -> tuple[str, str]:
-    """Return the name of the module in a file, and the folder to import it from, empty for the working directory.
+    """Return the name of a file's module and the folder to import it from, which is empty for the working directory.
 
-    The name includes the package of the file, if any. Raises `SettingsError` if the file does not exist, or if an
-    import would not find it.
+    The name includes the file's package, if any. Raises `SettingsError` if the file does not exist, or if an import
+    would not find it.
     """
     file = Path(os.path.abspath(os.path.expanduser(path)))
     if not file.is_file():
@@ -29,7 +29,7 @@ def find_module(path: str) -> tuple[str, str]:
         folder = folder.parent
     wrong = [name for name in names if not name.isidentifier()]
     if wrong:
-        raise SettingsError(f"{path}: {wrong[0]!r} cannot be imported; use a name of letters, digits and '_'")
+        raise SettingsError(f"{path}: {wrong[0]!r} is not a valid module name; use only letters, digits and '_'")
     if folder.samefile("."):
         return ".".join(names), ""
     first = Path(names[0])
@@ -51,6 +51,6 @@ def extend_path(environment: Mapping[str, str], folder: str) -> dict[str, str]:
 
 
 def import_as_module_run(environment: Mapping[str, str]) -> None:
-    """Extend `sys.path` as `python -m` would: by the working directory, and by the environment's PYTHONPATH."""
+    """Extend `sys.path` like `python -m` would: by the working directory and the environment's PYTHONPATH."""
     places = ["", *filter(None, environment.get(PATH, "").split(os.pathsep))]
     sys.path[:0] = [place for place in places if place not in sys.path]

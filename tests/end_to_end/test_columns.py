@@ -1,4 +1,4 @@
-"""Whole runs on rows of declared columns: both loaders, any number of workers, and rows that no task can take."""
+"""Complete runs on declared columns: both loaders, any number of workers, and unusable rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_numbers(folder: Path, rows: int, **changed: Any) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ["torch", "ray"])
 def test_steps_do_not_depend_on_the_number_of_workers(loader: str, program: Program, tmp_path: Path) -> None:
-    # The last step of an epoch has 3 rows, enough for one worker only.
+    # The last step of an epoch has 3 rows, enough for only one worker.
     settings = {**LINEAR, "DATASET": write_numbers(tmp_path / "data", 123), "LOADER": loader}
     for workers in (1, 2, 3):
         program.run(**settings, RUN_NAME=f"world-{workers}", NUM_WORKERS=workers, CHECKPOINT_EVERY_STEPS=1)
@@ -48,7 +48,7 @@ def test_steps_do_not_depend_on_the_number_of_workers(loader: str, program: Prog
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ["torch", "ray"])
-def test_an_unfit_row_ends_the_run_with_its_name(loader: str, program: Program, tmp_path: Path) -> None:
+def test_the_error_for_an_unusable_row_names_the_row(loader: str, program: Program, tmp_path: Path) -> None:
     sizes = np.ones(60)
     sizes[50] = np.nan
     data = write_numbers(tmp_path / "data", 60, size=sizes)

@@ -16,7 +16,7 @@ ROWS = 3000
 
 
 @pytest.mark.slow
-def test_training_continues_after_a_killed_worker_and_every_row_counts_once(
+def test_the_demo_survives_a_killed_worker_and_counts_every_row_once(
     tmp_path: Path,
     make_data: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,

@@ -46,7 +46,7 @@ def train(program: Program, data: str, **faults: object) -> dict[Diagnosis, list
 
 
 @pytest.mark.slow
-def test_slow_rows_a_slow_rank_and_a_leak_are_told_apart(program: Program, make_data: MakeData) -> None:
+def test_doctor_distinguishes_slow_rows_a_slow_rank_and_a_memory_leak(program: Program, make_data: MakeData) -> None:
     found = train(program, make_data(20 * STEPS), read_s=0.05, lag_s=0.05, leak_mib=2)
     assert set(found) == {Diagnosis.DATA_BOUND, Diagnosis.STRAGGLER, Diagnosis.MEMORY}
     [rows] = found[Diagnosis.DATA_BOUND]
@@ -62,7 +62,7 @@ def test_slow_rows_a_slow_rank_and_a_leak_are_told_apart(program: Program, make_
 
 
 @pytest.mark.slow
-def test_a_run_without_faults_is_healthy(program: Program, make_data: MakeData) -> None:
+def test_doctor_reports_a_run_without_faults_as_healthy(program: Program, make_data: MakeData) -> None:
     found = train(program, make_data(20 * STEPS))
     assert set(found) == {Diagnosis.HEALTHY}
     run = the_run(program)
@@ -79,7 +79,7 @@ def test_a_run_without_faults_is_healthy(program: Program, make_data: MakeData) 
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group that may use a fifth of a processor."""
+    """A control group that may use a fifth of a CPU."""
     version_1 = GROUPS / "cpu"
     folder = (version_1 if version_1.is_dir() else GROUPS) / f"sunspot-test-{os.getpid()}"
     try:
@@ -102,7 +102,7 @@ def group() -> Iterator[Path]:
                 folder.rmdir()
 
 
-def test_a_quota_is_seen_to_hold_a_process_back(group: Path) -> None:
+def test_throttling_by_a_cpu_quota_is_measured(group: Path) -> None:
     program = """
 import os, pathlib, sys, time
 from sunspot.cgroup import read_throttling
@@ -122,7 +122,7 @@ print(held.periods, held.throttled, held.seconds)
 
 
 @pytest.mark.slow
-def test_a_rank_that_its_quota_holds_back(program: Program, make_data: MakeData, group: Path) -> None:
+def test_doctor_reports_a_rank_throttled_by_its_cpu_quota(program: Program, make_data: MakeData, group: Path) -> None:
     found = train(program, make_data(20 * STEPS), busy_s=0.01, group=str(group))
     assert {Diagnosis.THROTTLED, Diagnosis.STRAGGLER} <= set(found)
     [throttled] = found[Diagnosis.THROTTLED]

@@ -1,4 +1,4 @@
-"""Tests that run every command in the README and in docs/, and check the examples."""
+"""Tests that run every command in the README and docs/, and check the examples."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ TRAIN = "make train"
 TESTS = "make test"  # runs this file, too
 
 QUICK = re.compile(r"\.venv/bin/sunspot (?!delete|predict|train|tune)|make render ")
-"""Commands that only read the run that TRAIN leaves, or render."""
+"""Pattern of commands that only render, or read the run that TRAIN leaves."""
 
 CONTEXT = SHELL.get("KUBE_CONTEXT", "")
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the sources with the same .venv, the README's task, and a folder of pictures."""
+    """Return a copy of the sources with the same .venv, the README's task, and a folder of images."""
     folder = tmp_path_factory.mktemp("readme") / "sunspot"
     folder.mkdir()
     for name in ("app", "k8s", "requirements", "Makefile", "pyproject.toml"):
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy2
         copy(REPOSITORY / name, folder / name)
-    # Stamps of its own, all new: make must not install this copy into the environment of the tests.
+    # Create new stamps, so that make does not install this copy into the tests' environment.
     (folder / ".venv").mkdir()
     for name in ("bin", "lib", "pyvenv.cfg"):
         (folder / ".venv" / name).symlink_to(REPOSITORY / ".venv" / name)
@@ -66,14 +66,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(checkout: Path, ray_address: str) -> str:
-    """Train the run that all commands read with the README's first command, and return its output."""
+    """Train the run that all commands read, with the README's first command, and return its output."""
     return run_command(TRAIN, checkout, ray_address)
 
 
 def run_command(command: str, checkout: Path, ray_address: str) -> str:
-    """Run a documented command for only a few steps and return its output. It must end with 0."""
+    """Run a documented command for only a few steps and return its output. It must exit with code 0."""
     short = {
-        "PYTHON": "false",  # building the .venv again must fail, because it is the repository's own
+        "PYTHON": "false",  # must not rebuild the .venv, which is the repository's own
         "RAY_ADDRESS": ray_address,
         "SUNSPOT_MAX_STEPS": "2",
         "SUNSPOT_NUM_WORKERS": "1",
@@ -130,7 +130,7 @@ def test_each_documented_command_works(command: str, checkout: Path, trained: st
 @pytest.mark.slow
 def test_the_fine_tuning_commands_work(checkout: Path, ray_address: str) -> None:
     skip_without("peft", "hf")
-    # In a process of their own: transformers aborts one that has imported what other tests need.
+    # In a separate process, because transformers aborts a process that has imported what other tests need.
     models = "from pathlib import Path; from tests.harness.language_models import write_base, write_texts; "
     write = f"write_base(Path({str(checkout / 'model')!r})); write_texts(Path({str(checkout / 'texts')!r}))"
     subprocess.run([sys.executable, "-c", models + write], cwd=REPOSITORY, check=True)
@@ -145,7 +145,7 @@ def test_the_fine_tuning_commands_work(checkout: Path, ray_address: str) -> None
     assert "weights: " in run_command(train_by_trainer, checkout, ray_address)
 
 
-def test_the_task_learns() -> None:
+def test_the_readmes_task_learns() -> None:
     import torch
 
     from sunspot.data.source import EmptySource
@@ -175,7 +175,7 @@ def test_the_task_learns() -> None:
 
 
 @pytest.mark.slow
-def test_the_model_worker_answers(checkout: Path, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_model_worker_predicts(checkout: Path, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     first_line = "from sunspot.predict import model_worker"
@@ -189,7 +189,7 @@ def test_the_model_worker_answers(checkout: Path, trained: str, monkeypatch: pyt
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not CONTEXT, reason="KUBE_CONTEXT names no cluster to try the commands on")
 def test_the_cluster_commands_work(checkout: Path, tmp_path: Path) -> None:
-    """Run all of them in order, with the image that `make smoke` has loaded onto the nodes."""
+    """Run all commands in order, with the image that `make smoke` has loaded onto the nodes."""
     view = ["kubectl", "config", "view", "--minify", "--flatten", "--context", CONTEXT]
     config = subprocess.check_output(view, env=SHELL)
     (tmp_path / "kubeconfig").write_bytes(config)

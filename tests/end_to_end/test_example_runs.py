@@ -29,7 +29,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "sunspot.tasks.gpt": {"PARALLEL": "fsdp", "MAX_STEPS": 60},
     "my_augmentation": {"EMA": 0.99},
 }
-"""Further settings of some tasks."""
+"""Additional settings of some tasks."""
 
 WITHOUT_IMAGES = ("sunspot.tasks.gpt", "tests.tasks.nano")
 

@@ -1,4 +1,5 @@
-"""Test of a complete LoRA run: killed, refused with another base, resumed on more workers, and loaded by peft."""
+"""Test of a complete LoRA run: it is killed, rejects another base model, resumes on more workers, and is loaded by
+peft."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.harness.training import (
     wait_for_step,
 )
 
-PEFT = importlib.util.find_spec("peft")  # to import it takes seconds of each collection
+PEFT = importlib.util.find_spec("peft")  # importing it would take seconds in each collection
 
 STEPS = 40
 
@@ -46,7 +47,7 @@ assert not torch.equal(adapted(tokens).logits, before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PEFT, reason="needs the extra hf")
-def test_a_killed_adapter_continues_at_another_world_size(program: Program, tmp_path: Path) -> None:
+def test_a_killed_lora_run_continues_at_another_world_size(program: Program, tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     untouched = {file.name: file.read_bytes() for file in Path(base).iterdir()}
     program.settings |= {
@@ -88,5 +89,5 @@ def test_a_killed_adapter_continues_at_another_world_size(program: Program, tmp_
     folder = run.storage.locate(run.key("checkpoints", newest(run).name))
     assert PEFT.origin
     packages = str(Path(PEFT.origin).parents[1])
-    # -I and -S: an environment with these packages, but without the installed sources of this program.
+    # -I and -S give an environment with these packages, but without this program's installed sources.
     subprocess.run([sys.executable, "-I", "-S", "-c", WITHOUT_THIS_PROGRAM, packages, base, folder], check=True)

@@ -1,4 +1,4 @@
-"""A run that has finished: what it prints and keeps, and how a copy of it goes on when it is changed or damaged."""
+"""Tests of a finished run: what it prints and keeps, and how a copy continues when it is changed or damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, assert_complete, audit, the_run, weights
 
 
-def test_it_says_what_came_of_it(finished_run: FinishedRun) -> None:
+def test_a_finished_run_prints_its_result_and_writes_a_report(finished_run: FinishedRun) -> None:
     run, out = finished_run.run, finished_run.output
     assert f"succeeded at step {STEPS} of {STEPS}" in out
     assert "test_accuracy" in out
@@ -37,7 +37,7 @@ def test_it_says_what_came_of_it(finished_run: FinishedRun) -> None:
         )
 
 
-def test_every_rank_is_in_its_history(finished_run: FinishedRun) -> None:
+def test_the_history_of_a_finished_run_contains_every_rank(finished_run: FinishedRun) -> None:
     records = read_journal(finished_run.run, "metrics")
     ranks = iter_rank_records(finished_run.run, lineage(read_attempts(finished_run.run)))
     assert [sum(rows) for rows in zip(*(record["ranks"]["rows"] for record in ranks), strict=True)] == [ROWS, ROWS]
@@ -50,7 +50,7 @@ def test_every_rank_is_in_its_history(finished_run: FinishedRun) -> None:
     assert right == pytest.approx(round(right)), "each row counted once"
 
 
-def test_it_is_done_and_takes_no_other_settings(
+def test_a_finished_run_does_not_train_again_and_rejects_other_settings(
     program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program.run(**copied_run.settings)
@@ -61,7 +61,7 @@ def test_it_is_done_and_takes_no_other_settings(
 
 
 @pytest.mark.slow
-def test_more_epochs_train_it_further_from_what_is_whole(
+def test_more_epochs_continue_a_finished_run_from_an_intact_checkpoint(
     program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, damaged = copied_run.run, copied_run.newest
@@ -78,7 +78,7 @@ def test_more_epochs_train_it_further_from_what_is_whole(
 
 
 @pytest.mark.slow
-def test_another_run_begins_with_its_weights(program: Program, copied_run: FinishedRun) -> None:
+def test_another_run_can_start_from_the_weights_of_a_finished_run(program: Program, copied_run: FinishedRun) -> None:
     begun = {"RUN_NAME": "warm", "INIT_FROM": "run:run", "MAX_STEPS": 1, "LEARNING_RATE": 1e-9}
     program.run(**{**copied_run.settings, **GO_ON, **begun})
     before, after = weights(copied_run.run), weights(the_run(program, "warm"))
@@ -86,7 +86,7 @@ def test_another_run_begins_with_its_weights(program: Program, copied_run: Finis
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_was_left_out_is_made_up_for(program: Program, copied_run: FinishedRun) -> None:
+def test_a_skipped_evaluation_is_repeated_on_the_next_start(program: Program, copied_run: FinishedRun) -> None:
     run, before = copied_run.run, copied_run.newest
     metrics = {name: value for name, value in before.metrics.items() if not name.startswith("test_")}
     write_manifest(run, replace(before, metrics=metrics, evaluated=False))
@@ -99,8 +99,8 @@ def test_an_evaluation_that_was_left_out_is_made_up_for(program: Program, copied
     assert_audit_clean(program)
 
 
-def test_the_audit_sees_a_repeated_row(copied_run: FinishedRun) -> None:
-    """The check itself can fail: one step's rows are recorded twice."""
+def test_the_audit_fails_if_a_row_was_consumed_twice(copied_run: FinishedRun) -> None:
+    """One step's rows are recorded twice, which shows that the check itself can fail."""
     run = copied_run.run
     first, second = read_attempts(run)
     table = pa.concat_tables(read_audit(run, lineage([first, second])))

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not image_exists(), reason=f"docker has no image
 
 @pytest.fixture
 def derived(tmp_path: Path) -> Iterator[str]:
-    """Build a user's own image as the README describes."""
+    """Build a user's own image like the README describes."""
     (tmp_path / "my_task.py").write_text("from sunspot.tasks.mnist import *  # noqa: F403\nprint('my own task')\n")
     (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY my_task.py .\nENV SUNSPOT_TASK=my_task\n")
     name = f"sunspot-test:{uuid.uuid4().hex[:8]}"
@@ -59,7 +59,7 @@ def test_the_image_trains_unchanged() -> None:
     assert "weights: /runs/mnist/" in output
 
 
-def test_the_image_runs_unprivileged_and_is_labelled() -> None:
+def test_the_image_runs_as_an_unprivileged_user_and_has_labels() -> None:
     assert docker("run", "--rm", IMAGE, "id", "-u").strip() == "1000"
     assert docker("run", "--rm", IMAGE, "ray", "--version").startswith("ray, version 2.")
     libraries = "import ctypes; ctypes.CDLL('libibverbs.so.1'), ctypes.CDLL('libmlx5.so.1')"

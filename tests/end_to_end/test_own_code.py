@@ -1,4 +1,4 @@
-"""Tests of a run whose task only exists in an archive, with the driver and all of Ray's processes."""
+"""Tests of a run whose task exists only in an archive, with the driver and all of Ray's processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build_model(settings, source):
 
 
 @pytest.mark.slow
-def test_an_edit_is_trained_and_reported(
+def test_a_run_trains_and_reports_edited_code(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_data: Callable[..., str]
 ) -> None:
     folder, storage = tmp_path / "mine", program.settings["STORAGE_PATH"]

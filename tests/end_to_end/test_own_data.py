@@ -1,4 +1,4 @@
-"""Complete runs on common data formats: trained with both loaders, resumed, audited, and predicted with class names."""
+"""Complete runs on common data formats, trained with both loaders, resumed, audited, and predicted with class names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_table(folder: Path, suffix: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "loader"), [("csv", "torch"), pytest.param("jsonl", "ray", marks=pytest.mark.slow)])
-def test_a_run_on_a_table_of_text_is_trained_and_predicted(
+def test_a_run_trains_and_predicts_on_a_csv_table(
     suffix: str, loader: str, program: Program, predict: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "data"
@@ -75,7 +75,7 @@ def test_a_run_on_a_table_of_text_is_trained_and_predicted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ["torch", "ray"])
-def test_a_run_on_a_folder_of_pictures_is_trained_and_predicted(
+def test_a_run_trains_and_predicts_on_image_folders(
     loader: str, program: Program, predict: Predict, tmp_path: Path
 ) -> None:
     random = np.random.default_rng(0)

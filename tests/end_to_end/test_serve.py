@@ -1,4 +1,4 @@
-"""The server of docs/predict.md, which serves a run's model over HTTP."""
+"""Tests of the server in docs/predict.md, which serves a run's model over HTTP."""
 
 from __future__ import annotations
 

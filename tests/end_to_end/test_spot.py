@@ -1,4 +1,5 @@
-"""A run loses little when nodes come and go, and when workers die, hang, or return after a pause, on real Ray."""
+"""Tests on real Ray that a run loses little when nodes come and go, or when workers die, hang, or return after a
+pause."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def test_a_notice_costs_no_step_and_a_loss_costs_the_steps_since_the_copy_in_mem
 
 
 @pytest.mark.slow
-def test_a_node_whose_gpu_breaks_is_left_out_and_the_others_train(
+def test_a_node_with_a_broken_gpu_is_excluded_and_the_others_train(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -120,7 +121,9 @@ def test_a_node_whose_gpu_breaks_is_left_out_and_the_others_train(
 
 
 @pytest.mark.slow
-def test_a_new_node_is_used_and_costs_no_step(program: Program, make_data: MakeData, ray_address: str) -> None:
+def test_a_run_grows_onto_a_new_node_without_repeating_a_step(
+    program: Program, make_data: MakeData, ray_address: str
+) -> None:
     run = the_run(program)
     process = program.start(**ELASTIC, DATASET=make_data(60_000, row_group=1000))
     wait_for_receipts(run, 1, process)
@@ -138,7 +141,7 @@ def test_a_new_node_is_used_and_costs_no_step(program: Program, make_data: MakeD
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["", "job"], ids=["another process", "the same job started again"])
-def test_a_frozen_run_is_silent_and_writes_nothing_when_it_continues(
+def test_a_frozen_run_is_silent_and_writes_nothing_after_it_wakes_up(
     job: str, program: Program, make_data: MakeData
 ) -> None:
     """All processes are frozen, as if their network were cut, while others take over and finish. Then they continue."""
@@ -209,10 +212,10 @@ def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(program: Progra
 
 
 @pytest.mark.slow
-def test_storage_that_hangs_ends_the_run_at_its_limit(
+def test_hanging_storage_ends_the_run_at_the_time_limit(
     program: Program, make_data: MakeData, s3_proxy: FaultProxy, s3_bucket: str
 ) -> None:
-    """Every answer arrives in small pieces, so that no read of a socket reaches its own time limit."""
+    """Every answer arrives in small pieces, so that no socket read reaches its own time limit."""
     slow = {**SLOW, "DATASET": make_data(60_000, row_group=1000), "NUM_WORKERS": 2, "CHECKPOINT_EVERY_STEPS": 50}
     process = program.start(**slow, STORAGE_TIMEOUT_S=5, STORAGE_PATH=f"s3://{s3_bucket}/runs")
     wait_for_step(open_run(f"s3://{s3_bucket}/runs", "run"), 50, process)
@@ -226,7 +229,7 @@ def test_storage_that_hangs_ends_the_run_at_its_limit(
 
 
 @pytest.mark.slow
-def test_ranks_without_rows_from_ray_data_restart_without_a_charge(
+def test_ranks_without_rows_from_ray_data_restart_without_counting_as_a_failure(
     program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     reads = tmp_path / "reads"
@@ -255,9 +258,7 @@ def test_ranks_without_rows_from_ray_data_restart_without_a_charge(
 
 
 @pytest.mark.slow
-def test_a_hung_rank_reports_where_it_is_stuck_and_restarts(
-    program: Program, make_data: MakeData, tmp_path: Path
-) -> None:
+def test_a_hung_rank_reports_its_stack_and_restarts(program: Program, make_data: MakeData, tmp_path: Path) -> None:
     marker = tmp_path / "has hung"
     program.run(
         TASK="tests.tasks.hanging",
@@ -296,7 +297,7 @@ def test_a_run_starts_even_if_a_listed_node_is_gone(
         assert f"1 node did not answer when asked about the storage: {node.node_id[:12]}: " in capsys.readouterr().out
 
 
-def test_a_notice_before_the_first_step_is_kept(ray_address: str) -> None:
+def test_a_notice_before_the_first_step_is_not_lost(ray_address: str) -> None:
     with open_control() as control:
         control.call(ControlChannel.add_incident_facts, Incident(Cause.NODE_LOST, noticed=1.0))
         assert control.call(ControlChannel.begin_group, worker_group(2)).cause is Cause.NODE_LOST

@@ -1,4 +1,4 @@
-"""A run that is told to stop saves, stands still, and goes on without losing or repeating a row."""
+"""Tests that a stopped run saves, stays stopped, and continues without losing or repeating a row."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ SLOW = {
 }
 
 
-def test_a_stopped_run_stands_still_until_it_is_resumed(finished_run: FinishedRun) -> None:
+def test_a_stopped_run_does_not_train_until_it_is_resumed(finished_run: FinishedRun) -> None:
     run = finished_run.run
-    first, second = read_attempts(run)  # and none of the start before it was resumed
+    first, second = read_attempts(run)  # the start before it was resumed made no attempt
     assert (first.step, finished_run.state_when_stopped) == (0, RunState.STOPPED)
     how = "to continue, run `sunspot resume run`"
     assert f"stopped by `sunspot stop` at step {second.step} of {STEPS}; {how}" in finished_run.stopped
@@ -53,7 +53,7 @@ def test_a_stopped_run_stands_still_until_it_is_resumed(finished_run: FinishedRu
     ],
     ids=["a pod's", "a process's", "Ctrl-C"],
 )
-def test_a_driver_that_is_told_to_end_saves(
+def test_a_driver_saves_when_a_signal_ends_it(
     program: Program,
     make_data: Callable[..., str],
     told: signal.Signals,
@@ -84,7 +84,7 @@ def test_a_driver_that_is_told_to_end_saves(
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_at_once(program: Program, make_data: Callable[..., str]) -> None:
+def test_a_second_ctrl_c_ends_the_driver_immediately(program: Program, make_data: Callable[..., str]) -> None:
     run = the_run(program)
     process = program.start(**SLOW, DATASET=make_data(2000), JOB_ID="")
     wait_for_step(run, 50, process)
@@ -99,7 +99,7 @@ def test_a_second_ctrl_c_ends_at_once(program: Program, make_data: Callable[...,
 
 
 @pytest.mark.slow
-def test_what_workers_print_is_in_the_storage(program: Program, make_data: Callable[..., str]) -> None:
+def test_worker_output_is_stored(program: Program, make_data: Callable[..., str]) -> None:
     run = the_run(program)
     with pytest.raises(Exception, match="training failed"):
         program.run(TASK="tests.tasks.talking", DATASET=make_data(100), GLOBAL_BATCH_SIZE=20, MAX_FAILURES=0)
@@ -124,9 +124,7 @@ def test_what_workers_print_is_in_the_storage(program: Program, make_data: Calla
 
 
 @pytest.mark.slow
-def test_what_trains_while_its_run_is_deleted_ends_and_leaves_no_run(
-    program: Program, make_data: Callable[..., str]
-) -> None:
+def test_deleting_a_run_ends_its_training_and_leaves_no_files(program: Program, make_data: Callable[..., str]) -> None:
     run = the_run(program)
 
     def files() -> set[str]:
@@ -142,7 +140,7 @@ def test_what_trains_while_its_run_is_deleted_ends_and_leaves_no_run(
         REPORT_EVERY_S=0.5,
     )
     wait_for_step(run, 5, process)
-    for group in deletion_order(run, sorted(files())):  # as from a machine that does not see the process
+    for group in deletion_order(run, sorted(files())):  # like a machine that does not see the process
         run.storage.delete_many(group)
     output = process.communicate(timeout=100)[0]
     assert process.returncode == 6, output

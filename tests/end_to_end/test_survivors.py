@@ -1,4 +1,4 @@
-"""Losses, notices and newcomers in survivor mode cost the other workers little, on real Ray."""
+"""Tests on real Ray that losses, notices and new workers hardly interrupt the other workers."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_the_others_keep_training_and_a_killed_worker_is_replaced(
 
 
 @pytest.mark.slow
-def test_a_paused_worker_that_is_alone_in_its_run_keeps_its_process(
+def test_a_paused_worker_without_others_keeps_its_process(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
-    """The driver takes the worker for lost, and no collective of a group of one shows that to the worker."""
+    """The driver presumes the worker lost, but no collective fails in a group of one, so the worker does not notice."""
     run = the_run(program)
     training = program.begin(**SURVIVING, NUM_WORKERS=1, DATASET=make_data(40_000, row_group=1000))
     wait_for_reported_step(run, 60, training)
@@ -80,12 +80,10 @@ def test_a_paused_worker_that_is_alone_in_its_run_keeps_its_process(
 
 
 @pytest.mark.slow
-def test_a_prepared_newcomer_forms_a_group_with_one_that_came_later(
+def test_a_prepared_replacement_forms_a_group_with_a_later_one(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
 ) -> None:
-    """All workers that trained are gone by then. The first newcomer has prepared itself alone, and the second has
-    not.
-    """
+    """All workers that trained are gone by then. Only the first replacement has prepared itself."""
     run, preparing = the_run(program), {"TASK": "tests.tasks.preparing"}
     preparing |= {"TASK_ARGS": json.dumps({"folder": str(tmp_path)}), "DATASET": make_data(20_000, row_group=1000)}
     training = program.begin(**{**SURVIVING, **preparing}, NUM_WORKERS=2)
@@ -126,7 +124,7 @@ def test_a_replacement_that_fails_to_prepare_is_replaced_while_the_others_train(
 
 
 @pytest.mark.slow
-def test_workers_with_sharded_state_keep_their_processes(
+def test_workers_with_sharded_state_keep_their_processes_after_a_loss(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -161,7 +159,7 @@ def test_a_run_finishes_without_a_preempted_node(program: Program, make_data: Ma
         training.result(240)
         wait_until(
             lambda: not (reserved_groups() or live_controllers())
-        )  # otherwise the next training would wait for them
+        )  # otherwise, the next training would wait for these nodes
     assert len(receipts_of(run)) == 2
     assert newest(run).step == 1000
     assert_complete(run)
@@ -196,10 +194,10 @@ def test_an_elastic_run_continues_without_a_lost_node_until_another_joins(
 
 
 @pytest.mark.slow
-def test_a_run_whose_nodes_were_all_preempted_continues_when_another_node_comes(
+def test_a_run_continues_on_a_new_node_after_all_its_nodes_were_preempted(
     program: Program, make_data: MakeData, ray_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray sees no error of the workers that saved and ended, because their nodes are gone before its next poll."""
+    """Ray sees no error from the workers that saved and ended, because their nodes are gone before its next poll."""
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "15")
     run = the_run(program)
     workers = {"NUM_WORKERS": "1..2", "RESOURCES_PER_WORKER": '{"CPU": 1, "spot-worker": 1}'}

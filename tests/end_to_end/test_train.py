@@ -1,4 +1,4 @@
-"""Complete runs of the training program on real Ray workers: the rows that they consume, and how they resume."""
+"""Complete runs of the training program on real Ray workers, which check the consumed rows and how runs resume."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ LONG = {"GLOBAL_BATCH_SIZE": 50, "EPOCHS": 2, "CHECKPOINT_EVERY_STEPS": 20}
 def test_a_killed_run_resumes_at_another_world_size(
     loader: str, worlds: tuple[int, ...], program: Program, make_data: MakeData
 ) -> None:
-    # Three windows of the shuffle; a single row is left over, and joins the last step.
-    # From storage, as if their nodes were gone too.
+    # The data fill three shuffle windows. A single row is left over and joins the last step.
+    # Resume from storage, as if the nodes were gone, too.
     settings = {**LONG, "DATASET": make_data(20_001, row_group=1000), "LOADER": loader, "SNAPSHOT_COST": 0}
     run = the_run(program)
     *killed, last = worlds
@@ -67,7 +67,7 @@ def test_a_resumed_run_ends_with_bitwise_equal_weights(program: Program, make_da
     }
     program.run(**settings, RUN_NAME="whole")
     program.run(**settings, RUN_NAME="parts", CHECKPOINT_EVERY_STEPS=10, CHECKPOINTS_TO_KEEP=99)
-    # Back to the middle of the first epoch: everything later goes.
+    # Return to the middle of the first epoch by deleting everything later.
     whole, parts = the_run(program, "whole"), the_run(program, "parts")
     for checkpoint in list_checkpoints(parts):
         if checkpoint.step > 30:
@@ -79,7 +79,7 @@ def test_a_resumed_run_ends_with_bitwise_equal_weights(program: Program, make_da
 
 
 @pytest.mark.slow
-def test_bad_rows_end_the_run_with_an_error_that_names_them(program: Program, tmp_path: Path) -> None:
+def test_the_error_for_bad_rows_names_the_rows(program: Program, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -95,7 +95,7 @@ def test_bad_rows_end_the_run_with_an_error_that_names_them(program: Program, tm
 def test_a_killed_run_in_s3_resumes_elsewhere_from_an_intact_checkpoint(
     program: Program, make_data: MakeData, s3_proxy: FaultProxy, s3_bucket: str, tmp_path: Path
 ) -> None:
-    """Its storage fails now and then, its newest checkpoint is damaged, and one of its two nodes is gone."""
+    """Storage fails now and then, the newest checkpoint is damaged, and one of two nodes is gone."""
 
     def of_a_checkpoint(method: str) -> Callable[[s3.Request], bool]:
         return lambda request: request.method == method and "/checkpoints/" in request.path

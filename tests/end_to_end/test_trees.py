@@ -1,4 +1,5 @@
-"""Tests of complete runs of trees: killed at a round, resumed on other numbers of workers, and read by verbs."""
+"""Tests of complete runs of trees, which are killed at a round, resumed on other numbers of workers, and read by
+commands."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ROUNDS = 8
 
 @pytest.fixture(params=KINDS)
 def settings(request: pytest.FixtureRequest, make_data: MakeData) -> dict[str, Any]:
-    """Return the settings of a run with either library."""
+    """Return the settings for a run with either library."""
     pytest.importorskip(request.param, reason="the extra `trees` is not installed")
     options = {"max_depth": 3} if request.param == "xgboost" else {"num_leaves": 4, "min_data_in_leaf": 3}
     return {
@@ -48,7 +49,7 @@ def model_of(run: Run) -> bytes:
 def test_trees_killed_at_a_round_equal_those_of_an_uninterrupted_run(
     program: Program, settings: dict[str, Any]
 ) -> None:
-    del program.settings["LEARNING_RATE"]  # trees have none of ours
+    del program.settings["LEARNING_RATE"]  # trees do not use this setting
     program.settings |= settings
     program.run(RUN_NAME="whole")
     slow = json.dumps({**json.loads(settings["TASK_ARGS"]), "pause_s": 1.5})

@@ -1,4 +1,4 @@
-"""Tests of docs/tutorial.ipynb: it runs from top to bottom, and its stored outputs make sense to any reader."""
+"""Tests of docs/tutorial.ipynb: it runs from top to bottom, and its stored outputs make sense to every reader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WRITE = "WRITE_NOTEBOOK" in os.environ
 """True to keep the outputs."""
 
 WORK = re.compile(r"[\w./-]*/tutorial-\w+")
-"""Pattern of the folder in which it works, whose name varies."""
+"""Pattern of the working folder, whose name varies."""
 
 MAX_BYTES = 400_000
 
@@ -34,23 +34,23 @@ def sources(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def functions() -> dict[str, str]:
-    """Return the code of every function in the page."""
+    """Return the source of every function in the tutorial."""
     code = ast.parse("\n".join(sources("code")))
     return {node.name: ast.unparse(node) for node in code.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_cell_runs() -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # Ray's sockets have room for no longer name
+def test_every_tutorial_cell_runs() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # Ray's sockets do not allow a longer path
         run_all(Path(folder))
 
 
 def run_all(folder: Path) -> None:
-    """Execute the page, and compare or keep its outputs."""
+    """Execute the tutorial, and compare or keep its outputs."""
     copy = folder / "tutorial.ipynb"
     environment = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "RAY_"))}
-    environment |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}  # other tests run beside it
+    environment |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}  # other tests run at the same time
     command = [sys.executable, "-m", "tests.harness.notebook", str(TUTORIAL), str(copy)]
     subprocess.run(command, env=environment, cwd=REPOSITORY, check=True, timeout=1100)
     text = WORK.sub("...", copy.read_text())
@@ -79,7 +79,7 @@ def test_the_cells_before_the_training_execute(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_tutorials_plain_training_equals_the_baseline(functions: dict[str, str]) -> None:
-    """Compare all code except docstrings and types, which the page explains in words."""
+    """Compare all code except docstrings and types, which the tutorial explains in words."""
     for node in ast.parse((REPOSITORY / "app/sunspot/baseline/train.py").read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name != "save":
             del node.body[0]

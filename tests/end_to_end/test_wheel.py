@@ -1,4 +1,4 @@
-"""Tests of the package as users install it: source distribution, wheel, a new environment, and another directory."""
+"""Tests of the installed package: source distribution, wheel, a new environment, and another working directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared parts of the tests: programs, servers and clusters to test against, and runs to read."""
+"""Shared test code: programs, servers and clusters to test against, and runs to read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 GOLDEN = REPOSITORY / "tests" / "unit" / "golden"
-"""Folder of the expected manifests."""
+"""Folder with the expected manifests."""
 
 SHELL = dict(os.environ)
 """Environment in which the tests were started, for tests on a real cluster."""

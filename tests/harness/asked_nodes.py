@@ -1,4 +1,4 @@
-"""Replaces Ray in tests of code that checks nodes (app/sunspot/train/probe.py)."""
+"""Replaces Ray in tests of the node checks (app/sunspot/train/probe.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Answer = Callable[[str], str]
 
 
 class FakeRay:
-    """Ray whose nodes answer as the function `answer` says."""
+    """A Ray whose nodes answer with the result of the function `answer`."""
 
     def __init__(self, answer: Answer) -> None:
         self.exceptions = ray.exceptions

@@ -37,11 +37,11 @@ for (const element of document.body.querySelectorAll('*')) {
 }
 return poor;
 """
-"""JavaScript that returns each text whose contrast to its background is below 4.5:1."""
+"""JavaScript that returns each text with a contrast below 4.5:1 to its background."""
 
 
 class Browser:
-    """Window of a browser."""
+    """A browser window."""
 
     def __init__(self, server: str, binary: str) -> None:
         options = {"binary": binary, "args": ARGUMENTS}
@@ -51,7 +51,7 @@ class Browser:
         self._url = f"{server}/session/{session}"
 
     def show(self, page: Path | str, width: int, scheme: str) -> None:
-        """Open a file or an address in a window of this width, in the colour scheme `light` or `dark`."""
+        """Open a file or an address in a window of this width, with the colour scheme `light` or `dark`."""
         metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
         self._devtools("Emulation.setDeviceMetricsOverride", **metrics)
         self._devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -62,7 +62,7 @@ class Browser:
         return self._call("POST", "/execute/sync", {"script": script, "args": []})
 
     def messages(self) -> list[str]:
-        """Return the messages in the console since the last call: errors, and refusals by the page's policy."""
+        """Return the console messages since the last call: errors, and violations of the page's policy."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
 
     def picture(self) -> bytes:

@@ -14,17 +14,17 @@ from scripts import object_stores
 from tests.harness.s3 import make_bucket
 
 BUCKETS = {"s3": "s3_bucket", "gs": "google_bucket", "az": "azure_container"}
-"""Fixtures of a fresh bucket, by the scheme of its URL."""
+"""Fixtures of an empty bucket, keyed by URL scheme."""
 
 VERSITYGW = pytest.param("versitygw", marks=pytest.mark.xdist_group("versitygw"))
-"""Parameter for tests of S3 that use the server of `versity_bucket`."""
+"""Parameter for S3 tests that use the server of `versity_bucket`."""
 
 CLOUDS = [pytest.param(scheme, marks=pytest.mark.xdist_group(scheme)) for scheme in ("gs", "az")]
 """Parameters for tests of all clouds. One process runs all tests of an emulator."""
 
 
 EMULATORS = Path(sys.prefix, "emulators")
-"""Folder into which `make emulators` installs the emulators of Google and Azure."""
+"""Folder in which `make emulators` installs Google's and Azure's emulators."""
 
 AZURE_ACCOUNT = "devstoreaccount1"
 
@@ -71,13 +71,13 @@ def versity_server() -> Iterator[int]:
 
 @pytest.fixture
 def versity_bucket(versity_server: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a fresh bucket. The AWS environment points to its server."""
+    """Return an empty bucket. The AWS environment points to its server."""
     return make_bucket(f"http://127.0.0.1:{versity_server}", monkeypatch)
 
 
 @pytest.fixture
 def google_bucket(google_server: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a fresh bucket. Google's environment points to its server."""
+    """Return an empty bucket. Google's environment points to its server."""
     from google.cloud import storage
 
     use_google(google_server, monkeypatch)
@@ -94,7 +94,7 @@ def use_google(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def azure_container(azure_server: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a fresh container. Azure's environment points to its server."""
+    """Return an empty container. Azure's environment points to its server."""
     from azure.storage.blob import BlobServiceClient
 
     use_azure(azure_server, monkeypatch)
@@ -104,7 +104,7 @@ def azure_container(azure_server: int, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def azure_connection(port: int) -> str:
-    """Return the value of AZURE_STORAGE_CONNECTION_STRING for an emulator."""
+    """Return an emulator's value for AZURE_STORAGE_CONNECTION_STRING."""
     url = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
     return f"DefaultEndpointsProtocol=http;AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY};BlobEndpoint={url};"
 

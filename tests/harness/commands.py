@@ -1,4 +1,4 @@
-"""Runs the command `sunspot` on a test's only run, or on a storage."""
+"""Runs the `sunspot` command on a test's only run, or on a storage location."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Answer:
 
 
 class StorageCommand:
-    """Runs `sunspot` on the storage of a test, in this process or in another one."""
+    """Runs `sunspot` on a test's storage, in this process or in another one."""
 
     def __init__(self, storage: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.storage, self._capsys = storage, capsys
@@ -44,7 +44,7 @@ class StorageCommand:
         return Answer(ended.value.code, *self._capsys.readouterr())
 
     def process(self, *words: str) -> Answer:
-        """Run a verb in a process in which torch, Ray, NumPy and pandas cannot be imported."""
+        """Run a subcommand in a process that cannot import torch, Ray, NumPy or pandas."""
         return process(*words, "--storage", self.storage)
 
 

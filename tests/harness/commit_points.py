@@ -38,7 +38,7 @@ SAVES = 3
 
 
 class DyingStorage(LocalStorage):
-    """Storage that kills its process before or during operation number `dies_at`."""
+    """A storage that kills its process before or during operation number `dies_at`."""
 
     def __init__(self, root: str, dies_at: int, diary: Path) -> None:
         super().__init__(root)
@@ -46,7 +46,7 @@ class DyingStorage(LocalStorage):
         self._lock = threading.Lock()
 
     def _point(self, name: str) -> None:
-        with self._lock:  # several files are uploaded at the same time
+        with self._lock:  # files are uploaded concurrently
             self._left -= 1
             if self._left == 0:
                 self._diary.write_text(name)
@@ -78,7 +78,7 @@ class DyingStorage(LocalStorage):
 
             def store_half(view: memoryview) -> None:
                 store(view[: len(view) // 2])
-                if next(pieces) % 50 == 0:  # a file is written in a hundred small pieces
+                if next(pieces) % 50 == 0:  # each file is written in a hundred small pieces
                     self._point(f"in the middle of upload {key}")
                 store(view[len(view) // 2 :])
 
@@ -88,7 +88,8 @@ class DyingStorage(LocalStorage):
 
 
 def commit(root: str, dies_at: int, diary: Path) -> None:
-    """Save steps 1 .. SAVES of a run that keeps one checkpoint. The last save, which deletes another, is killed."""
+    """Save steps 1 .. SAVES of a run that keeps one checkpoint. The process is killed during the last save, which
+    deletes the previous checkpoint."""
     run = Run(DyingStorage(root, 0, diary), "run")
     attempt = Attempt(1, "me", None, 0)
     claim(run, read_attempts(run), attempt)
@@ -103,13 +104,13 @@ def commit(root: str, dies_at: int, diary: Path) -> None:
         optimizer.step()
         journals.metrics.append({"step": step, "loss": float(step)})
         checkpoints.save(step, {"loss": float(step)})
-        checkpoints.drain()  # commit each checkpoint before the next, so that none is skipped
+        checkpoints.drain()  # commit each checkpoint before saving the next, so that none is skipped
         if step == SAVES - 1:
             run.storage._left = dies_at
 
 
 def judge(root: str) -> dict[str, Any]:
-    """Return the state of the run after the kill."""
+    """Return the run's state after the kill."""
     run = Run(LocalStorage(root), "run")
     checkpoints = list_checkpoints(run)
     newest, skipped = find_newest_good(run, read_attempts(run))
@@ -123,10 +124,10 @@ def judge(root: str) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    # Both import slow modules on first use, which must not happen in each child.
+    # Both import slow modules on first use, so do that once, before the children are forked.
     torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]).step()
     versions()
-    # Upload one file after the other. Otherwise, the order of operations would vary, and some would never be hit.
+    # Upload the files one after the other. Otherwise the order of operations would vary, and some would never be hit.
     sunspot.checkpoint.files.map_parallel = functools.partial(map_parallel, at_once=1)
     points = []
     for dies_at in range(1, 1000):

@@ -1,4 +1,4 @@
-"""Provides a control channel inside the process of the test."""
+"""Provides a control channel inside the test's process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from sunspot.elastic.messages import WorkerGroup
 
 
 class LocalControl(ControlClient):
-    """Control channel without an actor, which records the name and the arguments of each call."""
+    """A control channel without an actor. It records each call's name and arguments."""
 
     def __init__(self) -> None:
         self.channel = ControlChannel()
@@ -27,5 +27,5 @@ class LocalControl(ControlClient):
 
 
 def worker_group(attempt: int, *nodes: str) -> WorkerGroup:
-    """Return the worker group of an attempt, with a rank on each node."""
+    """Return an attempt's worker group, with one rank per node."""
     return WorkerGroup(attempt, len(nodes), dict(enumerate(nodes)))

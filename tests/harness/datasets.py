@@ -1,4 +1,4 @@
-"""Writes small datasets in the supported formats, reads them, and expects their errors."""
+"""Writes small datasets in the supported formats, reads them, and checks their errors."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def everything(source: Source) -> dict[str, np.ndarray]:
 
 
 def refusal(kind: type[Exception], *parts: str) -> object:
-    """Expect an error whose message is one short line and contains all the parts, in any order."""
+    """Expect an error with a short, one-line message that contains all the parts, in any order."""
     return pytest.raises(kind, match="".join(f"(?=.*{re.escape(part)})" for part in parts))

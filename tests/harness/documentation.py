@@ -7,13 +7,13 @@ import re
 from tests.harness import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-"""Pages in the order in which tests run their commands. docs/monitoring.md deletes a run of docs/data.md."""
+"""Pages in the order in which tests run their commands. docs/monitoring.md deletes a run created in docs/data.md."""
 
 TEXT = "\n".join(page.read_text() for page in PAGES)
 
 
 def find_commands(fence: str) -> list[str]:
-    """Return the lines of all blocks that begin with this fence, each once."""
+    """Return the lines of all blocks that begin with this fence, without duplicates."""
     blocks = re.findall(rf"^```{fence}\n(.*?)^```$", TEXT, re.S | re.M)
     return list(dict.fromkeys(line for block in blocks for line in block.splitlines()))
 

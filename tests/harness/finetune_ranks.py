@@ -28,12 +28,12 @@ RUNS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "fsdp": ([2, 1], {"parallel": "fsdp"}),
     "bf16": ([2], {"parallel": "fsdp", "precision": "bf16"}),
 }
-"""Numbers of ranks in each run's groups, and its settings. All groups except the last are killed."""
+"""Each run's settings, and the number of ranks in each of its groups. All groups except the last are killed."""
 
 
 def main(root: str) -> None:
     for library in ("peft", "transformers"):
-        importlib.import_module(library)  # here, so that each child need not import it
+        importlib.import_module(library)  # here, so that the children need not import it
     torch.set_num_threads(1)
     base, texts = write_base(Path(root, "base")), write_texts(Path(root, "texts"))
     for name, (groups, more) in RUNS.items():

@@ -29,7 +29,7 @@ from tests.harness.waiting import wait_until
 ROWS, TEST_ROWS = 240, 101
 SIDE = 8
 STEPS = 20
-"""Number of steps, with 24 rows each, in two epochs."""
+"""Number of steps in two epochs, with 24 rows per step."""
 
 SETTINGS_OF_RUN = {
     **SETTINGS,
@@ -48,7 +48,7 @@ GO_ON = {"NUM_WORKERS": 1, "PREDICT_ROWS": 0}
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Finished run of the tiny task in bf16, with some wrong predictions, in its own storage."""
+    """A finished run of the tiny task in bf16, with some wrong predictions, in its own storage."""
 
     storage: str
     data: str
@@ -66,8 +66,8 @@ class FinishedRun:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings of its first start."""
-        # It cannot miss the stop: after the first epoch, it waits for the request, and then slows down.
+        """Return the settings of the run's first start."""
+        # The run cannot miss the stop: after the first epoch, it waits for the request, then slows down.
         waits = {"10": str(self.file("requested"))} | {
             str(step): [str(self.file("go on")), 3] for step in range(11, 20)
         }
@@ -79,7 +79,7 @@ class FinishedRun:
         }
 
     def file(self, name: str) -> Path:
-        """Return the path of a file for which its steps wait."""
+        """Return the path of a file that the run's steps wait for."""
         return Path(self.data).with_name(name)
 
     @property
@@ -102,7 +102,7 @@ class FinishedRun:
         return read_rows(self.test, 0, rows_in(self.test))
 
     def replace(self, checkpoint: Checkpoint, file: str, content: bytes) -> None:
-        """Replace a file of a checkpoint, and write a manifest that matches it."""
+        """Replace a file of a checkpoint, and write a matching manifest."""
         key = self.run.key("checkpoints", checkpoint.name, file)
         self.run.storage.write(key, content)
         [entry] = self.run.storage.list(key)
@@ -125,7 +125,7 @@ def finished_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> 
         program = Program(finished.settings, ray_address, patch)
         with contextlib.redirect_stdout(io.StringIO()) as stopped:
             training = program.begin()
-            wait_until(lambda: b"loss" in driver_output(run), training)  # the output is stored while the run continues
+            wait_until(lambda: b"loss" in driver_output(run), training)  # output is stored while the run is in progress
             request_stop(run, "a test")
             finished.file("requested").touch()
             training.result(150)
@@ -148,13 +148,13 @@ def finished_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def driver_output(run: Run) -> bytes:
-    """Return the output of the run's first driver from storage."""
+    """Return the stored output of the run's first driver."""
     driver = next((stream for stream in list_streams(run) if stream.startswith("driver-")), None)
     return read_stream(run, driver) if driver else b""
 
 
 @pytest.fixture
 def copied_run(finished_run: FinishedRun, tmp_path: Path) -> FinishedRun:
-    """Return a copy of the run, which a test may damage or continue."""
+    """Return a copy of the run that a test can damage or continue."""
     shutil.copytree(finished_run.storage, tmp_path / "runs")
     return replace(finished_run, storage=str(tmp_path / "runs"))

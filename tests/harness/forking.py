@@ -23,26 +23,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LOOK_EVERY_S = 1.0
-"""Seconds between two checks that Ray's process on the node is alive."""
+"""Seconds between checks that Ray's process on the node is running."""
 
 READY_S = 120.0
 """Seconds that the imports may take."""
 
 STARTER = 0
-"""Descriptor that is open as long as the process that started the server is alive: stdin."""
+"""Descriptor that is open while the process that started the server is running: stdin."""
 
 NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Environment that keeps pyarrow's allocator from starting a thread when the server imports it."""
 
 
 def executable(name: str) -> str:
-    """Return the command line that Ray runs instead of Python, for the server of this name."""
+    """Return the command line that Ray runs instead of Python, for the server with this name."""
     return shlex.join([sys.executable, "-I", "-S", __file__, name])
 
 
 @contextlib.contextmanager
 def server_running(name: str, modules: list[str], environment: dict[str, str]) -> Iterator[None]:
-    """Run a server that has imported these modules in this environment, while the context lasts."""
+    """Context manager that runs a server which has imported these modules in this environment."""
     command = [sys.executable, __file__, name, "serve", *modules]
     server = subprocess.Popen(command, env={**os.environ, **NO_THREADS, **environment}, stdin=subprocess.PIPE)
     deadline = time.monotonic() + READY_S
@@ -57,7 +57,7 @@ def server_running(name: str, modules: list[str], environment: dict[str, str]) -
 
 
 def become(name: str, command: list[str]) -> None:
-    """Ask the server for a forked worker that runs the command, and end with its exit code."""
+    """Ask the server for a forked worker that runs the command, and exit with its code."""
     ray = os.getppid()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(f"\0{name}")
@@ -72,15 +72,15 @@ def become(name: str, command: list[str]) -> None:
 
 
 def serve(name: str, modules: list[str]) -> None:
-    """Fork a worker for each client until the process that started this one ends."""
-    del sys.path[0]  # this file's folder
+    """Fork a worker for each client until the process that started this server ends."""
+    del sys.path[0]  # the folder of this file
     plain_path = list(sys.path)
     draw_class_ids_apart()
     for module in modules:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # a garbage collection would write to the pages of all imported modules, and so copy them
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended children
+    gc.freeze()  # a garbage collection would copy the pages of all imported modules by writing to them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{name}")
     listener.listen()
@@ -96,7 +96,7 @@ def serve(name: str, modules: list[str]) -> None:
 
 
 def become_worker(connection: socket.socket) -> str:
-    """Take over the environment and the arguments that Ray gave the client, and return the script."""
+    """Use the environment and the arguments that Ray gave the client, and return the script."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     head, files, *_ = socket.recv_fds(connection, 4, 3)
@@ -109,8 +109,8 @@ def become_worker(connection: socket.socket) -> str:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv = request["command"]
-    sys.modules["numpy"].random.seed()  # as in a new process; Python's own generator does so itself
-    # From now on, the kernel kills this process when the client closes its connection, also if the client is killed.
+    sys.modules["numpy"].random.seed()  # as in a new process; Python's own generator is reseeded automatically
+    # From now on, the kernel kills this process when the client closes its connection, even if the client is killed.
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)

@@ -42,14 +42,14 @@ from tests.harness.process_group import fork_ranks
 
 STEPS, SAVED_EVERY = 6, 2
 BATCH = 25
-"""Number of rows in a step. Shares, and the number of passes that they take, differ among the ranks."""
+"""Number of rows in a step. The ranks' shares and numbers of passes differ."""
 
 ARGUMENTS = {"layers": 2, "width": 50, "heads": 2, "context": 16}
 """Arguments of the GPT. The width is not a multiple of three, and a block has more than `MIN_BLOCK_PARAMETERS`."""
 
 
 SHARD_BYTES = 100_000
-"""Size of the largest safetensors file, so that the model takes several files."""
+"""Maximum size of a safetensors file, chosen to split the model into several files."""
 
 
 DDP, FSDP = {"parallel": "ddp"}, {"parallel": "fsdp"}
@@ -60,7 +60,7 @@ RUNS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "to-ddp": [(2, FSDP), (2, {**DDP, "weights": "safetensors"})],
     "to-fsdp": [(2, DDP), (2, {**FSDP, "weights": "safetensors"})],
 }
-"""Ranks and settings of each run's groups. All groups except the last are killed a step after their checkpoint."""
+"""Ranks and settings of each run's groups. All groups except the last are killed one step after their checkpoint."""
 
 
 def settings_of(**more: Any) -> Settings:
@@ -79,7 +79,7 @@ def settings_of(**more: Any) -> Settings:
 
 
 def find_gradients(plan: Plan, prepared: torch.nn.Module, step: int, ranks: int, rank: int) -> None:
-    """Run the forward and backward passes of a rank's share of a step."""
+    """Run the forward and backward passes for a rank's share of a step."""
     rows = {column: torch.from_numpy(values) for column, values in read_rows(plan.source, 0, STEPS * BATCH).items()}
     learner: Any = SimpleNamespace(
         plan=plan, task=gpt, place=SimpleNamespace(world_size=ranks, device=torch.device("cpu"))
@@ -130,11 +130,11 @@ def main(root: str) -> None:
 
 
 LOSSES = {"replaced": "adc", "smaller": "ac", "damaged": "adc", "adjacent": "ade"}
-"""Nodes of later groups. The first group, on nodes a, b and c, kept copies of steps 2 and 4."""
+"""Nodes of the later groups. The first group, on nodes a, b and c, kept copies of steps 2 and 4."""
 
 
 def lose_nodes(root: str) -> None:
-    """Train a group that keeps copies and is lost, and then groups that continue from the memory of their nodes."""
+    """Train a group that keeps copies and is lost, then groups that continue from their nodes' memory."""
     memory = Path(root, "memory")
     fork_ranks(3, functools.partial(train_in_memory, root, "uninterrupted", "abc"))
     shutil.rmtree(memory / "b")

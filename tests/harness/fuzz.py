@@ -1,4 +1,4 @@
-"""Makes damaged and hostile inputs, and checks that each ends soon, with success or with one message."""
+"""Makes damaged and hostile inputs, and checks that each is handled promptly, with success or a single message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sunspot.errors import SunspotError
 Result = TypeVar("Result")
 
 COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Characters that a terminal must never get."""
+"""Characters that must never reach a terminal."""
 
 LONGEST_MESSAGE = 20_000
 
@@ -27,7 +27,7 @@ class HangError(BaseException):
 
 
 def effort(times: int) -> Callable[[Any], Any]:
-    """Return Hypothesis settings with this number of inputs for each example of the profile."""
+    """Return Hypothesis settings with this number of inputs per example of the profile."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=settings.default.max_examples * times, suppress_health_check=checks)
 
@@ -51,13 +51,13 @@ def ends_well(act: Callable[[], Result], limit_s: float = 20.0) -> Result | None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        if left:  # restore the time limit of the test
+        if left:  # restore the test's time limit
             signal.setitimer(signal.ITIMER_REAL, max(0.01, left - (time.monotonic() - began)))
 
 
 @st.composite
 def damaged(draw: st.DrawFn, originals: list[bytes]) -> bytes:
-    """Return one of the `originals` after a few changes: of bits, bytes and lengths, and with parts moved."""
+    """Return one of the `originals` with a few changes to its bits, bytes and lengths, and with parts moved."""
     content = bytearray(draw(st.sampled_from(originals)))
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, max(0, len(content) - 1)))

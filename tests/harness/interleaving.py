@@ -21,11 +21,11 @@ from sunspot.errors import NotFoundError, StorageError, SunspotError
 from sunspot.storage.base import Entry, Storage, UnfinishedWrite, Writer, complete_or_abort
 
 STUCK_S = 60
-"""Seconds until the next operation after which a process is considered stuck."""
+"""Seconds without an operation after which a process is considered stuck."""
 
 
 class MemoryStorage(Storage):
-    """Storage in this process. With `grows`, an upload replaces the object at once, and is visible while it grows."""
+    """A storage in this process. With `grows`, an upload replaces the object at once and is visible while it grows."""
 
     def __init__(self, storage_path: str = "memory", grows: bool = False) -> None:
         self._path, self.grows = storage_path, grows
@@ -71,7 +71,7 @@ class MemoryStorage(Storage):
             del self._objects[key]
 
     def delete_folders(self, prefix: str) -> None:
-        """Do nothing, because this storage has none."""
+        """Do nothing, because this storage has no folders."""
 
     def exists(self, key: str) -> bool:
         return key in self._objects
@@ -80,7 +80,7 @@ class MemoryStorage(Storage):
         return []
 
     def discard(self, unfinished: UnfinishedWrite) -> None:
-        """Do nothing, because this storage has none."""
+        """Do nothing, because this storage has no unfinished writes."""
 
 
 class _MemoryWriter(Writer):
@@ -105,7 +105,7 @@ class _MemoryWriter(Writer):
 
 
 class Effect(enum.Enum):
-    """Effect of an operation. LATER is carried out when the test decides, or never. AGAIN is carried out twice."""
+    """The effect of an operation. LATER is carried out when the test decides, or never. AGAIN is carried out twice."""
 
     NOW = enum.auto()
     AGAIN = enum.auto()
@@ -114,7 +114,7 @@ class Effect(enum.Enum):
 
 
 class Answer(enum.Enum):
-    """Answer that an operation's caller gets."""
+    """The answer that an operation's caller gets."""
 
     RESULT = enum.auto()
     ERROR = enum.auto()
@@ -122,7 +122,7 @@ class Answer(enum.Enum):
 
 
 class Fate(NamedTuple):
-    """Fate of an operation."""
+    """The fate of an operation."""
 
     effect: Effect = Effect.NOW
     answer: Answer = Answer.RESULT
@@ -131,11 +131,11 @@ class Fate(NamedTuple):
 CARRIED_OUT = Fate()
 
 FAULTS = [Fate(effect, answer) for effect in Effect for answer in (Answer.ERROR, Answer.DEATH)]
-FAULTS.append(Fate(Effect.AGAIN))  # a client that gets no answer repeats its request
+FAULTS.append(Fate(Effect.AGAIN))  # a client without an answer repeats its request
 
 
 class Operation(NamedTuple):
-    """Operation on storage."""
+    """A storage operation."""
 
     verb: str
     "Name of a method of `Storage`. An upload is `upload`, followed by `complete`."
@@ -151,19 +151,19 @@ class Operation(NamedTuple):
 
 
 class Killed(BaseException):
-    """Ends the thread of a process without any cleanup, as a real kill does."""
+    """Ends a process's thread without any cleanup, like a real kill."""
 
 
 class Process:
-    """Thread that represents a process, and stops before each of its storage operations."""
+    """A thread that represents a process, and stops before each of its storage operations."""
 
     def __init__(self, world: World, name: str, body: Callable[[Process], None]) -> None:
         self.name, self._world = name, world
         self.storage: Storage = ProcessStorage(world.storage, self)
         self.next: Operation | None = None
-        "Next operation; None if the process has ended."
+        "Next operation, or None if the process has ended."
         self.superseded = False
-        "True if the process has noticed that it was superseded, so that it may no longer commit; set by `body`."
+        "True if the process has noticed that it was superseded and must not commit. `body` sets it."
         self.at_end: list[Callable[[], Any]] = []
         "Functions that the system calls when the process has ended in any way."
         self.killed = False
@@ -174,7 +174,7 @@ class Process:
         self._wait()
 
     def go(self, fate: Fate = CARRIED_OUT) -> None:
-        """Let the process take its next operation and stop before the one after it. Raises the process's error."""
+        """Let the process carry out its next operation and stop before the one after it. Raises the process's error."""
         self._world.trace.append(f"{self.name}: {self.next}" + ("" if fate == CARRIED_OUT else f"  {_spell(fate)}"))
         self._fates.put(fate)
         self._wait()
@@ -185,7 +185,7 @@ class Process:
             self.go(Fate(Effect.NEVER, Answer.DEATH))
 
     def perform(self, operation: Operation, act: Callable[[], Any]) -> Any:
-        """Wait until the test allows an operation, and take it. Called in the thread of the process."""
+        """Wait until the test allows an operation, and carry it out. Called in the process's thread."""
         if self.killed:
             raise Killed
         self._arrivals.put(operation)
@@ -221,7 +221,7 @@ class Process:
 
 
 class World:
-    """Processes and the storage that they share."""
+    """Processes and their shared storage."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -229,9 +229,9 @@ class World:
         self.late: list[tuple[Process, Operation, Callable[[], Any]]] = []
         "Operations that have been sent but not carried out."
         self.trace: list[str] = []
-        "Trace of the test, with a line for each operation."
+        "Trace of the test, with one line per operation."
         self.changed: Callable[[Process, Operation, bool], None] = lambda process, operation, late: None
-        "Function that is called after each operation that changed an object. Its last argument is True if it was late."
+        "Function called after each operation that changed an object. Its last argument is True if it was late."
 
     @property
     def living(self) -> list[Process]:
@@ -244,12 +244,12 @@ class World:
         return process
 
     def may_be_late(self, operation: Operation) -> bool:
-        """Return True if an operation is a single request. An upload, by contrast, begins with its caller or never."""
+        """Return True if an operation is a single request. An upload starts with its caller or never."""
         return operation.changes and operation.verb != "upload"
 
     def carry_out(self, process: Process, operation: Operation, act: Callable[[], Any], late: bool = False) -> Any:
         result = act()
-        if operation.changes and result is not False:  # False if another process created the object first
+        if operation.changes and result is not False:  # False means that another process created the object first
             self.changed(process, operation, late)
         return result
 
@@ -259,7 +259,7 @@ class World:
         if operation.verb == "write" and operation.key in but:
             return
         self.trace.append(f"late: {process.name}: {operation}")
-        with contextlib.suppress(SunspotError, ValueError):  # ValueError: the file was closed when its writer gave up
+        with contextlib.suppress(SunspotError, ValueError):  # ValueError if the file was closed when its writer aborted
             self.carry_out(process, operation, act, late=True)
 
     def end(self) -> None:
@@ -273,7 +273,7 @@ class ProcessStorage(Storage):
     def __init__(self, shared: Storage, process: Process) -> None:
         self.shared, self.process = shared, process
         self.writers: list[Any] = []
-        "Uploads that the process has begun."
+        "Uploads that the process has started."
 
     def locate(self, key: str) -> str:
         return self.shared.locate(key)
@@ -320,7 +320,7 @@ class ProcessStorage(Storage):
 
 
 class _ProcessWriter(Writer):
-    """Upload, which consists of two operations: its beginning, and its completion with all bytes."""
+    """An upload, which consists of two operations: its beginning, and its completion with all bytes."""
 
     def __init__(self, storage: ProcessStorage, key: str) -> None:
         super().__init__()
@@ -329,7 +329,8 @@ class _ProcessWriter(Writer):
 
     def _begin(self) -> Writer:
         context = self._storage.shared.writer(self._key)
-        # Keep the uploads. Otherwise, the garbage collector would close the files of a dead process, and complete them.
+        # Keep the uploads. Otherwise the garbage collector would close a dead process's files, which would complete
+        # them.
         self._storage.writers.append(context)
         return context.__enter__()
 
@@ -345,7 +346,7 @@ class _ProcessWriter(Writer):
 
 
 def run_inline(work: Callable[[], Any], name: str) -> Future[Any]:
-    """Do the work at once in the caller's thread. Replaces `sunspot.background.start_thread`."""
+    """Do the work immediately in the caller's thread. Replaces `sunspot.background.start_thread`."""
     future: Future[Any] = Future()
     try:
         future.set_result(contextvars.copy_context().run(work))

@@ -38,11 +38,11 @@ JOB_STATUSES = ("", "PENDING", "RUNNING", "STOPPED", "SUCCEEDED", "FAILED")
 """Values of a RayJob's `jobStatus`."""
 
 Fault = Callable[["_Handler"], None]
-"""Function that handles a request instead of the server."""
+"""A function that handles a request instead of the server."""
 
 
 def answer(status: int, message: str = "", **headers: str) -> Fault:
-    """Answer with this status, as the API server does if it refuses a request."""
+    """Answer with this status, like the API server does if it rejects a request."""
 
     def act(handler: _Handler) -> None:
         handler.reply(status, {"kind": "Status", "status": "Failure", "message": message, "code": status}, headers)
@@ -51,7 +51,7 @@ def answer(status: int, message: str = "", **headers: str) -> Fault:
 
 
 def hang_up(handler: _Handler) -> None:
-    """Close the connection without an answer after carrying out the request."""
+    """Carry out the request, and close the connection without an answer."""
     handler.muted = True
     handler.answer()
     handler.close_connection = True
@@ -63,7 +63,7 @@ def drop(handler: _Handler) -> None:
 
 
 class FakeCluster:
-    """State of the cluster, which a test changes as an operator would."""
+    """The state of the cluster, which a test changes like an operator would."""
 
     def __init__(self, folder: Path) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
@@ -71,16 +71,16 @@ class FakeCluster:
         self.deleted: list[tuple[str, int | None]] = []
         "Names of deleted pods, with the requested grace periods."
         self.on_delete: Callable[[str], Any] = lambda name: None
-        "Function that is called after a pod was deleted."
+        "Function called after a pod was deleted."
         self.events: list[dict[str, Any]] = []
         self.objects = {f"{CORE}/secrets/sunspot-storage", f"{CORE}/serviceaccounts/sunspot-train", CORE}
-        "Paths of other objects that exist."
+        "Paths of other existing objects."
         self.documents: dict[str, dict[str, Any]] = {}
-        "Content of other objects and lists, by path."
+        "Content of other objects and lists, keyed by path."
         self.on_create: Callable[[dict[str, Any]], Any] = lambda pod: None
-        "Function that is called after a pod was created."
+        "Function called after a pod was created."
         self.forbidden: set[str] = set()
-        "Permissions that access reviews deny, as `verb resource`, and paths that may not be read."
+        "Permissions that access reviews deny, as `verb resource`, and paths that cannot be read."
         self.has_operator, self.has_kueue = True, False
         self.requests: list[tuple[str, str]] = []
         self.tokens: set[str] = set()
@@ -108,11 +108,11 @@ class FakeCluster:
         self.kubeconfig.write_text(json.dumps(config))
 
     def on(self, method: str, part: str, fault: Fault, times: float = float("inf")) -> None:
-        """Answer the next `times` requests of this method whose path contains `part` with `fault`."""
+        """Answer the next `times` requests of this method with `fault` if their path contains `part`."""
         self._faults.append((method, part, fault, times))
 
     def down(self) -> None:
-        """Stop the server. Connections break, and new ones are refused."""
+        """Stop the server. Connections break, and new ones are rejected."""
         assert self._server
         self._server.end()
         self._server = None
@@ -139,7 +139,7 @@ class FakeCluster:
             return job
 
     def set_status(self, name: str, deployment: str, ray: str = "", **more: Any) -> None:
-        """Change a RayJob's status, as the operator does."""
+        """Change a RayJob's status, like the operator does."""
         job = json.loads(json.dumps(self.jobs[name]))
         job["status"] = {**job.get("status", {}), "jobDeploymentStatus": deployment, "jobStatus": ray, **more}
         self.put_job(job)
@@ -350,7 +350,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def timestamp(moment: float) -> str:
-    """Return a time in the format of Kubernetes."""
+    """Return a time in Kubernetes's format."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
 
 
@@ -377,20 +377,20 @@ def rayjob(name: str, run: str = "run", created: float | None = None, **spec: An
 
 
 def submitted(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the RayJob as `sunspot submit` applies it."""
+    """Return the RayJob in the form in which `sunspot submit` applies it."""
     metadata = {name: job["metadata"][name] for name in ("name", "labels")} | {"namespace": "sunspot"}
     manifest = as_submission({**{name: job[name] for name in ("apiVersion", "kind", "spec")}, "metadata": metadata})
     return {**job, **manifest, "metadata": {**job["metadata"], **manifest["metadata"]}}
 
 
 def kept(job: dict[str, Any], manager: str = "argocd-controller") -> dict[str, Any]:
-    """Return the RayJob as a GitOps tool applies it from a repository."""
+    """Return the RayJob in the form in which a GitOps tool applies it."""
     managed = [{"manager": "kuberay-operator", "operation": "Update"}, {"manager": manager, "operation": "Apply"}]
     return {**job, "metadata": {**job["metadata"], "managedFields": managed}}
 
 
 def pod(name: str, cluster: str, head: bool = False, phase: str = "Running", **status: Any) -> dict[str, Any]:
-    """Return a pod of a RayCluster. It is ready if it is Running, unless `status` says otherwise."""
+    """Return a RayCluster's pod. It is ready if it is Running, unless `status` says otherwise."""
     ready = {"type": "Ready", "status": "True" if phase == "Running" else "False"}
     labels = {"ray.io/cluster": cluster, "ray.io/node-type": "head" if head else "worker"}
     labels["ray.io/group"] = "headgroup" if head else "workers"
@@ -403,7 +403,7 @@ def pod(name: str, cluster: str, head: bool = False, phase: str = "Running", **s
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
-    """Provide a cluster to which KUBECONFIG points, with short timeouts."""
+    """Provide a cluster that KUBECONFIG points to, with short timeouts."""
     fake = FakeCluster(tmp_path)
     monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

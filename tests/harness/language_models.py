@@ -1,4 +1,4 @@
-"""Makes small pretrained models, and texts to fine-tune them."""
+"""Creates small pretrained models, and texts for fine-tuning them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def reference() -> list[str]:
-    """Return the articles of the language reference that is part of Python."""
+    """Return the articles of Python's built-in language reference."""
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
@@ -43,7 +43,7 @@ def write_base(folder: Path, seed: int = 0, vocabulary: int = 300, **sizes: Any)
 
 
 def write_texts(folder: Path, rows: int = 40, letters: int = 300, **columns: Any) -> str:
-    """Write a table with the beginnings of articles, `text`, and classes, `label`, that mark long articles."""
+    """Write a table with the beginnings of articles (`text`) and classes (`label`) that mark long articles."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [text[: letters * (1 + number % 2)] for number, text in enumerate(reference()[:rows])]
     labels = [number % 2 for number in range(len(texts))]

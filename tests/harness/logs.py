@@ -1,4 +1,4 @@
-"""Keeps the warnings of this process as texts."""
+"""Records this process's warnings as texts."""
 
 import logging
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def keep_warnings() -> list[str]:
 
 @contextmanager
 def printed_and_kept() -> Iterator[list[str]]:
-    """Print log records, as in a process that an entry point started, and yield the warnings of the context."""
+    """Print log records, as in a process started by an entry point, and yield the warnings in the context."""
     before = list(ROOT.handlers)
     propagates = ROOT.propagate
     level = ROOT.level

@@ -1,4 +1,4 @@
-"""Runs the training loop without Ray: forked ranks take the steps of a plan, and save and report nothing."""
+"""Runs the training loop without Ray. Forked ranks take a plan's steps, and save and report nothing."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from tests.harness.process_group import in_processes
 
 
 class QuietWorker(Worker):
-    """Worker that reports nothing to Ray."""
+    """A worker that reports nothing to Ray."""
 
     losses: ClassVar[list[float]] = []
-    "Losses in the records of the newest worker."
+    "Losses in the newest worker's records."
 
     def report(self, record: dict[str, Any]) -> None:
         self.losses.append(record["loss"])
 
 
 class Shares:
-    """Loader of a rank's rows for the steps of the first epoch, in the order of the source."""
+    """A loader of a rank's rows for the steps of the first epoch, in the source's order."""
 
     def __init__(self, plan: Plan, world_size: int, rank: int) -> None:
         _, end = plan.steps.bounds(plan.total_steps - 1)
@@ -76,7 +76,8 @@ def make_worker(plan: Plan, group: dist.ProcessGroup) -> Worker:
 
 
 def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Worker:
-    """Return a worker that continues from the run's newest checkpoint in storage, and saves its checkpoints there."""
+    """Return a worker that continues from the run's newest checkpoint in storage, and saves its own checkpoints
+    there."""
     nodes = ["node"] * dist.get_world_size(group)
     node = NodeState(run, group, nodes)
     machines = [NodeInventory("host", "node", None, []) for _ in nodes]
@@ -107,7 +108,7 @@ def keep_run(plan: Plan) -> Run:
 def train_group(plan: Plan, ranks: int, killed_at: int = 0) -> list[float]:
     """Start or continue the run of `plan` on some ranks, to its end or until all are killed in a step.
 
-    Return the mean losses that were reported.
+    Return the reported mean losses.
     """
     run = keep_run(plan)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -186,5 +187,5 @@ def train_rank(plan: Plan, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
 
 
 def gather(tensor: torch.Tensor) -> np.ndarray:
-    """Return the full tensor, which may be sharded."""
+    """Return the full tensor of a tensor that can be sharded."""
     return (tensor.full_tensor() if part_of(tensor) is not tensor else tensor).numpy()

@@ -1,4 +1,4 @@
-"""Renders the manifests of the shipped profiles, and builds kustomizations."""
+"""Renders the shipped profiles' manifests, and builds kustomizations."""
 
 import re
 import subprocess
@@ -14,13 +14,13 @@ from sunspot.submitter.manifest.render import render as render_as_given
 STORAGE_PATH, IMAGE = "s3://bucket/runs", "registry.example/sunspot:1"
 
 OF_THE_IMAGE = {"kubernetes.io/arch": "amd64"}
-"""Labels of the nodes on which the image runs, because `make image` builds it for their architecture."""
+"""Labels of the nodes that run the image, because `make image` builds it for their architecture."""
 
 ON_A_CLOUD = ("--storage", STORAGE_PATH, "--image", IMAGE)
 
 
 def render(profile: str, overrides: dict[str, str], **options: Any) -> Rendered:
-    """Render a manifest as `sunspot` does, with a bucket and an image if the profile requires them."""
+    """Render a manifest like `sunspot` does, with a bucket and an image if the profile requires them."""
     chosen = load_profile(profile, {})
     if chosen.cloud and "STORAGE_PATH" not in (chosen.settings or {}):
         overrides = {"STORAGE_PATH": STORAGE_PATH, **overrides}

@@ -1,4 +1,4 @@
-"""Runs a real MLflow server on this machine, which tests can kill and start again with the same data."""
+"""Runs a real MLflow server on this machine. Tests can kill it and restart it with the same data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START_S = 120
 
 
 class Server:
-    """MLflow server, whose database and artifacts are in a folder that outlives it."""
+    """An MLflow server with its database and artifacts in a folder that outlives it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -69,7 +69,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start the server for all tests, without waiting for it. A test that kills it starts it again."""
+    """Start the server for all tests, without waiting for it. A test that kills it restarts it."""
     server = Server(tmp_path_factory.mktemp("mlflow"))
     server.start()
     yield server

@@ -1,4 +1,4 @@
-"""Adds nodes to a local Ray cluster, which are reclaimed or lost like real nodes."""
+"""Adds nodes to a local Ray cluster, and reclaims or loses them like real nodes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ import ray
 RAY = Path(sys.executable).with_name("ray")
 JOIN_TIMEOUT_S = 120
 LEAVES_WITHIN_S = 5
-"""Seconds in which an idle node leaves."""
+"""Seconds within which an idle node leaves."""
 
 OBJECT_STORE_BYTES = 100_000_000
 
 
 class Node(subprocess.Popen[bytes]):
-    """Node's `ray start --block`, which drains the node on SIGTERM. `reclaim` and `lose` end it."""
+    """A node's `ray start --block` process, which drains the node on SIGTERM. `reclaim` and `lose` end it."""
 
     node_id: str
-    "Id of the node in Ray."
+    "The node's id in Ray."
 
     def reclaim(self) -> None:
         """Give the node notice. It ends when it is idle, or when the notice is over."""
@@ -63,14 +63,14 @@ def start_node(ray_address: str, notice_s: float = 15, **resources: float) -> It
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while not (joined := [one for one in ray.nodes() if one["Alive"] and name in one["Resources"]]):
             if node.poll() is not None:
-                # Ray gives a node 30 s to start, but on a busy machine, a single request may take that long.
+                # Ray gives a node 30 s to start, but on a busy machine, a single request can take that long.
                 assert read_all(output).count("timed out during startup") == 1, read_all(output)
                 node, name = begin_node(ray_address, notice_s, resources, output)
             assert time.monotonic() < deadline, "the node has not joined"
             time.sleep(0.1)
         node.node_id = joined[0]["NodeID"]
         yield node
-        node.reclaim()  # so that Ray knows at once. Otherwise, it would place the next test's workers on the dead node
+        node.reclaim()  # otherwise, Ray would place the next test's workers on the dead node
         with suppress(subprocess.TimeoutExpired):
             node.wait(LEAVES_WITHIN_S)
     finally:
@@ -81,7 +81,7 @@ def start_node(ray_address: str, notice_s: float = 15, **resources: float) -> It
 def begin_node(ray_address: str, notice_s: float, resources: dict[str, float], output: IO[bytes]) -> tuple[Node, str]:
     """Start a node's processes, and return them with the name of a resource that only this node has."""
     name = f"test-{uuid.uuid4().hex}"
-    # Ports that are given need not be waited for: Ray gives an agent 15 s to tell its own, and then gives up.
+    # Set the ports explicitly. Otherwise Ray waits for an agent to report its ports, and stops waiting after 15 s.
     ports = dict(
         zip(("dashboard-agent-grpc", "dashboard-agent-listen", "runtime-env-agent"), free_ports(3), strict=True)
     )
@@ -106,7 +106,7 @@ def read_all(file: IO[bytes]) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports on which nothing listens at the moment."""
+    """Return ports on which nothing is listening."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

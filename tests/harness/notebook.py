@@ -17,7 +17,7 @@ from typing import Any
 
 
 def execute(path: Path) -> dict[str, Any]:
-    """Run a notebook's code cells in order, and return the notebook with their outputs. Raises the errors of cells."""
+    """Run a notebook's code cells in order, and return the notebook with their outputs. Raises the cells' errors."""
     notebook: dict[str, Any] = json.loads(path.read_text())
     names: dict[str, Any] = {"__name__": "__main__"}  # as in a kernel, so that Ray sends functions by value
     count = 0

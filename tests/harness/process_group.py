@@ -1,4 +1,4 @@
-"""Process groups: of this process alone, where collectives work and nobody waits, or of some forked ones."""
+"""Process groups of this process alone, in which collectives return at once, or of several forked processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 LIMIT_S = 300.0
-"""Seconds that forked ranks may take, which is half of a test's limit. Ranks that hang print their stacks and end."""
+"""Seconds that forked ranks may take, which is half of a test's limit. Hung ranks print their stacks and end."""
 
 ON_FIRST_USE = (
     "torch._dynamo",
@@ -30,7 +30,7 @@ ON_FIRST_USE = (
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[object]:
-    import torch.distributed as dist  # here, as most tests need no torch
+    import torch.distributed as dist  # imported here, because most tests need no torch
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
@@ -52,14 +52,14 @@ def in_processes(folder: Path, count: int, act: Callable[[Any], Any]) -> list[An
         faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=stacks[rank])
         torch.set_num_threads(1)
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        os.environ |= {name: str(number) for name, number in place.items()}  # as Ray Train and torchrun do
+        os.environ |= {name: str(number) for name, number in place.items()}  # like Ray Train and torchrun
         store = dist.FileStore(str(folder / "ranks"), count)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=30))
         sender.send(act(dist.group.WORLD))
 
     import_before_fork()
     context = multiprocessing.get_context("fork")
-    stacks = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115  # gone with the last process
+    stacks = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115  # closed with the last process
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     ranks = [context.Process(target=work, args=(rank, sender)) for rank, (_, sender) in enumerate(pipes)]
     for rank in ranks:
@@ -67,7 +67,7 @@ def in_processes(folder: Path, count: int, act: Callable[[Any], Any]) -> list[An
     for _, sender in pipes:
         sender.close()
     found = []
-    with contextlib.suppress(EOFError):  # the rank has ended without a result
+    with contextlib.suppress(EOFError):  # the rank ended without a result
         found.extend(receiver.recv() for receiver, _ in pipes)
     for rank in ranks[len(found) + 1 :]:
         rank.kill()

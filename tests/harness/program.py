@@ -1,4 +1,4 @@
-"""Runs the training program on small data, with a Ray session that all tests share."""
+"""Runs the training program on small data, in a Ray session that all tests share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.harness.forking import executable, server_running
 from tests.harness.process_group import ON_FIRST_USE
 
 RAY_JOB_CONFIG_JSON_ENV_VAR = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable by which Ray's job server passes the job's configuration to a driver."""
+"""Variable through which Ray's job server passes the job's configuration to a driver."""
 
 SETTINGS = {
     "TASK": "tests.tasks.tiny",
@@ -37,13 +37,13 @@ SETTINGS = {
     "AUDIT": "true",
     "PREDICT_ROWS": "0",
 }
-"""Settings for the small task without batch norm, with one of Ray's CPUs for each worker."""
+"""Settings for the small task without batch norm, with one of Ray's CPUs per worker."""
 
 GIVEN = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_", "NO_PROXY", "PYTHONPATH", "SUNSPOT_CODE")
-"""Prefixes of the variables that workers get: those of object stores' clients, and the path of tasks."""
+"""Prefixes of the variables that workers get: those of object store clients, and the task path."""
 
 WORKER_NODE = {"training-worker": 1.0}
-"""Resources of a node in a cluster, which has room for one worker."""
+"""Resources of a cluster node with room for one worker."""
 
 FORKED_WITH = [
     "ray",
@@ -54,14 +54,14 @@ FORKED_WITH = [
     "ray.train.torch",
     *ON_FIRST_USE,
 ]
-"""Modules that the fork server of the tests' Ray session imports, so that its workers need not."""
+"""Modules that the fork server of the tests' Ray session imports for its workers."""
 
 
 class Training(Future[int]):
-    """Training program in a thread of this process."""
+    """The training program in a thread of this process."""
 
     def poll(self) -> int | None:
-        """Return None while it trains, like a process's `poll`. Raises the error of the program."""
+        """Return None while it trains, like a process's `poll`. Raises the program's error."""
         return self.result() if self.done() else None
 
 
@@ -78,7 +78,7 @@ class Program:
         return {f"SUNSPOT_{name}": value for name, value in merged.items()}
 
     def run(self, **settings: Any) -> None:
-        """Train in this process, with the shared Ray session. Raises the error of the program."""
+        """Train in this process, with the shared Ray session. Raises the program's error."""
         from sunspot.train.__main__ import main
 
         with self.monkeypatch.context() as patch:
@@ -87,7 +87,7 @@ class Program:
             assert main([]) == 0
 
     def begin(self, **settings: Any) -> Training:
-        """Train as `run` does, but in a thread, for tests that act while it trains and do not kill it."""
+        """Train like `run`, but in a thread, for tests that act while it trains and do not kill it."""
         training = Training()
 
         def work() -> None:
@@ -117,7 +117,7 @@ class Program:
 def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a Ray session for all tests, with more CPUs than the machine has, which Ray does not check.
 
-    The session has one node with room for one worker of a cluster (`WORKER_NODE`). tests/harness/nodes.py adds others.
+    The session has one node with room for one cluster worker (`WORKER_NODE`). tests/harness/nodes.py adds more nodes.
     Workers of this process's own job are forked (tests/harness/forking.py).
     """
     import ray
@@ -126,7 +126,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from sunspot.ray_session import RAY_ENVIRONMENT, start_local_ray
 
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # Fails in a second process: pytest-xdist has not kept the group together.
+        # Fails in a second process if pytest-xdist has not kept the group together.
         (tmp_path_factory.getbasetemp().parent / "ray").mkdir()
     os.environ.update(RAY_ENVIRONMENT, RAY_prestart_worker_first_driver="0")  # for workers that are not forked
     name = f"sunspot-tests-{os.getpid()}"
@@ -142,8 +142,8 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with server_running(name, FORKED_WITH, environment):
         # Otherwise, a run of fixed size would let Ray create its own coordinator, which elastic runs could not replace.
         install_coordinator()
-        # Ray 2.60 reports a lost node on stdout during a later test, whatever is set above. The output of that test's
-        # command would contain the report.
+        # Ray 2.60 always reports a lost node on stdout, even during a later test. That test's output would contain the
+        # report.
         ray._private.worker.print_to_stdstream = lambda *_, **__: None
         yield context.address_info["gcs_address"]
         ray.shutdown()
@@ -157,7 +157,7 @@ def program(ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def end_placement_group_cleaners() -> None:
-    """End the detached actors of Ray Train 2.60. Each killed driver leaves one, with 0.2 GB and 3% of a core."""
+    """End the detached actors of Ray Train 2.60. Each killed driver leaves one, which takes 0.2 GB and 3% of a core."""
     for process in ray_processes("PlacementGroup", psutil.Process()):
         try:
             process.kill()
@@ -167,7 +167,7 @@ def end_placement_group_cleaners() -> None:
 
 @pytest.fixture
 def make_data(tmp_path: Path) -> Callable[..., str]:
-    """Return a function that writes a dataset of small images that can be learned, and returns its path."""
+    """Return a function that writes a learnable dataset of small images and returns its path."""
 
     def make(rows: int, name: str = "data", row_group: int = 64, test_rows: int = 0, side: int = 8) -> str:
         for split, count in [("train", rows), ("test", test_rows)]:

@@ -27,7 +27,7 @@ HOP_BY_HOP = {"connection", "content-length", "date", "expect", "keep-alive", "s
 
 @dataclass(frozen=True)
 class Request:
-    """Request as the proxy saw it, with header names in lower case."""
+    """A request as the proxy saw it, with header names in lower case."""
 
     method: str
     target: str
@@ -44,7 +44,7 @@ class Request:
 
     @property
     def operation(self) -> str:
-        """S3's name of the operation, if Sunspot uses it."""
+        """S3's name for the operation, if Sunspot uses it."""
         if self.path.strip("/").count("/") == 0:
             return {"GET": "ListObjects", "HEAD": "HeadBucket", "PUT": "CreateBucket"}.get(self.method, self.method)
         if self.query.get("partNumber") == "10000":
@@ -58,11 +58,11 @@ class Request:
 
 
 Fault = Callable[["_Handler", Request], None]
-"""Function that answers a request instead of the server, or leaves it unanswered."""
+"""A function that answers a request instead of the server, or leaves it unanswered."""
 
 
 def answer(status: int, code: str) -> Fault:
-    """Return a fault that answers with S3's XML for an error `code`. A failed Complete may have the status 200."""
+    """Return a fault that answers with S3's XML for an error `code`. A failed Complete can have the status 200."""
 
     def act(handler: _Handler, request: Request) -> None:
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>told to fail</Message></Error>".encode()
@@ -77,19 +77,19 @@ def reset(handler: _Handler, request: Request) -> None:
 
 
 def carry_out_then_reset(handler: _Handler, request: Request) -> None:
-    """Let the server carry out the request, and lose its answer."""
+    """Let the server carry out the request, but drop its answer."""
     handler.ask_server(request)
     handler.reset()
 
 
 def stall(handler: _Handler, request: Request) -> None:
-    """Accept the request, and do not answer until the proxy ends."""
+    """Accept the request, but do not answer until the proxy ends."""
     handler.server.ended.wait()
     handler.reset()
 
 
 def cut_body(keep: int, how: str = "close") -> Fault:
-    """Return a fault that announces the full body, sends `keep` bytes, and then closes, resets or stalls."""
+    """Return a fault that announces the full body, sends `keep` bytes, then closes, resets or stalls."""
 
     def act(handler: _Handler, request: Request) -> None:
         status, headers, body = handler.ask_server(request)
@@ -105,7 +105,7 @@ def cut_body(keep: int, how: str = "close") -> Fault:
 
 
 def trickle(handler: _Handler, request: Request) -> None:
-    """Return a fault that sends the body byte by byte, often enough that the client's read timeout never expires."""
+    """Return a fault that sends the body byte by byte, fast enough that the client's read timeout never expires."""
     status, headers, body = handler.ask_server(request)
     handler.reply(status, headers, b"", announced=len(body))
     for byte in body:
@@ -135,7 +135,7 @@ def without_header(name: str) -> Fault:
 
 
 def refuse_damage(handler: _Handler, request: Request) -> None:
-    """Refuse a body that does not match its checksum, as S3 does. moto does not check this."""
+    """Reject a body that does not match its checksum, like S3 does. moto does not check this."""
     if request.headers.get("x-amz-checksum-crc32", crc32(request.body)) != crc32(request.body):
         answer(400, "BadDigest")(handler, request)
     else:
@@ -143,7 +143,7 @@ def refuse_damage(handler: _Handler, request: Request) -> None:
 
 
 def damage(then: Fault) -> Fault:
-    """Change a byte of the body in transit."""
+    """Change one byte of the body in transit."""
 
     def act(handler: _Handler, request: Request) -> None:
         body = request.body[:-1] + bytes([request.body[-1] ^ 1])
@@ -170,7 +170,7 @@ class _Rule:
 
 
 class FaultProxy(ThreadingHTTPServer):
-    """Proxy that applies its rules to requests, and passes on all others. `requests` holds all requests."""
+    """A proxy that applies its rules to requests, and passes on all others. `requests` holds all requests."""
 
     daemon_threads = True
     block_on_close = False
@@ -189,9 +189,9 @@ class FaultProxy(ThreadingHTTPServer):
         self._thread.start()
 
     def on(self, which: str | Callable[[Request], bool], fault: Fault, times: float = float("inf")) -> None:
-        """Answer the next `times` requests of an operation, or for which a predicate holds, with `fault`.
+        """Answer the next `times` requests of an operation, or those for which a predicate holds, with `fault`.
 
-        The first matching rule applies that is not used up.
+        The first matching rule that is not used up applies.
         """
         matches = which if callable(which) else lambda request: request.operation == which
         with self._lock:
@@ -203,7 +203,7 @@ class FaultProxy(ThreadingHTTPServer):
             self._rules.clear()
 
     def seen(self, operation: str) -> list[Request]:
-        """Return the requests of an operation so far."""
+        """Return an operation's requests so far."""
         with self._lock:
             return [request for request in self.requests if request.operation == operation]
 
@@ -298,7 +298,7 @@ def s3_server() -> Iterator[tuple[str, int]]:
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
-    # S3 decides about 'If-None-Match' and stores in one step; moto looks first and stores later.
+    # S3 checks 'If-None-Match' and stores atomically, but moto checks first and stores later.
     one_at_a_time, put_object = threading.Lock(), S3Response.put_object
 
     def put_object_atomically(self: Any) -> Any:
@@ -307,7 +307,7 @@ def s3_server() -> Iterator[tuple[str, int]]:
 
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     with pytest.MonkeyPatch.context() as patch:
-        # Each client would parse S3's description again, which would take most of a test's time.
+        # Otherwise each client would parse S3's description again, which would take most of a test's time.
         patch.setattr("botocore.session.create_loader", functools.cache(botocore.loaders.create_loader))
         patch.setattr(S3Response, "put_object", put_object_atomically)
         server.start()
@@ -317,12 +317,12 @@ def s3_server() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def s3_bucket(s3_server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a fresh bucket. The AWS environment points to its server."""
+    """Return an empty bucket. The AWS environment points to its server."""
     return make_bucket("http://{}:{}".format(*s3_server), monkeypatch)
 
 
 def make_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a fresh bucket at an endpoint with the credentials S3_KEYS. The AWS environment points to it."""
+    """Return an empty bucket at an endpoint with the credentials S3_KEYS. The AWS environment points to it."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {

@@ -1,4 +1,4 @@
-"""Writes a state to a checkpoint's file and reads it again."""
+"""Writes a state to a checkpoint's file and reads it back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state after it was written and read again, without running code from the file."""
+    """Return a state after it was written and read back, without running code from the file."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)

@@ -54,7 +54,7 @@ def attempt_metadata(ranks: int = 2, tier: str = "beginning", **settings: Any) -
 
 
 def png(label: int, side: int = 28) -> bytes:
-    """Return a small picture in which the label is recognizable."""
+    """Return a small image in which the label is recognizable."""
     pixels = np.zeros((side, side), dtype=np.uint8)
     pixels[4 : 6 + 2 * label, 6:12] = 255
     out = io.BytesIO()
@@ -63,7 +63,7 @@ def png(label: int, side: int = 28) -> bytes:
 
 
 def predictions_of(checkpoint: str, classes: int = 10, image: bytes | None = None, wrong: int = 30) -> Predictions:
-    """Return predictions of `200 * classes` rows, of which `wrong` are mistakes."""
+    """Return predictions for `200 * classes` rows, of which `wrong` are mistakes."""
     confusion = [[200 if label == said else 0 for said in range(classes)] for label in range(classes)]
     mistakes = []
     for number in range(wrong):

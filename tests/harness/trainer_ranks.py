@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "adapted": (ADAPTING, [1], {}),
     "adapted-killed": (ADAPTING, [3, 2], {"micro_batch_size": 3, "audit": True}),
 }
-"""Task, numbers of ranks in the groups, and settings of each run. All groups except the last are killed."""
+"""Each run's task, settings, and number of ranks per group. All groups except the last are killed."""
 
 REFUSED: dict[str, Any] = {
     "auto_find_batch_size": True,
@@ -43,12 +43,12 @@ REFUSED: dict[str, Any] = {
     "optim": "lomo",
     "left_out": 1,
 }
-"""Arguments of the Trainer, and of its task, that are refused."""
+"""Arguments of the Trainer, and of its task, that are rejected."""
 
 
 def main(root: str) -> None:
     for library in ("peft", "transformers", "transformers.trainer"):
-        importlib.import_module(library)  # here, so that each child need not import it
+        importlib.import_module(library)  # here, so that the children need not import it
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # otherwise, Accelerate chooses another number
     os.chdir(root)

@@ -1,4 +1,5 @@
-"""Helps to test complete runs: reads a run's state from storage, waits for its progress, and kills processes."""
+"""Helpers for tests of complete runs: they read a run's state from storage, wait for its progress, and kill
+processes."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def assert_audit_clean(program: Program) -> None:
 
 
 def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 240) -> None:
-    """Wait until a checkpoint exists at `step` or later. Each check takes one request to storage."""
+    """Wait until a checkpoint exists at `step` or later. Each check takes one storage request."""
 
     def is_there() -> bool:
         return any(step_of(name) >= step for name, files in list_directories(run).items() if MANIFEST in files)
@@ -83,7 +84,7 @@ def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 240
 
 
 def wait_for_reported_step(run: Run, step: int, process: Any, seconds: float = 240) -> None:
-    """Wait until the run's status has `step` or a later step."""
+    """Wait until the run's status has reached `step`."""
 
     def has_reached() -> bool:
         status = read_status(run)
@@ -99,7 +100,7 @@ def wait_for_receipts(run: Run, count: int, process: Any, seconds: float = 240) 
 
 
 def assert_complete(run: Run) -> None:
-    """Check that every attempt has a receipt, and that the goodput can be computed from them."""
+    """Check that every attempt has a receipt, and that the goodput can be computed from the receipts."""
     attempts, receipts = read_attempts(run), receipts_of(run)
     assert not find_gaps(receipts, [attempt.number for attempt in attempts])
     share = goodput(attempts, receipts, time.time())

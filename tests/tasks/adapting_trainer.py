@@ -1,4 +1,4 @@
-"""Trains a model that peft adapts with its own Trainer, whose loss is a mean over rows, and with held-out rows."""
+"""A task with its own Trainer and held-out rows. peft adapts its model, and its loss is a mean over rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RowTrainer(Trainer):
         return (loss, {"logits": scores}) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add measurements to the log, as TRL's trainers do."""
+        """Add measurements to the log, like TRL's trainers do."""
         logs["margins/mean"] = 2.5
         super().log(logs, start_time)
 

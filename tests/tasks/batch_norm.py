@@ -1,4 +1,4 @@
-"""Small task with batch norm, dropout and Adam, whose state a resume could restore wrongly."""
+"""A small task with batch norm, dropout and Adam, whose state could be restored incorrectly."""
 
 from __future__ import annotations
 

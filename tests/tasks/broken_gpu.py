@@ -1,4 +1,4 @@
-"""Slow version of the small task that raises a GPU memory error on all nodes except the head."""
+"""A slow version of the small task that raises a GPU memory error on all nodes except the head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     calls += 1
     if calls == BREAKS_AT and not on_head():
         error = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
-        error.error_code = 214  # as torch's C++ sets it
+        error.error_code = 214  # as set by torch's C++ code
         raise error
     return slow.loss(model, batch)
 

@@ -1,4 +1,4 @@
-"""Small task with a bug that affects every run in its first step."""
+"""A small task with a bug that affects every run in its first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small task with the faults that TASK_ARGS name, for tests of doctor's findings."""
+"""A small task with the faults given in TASK_ARGS, for tests of doctor's findings."""
 
 from __future__ import annotations
 

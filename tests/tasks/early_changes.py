@@ -16,7 +16,7 @@ from sunspot.settings import Settings
 from sunspot.tasks import TrainingRun
 
 broken_off_at: set[int] = set()
-"""Step whose last `backward` raises an error once."""
+"""Step in which the last `backward` raises an error once."""
 
 
 class Model(nn.Module):

@@ -1,4 +1,4 @@
-"""Conditional model in which each class has an expert that is only used for the rows of this class."""
+"""A conditional model with one expert per class, used only for that class's rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small task whose rank 1 hangs once in the middle of a run."""
+"""A small task in which rank 1 hangs once in the middle of a run."""
 
 from __future__ import annotations
 

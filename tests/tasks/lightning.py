@@ -1,4 +1,4 @@
-"""Small task as a LightningModule, which TASK_ARGS slow down for tests that act on a run while it trains."""
+"""The small task as a LightningModule. TASK_ARGS can slow it down for tests that act on a run while it trains."""
 
 from __future__ import annotations
 

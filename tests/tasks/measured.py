@@ -1,4 +1,4 @@
-"""Classifies rows of two numbers, which are scaled by the content of a file that TASK_ARGS name."""
+"""A task that classifies rows of two numbers, scaled by the content of a file given in TASK_ARGS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language model on bytes with its own loop: tests/tasks/nano_script.py as a task."""
+"""A language model on bytes with its own loop. This is tests/tasks/nano_script.py as a task."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A language model on bytes with its own loop for torchrun. tests/tasks/nano.py is the same as a task."""
+"""A language model on bytes with its own loop for torchrun. tests/tasks/nano.py is the same script as a task."""
 
 import math
 import os

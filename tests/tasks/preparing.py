@@ -1,4 +1,4 @@
-"""Slow task whose model is slow to build, or fails, in a replacement that starts while other workers train."""
+"""A slow task with a model that is slow to build, or fails, in a replacement that starts while other workers train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build_model(settings: Settings, source: Source) -> torch.nn.Module:
         begun.touch()
         if fail.exists():
             fail.unlink()
-            raise DataError("the rows take 40 GB, and 12 GB are left there")
+            raise DataError("the rows take 40 GB, but only 12 GB are left there")
         while not go.exists():
             time.sleep(0.05)
     return tiny.build_model(settings, source)

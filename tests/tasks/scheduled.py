@@ -1,4 +1,4 @@
-"""Small network with two groups of parameters at different rates, and one of PyTorch's schedulers by its name."""
+"""A small network with two parameter groups at different learning rates, and a PyTorch scheduler selected by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["build_model", "build_optimizer", "build_scheduler", "loss"]
 
 
 def build_swa(optimizer: Any) -> Any:
-    from torch.optim.swa_utils import SWALR  # here, because its module takes seconds to import
+    from torch.optim.swa_utils import SWALR  # imported here, because its module takes seconds to import
 
     return SWALR(optimizer, 0.005, anneal_epochs=5)
 
@@ -44,7 +44,7 @@ SCHEDULERS: dict[str, Callable[[Any, int], Any]] = {
         [4],
     ),
 }
-"""Functions that build a scheduler for an optimizer and a number of steps, by name."""
+"""Functions that build a scheduler from an optimizer and a number of steps, keyed by name."""
 
 
 def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:

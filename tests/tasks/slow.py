@@ -1,4 +1,4 @@
-"""Slow version of the small task, for tests that act on a run while it trains."""
+"""A slow version of the small task, for tests that act on a run while it trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LightningModules that cannot be trained, each for one reason."""
+"""LightningModules that cannot be trained, each for a different reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class NoModule(torch.nn.Linear):
 
 
 class Whole(lightning.LightningModule):
-    """Module that only lacks a loss. Each module below has another fault."""
+    """A module that only lacks a loss. Each module below has another fault."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class Plateau(Whole):
 
 
 class EveryFourthStep(Whole):
-    """Valid module whose rate falls after every fourth step, and at the end of each epoch by the epoch's number."""
+    """A valid module whose learning rate falls after every fourth step, and at the end of each epoch by the epoch's
+    number."""
 
     def training_step(self, batch: Any) -> Any:
         self.rates.append(self.optimizers().param_groups[0]["lr"])

@@ -1,4 +1,4 @@
-"""Regression of `table` in which a read of rows stalls once in the middle of a run."""
+"""The regression of `table`, in which a read of rows stalls once in the middle of a run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.tasks.table import build_model, build_optimizer
 __all__ = ["build_model", "build_optimizer", "find_sources", "loss"]
 
 STALL_AT, STALL_S = 40, 60.0
-"""Number of the read that stalls, and the most seconds that it takes. It occupies one of Ray's CPUs."""
+"""Number of the read that stalls, and the maximum seconds that it takes. It occupies one of Ray's CPUs."""
 
 
 class StallingSource:
-    """Source that leaves a file in `folder` for each read."""
+    """A source that leaves a file in `folder` for each read."""
 
     def __init__(self, source: Source, folder: str) -> None:
         self._source, self._folder = source, folder
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # pickle looks these up before the source exists
+        if name.startswith("__"):  # pickle looks up such names before the source exists
             raise AttributeError(name)
         return getattr(self._source, name)
 
@@ -47,5 +47,5 @@ def find_sources(settings: Settings) -> tuple[Source, Source | None]:
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    time.sleep(0.05)  # so that steps are in progress when it stalls
+    time.sleep(0.05)  # keeps steps in progress when the read stalls
     return table.loss(model, batch)

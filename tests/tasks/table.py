@@ -1,4 +1,4 @@
-"""Linear regression on declared columns, trained by SGD, with the same losses for any number of workers."""
+"""Linear regression on declared columns, trained by SGD, with the same losses on any number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task that prints from Python and from a library, and then fails."""
+"""A task that prints from Python and from a library, then fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small convolutional network without batch norm, trained by SGD, with the same losses for any number of workers."""
+"""A small convolutional network without batch norm, trained by SGD, with the same losses on any number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small task that waits at chosen steps until a file exists, or for some time."""
+"""A small task that waits at chosen steps until a file exists, or for some time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tasks.tiny import build_optimizer, predict, schedule
 __all__ = ["build_model", "build_optimizer", "loss", "predict", "schedule"]
 
 waits: dict[int, tuple[Path, float]] = {}
-"Files to wait for, each with the most seconds, by the number of steps that this process has taken."
+"Files to wait for, with the maximum seconds for each, keyed by the number of steps that this process has taken."
 steps = 0
 
 

@@ -32,8 +32,8 @@ def test_closing_waits_only_once_for_a_task_that_hangs(monkeypatch: pytest.Monke
     assert time.monotonic() - began < 20
 
 
-def test_a_task_with_a_defect_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Check that an unexpected error does not end the status or the notices for good."""
+def test_a_task_with_an_unexpected_error_is_logged_and_retried(caplog: pytest.LogCaptureFixture) -> None:
+    """An unexpected error must not permanently end status updates or notices."""
     calls: list[int] = []
     enough = threading.Event()
 
@@ -47,6 +47,6 @@ def test_a_task_with_a_defect_is_logged_and_tried_again(caplog: pytest.LogCaptur
     with Background(0.001, task):
         assert enough.wait(10)
     [logged] = caplog.records
-    assert "task failed; it is tried again" in logged.message
+    assert "task failed; it is retried" in logged.message
     assert logged.exc_info
     assert "Too many open files" in str(logged.exc_info[1])

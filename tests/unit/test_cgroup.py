@@ -1,4 +1,4 @@
-"""Tests of a process's CPU quota and memory limit, as read from the files of both versions of control groups."""
+"""Tests of reading a process's CPU quota and memory limit from both versions of control groups."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_container_sees_only_its_own_group(kernel: tuple[Path, Path]) -> None:
     assert read_throttling(groups, process).periods == 40
 
 
-def test_without_cgroups_the_machine_is_the_limit(kernel: tuple[Path, Path]) -> None:
+def test_without_cgroups_the_memory_of_the_machine_is_the_limit(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
     assert read_throttling(groups, process) == Throttling()
     assert Throttling().share == 0
@@ -79,8 +79,8 @@ def test_without_cgroups_the_machine_is_the_limit(kernel: tuple[Path, Path]) -> 
     assert memory_left(groups, process) is None
 
 
-def test_a_process_may_have_a_name_of_any_bytes(kernel: tuple[Path, Path]) -> None:
+def test_a_process_name_can_contain_any_bytes(kernel: tuple[Path, Path]) -> None:
     _, process = kernel
-    cut = "training-f\u00fcr-\u00e4".encode()[:15]  # as Linux cuts it, within a character
+    cut = "training-f\u00fcr-\u00e4".encode()[:15]  # truncated like on Linux, within a character
     (process / "status").write_bytes(b"Name:\t" + cut + b"\nRssAnon:\t 300 kB\n")
     assert resident_memory(process) == 300 * 1024

@@ -1,4 +1,4 @@
-"""Tests of the output and exit codes of `sunspot` without a cluster."""
+"""Tests of the `sunspot` command without a cluster: its output and exit codes."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ main()
 
 
 @pytest.mark.parametrize("words", [["list"], ["--help"]])
-def test_on_windows_one_message_points_to_wsl(words: list[str]) -> None:
+def test_on_windows_the_error_points_to_wsl(words: list[str]) -> None:
     answer = process(*words, program=WINDOWS)
-    said = "error: this is Windows, and sunspot needs Linux or macOS; in WSL (`wsl --install`) all of it works\n"
+    said = "error: sunspot needs Linux or macOS, and this is Windows; use WSL (`wsl --install`)\n"
     assert (answer.code, answer.out, answer.err) == (2, "", said)
 
 
 def imported_by(*words: str, code: int) -> set[str]:
-    """Run a command that ends with `code`, and return the libraries that it imports."""
+    """Run a command that exits with `code`, and return the libraries that it imports."""
     program = (
         "import sys, atexit; atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); "
         "from sunspot.cli import main; main()"
@@ -116,7 +116,7 @@ def imported_by(*words: str, code: int) -> set[str]:
         ["no-verb"],
     ],
 )
-def test_help_and_wrong_usage_import_nothing_heavy(words: list[str]) -> None:
+def test_help_and_usage_errors_import_no_heavy_library(words: list[str]) -> None:
     assert not imported_by(*words, code=0 if "--help" in words else 2) & {*HEAVY, "torch", "ray", "numpy"}
 
 
@@ -132,22 +132,22 @@ def test_status_without_a_cluster_does_not_import_the_kubernetes_client(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["stauts", "run"], "stauts: no such verb; did you mean status?"),
-        (["checkpoints", "lst"], "lst: no such verb; did you mean ls?"),
+        (["stauts", "run"], "stauts: no such command; did you mean status?"),
+        (["checkpoints", "lst"], "lst: no such command; did you mean ls?"),
         (["audit", "run", "--jsno"], "--jsno: no such option; did you mean --json?"),
         (["chaos", "run", "--knid", "kill"], "--knid: no such option; did you mean --kind?"),
         (["wait", "run", "--timout=5"], "--timout: no such option; did you mean --timeout?"),
-        (["ls"], "ls: no such verb; did you mean list?"),
-        (["ps"], "ps: no such verb; did you mean list?"),
-        (["version"], "version: no such verb; did you mean --version?"),
-        (["checkpoints", "list", "run"], "list: no such verb; did you mean ls?"),
-        (["xyzzy"], "xyzzy: no such verb; `sunspot --help` lists what there is"),
-        (["audit", "run", "--far"], "--far: no such option; `sunspot audit --help` lists what there is"),
-        (["cost", "mnist"], "mnist: no such argument; `sunspot cost --help` lists what there is"),
+        (["ls"], "ls: no such command; did you mean list?"),
+        (["ps"], "ps: no such command; did you mean list?"),
+        (["version"], "version: no such command; did you mean --version?"),
+        (["checkpoints", "list", "run"], "list: no such command; did you mean ls?"),
+        (["xyzzy"], "xyzzy: no such command; see `sunspot --help`"),
+        (["audit", "run", "--far"], "--far: no such option; see `sunspot audit --help`"),
+        (["cost", "mnist"], "mnist: no such argument; see `sunspot cost --help`"),
         (["render", "--run", "a", "EPOCHS=3"], "EPOCHS=3: write --set EPOCHS=3"),
     ],
 )
-def test_an_unknown_word_gets_a_likely_suggestion(
+def test_an_unknown_word_is_answered_with_a_suggestion(
     capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -155,7 +155,7 @@ def test_an_unknown_word_gets_a_likely_suggestion(
     assert (ended.value.code, *capsys.readouterr()) == (2, "", f"error: {said}\n")
 
 
-def test_every_subcommand_has_the_common_options(
+def test_every_command_accepts_storage_and_json_and_cluster_commands_accept_a_context(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parser = make_parser()
@@ -171,10 +171,10 @@ def test_every_subcommand_has_the_common_options(
             assert VERBS[verb].partition(" ")[0] in text
 
 
-def test_subcommands_without_a_cluster_have_no_cluster_options(sunspot: StorageCommand) -> None:
+def test_a_command_without_a_cluster_rejects_cluster_options(sunspot: StorageCommand) -> None:
     answer = sunspot("metrics", "run", "--context", "nowhere")
     assert (answer.code, answer.out) == (2, "")
-    assert answer.err == "error: --context: no such option; `sunspot metrics --help` lists what there is\n"
+    assert answer.err == "error: --context: no such option; see `sunspot metrics --help`\n"
 
 
 def test_a_long_operation_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_similar_run_names_are_listed_first(sunspot: StorageCommand, tmp_path: P
     assert "not-a-run" not in answer.err
 
 
-def test_empty_storage_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_storage_without_runs_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = StorageCommand(str(tmp_path / "nowhere"), capsys)("metrics", "run")
     assert (answer.code, answer.err) == (3, f"error: no run run in {tmp_path}/nowhere; no run is there\n")
 
@@ -233,14 +233,14 @@ def test_an_empty_storage_option_does_not_mean_the_default(capsys: pytest.Captur
     assert StorageCommand("", capsys)("metrics", "run").code == 2
 
 
-def test_a_misspelled_setting_is_rejected(sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_setting_is_rejected(sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_STORAGE_PAHT", "/elsewhere")
     answer = sunspot("metrics", "run")
     assert answer.code == 2
     assert "did you mean SUNSPOT_STORAGE_PATH?" in answer.err
 
 
-def test_the_storage_comes_from_the_environment(
+def test_the_storage_location_is_read_from_the_environment(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ask() -> int:
@@ -339,7 +339,7 @@ def test_damaged_checkpoints_are_listed_as_such(run: Run, sunspot: StorageComman
     assert (one.code, one.out.splitlines()[1].split()[1:3]) == (7, ["model.pt", "has"])
 
 
-def test_superseded_and_incomplete_checkpoints_are_left_out(run: Run, sunspot: StorageCommand) -> None:
+def test_checkpoints_of_superseded_attempts_are_not_listed(run: Run, sunspot: StorageCommand) -> None:
     old = start(run, "old")
     origin = commit(run, old, 5)
     start(run, "new", origin.name)
@@ -376,7 +376,7 @@ def test_a_checkpoint_deleted_during_verify_is_not_reported_as_damaged(
 
 @pytest.fixture
 def history(run: Run) -> list[dict[str, Any]]:
-    """Write four records that count, and one of a superseded attempt."""
+    """Write four records that count, and one from a superseded attempt."""
     first = start(run, "job")
     ranks = [{"rows": 3}, {"rows": 2}]
     records = [
@@ -449,7 +449,7 @@ def test_metrics_are_printed_as_a_table(sunspot: StorageCommand, history: list[d
     assert lines[-1] == ["2", "5", "1", "nan", "0.5"]
 
 
-def test_a_table_in_a_pipe_is_never_cut(run: Run, sunspot: StorageCommand) -> None:
+def test_a_table_in_a_pipe_is_never_truncated(run: Run, sunspot: StorageCommand) -> None:
     names = {f"a_metric_with_a_long_name_{number}": 1.5 for number in range(60)}
     report(run, start(run, "job"), {"step": 1, "time": 0.0, "task": "[bold]text[/bold] :smile:", **names})
     heads, line = sunspot.process("metrics", "run").out.splitlines()
@@ -468,7 +468,7 @@ def started(run: Run, owner: str, starts_from: str | None = None) -> Attempt:
 
 
 def audited(run: Run, last: int, **changes: list[int]) -> None:
-    """Record an attempt with a checkpoint at step `last`. `changes` are other rows for a step, as `step_3=[...]`."""
+    """Record an attempt with a checkpoint at step `last`. `changes` replaces a step's rows, as in `step_3=[...]`."""
     attempt = started(run, "job")
     steps = consumed(1, last) | {int(name.removeprefix("step_")): rows for name, rows in changes.items()}
     record_audit(run, attempt, steps)
@@ -490,7 +490,8 @@ def test_an_audit_without_faults_succeeds(run: Run, sunspot: StorageCommand) -> 
 
 
 def test_rows_outside_the_lineage_of_the_newest_checkpoint_are_not_audited(run: Run, sunspot: StorageCommand) -> None:
-    """Attempt 1 continues after 2 has begun. Attempt 2 leaves an unfinished checkpoint and steps after its last one."""
+    """Attempt 1 continues after attempt 2 has started. Attempt 2 leaves an unfinished checkpoint and steps after its
+    last one."""
     first = started(run, "old")
     record_audit(run, first, consumed(1, 6))
     origin = commit(run, first, 4)
@@ -507,7 +508,7 @@ def test_rows_outside_the_lineage_of_the_newest_checkpoint_are_not_audited(run: 
 
 
 def test_rows_after_the_newest_intact_checkpoint_are_not_audited(run: Run, sunspot: StorageCommand) -> None:
-    """Attempt 2 starts from a checkpoint that is damaged later. The steps that led to it are also not proved."""
+    """Attempt 2 starts from a checkpoint that is damaged later. The steps that led to it are not audited, either."""
     first = start(run, "job")
     record_audit(run, first, consumed(1, 3))
     record_audit(run, first, {4: [0, 0]})
@@ -521,7 +522,7 @@ def test_rows_after_the_newest_intact_checkpoint_are_not_audited(run: Run, sunsp
 
 
 def test_an_evaluation_at_the_start_does_not_count_as_a_step(run: Run, sunspot: StorageCommand) -> None:
-    """Attempt 2 does the evaluation that attempt 1 had missed, commits it, and is lost before its first step."""
+    """Attempt 2 does the evaluation that attempt 1 missed, commits it, and is lost before its first step."""
     first = start(run, "job", tier="beginning", world_size=2)
     record_audit(run, first, consumed(1, 5))
     second = start(run, "job", commit(run, first, 5).name, tier="storage", world_size=2)
@@ -559,7 +560,7 @@ def test_an_audit_finds_wrong_rows(
     assert told in proved.err
 
 
-def test_a_single_row_left_over_joins_the_step_before(run: Run, sunspot: StorageCommand) -> None:
+def test_a_single_remaining_row_joins_the_previous_step(run: Run, sunspot: StorageCommand) -> None:
     begin(run, rows=11, batch=5, steps_per_epoch=2)
     attempt = started(run, "job")
     record_audit(run, attempt, {1: [0, 1, 2, 3, 4], 2: [5, 6, 7, 8, 9, 10], 3: [10, 9, 8, 7, 6], 4: [5, 4, 3, 2, 1, 0]})
@@ -578,7 +579,7 @@ def test_an_audit_needs_recorded_rows(run: Run, sunspot: StorageCommand) -> None
     assert "start a run with another name and SUNSPOT_AUDIT=true" in answer.err
 
 
-def test_steps_before_the_recording_are_reported_as_missing(run: Run, sunspot: StorageCommand) -> None:
+def test_steps_before_the_first_record_are_reported_as_missing(run: Run, sunspot: StorageCommand) -> None:
     first = start(run, "job")
     second = start(run, "job", commit(run, first, 7).name)
     record_audit(run, second, consumed(8, 10))
@@ -590,7 +591,7 @@ def test_steps_before_the_recording_are_reported_as_missing(run: Run, sunspot: S
 
 
 @pytest.mark.parametrize("which", ["the newest", "an older one", "the only one"])
-def test_a_damaged_checkpoint_is_a_fault(run: Run, sunspot: StorageCommand, which: str) -> None:
+def test_the_audit_fails_if_a_checkpoint_is_damaged(run: Run, sunspot: StorageCommand, which: str) -> None:
     attempt = started(run, "job")
     record_audit(run, attempt, consumed(1, 2 * STEPS_PER_EPOCH))
     older = [] if which == "the only one" else [commit(run, attempt, STEPS_PER_EPOCH)]
@@ -643,7 +644,7 @@ def test_every_attempt_that_took_a_step_needs_a_receipt(
         assert lines[-1].endswith(f": {len(missing)} receipt{'s' if len(missing) > 1 else ''} missing")
 
 
-def test_a_fault_is_reported_before_a_missing_recording(run: Run, sunspot: StorageCommand) -> None:
+def test_the_audit_reports_a_fault_before_missing_records(run: Run, sunspot: StorageCommand) -> None:
     commit(run, start(run, "job", tier="beginning"), 5)
     proved = sunspot("audit", "run", "--json")
     assert (proved.code, proved.out) == (7, "")
@@ -651,7 +652,7 @@ def test_a_fault_is_reported_before_a_missing_recording(run: Run, sunspot: Stora
 
 
 def test_a_start_from_memory_is_not_reported_as_damage_or_loss(run: Run, sunspot: StorageCommand) -> None:
-    """The run continues from step 4 of attempt 1, but storage only has its step 2."""
+    """The run continues from step 4 of attempt 1, but storage has only its step 2."""
     first = start(run, "job", tier="beginning", world_size=2)
     report(run, first, *({"step": step, "time": float(step), "loss": 1.0} for step in (2, 4, 6)))
     origin, late = commit(run, first, 2), commit(run, first, 6)
@@ -675,7 +676,7 @@ def test_a_start_from_memory_is_not_reported_as_damage_or_loss(run: Run, sunspot
     assert (got.code, got.json["name"]) == (0, origin.name)
 
 
-def test_only_a_few_faults_are_named(run: Run, sunspot: StorageCommand) -> None:
+def test_the_audit_lists_only_the_first_faults(run: Run, sunspot: StorageCommand) -> None:
     audited(run, 20, **{f"step_{step}": [0] for step in range(1, 15)})
     proved = sunspot("audit", "run")
     assert proved.code == 7

@@ -72,7 +72,7 @@ def test_wait_raises_an_error_if_the_run_failed(cluster: FakeCluster, s3_bucket:
         ({"EPOCHS": "many"}, "SUNSPOT_EPOCHS=many"),
         (
             {"TASK_ARGS": {1, 2}},
-            "TASK_ARGS={1, 2}: give a text, a number, a boolean, or another value that JSON can hold",
+            "TASK_ARGS={1, 2}: give a string, a number, a boolean, or another JSON value",
         ),
     ],
 )
@@ -193,7 +193,9 @@ def test_methods_that_need_a_missing_extra_name_it(call: str, run: StoredRun) ->
     )
 
 
-def test_the_examples_of_the_page_run(cluster: FakeCluster, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_in_the_python_page_run(
+    cluster: FakeCluster, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SUNSPOT_STORAGE_PATH", f"s3://{s3_bucket}/runs")
     stored = open_run(f"s3://{s3_bucket}/runs", "digits")
 
@@ -211,7 +213,7 @@ def test_the_examples_of_the_page_run(cluster: FakeCluster, s3_bucket: str, monk
     assert names["run"].status()["state"] == "succeeded"
 
 
-def test_the_page_mentions_every_method() -> None:
+def test_the_python_page_mentions_every_method() -> None:
     page = (REPOSITORY / "docs/python.md").read_text()
     assert set(re.findall(r"^\| `(\w+)\(", page, re.M)) == {"submit", "train", "list_runs"}
     assert set(re.findall(r"^\| `run\.(\w+)", page, re.M)) == {name for name in vars(Run) if not name.startswith("_")}

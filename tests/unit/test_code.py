@@ -1,4 +1,4 @@
-"""Tests of packing the user's code, naming the archive, and unpacking it on a node."""
+"""Tests of your own code without an image: the included files, the archive's name, and unpacking on a node."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def commit_all(folder: Path) -> None:
 
 
 def keep(content: bytes, place: Path) -> str:
-    """Store an archive, and return its reference in the form that a job uses."""
+    """Store an archive and return its reference, in the form that a job has."""
     place.mkdir(exist_ok=True)
     (place / "code.tar").write_bytes(content)
     return f"{place}/code.tar@sha256:{hashlib.sha256(content).hexdigest()}"
@@ -110,11 +110,11 @@ def test_editor_backups_do_not_change_the_archive(in_git: bool, folder: Path) ->
         shutil.rmtree(folder / ".git")
     before = pack(folder)
     write(folder, dict.fromkeys(LEFT_BEHIND, "x"))
-    (folder / ".#my_task.py").symlink_to("me@host.1")  # as Emacs locks a file
+    (folder / ".#my_task.py").symlink_to("me@host.1")  # like an Emacs lock file
     assert pack(folder).sha256 == before.sha256
 
 
-def test_untracked_files_are_reported_and_tracked_files_are_included(folder: Path) -> None:
+def test_untracked_files_are_listed_and_all_tracked_files_are_included(folder: Path) -> None:
     write(folder, {"kept.bak": "data"})
     git(folder, "add", "kept.bak")
     archive = pack(folder)
@@ -174,7 +174,7 @@ def test_files_that_cannot_be_packed_are_reported_with_a_fix(name: str, said: st
     assert f"1 problem with code {folder}:\n  {said}" in str(refused.value)
     assert "git init" in str(refused.value)
     git(folder, "init", "-q")
-    if name not in ("a\nb.py", "pipe"):  # git does not list a pipe
+    if name not in ("a\nb.py", "pipe"):  # git does not list pipes
         write(folder, {".gitignore": f"{name}\n"})
         assert "my_task.py" in pack(folder).names
 
@@ -190,7 +190,7 @@ SECRET_FILES = """
     client_secret_1.apps.googleusercontent.com.json service-account.json my-service-account-key.json id_rsa
     id_ed25519 id_ed25519_sk server.key cert.pem a.p12 a.jks a.kdbx a.keytab putty.ppk vpn.ovpn .bash_history
 """
-"""Paths where programs commonly store credentials."""
+"""Paths at which programs commonly store credentials."""
 
 CODE_FILES = """
     secrets.py secrets_manager.py credentials.py test_secrets.py token.py tokenizer.json tokenizer_config.json
@@ -198,10 +198,10 @@ CODE_FILES = """
     kubeconfig.py kubeconfig_test.py config.json docker/config.json hosts.yml id_rsa.pub boto.py main.tf
     variables.tf secretary.json environment.yml
 """
-"""Paths of ordinary code files with names similar to those in SECRET_FILES."""
+"""Paths of files with ordinary code and names similar to those in SECRET_FILES."""
 
 
-def test_files_that_usually_contain_secrets_are_rejected_by_path(
+def test_files_that_commonly_contain_secrets_are_rejected_by_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_files, "MAX_NAMED", 100)
@@ -215,19 +215,19 @@ def test_files_that_usually_contain_secrets_are_rejected_by_path(
     assert not refusals & set(CODE_FILES.split())
 
 
-def test_the_error_for_a_credential_gives_its_line(tmp_path: Path) -> None:
+def test_the_error_for_a_credential_in_a_file_gives_its_line(tmp_path: Path) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
     write(tmp_path, {"my_task.py": f"import os\n\nTOKEN = '{token}'\n", "test_task.py": "TOKEN = 'hf_fake'\n"})
     with pytest.raises(SettingsError) as refused:
         pack(tmp_path)
     assert "1 problem" in str(refused.value)
-    assert "my_task.py, line 3 contains a token of Hugging Face; read it from an environment" in str(refused.value)
+    assert "my_task.py, line 3: holds a Hugging Face token; read it from the environment" in str(refused.value)
     assert token not in str(refused.value)
     write(tmp_path, {"my_task.py": f"TOKEN = '{token}'  # pragma: allowlist secret\n"})
     assert pack(tmp_path).names == {"my_task.py", "test_task.py"}
 
 
-def test_only_the_start_of_text_files_is_searched_for_credentials(
+def test_only_the_beginning_of_text_files_is_searched_for_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
@@ -288,13 +288,13 @@ def test_code_is_unpacked_once_per_node_and_comes_first_on_sys_path(
     assert find_code("") == ""
 
 
-def test_code_with_another_hash_is_not_run(
+def test_code_with_a_different_hash_is_not_run(
     folder: Path, tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     reference = keep(pack(folder).content, tmp_path / "storage")
     tampered = (tmp_path / "storage/code.tar").read_bytes().replace(b"HIDDEN = 1", b"HIDDEN = 9")
     (tmp_path / "storage/code.tar").write_bytes(tampered)
-    with pytest.raises(DamageError, match=f"has another SHA-256, {hashlib.sha256(tampered).hexdigest()}"):
+    with pytest.raises(DamageError, match=f"has a different SHA-256, {hashlib.sha256(tampered).hexdigest()}"):
         find_code(reference)
     (tmp_path / "storage/code.tar").unlink()
     with pytest.raises(
@@ -302,7 +302,7 @@ def test_code_with_another_hash_is_not_run(
     ):
         find_code(reference)
     monkeypatch.setenv(CODE, reference)
-    set_up_process()  # Ray would begin one that fails again and again
+    set_up_process()  # Ray would keep restarting a process that fails here
     assert "the archive does not exist" in warned[0]
     assert not [path for path in node.rglob("*") if path.suffix == ".py"]
 
@@ -322,7 +322,7 @@ def test_code_with_another_hash_is_not_run(
     ],
     ids=str,
 )
-def test_nothing_is_unpacked_from_a_malicious_archive(
+def test_no_part_of_an_unsafe_archive_is_unpacked(
     member: dict[str, Any], tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_archive, "MAX_BYTES", 1000)
@@ -340,14 +340,14 @@ def test_nothing_is_unpacked_from_a_malicious_archive(
     assert [path.suffix for path in (node / f"sunspot-{os.getuid()}" / "code").iterdir()] == [".lock"]
 
 
-def test_an_archive_made_by_git_archive_is_accepted(folder: Path, tmp_path: Path, node: Path) -> None:
+def test_an_archive_from_git_archive_is_accepted(folder: Path, tmp_path: Path, node: Path) -> None:
     commit_all(folder)
     git(folder, "archive", "-o", str(tmp_path / "code.tar"), "HEAD")
     found = find_code(keep((tmp_path / "code.tar").read_bytes(), tmp_path / "storage"))
     assert (Path(found) / "layers/__init__.py").exists()
 
 
-def test_a_folder_writable_by_others_is_made_private(node: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_to_becomes_private(node: Path, folder: Path, tmp_path: Path) -> None:
     home = node / f"sunspot-{os.getuid()}"
     home.mkdir()
     home.chmod(0o777)
@@ -370,7 +370,7 @@ def code_of(cluster: FakeCluster) -> str:
     return settings_of(cluster.jobs[only_job(cluster)])[CODE]
 
 
-def test_each_edit_makes_a_new_job_that_takes_over_the_run(
+def test_each_edit_creates_a_new_job_that_takes_over_the_run(
     cluster: FakeCluster, sunspot: Command, folder: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -474,7 +474,7 @@ def test_code_that_is_no_longer_used_is_deleted(tmp_path: Path) -> None:
     assert [entry.key for entry in run.storage.list("run/code")] == [f"run/code/{'b' * 64}.tar"]
 
 
-def test_a_code_change_is_recorded_as_an_event(tmp_path: Path) -> None:
+def test_changed_code_is_recorded_as_an_event(tmp_path: Path) -> None:
     run = Run(LocalStorage(str(tmp_path)), "run")
     named = {name: {CODE: f"s3://bucket/code.tar@sha256:{name * 64}"} for name in "ab"}
     for settings in ({}, named["a"], named["a"], named["b"], {}):

@@ -1,4 +1,4 @@
-"""Tests that recognize credentials by their form and by an argument's name, and accept text that only looks similar."""
+"""Tests that recognize credentials by their form and by argument names, and accept text that only looks similar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from sunspot.credentials import find_credential, find_credential_arguments
 
 RANDOM = "kJ3xQ9mZ2pL7vB4nT8wR5yH6dF1sG0cAuE" * 4
-"""Random characters from which the tests assemble credentials, so that this file contains no credential."""
+"""Random characters from which the tests build credentials, so that this file contains none."""
 
 HEX = "9f3a07c1e5b2846d" * 4
 
@@ -34,16 +34,16 @@ BEGIN = "-----BEGIN "
         (f'KEY = ("{BEGIN}EC PRIVATE KEY-----\\n"\n    "MHcC{RANDOM[:60]}")', "a private key"),
         (f"key = 'AKIA{BASE32}'", "an AWS access key"),
         (f"aws_secret_access_key = {RANDOM[:40]}", "an AWS secret key"),
-        (f"https://ghp_{RANDOM[:36]}@github.com/me/mine", "a token of GitHub"),
-        (f"github_pat_{RANDOM[:22]}_{RANDOM[:59]}", "a token of GitHub"),
-        (f"login('hf_{RANDOM[:34]}')", "a token of Hugging Face"),
-        (f"sk-proj-{RANDOM[:48]}", "a token of OpenAI or Anthropic"),
-        (f"AIza{RANDOM[:35]}", "an API key of Google"),
-        (f"https://hooks.slack.com/services/T0{HEX[:8]}/B0{HEX[:8]}/{RANDOM[:24]}", "a webhook of Slack"),
-        (f'{{"auths": {{"ghcr.io": {{"auth": "{RANDOM[:32]}"}}}}}}', "a login to a registry"),
-        (f"    client-key-data: {RANDOM[:64]}\n", "a key of Kubernetes"),
-        (f"AccountName=me;AccountKey={RANDOM[:86]}==;", "an account key of Azure"),
-        (f"dapi{HEX[:32]}", "a token of Databricks"),
+        (f"https://ghp_{RANDOM[:36]}@github.com/me/mine", "a GitHub token"),
+        (f"github_pat_{RANDOM[:22]}_{RANDOM[:59]}", "a GitHub token"),
+        (f"login('hf_{RANDOM[:34]}')", "a Hugging Face token"),
+        (f"sk-proj-{RANDOM[:48]}", "an OpenAI or Anthropic token"),
+        (f"AIza{RANDOM[:35]}", "a Google API key"),
+        (f"https://hooks.slack.com/services/T0{HEX[:8]}/B0{HEX[:8]}/{RANDOM[:24]}", "a Slack webhook"),
+        (f'{{"auths": {{"ghcr.io": {{"auth": "{RANDOM[:32]}"}}}}}}', "a registry login"),
+        (f"    client-key-data: {RANDOM[:64]}\n", "a Kubernetes key"),
+        (f"AccountName=me;AccountKey={RANDOM[:86]}==;", "an Azure account key"),
+        (f"dapi{HEX[:32]}", "a Databricks token"),
     ],
 )
 def test_a_credential_is_recognized_by_its_form(text: str, form: str) -> None:
@@ -78,9 +78,9 @@ def test_text_that_only_looks_like_a_credential_is_accepted(text: str) -> None:
     assert find_credential(text) is None
 
 
-def test_the_first_credential_that_is_not_allowed_is_named() -> None:
+def test_the_first_credential_without_an_allow_comment_is_reported() -> None:
     made_up = "AKIAIOSFODNN7EXAMPLE\n"
-    assert find_credential(f"{made_up}hf_{RANDOM[:34]}\nAKIA{BASE32}\n") == ("a token of Hugging Face", 2)
+    assert find_credential(f"{made_up}hf_{RANDOM[:34]}\nAKIA{BASE32}\n") == ("a Hugging Face token", 2)
     assert find_credential(f"{made_up}AKIA{BASE32}\n") == ("an AWS access key", 2)
 
 
@@ -102,7 +102,7 @@ def test_the_first_credential_that_is_not_allowed_is_named() -> None:
         *("connection_string",),
     ],
 )
-def test_an_argument_that_holds_a_credential_is_recognized_by_its_name(name: str) -> None:
+def test_a_credential_argument_is_recognized_by_its_name(name: str) -> None:
     assert list(find_credential_arguments({"model": {name: "word"}, "width": 3})) == [f"model.{name}"]
     assert list(find_credential_arguments({name: ["word"]})) == [name]
 
@@ -119,5 +119,5 @@ def test_an_ordinary_argument_is_not_a_credential(name: str) -> None:
     assert list(find_credential_arguments({name: "some_word_2"})) == []
 
 
-def test_only_text_arguments_can_hold_credentials() -> None:
+def test_only_string_arguments_can_be_credentials() -> None:
     assert list(find_credential_arguments({"use_auth_token": True, "secret": "", "api_key": None, "token": 3})) == []

@@ -1,4 +1,4 @@
-"""Tests of README and docs/: links are not broken, generated pages are current, and names exist."""
+"""Tests of the README and docs/: links work, generated pages are current, and names exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TREES = ("app", "scripts", "k8s", "docker", "tests", "docs", "requirements")
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub makes from a page's headings."""
+    """Return the anchors that GitHub generates from a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -78,7 +78,7 @@ def test_no_page_names_a_repository_that_does_not_exist() -> None:
 
 
 @pytest.mark.parametrize("cloud", ["gke", "eks", "aks"])
-def test_the_steps_for_each_cloud_end_with_a_run(
+def test_the_documented_steps_for_each_cloud_render_and_parse(
     cloud: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile = tmp_path / f"{cloud}.yaml"
@@ -125,6 +125,6 @@ def test_the_index_lists_every_page() -> None:
         assert page.name == "README.md" or f"({page.name})" in index, page.name
 
 
-def test_pictures_are_small() -> None:
+def test_images_in_the_docs_are_small() -> None:
     for picture in (REPOSITORY / "docs/images").iterdir():
         assert picture.stat().st_size < 200_000, picture.name

@@ -1,4 +1,4 @@
-"""Tests of every `python -m sunspot...`: help answers at once and does nothing, and wrong arguments end it with 2."""
+"""Tests of every `python -m sunspot...`: help is fast and does nothing, and wrong arguments exit with code 2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ OWN = ("app", "client", "data", "main", "run", "settings", "storage", "submitter
 
 
 def run_module(module: str, word: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE WORD` among a user's own files. The last line lists which of torch and Ray it imported."""
+    """Run `python -m MODULE WORD` among a user's own files. The last output line lists which of torch and Ray it
+    imported."""
     program = (
         f"import runpy, sys; sys.argv = ['', {word!r}]\n"
         f"try: runpy.run_module({module!r}, run_name='__main__')\n"
@@ -51,7 +52,7 @@ def test_help_describes_the_command_and_does_nothing(module: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("module", ENTRY_POINTS)
-def test_an_unknown_argument_ends_the_command(module: str, tmp_path: Path) -> None:
+def test_an_unknown_argument_is_rejected(module: str, tmp_path: Path) -> None:
     done = run_module(module, "--hepl", tmp_path)
     assert done.returncode == 2
     assert done.stderr == "error: --hepl: no such argument; did you mean --help?\n"
@@ -78,10 +79,10 @@ def test_a_users_files_do_not_shadow_the_library(tmp_path: Path) -> None:
         ("--epoch", "option", "did you mean the environment variable SUNSPOT_EPOCHS?"),
         ("SUNSPOT_EPOCHS=3", "argument", "did you mean the environment variable SUNSPOT_EPOCHS?"),
         ("LR=0.1", "argument", "did you mean the environment variable SUNSPOT_LEARNING_RATE?"),
-        ("xyz", "argument", "`python -m sunspot.some --help` lists what there is"),
+        ("xyz", "argument", "see `python -m sunspot.some --help`"),
     ],
 )
-def test_a_setting_that_is_given_as_an_argument_is_explained(
+def test_a_setting_passed_as_an_argument_is_explained(
     word: str, kind: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -52,7 +52,7 @@ def test_a_secret_is_hidden_in_any_quoting(quoted: str, monkeypatch: pytest.Monk
         *("SENTRY_DSN", "SLACK_WEBHOOK_URL", "TEAMS_WEBHOOK", "ADMIN_PW", "DOCKER_CREDS"),
     ],
 )
-def test_a_variable_holds_a_secret_by_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_variable_is_recognized_by_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_credential(name, CANARY)
     assert is_credential("PLAIN", "hf_kJxQmZpLvBnTwRyH" + "dFsGcAuEkJxQmZpLvB"), "by the form of its value"
     monkeypatch.setenv(name, CANARY)
@@ -78,14 +78,14 @@ def test_a_variable_holds_a_secret_by_its_name(name: str, monkeypatch: pytest.Mo
         *(("DISABLE_AUTH", "true"), ("USE_TOKEN", "0"), ("PASSES", "two passes"), ("XSAS", "somewhere")),
     ],
 )
-def test_an_ordinary_variable_holds_no_secret(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ordinary_variable_is_not_a_secret(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_credential(name, value)
     monkeypatch.setenv(name, value)
     assert str(SunspotError(f"refused: {value}")) == f"refused: {value}"
 
 
 def test_ordinary_words_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "run")  # too short to be told from a word
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "run")  # too short to distinguish from an ordinary word
     for text in (
         "no run run in s3://bucket/runs",
         "git@host:/path",
@@ -99,7 +99,7 @@ def test_ordinary_words_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "value"),
     [("AWS_SESSION_TOKEN", f"{CANARY}\n"), ("AWS_SECRET_ACCESS_KEY", f"{CANARY} "), ("AWS_ACCESS_KEY_ID", "AKIA\n")],
 )
-def test_a_credential_with_a_newline_is_named_but_not_shown(
+def test_an_error_names_a_credential_with_a_newline_without_showing_it(
     name: str, value: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -124,7 +124,7 @@ def test_a_password_in_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch
     assert "check AWS_ENDPOINT_URL" in str(refused.value)
 
 
-def test_secrets_are_hidden_in_the_traceback_of_a_defect() -> None:
+def test_secrets_are_hidden_in_the_traceback_of_a_bug() -> None:
     program = f"""
 import os
 os.environ["WANDB_API_KEY"] = "{CANARY}"
@@ -140,7 +140,7 @@ run_and_exit(fail)
     assert "\x1b" not in ended.stderr
 
 
-def test_a_deleted_working_directory_is_named() -> None:
+def test_a_deleted_working_directory_is_reported() -> None:
     program = """
 import os, tempfile
 from pathlib import Path
@@ -151,7 +151,7 @@ os.rmdir(folder)
 run_and_exit(lambda: print(Path("runs").absolute()))
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
-    told = "error: the working directory has been deleted; change to another one\n"
+    told = "error: the working directory was deleted; change to another one\n"
     assert (ended.returncode, ended.stderr) == (2, told)
 
 

@@ -1,4 +1,4 @@
-"""Tests of the benchmark of failures without a cluster: its schedule, its figures, and its files."""
+"""Tests of the benchmark of failures without a cluster: its schedule, figures and files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sunspot.submitter.proof import Epoch
 from tests.harness import REPOSITORY
 
 
-def test_all_contenders_have_the_same_schedule_with_half_of_the_losses_noticed() -> None:
+def test_all_contenders_have_the_same_schedule_and_half_of_the_losses_have_notice() -> None:
     first, again = (list(itertools.islice(schedule(7, 100, "abc"), 100)) for _ in range(2))
     assert first == again != list(itertools.islice(schedule(8, 100, "abc"), 100))
     assert [loss.kind for loss in first].count("reclaim") == 50
@@ -45,18 +45,18 @@ def write_rows(folder: Path, name: str, time: float, *taken: tuple[int, int, lis
 
 
 def test_rows_that_led_to_the_newest_checkpoint_are_counted(tmp_path: Path) -> None:
-    """Check a loss of step 4: other workers continue from the checkpoint at step 3, and begin its epoch again."""
+    """Check a loss at step 4. Other workers continue from the checkpoint at step 3, and begin its epoch again."""
     write_rows(tmp_path, "1.0-after-none-at-0/2-0", 0.0, (1, 1, [0, 1]), (1, 2, [2, 3]))
     write_rows(tmp_path, "1.0-after-none-at-0/4-0", 0.0, (2, 3, [3, 0]), (2, 4, [1, 2]))
     write_rows(tmp_path, "2.0-after-1.0-at-3/5-0", 0.0, (2, 3, [3]), (3, 4, [2]))
     write_rows(tmp_path, "2.0-after-1.0-at-3/5-1", 0.0, (2, 3, [1]))
-    write_rows(tmp_path, "1.5-after-1.0-at-2/9-0", 0.0, (2, 3, [3, 3, 3]))  # not gone on from
+    write_rows(tmp_path, "1.5-after-1.0-at-2/9-0", 0.0, (2, 3, [3, 3, 3]))  # nothing continued from here
     epochs = of_checkpoints(open_storage(str(tmp_path)), "job")
     assert epochs == [Epoch(1, 4, 0, 0, True), Epoch(2, 4, 1, 1, True), Epoch(3, 1, 0, 0, False)]
     assert of_checkpoints(open_storage(str(tmp_path)), "nothing") == []
 
 
-def test_rows_are_counted_after_the_loss_of_one_and_of_all_replicas(tmp_path: Path) -> None:
+def test_rows_are_counted_after_losing_one_or_all_replicas(tmp_path: Path) -> None:
     for number, (name, *taken) in enumerate(
         (
             ("3-0", (1, 1, [0, 1]), (1, 1, [2]), (1, 1, [3])),
@@ -64,7 +64,12 @@ def test_rows_are_counted_after_the_loss_of_one_and_of_all_replicas(tmp_path: Pa
             ("7-0", (2, 2, [1]), (2, 2, [2, 0])),
             ("9-0", (3, 3, [0])),
             ("8-0", (3, 2, [3])),  # the clock is slow
-            ("3-0", (1, 1, [0, 1]), (1, 1, [2]), (1, 1, [2])),  # all start over, so the lines above do not count
+            (
+                "3-0",
+                (1, 1, [0, 1]),
+                (1, 1, [2]),
+                (1, 1, [2]),
+            ),  # all replicas start over, so the lines above do not count
             ("4-0", (2, 1, [3])),
         )
     ):
@@ -73,7 +78,7 @@ def test_rows_are_counted_after_the_loss_of_one_and_of_all_replicas(tmp_path: Pa
 
 
 def test_replicas_repeat_steps_only_if_all_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a worker repeats no step if it prints one after another worker has printed the next."""
+    """A worker repeats no step if it prints one after another worker has printed the next."""
     torchft = Torchft(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
     for told, again in (([4, 5, 4, 6, 5, 6, 7], 0), ([4, 5, 6, 1, 1, 2, 1, 3], 6), ([9, 1, 2, 1, 2, 3, 1], 12)):
         lines = [f'(pid=1) {{"time": {float(number)}, "step": {step}}}' for number, step in enumerate(told)]
@@ -81,13 +86,13 @@ def test_replicas_repeat_steps_only_if_all_start_over(monkeypatch: pytest.Monkey
         assert torchft.replayed() == again, told
 
 
-def test_the_lighthouse_of_torchft_gets_a_cpu_without_workers() -> None:
+def test_torchfts_lighthouse_gets_a_cpu_without_workers() -> None:
     settings = {"RUN_NAME": "mine", "NUM_WORKERS": "3", "RESOURCES_PER_WORKER": '{"CPU": 2}'}
     _, job = Torchft(JobRequest("kind", settings))._objects
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "1"}
-    given = shlex.split(workers["rayStartParams"]["resources"])  # the operator puts it into a shell's command
+    given = shlex.split(workers["rayStartParams"]["resources"])  # the operator inserts it into a shell command
     assert [json.loads(word) for word in given] == [{"worker": 1}]
     for group in (cluster["headGroupSpec"], workers):
         environment = {one["name"]: one["value"] for one in group["template"]["spec"]["containers"][0]["env"]}
@@ -95,7 +100,7 @@ def test_the_lighthouse_of_torchft_gets_a_cpu_without_workers() -> None:
 
 
 def test_a_drivers_log_is_read_from_its_last_complete_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check carriage returns, too, and that the log of another head is read from its beginning."""
+    """Also check carriage returns, and that another head's log is read from its beginning."""
     logs, asked = {"a": "one\r\ntwo\rtwo\nthr", "b": "four\n"}, []
 
     def kubectl(verb: str, head: str, *words: str, namespace: str) -> str:
@@ -135,7 +140,7 @@ def test_the_figures_of_a_contender_are_computed(tmp_path: Path) -> None:
 
 
 class Subject:
-    """Job that takes a step at each look."""
+    """A job that takes a step at each look."""
 
     job = "job"
     namespace = "sunspot"
@@ -170,10 +175,10 @@ class Subject:
     ("ends_after", "ended", "add"),
     [(99, "", "echo"), (8, "Failed", "echo"), (99, "time is up", "echo"), (99, "", "false")],
 )
-def test_a_contender_trains_through_the_losses(
+def test_every_contender_keeps_training_while_nodes_are_lost(
     ends_after: int, ended: str, add: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Check all ends: the last step, a failed job, the time limit, and a failing command."""
+    """Check all endings: the last step, a failed job, the time limit, and a failing command."""
     monkeypatch.setattr(program, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(program, "END_S", 0)
     monkeypatch.setattr(scripts.subjects, "SETTLE_S", -2)
@@ -203,7 +208,7 @@ def test_a_contender_trains_through_the_losses(
     assert subject.deleted
 
 
-def test_the_documented_command_is_understood() -> None:
+def test_the_documented_benchmark_command_is_parsed() -> None:
     [line] = re.findall(r"^make bench-failures .*$", (REPOSITORY / "docs/benchmarks.md").read_text(), re.M)
     given = dict(word.partition("=")[::2] for word in shlex.split(line)[2:])
     strike = re.findall(r"^STRIKE = .*\n.*$", (REPOSITORY / "Makefile").read_text(), re.M)[0]
@@ -212,7 +217,7 @@ def test_the_documented_command_is_understood() -> None:
     assert (arguments.nodes, arguments.steps, arguments.torchft_image) == ("a,b,c", 3000, "sunspot-torchft:1")
 
 
-def test_the_heads_node_is_not_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_benchmark_does_not_remove_the_heads_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(program, "ready_nodes", lambda namespace: {"a", "b"})
     monkeypatch.setattr(program, "pods", lambda job, namespace: [Pod("head", "a", "", True)])
     arguments = argparse.Namespace(steps=20, every=9, away=9, seed=0, nodes="b,a", output=str(tmp_path))
@@ -222,7 +227,7 @@ def test_the_heads_node_is_not_removed(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert subject.deleted
 
 
-def test_a_contender_without_a_step_for_too_long_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_without_a_step_for_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, result = Subject(99), Result("it", "job", 20, [(0.0, 1)])
     monkeypatch.setattr(subject, "over", lambda: (_ for _ in ()).throw(ClusterError("gone")))
     program.look(subject, result, time.time() - program.STILL_S + 60, time_is_up=False)

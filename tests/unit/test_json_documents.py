@@ -29,7 +29,7 @@ RUNNING = Status(RunState.RUNNING, "job", attempt=1, world_size=2, step=4, epoch
 
 
 def settle(value: Any, key: str = "") -> Any:
-    """Return a document without what differs between two runs of the test."""
+    """Return a document without values that differ between two runs of the test."""
     if key in VARYING and value is not None:
         return {name: type(each).__name__ for name, each in value.items()} if type(value) is dict else "a number"
     if isinstance(value, dict):
@@ -43,7 +43,7 @@ def settle(value: Any, key: str = "") -> Any:
 
 
 def make_live(run: Run, cluster: FakeCluster) -> None:
-    """Write a run with two attempts that trains in the cluster, whose RayJob has one of two worker pods."""
+    """Write a run with two attempts that trains in the cluster and whose RayJob has one of two worker pods."""
     begin(run)
     first = start(run, "run-1", tier="beginning", world_size=2, at=time.time() - 100)
     write_receipt(run, first, 0, Cause.BEGIN)
@@ -67,7 +67,7 @@ def make_live(run: Run, cluster: FakeCluster) -> None:
 def test_the_documents_of_status_and_list_match_the_golden_file(
     cluster: FakeCluster, run: Run, sunspot: Command
 ) -> None:
-    """Show a run in the cluster, a RayJob without files, a submitted run, a stopped one and a lost one."""
+    """Show a run in the cluster, a RayJob without files, a submitted run, a stopped run and a lost run."""
     make_live(run, cluster)
     stopped, submitted, lost = (Run(run.storage, name) for name in ("stopped", "submitted", "lost"))
     for ended in (stopped, lost):

@@ -1,4 +1,4 @@
-"""Tests of `make cluster` and `make cluster-down` without a cluster: their commands of kind, kubectl and docker."""
+"""Tests of `make cluster` and `make cluster-down` without a cluster: their kind, kubectl and docker commands."""
 
 from __future__ import annotations
 

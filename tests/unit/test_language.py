@@ -1,4 +1,4 @@
-"""Tests of the check of English and Python style, which is a part of `make lint`."""
+"""Tests of the check of English and Python style in `make lint`."""
 
 import pytest
 

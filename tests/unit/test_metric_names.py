@@ -1,4 +1,4 @@
-"""Tests of reserved names of metrics, in each place where a task can name a metric."""
+"""Tests of reserved metric names, wherever a task can choose a metric's name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.harness.loop import make_worker, plan_without_evaluation
             for name in ("step", "steps", "attempt", "epoch", "rows", "learning_rate", "time", "ranks")
         ),
         ("loss", "the loss itself"),
-        ("test_accuracy", "test_ is the prefix"),
+        ("test_accuracy", "the prefix test_ is reserved"),
         ("", "empty"),
         (" ", "empty"),
         ("two\nlines", "line breaks"),
@@ -38,7 +38,7 @@ from tests.harness.loop import make_worker, plan_without_evaluation
         (None, "type NoneType"),
     ],
 )
-def test_reserved_and_unprintable_names_are_refused(name: object, fault: str) -> None:
+def test_reserved_and_unprintable_names_are_rejected(name: object, fault: str) -> None:
     with pytest.raises(SettingsError) as refused:
         refuse_names(["accuracy", name], "its loss returns")
     assert fault in str(refused.value)
@@ -53,7 +53,7 @@ def test_other_metric_names_are_accepted(name: str) -> None:
     assert not find_fault(name)
 
 
-def test_every_name_of_a_record_is_reserved(group: dist.ProcessGroup) -> None:
+def test_every_name_in_a_record_is_reserved(group: dist.ProcessGroup) -> None:
     window = MetricWindow(group, torch.device("cpu"), RecentMeans(100, {}))
     window.add_step([{"loss": torch.ones(2)}], step_time=0.1, data_wait=0.0)
     record = {"attempt": 1, **window.close(1, 1, 0.1), **window.recent.newest}
@@ -61,7 +61,7 @@ def test_every_name_of_a_record_is_reserved(group: dist.ProcessGroup) -> None:
     assert model_metrics(record) == {"loss": 1.0}
 
 
-def test_a_loss_function_may_not_return_a_reserved_name(group: dist.ProcessGroup) -> None:
+def test_a_loss_function_cannot_return_a_reserved_name(group: dist.ProcessGroup) -> None:
     learner: Learner = SimpleNamespace(plan=SimpleNamespace(settings=Settings(task="mine")))  # type: ignore[assignment]
     losses = torch.ones(2)
     for name in ("step", "loss", "test_hits"):
@@ -77,7 +77,7 @@ def test_a_loss_function_may_not_return_a_reserved_name(group: dist.ProcessGroup
         ("{'loss': bias, 'hits': 0.5}", "logged hits as a float; log a tensor"),
     ],
 )
-def test_an_own_loop_may_not_log_a_reserved_name(
+def test_a_custom_loop_cannot_log_a_reserved_name(
     value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
 ) -> None:
     """Check that the run ends before it has counted the first step."""

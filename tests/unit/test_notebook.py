@@ -28,13 +28,13 @@ from tests.harness.s3 import plain_client
 NOTEBOOK = REPOSITORY / "docs/notebook.ipynb"
 
 WRITE = "WRITE_NOTEBOOK" in os.environ
-"""True to train as the page says and keep its outputs. Otherwise, two steps are enough."""
+"""True to train like the page says and keep its outputs. Otherwise, two steps are enough."""
 
 TEST_ROWS = 256
 
 
 def train(job: str, variables: dict[str, str]) -> None:
-    """Train as the job's pods would, as far as the page shows it."""
+    """Train like the job's pods would, as far as the page shows it."""
     settings = load_settings({name: value for name, value in variables.items() if name.startswith("SUNSPOT_")})
     run = open_run(settings.storage_path, settings.run_name)
     task = load_task(settings)
@@ -91,7 +91,7 @@ def operated(cluster: FakeCluster) -> Iterator[None]:
     operator.join()
 
 
-def test_every_cell_runs(operated: None, s3_bucket: str) -> None:
+def test_every_notebook_cell_runs(operated: None, s3_bucket: str) -> None:
     plain_client().create_bucket(Bucket="models")
     kept = json.loads(NOTEBOOK.read_text())
     notebook = execute(NOTEBOOK)

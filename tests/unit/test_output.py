@@ -37,7 +37,7 @@ def test_colours_are_removed_and_other_text_is_kept(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "red, größer, 数字\nnext\ttab\n"
 
 
-def test_stored_text_cannot_control_the_terminal_in_any_subcommand(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_no_command_lets_stored_text_control_the_terminal(run: Run, sunspot: Command, tmp_path: Path) -> None:
     attempt = start(begin(run), f"job{HOSTILE[:-5]}", tier="beginning", world_size=2)
     commit(run, attempt, 5)
     report(run, attempt, {"step": 5, "time": 1.0, "loss": 0.5, "note\x1b[2J": "a\x1b[2J"})
@@ -68,7 +68,7 @@ def test_stored_text_cannot_control_the_terminal_in_any_subcommand(run: Run, sun
                 assert not set(sunspot.out + sunspot.err) & {"\x1b", "\x9b", "\x07", "\x08", "\x00"}, words
 
 
-def test_ray_messages_take_one_line_and_those_sunspot_reports_are_dropped(
+def test_each_kind_of_ray_message_is_printed_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ray = pytest.importorskip("ray._private.worker")
@@ -102,7 +102,7 @@ def test_ray_messages_take_one_line_and_those_sunspot_reports_are_dropped(
 
 
 def test_a_file_written_by_sunspot_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()  # as mktemp makes one
+    (tmp_path / "a").touch()  # like a file from mktemp
     path = write_file(str(tmp_path / "a"), MARK + b" first", MARK)
     assert write_file(str(tmp_path / "a"), b"x" * 200_000 + MARK, MARK) == path
     assert write_file(str(tmp_path / "a"), b"last " + MARK, MARK).read_bytes() == b"last " + MARK
@@ -110,7 +110,7 @@ def test_a_file_written_by_sunspot_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "broken link", "fifo", "folder", "device"])
-def test_other_files_are_not_replaced(kind: str, tmp_path: Path) -> None:
+def test_no_other_file_is_replaced(kind: str, tmp_path: Path) -> None:
     path, other = tmp_path / "out", tmp_path / "other"
     other.write_bytes(MARK)
     match kind:
@@ -142,7 +142,7 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
         write_file("~nobody-of-that-name/x", MARK, MARK)
 
 
-def test_subcommands_replace_only_their_own_files(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_commands_replace_only_their_own_files(run: Run, sunspot: Command, tmp_path: Path) -> None:
     report(run, start(begin(run), "job", tier="beginning"), {"step": 5, "time": 1.0, "loss": 0.5})
     set_status(run, RunState.SUCCEEDED)
     mine = tmp_path / "mine"

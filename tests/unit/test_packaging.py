@@ -1,4 +1,4 @@
-"""Tests of values in several places that must agree: the versions of Sunspot and Ray, and digests of actions."""
+"""Tests of values that must agree in several places: the versions of Sunspot and Ray, and action digests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME_THE_IMAGE = ["Makefile", "README.md", "docker/Dockerfile", "docs", "k8s", "
 
 
 def lines(names: list[str], pattern: str) -> Iterator[tuple[Path, str]]:
-    """Return every match of the pattern in these files, and in the text files of these folders."""
+    """Return every match of the pattern in these files, and in these folders' text files."""
     for name in names:
         path = REPOSITORY / name
         texts = [file for file in sorted(path.rglob("*")) if file.suffix in (".md", ".py", ".txt", ".yaml")]
@@ -50,7 +50,7 @@ def make(*words: str) -> str:
 
 
 @pytest.mark.parametrize("target", ["train", "tune"])
-def test_every_argument_of_make_is_a_setting_with_or_without_the_prefix(target: str) -> None:
+def test_make_arguments_are_settings_with_or_without_the_prefix(target: str) -> None:
     done = make(target, "EPOCHS=3", "SUNSPOT_SEED=1", "RUN=x", "TASK_ARGS={'a': 1}", "EXTRAS=trees,hf")
     given = done.partition("exec env ")[2].rpartition(" .venv/bin/")[0]
     assert sorted(shlex.split(given)) == [
@@ -59,11 +59,11 @@ def test_every_argument_of_make_is_a_setting_with_or_without_the_prefix(target: 
     assert " -r pyproject.toml --extra trees --extra hf -c requirements/dev.txt" in done
 
 
-def test_the_demonstration_takes_a_storage_path() -> None:
+def test_make_demo_accepts_a_storage_path() -> None:
     assert make("demo", "STORAGE_PATH=there").endswith("exec env SUNSPOT_STORAGE_PATH='there' .venv/bin/sunspot demo")
 
 
-def test_arguments_of_a_make_target_are_not_settings() -> None:
+def test_a_make_targets_own_arguments_are_not_settings() -> None:
     done = make("submit", "RUN=x", "PROFILE=kind", "EPOCHS=3")
     assert done.endswith("SUNSPOT_EPOCHS='3' .venv/bin/sunspot submit --profile 'kind' --run 'x'")
     done = make("submit", "RUN=x", "TASK=my_task", "CODE=my code", "QUEUE=team")
@@ -79,7 +79,9 @@ def test_environment_variables_do_not_set_code_or_queue(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("clone", "said"), [(True, "EXTRAS=trees"), (False, "pip install 'sunspot-train[trees]'")])
-def test_a_message_names_the_command_that_installs(clone: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_gives_the_command_that_installs_an_extra(
+    clone: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert extras.CLONE, "the tests run in a clone"
     monkeypatch.setattr(extras, "CLONE", clone)
     assert said in extras.how_to_install("trees")
@@ -110,7 +112,7 @@ def test_ray_is_locked_at_the_version_whose_internals_were_checked() -> None:
     assert {found for _, found in lines(["k8s"], r"rayVersion: (\S+)")} == {version}
 
 
-def test_workflows_name_actions_by_digest() -> None:
+def test_workflows_pin_actions_by_digest() -> None:
     actions = list(lines([".github/workflows"], r"uses: (.+)"))
     assert actions
     assert [use for _, use in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[0-9.]+", use)] == []

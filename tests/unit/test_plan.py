@@ -1,4 +1,4 @@
-"""Tests of the plan: its choices fit the machine, and it gives the reasons."""
+"""Tests of the plan: its choices fit the machine, and it gives reasons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_workers_and_reading_fit_any_number_of_cores(cores: int, workers: int, l
         assert 0 < resources.reading_cpus <= cores - used + 1e-9
 
 
-def test_resources_that_leave_no_core_for_reading_are_refused() -> None:
+def test_resources_that_leave_no_core_for_reading_are_rejected() -> None:
     settings = load_settings({"LOADER": "ray", "RESOURCES_PER_WORKER": '{"CPU": 1}'})
     with pytest.raises(SettingsError, match="for SUNSPOT_LOADER=ray, which would wait"):
         choose_resources(settings, {"CPU": 2}, nodes=1)
@@ -48,7 +48,7 @@ def test_the_plan_names_the_setting_that_ends_the_run() -> None:
     assert (plan.steps.rows, plan.total_steps) == (12_000, 188)
     assert "188 = 2 epochs of 94 steps of 128 rows" in plan.reasons[1]
     fewer = make_plan(load_settings({"GLOBAL_BATCH_SIZE": "20000"}), task)
-    every_row = "12000 rows, all that the dataset has (SUNSPOT_GLOBAL_BATCH_SIZE=20000)"
+    every_row = "12000 rows, the whole dataset (SUNSPOT_GLOBAL_BATCH_SIZE=20000)"
     assert fewer.reasons[1] == f"steps: 2 = 2 epochs of 1 step of {every_row}"
     assert make_plan(load_settings({"MAX_STEPS": "10"}), task).total_steps == 10
     assert make_plan(load_settings({"MAX_STEPS": "1000"}), task).total_steps == 188
@@ -59,7 +59,7 @@ def test_the_plan_names_the_setting_that_ends_the_run() -> None:
     [("2..8", "0", 16, 16), ("2..64", "0", 3, 3), ("8", "0", 16, 16), ("1", "0", 128, 128), ("8", "5", 5, 4)],
 )
 def test_fewer_workers_make_passes_of_the_same_size(workers: str, micro: str, limit: int, rows: int) -> None:
-    """Check that all passes have the same size with COMPILE: a limit of five rows splits a share of 16 into fours."""
+    """Check that all passes have the same size with COMPILE. A limit of five rows splits a share of 16 into fours."""
     settings = load_settings({"NUM_WORKERS": workers, "MICRO_BATCH_SIZE": micro})
     plan = Plan(settings, EmptySource((1,), 2), None, Steps(1024, 128), 8)
     compiled = dataclasses.replace(plan, settings=settings.model_copy(update={"compile": "default"}))
@@ -70,12 +70,12 @@ def test_fewer_workers_make_passes_of_the_same_size(workers: str, micro: str, li
     assert all(largest_pass(128, fewer, plan.pass_limit) <= limit for fewer in range(1, 9))
 
 
-def test_the_plan_warns_of_workers_without_rows() -> None:
+def test_the_plan_warns_about_workers_without_rows() -> None:
     plan = make_plan(load_settings({"GLOBAL_BATCH_SIZE": "4", "NUM_WORKERS": "3"}), load_task(load_settings()))
     assert "only 2 of 3 workers get rows" in plan.reasons[2]
 
 
-def test_a_task_that_lacks_a_function_is_refused() -> None:
+def test_a_task_that_lacks_a_function_is_rejected() -> None:
     with pytest.raises(SettingsError, match="does not define build_model"):
         load_task(load_settings({"TASK": "json"}))
     with pytest.raises(SettingsError, match=r"no\.such\.module: cannot be imported"):

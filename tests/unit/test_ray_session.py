@@ -20,7 +20,7 @@ from sunspot.ray_session import MAX_SOCKET_PATH_BYTES, ray_session
 ray = pytest.importorskip("ray")
 
 SOCKET = "session_2026-11-28_16-44-23_288883_25507/sockets/plasma_store"
-"""Path of a socket of Ray 2.60, below the folder of its sessions."""
+"""Path of a Ray 2.60 socket, below the folder of its sessions."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> list[dict[str, 
     """Return a list of the arguments of each call of `ray.init`, with the token at that time."""
     calls: list[dict[str, Any]] = []
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"):
-        monkeypatch.setenv(name, "")  # so that the test's end restores it
+        monkeypatch.setenv(name, "")  # restored at the end of the test
         monkeypatch.delenv(name)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **given: calls.append({**given, "token": os.environ.get("RAY_AUTH_TOKEN")}))
@@ -46,7 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> list[dict[str, 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Listen at a port as Ray does, and return it."""
+    """Listen at a port like Ray does, and return the port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -76,7 +76,7 @@ def test_a_users_own_token_and_folder_are_kept(
     assert "_temp_dir" not in call
 
 
-def test_a_session_on_a_cluster_gets_neither_a_token_nor_a_folder(
+def test_a_session_on_a_cluster_gets_no_token_and_no_folder(
     port: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
@@ -97,9 +97,9 @@ def test_a_long_folder_for_temporary_files_leaves_room_for_sockets(
     assert len(os.fsencode(f"{call['_temp_dir']}/{SOCKET}")) <= MAX_SOCKET_PATH_BYTES
 
 
-def test_another_users_folder_is_refused(started: list[dict[str, Any]], temporary: Path) -> None:
+def test_another_users_folder_is_rejected(started: list[dict[str, Any]], temporary: Path) -> None:
     (temporary / f"sunspot-{os.getuid()}").symlink_to(temporary)
-    with pytest.raises(SettingsError, match=f"sunspot-{os.getuid()} belongs to another user, or is a link"):
+    with pytest.raises(SettingsError, match=f"sunspot-{os.getuid()} belongs to another user or is a link"):
         begin()
     assert started == []
 
@@ -112,14 +112,14 @@ def fail_with(error: Exception) -> Any:
 
 
 def refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the message for a session that Ray does not start for this reason."""
+    """Return the error message if Ray does not start a session for this reason."""
     monkeypatch.setattr(ray, "init", fail_with(error))
     with pytest.raises(SunspotError) as raised:
         begin()
     return str(raised.value).removeprefix("Ray cannot be started on this machine: ")
 
 
-def test_a_start_that_times_out_names_the_load_and_rays_logs(
+def test_the_error_for_a_slow_start_mentions_the_load_and_rays_logs(
     started: list[dict[str, Any]], temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = "The current node timed out during startup"
@@ -138,7 +138,7 @@ def test_a_start_that_times_out_names_the_load_and_rays_logs(
         (errno.EMFILE, "TMPDIR/a", "raise the limit of open files, for example with `ulimit -n 65536`"),
     ],
 )
-def test_an_error_of_the_system_is_reported_with_its_fix(
+def test_a_system_error_is_reported_with_its_fix(
     number: int,
     name: str,
     fix: str,
@@ -153,7 +153,7 @@ def test_an_error_of_the_system_is_reported_with_its_fix(
     assert refused(error, monkeypatch) == f"Ray's own words; {fix}"
 
 
-def test_a_users_own_folder_that_is_too_long_is_named(
+def test_a_ray_tmpdir_that_is_too_long_is_reported(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", "/long")
@@ -179,7 +179,7 @@ def test_shared_memory_that_cannot_be_written_is_not_blamed_on_load(
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:1", "ray://127.0.0.1:1", "[::1]:1", "nowhere.invalid:6379", "127.0.0.1:99999"]
 )
-def test_an_address_where_nothing_listens_is_named_with_the_fix(
+def test_an_address_where_nothing_listens_is_reported_with_the_fix(
     address: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sunspot.ray_start_errors.REACH_WITHIN_S", 0)
@@ -211,7 +211,7 @@ def test_a_session_waits_for_a_head_that_starts_later(
     assert f"waiting up to 60 s for Ray at RAY_ADDRESS=127.0.0.1:{port}: " in caplog.text
 
 
-def test_an_error_of_a_cluster_names_its_address(
+def test_a_cluster_error_gives_the_address(
     port: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")

@@ -78,7 +78,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.cluster, "LOOK_EVERY_S", 0.01)
 
 
-def test_the_nodes_of_the_target_are_removed() -> None:
+def test_the_targets_nodes_are_removed() -> None:
     chance = random.Random(0)
     assert choose("head", PODS, "a", chance) == ["n0"]
     assert choose("rank0", PODS, "a", chance) == ["n1"]
@@ -111,7 +111,7 @@ def test_the_table_shows_the_cost_of_each_fault() -> None:
 def test_a_fault_ends_with_the_first_step_after_it(
     target: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Check that the nodes come back, even before that step if it cannot happen without them."""
+    """Check that the nodes return, even before that step if it cannot happen without them."""
     monkeypatch.setattr(scripts.recovery, "pods", lambda job, namespace: PODS)
     log = tmp_path / "log"
     names = {"kill": "kill", "add": "add", "add_head": "add head"}
@@ -153,7 +153,7 @@ def test_a_group_is_complete_once_all_workers_have_trained_for_some_time(monkeyp
 
 
 def test_groups_are_read_from_a_drivers_log() -> None:
-    """Check logs as Ray writes them: with prefixes, colours, other lines, and a start without steps."""
+    """Check logs like those that Ray writes, with prefixes, colours, other lines, and a start without steps."""
     records = [
         {"time": 1.0, "event": "start", "from_step": 0, "world": 2},
         {"time": 2.0, "step": 1, "world": 2},
@@ -192,7 +192,7 @@ def test_groups_and_rank_0_of_a_sunspot_run_are_read(monkeypatch: pytest.MonkeyP
     assert ours.groups()
 
 
-def test_rank_0_of_the_yardstick_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_of_the_stock_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.subjects, "pods", lambda job, namespace: PODS)
     stock = Stock(JobRequest("kind", {"RUN_NAME": "mnist", "NUM_WORKERS": "2..3"}))
     assert (stock.job, stock.workers, stock.rank0()) == ("mnist-stock", 3, "")
@@ -201,7 +201,7 @@ def test_rank_0_of_the_yardstick_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert stock.rank0() == "b"
 
 
-def test_workers_of_the_yardstick_get_the_same_pods_as_ours(tmp_path: Path) -> None:
+def test_the_stock_loops_workers_get_the_same_pods_as_ours(tmp_path: Path) -> None:
     """Check a profile that gives each worker its own node, so that a loss is one worker. The head is not affected."""
     profile = tmp_path / "spread.yaml"
     profile.write_text("extends: kind\nworker: {pod: {spec: {securityContext: {runAsUser: 7}}}}\n")
@@ -211,8 +211,8 @@ def test_workers_of_the_yardstick_get_the_same_pods_as_ours(tmp_path: Path) -> N
     assert workers["securityContext"] == {**head["securityContext"], "runAsUser": 7} != head["securityContext"]
 
 
-def test_the_yardstick_does_not_tune_ray_or_kuberay() -> None:
-    """Check that nothing in it tunes Ray or KubeRay, because a yardstick has their defaults."""
+def test_the_stock_loop_does_not_tune_ray_or_kuberay() -> None:
+    """The stock loop must use the defaults of Ray and KubeRay."""
     text = STOCK.read_text()
     spec = yaml.safe_load(text)["spec"]
     assert set(spec) == {"submissionMode", "entrypoint", "rayClusterSpec"}
@@ -235,7 +235,7 @@ def test_commands_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         finish(begin("echo no {node}; exit 3", "n1"))
 
 
-def test_unanswered_requests_are_repeated() -> None:
+def test_unanswered_requests_are_retried() -> None:
     answers = iter([ClusterError("gone"), None, "there"])
 
     def ask() -> object:

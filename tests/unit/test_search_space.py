@@ -1,4 +1,4 @@
-"""Tests of the search space: the meaning of expressions, refusals, and that a trial always draws the same values."""
+"""Tests of the search space: expressions are parsed, errors are reported, and a trial always draws the same values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dimension(text: str, name: str = "LEARNING_RATE") -> Dimension:
 
 
 def problems(**settings: str) -> list[str]:
-    """Return the problems in the message of a refused space, a line for each."""
+    """Return the problems in the error message for an invalid space, one per line."""
     with pytest.raises(SettingsError) as refused:
         load_search({f"SUNSPOT_{name}": text for name, text in settings.items()})
     return [line.strip() for line in str(refused.value).splitlines()[1:]]
@@ -51,7 +51,7 @@ def test_expressions_are_parsed(text: str, function: str, arguments: tuple[objec
     assert (found.function, found.arguments) == (function, arguments)
 
 
-def test_values_of_task_arguments_are_parsed_as_json() -> None:
+def test_task_arguments_are_parsed_as_json() -> None:
     assert dimension("choice(8,0.5,true,relu)", "TASK_ARGS.x").arguments == (8, 0.5, True, "relu")
 
 
@@ -81,13 +81,13 @@ def test_draws_cover_the_whole_space() -> None:
     assert all(70 < widths.count(width) < 130 for width in (8, 16, 32))
 
 
-def test_the_values_of_a_trial_do_not_depend_on_other_dimensions() -> None:
+def test_a_trials_values_do_not_depend_on_other_dimensions() -> None:
     few = load_search({**SPACE, "SUNSPOT_TRIALS": "3", "SUNSPOT_SEED": "7"})
     more = load_search({**SPACE, "SUNSPOT_TRIALS": "30", "SUNSPOT_SEED": "7", "SUNSPOT_EPOCHS": "randint(1,5)"})
     for before, after in zip(few.samples, more.samples, strict=False):
         assert before.items() <= after.items()
     assert few.samples != load_search({**SPACE, "SUNSPOT_TRIALS": "3", "SUNSPOT_SEED": "8"}).samples
-    # What was begun with one version of this program is gone on with by the next.
+    # A search that was started with one version of this program must continue with the next.
     assert few.samples[0] == {"TASK_ARGS.width": 16, "LEARNING_RATE": 0.008884}
 
 
@@ -101,7 +101,7 @@ def test_trials_are_valid_settings() -> None:
     assert set(search.identity) >= {"learning_rate", "task_args", "dataset"}
 
 
-def test_a_dimension_within_the_task_arguments_is_named_by_its_path() -> None:
+def test_a_dimension_in_task_args_is_named_by_its_path() -> None:
     arguments = json.dumps({"optimizer": {"beta": "uniform(0.5,0.9)"}})
     search = load_search({"SUNSPOT_TASK_ARGS": arguments})
     [found] = search.dimensions
@@ -117,14 +117,17 @@ def test_settings_without_an_expression_are_not_a_search() -> None:
 @pytest.mark.parametrize(
     ("text", "fix"),
     [
-        ("loguniform(1e-4", "loguniform takes two numbers above 0, the first one below the second, as in loguniform("),
-        ("loguniform(0,1)", "loguniform takes two numbers above 0"),
-        ("uniform(2,1)", "uniform takes two numbers, the first one below the second"),
+        (
+            "loguniform(1e-4",
+            "loguniform takes two positive numbers, the first smaller than the second, as in loguniform(",
+        ),
+        ("loguniform(0,1)", "loguniform takes two positive numbers"),
+        ("uniform(2,1)", "uniform takes two numbers, the first smaller than the second"),
         ("uniform(1,inf)", "uniform takes two numbers"),
         ("uniform(1,2,3)", "uniform takes two numbers"),
-        ("randint(0.5,2)", "randint takes two whole numbers"),
-        ("choice(1,,2)", "choice takes values with commas between them"),
-        ("choice()", "choice takes values with commas between them"),
+        ("randint(0.5,2)", "randint takes two integers"),
+        ("choice(1,,2)", "choice takes values separated by commas"),
+        ("choice()", "choice takes values separated by commas"),
         (
             "lognormal(1,2)",
             "lognormal is not a search function; use uniform(0.01,0.1), loguniform(1e-4,1e-2), randint(2,5)",
@@ -140,28 +143,26 @@ def test_a_wrong_expression_is_reported_with_the_fix(text: str, fix: str) -> Non
 def test_all_problems_of_a_search_are_reported_at_once() -> None:
     lines = problems(LEARNING_RATE="uniform(2,1)", NUM_WORKERS="choice(1,2)", RUN_NAME="choice(a,b)")
     assert len(lines) == 3
-    assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search may not vary it, but only TASK, " in lines[1]
+    assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search can only vary TASK, " in lines[1]
 
 
 def test_extreme_values_are_checked() -> None:
-    assert problems(EPOCHS="choice(1,2,3,4,5,6,7,8,0)", TRIALS="1") == [
-        "SUNSPOT_EPOCHS=0: set it to a whole number from 1"
-    ]
+    assert problems(EPOCHS="choice(1,2,3,4,5,6,7,8,0)", TRIALS="1") == ["SUNSPOT_EPOCHS=0: set it to an integer >= 1"]
     assert problems(LEARNING_RATE="uniform(-1,1)") == [
         "SUNSPOT_LEARNING_RATE=-1.0: set it to a number above 0, e.g. 1e-3"
     ]
     assert problems(PRECISION="choice(fp32,fp8)") == ["SUNSPOT_PRECISION=fp8: set it to fp32, tf32 or bf16"]
 
 
-def test_a_name_too_long_for_its_trials_is_refused() -> None:
+def test_a_run_name_too_long_for_its_trials_is_rejected() -> None:
     assert trial_name("s", 3) == "s-03"
     [line] = problems(LEARNING_RATE="uniform(1,2)", RUN_NAME="a" * 36)
     assert "would have more than 38 characters; set it to a name of at most 35" in line
 
 
-def test_a_search_with_elastic_workers_is_refused() -> None:
+def test_a_search_with_elastic_workers_is_rejected() -> None:
     [line] = problems(LEARNING_RATE="uniform(1,2)", NUM_WORKERS="1..2")
-    assert line == "SUNSPOT_NUM_WORKERS=1..2: trials would take workers from each other; set it to one number"
+    assert line == "SUNSPOT_NUM_WORKERS=1..2: trials would take workers from each other; set it to a single number"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_a_search_with_elastic_workers_is_refused() -> None:
         ),
     ],
 )
-def test_the_right_command_is_named_without_importing_torch(
+def test_the_error_names_the_right_command_without_importing_torch(
     module: str, settings: dict[str, str], said: str, tmp_path: Path
 ) -> None:
     check = (
@@ -204,7 +205,7 @@ def test_the_right_command_is_named_without_importing_torch(
 
 
 def test_the_job_of_a_search_matches_the_golden_file() -> None:
-    """Compare with the golden file. `WRITE_GOLDEN=1` writes it again, like those of the profiles (test_render.py)."""
+    """Compare with the golden file. `WRITE_GOLDEN=1` updates it, like those of the profiles (test_render.py)."""
     rendered = render("kind", {**SPACE, "SUNSPOT_RUN_NAME": "s", "SUNSPOT_CONCURRENT_TRIALS": "3"})
     text = rendered.to_yaml()
     if os.environ.get("WRITE_GOLDEN"):
@@ -233,7 +234,7 @@ def test_a_search_can_run_in_an_existing_cluster() -> None:
     assert "loguniform(1e-4,1e-2)" in rendered.manifest["spec"]["runtimeEnvYAML"]
 
 
-def test_a_wrong_space_is_not_rendered() -> None:
+def test_an_invalid_search_space_is_not_rendered() -> None:
     with pytest.raises(SettingsError, match="uniform takes two numbers"):
         render("kind", {"SUNSPOT_LEARNING_RATE": "uniform(1)"})
 
@@ -252,14 +253,14 @@ def test_dimensions_are_found_without_other_settings() -> None:
         ("TRIALS", "1000000"),
     ],
 )
-def test_an_unbounded_expression_is_refused_at_once(name: str, text: str) -> None:
+def test_an_unbounded_expression_is_rejected_immediately(name: str, text: str) -> None:
     began = time.monotonic()
     with pytest.raises(SettingsError):
         load_search({"SUNSPOT_SEED": "choice(1,2)", f"SUNSPOT_{name}": text})
     assert time.monotonic() - began < 5
 
 
-def test_parsing_time_grows_linearly_with_an_expression() -> None:
+def test_parsing_time_is_linear_in_the_length_of_an_expression() -> None:
     began = time.monotonic()
     for text in ("choice(" + " " * 100_000 + "x", "choice" + " " * 100_000, " " * 100_000):
         with contextlib.suppress(ValueError):

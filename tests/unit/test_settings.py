@@ -1,4 +1,5 @@
-"""Tests of settings: all problems are reported at once, each with its variable and fix, and without importing torch."""
+"""Tests of settings: all problems are reported together, each with its variable and fix, and without importing
+torch."""
 
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ def test_all_problems_are_reported_at_once_without_importing_torch_or_ray() -> N
     assert answer.returncode == 2
     assert "4 problems" in answer.stderr
     for line in (
-        "SUNSPOT_EPOCHS=two: set it to a whole number from 1",
-        "SUNSPOT_NUM_WORKERS=8..2: set it to a number from 1, such as 4, or a range, such as 2..8",
+        "SUNSPOT_EPOCHS=two: set it to an integer >= 1",
+        "SUNSPOT_NUM_WORKERS=8..2: set it to an integer >= 1, such as 4, or a range, such as 2..8",
         'SUNSPOT_TASK_ARGS=[1]: set it to a JSON object, e.g. {"width": 64}',
         "SUNSPOT_LERNING_RATE: no such setting; did you mean SUNSPOT_LEARNING_RATE?",
     ):
@@ -103,14 +104,14 @@ def test_all_problems_are_reported_at_once_without_importing_torch_or_ray() -> N
         ("XYZZY", "`python -m sunspot.train --help` lists all settings"),
     ],
 )
-def test_an_unknown_setting_is_answered_with_the_likely_one(name: str, hint: str) -> None:
+def test_an_unknown_setting_is_answered_with_a_suggestion(name: str, hint: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({name: "1"})
     assert str(refused.value).endswith(f"\n  SUNSPOT_{name.upper()}: no such setting; {hint}")
 
 
 @pytest.mark.parametrize("file", ["my_task.py", "tasks/my_task.py"])
-def test_the_path_of_a_file_as_task_is_answered_with_its_module(file: str) -> None:
+def test_a_file_path_as_task_is_answered_with_its_module(file: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({"TASK": file})
     assert str(refused.value).endswith(f"SUNSPOT_TASK={file}: give a module, without .py: SUNSPOT_TASK=my_task")
@@ -126,11 +127,11 @@ TYPED_BARE = {
     "task_file.py",
     "absent_code.py",
 }
-"""Files whose messages quote settings as users type them in places that need no prefix."""
+"""Files with messages that quote settings as users type them where no prefix is needed."""
 
 
 def find_bare_names(tree: ast.Module) -> Iterator[str]:
-    """Yield a module's texts that name a setting without the prefix. Docstrings may do so."""
+    """Yield a module's strings that name a setting without the prefix. Docstrings are exempt."""
     nodes = [*ast.walk(tree)]
     documentation = {
         id(node.value)
@@ -162,7 +163,7 @@ def test_messages_and_help_name_settings_by_their_variables() -> None:
     assert [text for text in described if BARE.search(text)] == []
 
 
-def test_names_from_other_programs_lead_to_settings_options_and_verbs() -> None:
+def test_names_from_other_programs_lead_to_settings_options_and_commands() -> None:
     settings = {name.upper() for name in Settings.model_fields}
     assert {*OTHER_SETTINGS.values()} <= settings
     assert not (OTHER_SETTINGS.keys() | {*SUBMIT_OPTIONS}) & settings
@@ -198,7 +199,7 @@ def test_names_from_other_programs_lead_to_settings_options_and_verbs() -> None:
         ("TEST_DATASET", "rows.parquet"),
     ],
 )
-def test_a_message_names_the_wrong_value(variable: str, value: str) -> None:
+def test_an_error_shows_the_wrong_value(variable: str, value: str) -> None:
     with pytest.raises(SettingsError, match="1 problem in the settings") as refused:
         load_settings({variable: value})
     assert f"SUNSPOT_{variable}={value}: " in str(refused.value)
@@ -207,21 +208,25 @@ def test_a_message_names_the_wrong_value(variable: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
-        ("TASK_ARGS", '{"api_key": "canary"}', "holds a credential, judging by the name of api_key"),
-        ("TASK_ARGS", '{"hub": {"auth_token": "canary"}}', "holds a credential, judging by the name of hub.auth_token"),
-        ("TASK_ARGS", '{"login": "hf_canary' + "kJ3xQ9mZ2pL7vB4nT8wR5yH6dF1s" + '"}', "holds a token of Hugging Face"),
-        ("TASK_ARGS", '{"db": "mysql://me:canary@host/db"}', "holds a password in a URL"),
-        ("INIT_FROM", "https://me:canary@host/weights.pt", "holds a password in a URL"),
-        ("STORAGE_PATH", "s3://key:canary@bucket/runs", "holds a password in a URL"),
-        ("DATASET", "s3://key:canary@bucket/rows", "holds a password in a URL"),
-        ("LABELS", '{"api_key": "canary"}', "holds a credential, judging by the name of api_key"),
+        ("TASK_ARGS", '{"api_key": "canary"}', "seems to contain a credential, because of the name api_key"),
+        (
+            "TASK_ARGS",
+            '{"hub": {"auth_token": "canary"}}',
+            "seems to contain a credential, because of the name hub.auth_token",
+        ),
+        ("TASK_ARGS", '{"login": "hf_canary' + "kJ3xQ9mZ2pL7vB4nT8wR5yH6dF1s" + '"}', "contains a Hugging Face token"),
+        ("TASK_ARGS", '{"db": "mysql://me:canary@host/db"}', "contains a password in a URL"),
+        ("INIT_FROM", "https://me:canary@host/weights.pt", "contains a password in a URL"),
+        ("STORAGE_PATH", "s3://key:canary@bucket/runs", "contains a password in a URL"),
+        ("DATASET", "s3://key:canary@bucket/rows", "contains a password in a URL"),
+        ("LABELS", '{"api_key": "canary"}', "seems to contain a credential, because of the name api_key"),
     ],
 )
-def test_a_setting_that_holds_a_credential_is_refused(variable: str, value: str, told: str) -> None:
+def test_a_setting_that_contains_a_credential_is_rejected(variable: str, value: str, told: str) -> None:
     """Check local training and `render`, which read the settings through the same function as `submit`."""
     with pytest.raises(SettingsError, match="1 problem in the settings") as refused:
         load_settings({variable: value})
-    assert f"SUNSPOT_{variable}: {told}; settings are stored with the run" in str(refused.value)
+    assert f"SUNSPOT_{variable} {told}; settings are stored with the run" in str(refused.value)
     assert "env_secrets in a profile" in str(refused.value)
     assert "canary" not in str(refused.value)
     with pytest.raises(SettingsError, match=told):
@@ -254,19 +259,21 @@ def test_overrides_win_with_or_without_the_prefix(monkeypatch: pytest.MonkeyPatc
 
 
 @given(st.integers(1, 99), st.integers(0, 99), st.dictionaries(st.text(max_size=5), st.integers(), max_size=3))
-def test_settings_survive_the_environment(least: int, more: int, task_args: dict[str, int]) -> None:
+def test_settings_survive_a_round_trip_through_the_environment(
+    least: int, more: int, task_args: dict[str, int]
+) -> None:
     settings = Settings(num_workers=WorkerRange(least, least + more), task_args=task_args, audit=True)
     assert load_settings(settings.environment()) == settings
 
 
-def test_differences_name_what_changed() -> None:
+def test_differences_list_the_changed_settings() -> None:
     assert differences({"A": "1", "B": "2"}, {"A": "1", "B": "3", "C": "4"}) == ["B: 2 -> 3", "C: (unset) -> 4"]
 
 
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a":' * 100_000, '{"a":' * 100 + "1" + "}" * 100, '{"a": ' + "9" * 5000]
 )
-def test_json_that_is_nested_too_deep_or_has_too_many_digits_is_a_wrong_value(text: str) -> None:
+def test_json_nested_too_deep_or_with_too_many_digits_is_rejected(text: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({"TASK_ARGS": text})
     assert "SUNSPOT_TASK_ARGS={" in str(refused.value) or "SUNSPOT_TASK_ARGS=[" in str(refused.value)
@@ -275,13 +282,13 @@ def test_json_that_is_nested_too_deep_or_has_too_many_digits_is_a_wrong_value(te
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "a/b", "", "A", "x" * 39])
-def test_initial_weights_may_only_come_from_a_run_in_the_same_storage(name: str) -> None:
+def test_init_from_rejects_an_invalid_run_name(name: str) -> None:
     assert load_settings({"INIT_FROM": "run:other-1"}).init_from == "run:other-1"
     with pytest.raises(SettingsError, match="set it to run:NAME"):
         load_settings({"INIT_FROM": f"run:{name}"})
 
 
-def test_bytes_that_cannot_be_decoded_are_a_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undecodable_bytes_in_a_setting_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_TASK", os.fsdecode(b"sunspot.\xff"))
     told = r"SUNSPOT_TASK=sunspot\.\\udcff: it contains bytes that are not valid in this process's encoding, utf-8; "
     with pytest.raises(SettingsError, match=told):

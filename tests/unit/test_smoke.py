@@ -21,7 +21,7 @@ case "$*" in *"-f -"*) cat > "$STDIN";; esac
 
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a user's storage with two runs, and replace kubectl by a program that records its arguments."""
+    """Return a user's storage with two runs, and replace kubectl with a program that records its arguments."""
     (tmp_path / "kubectl").write_text(KUBECTL)
     (tmp_path / "kubectl").chmod(0o755)
     runs = tmp_path / "runs"
@@ -48,7 +48,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_a_test_that_fails_leaves_storage_as_it_was(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_smoke_test_does_not_change_storage(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = files(storage)
 
     def train(image: str, loader: str) -> None:
@@ -65,7 +65,7 @@ def test_a_test_that_fails_leaves_storage_as_it_was(storage: Path, monkeypatch: 
     assert (storage / "llama/checkpoints/1/model.pt").read_text() == "llama/checkpoints/1/model.pt"
 
 
-def test_existing_runs_are_never_touched_by_the_smoke_test(storage: Path) -> None:
+def test_the_smoke_test_never_changes_existing_runs(storage: Path) -> None:
     (storage / smoke.NAME).mkdir()
     (storage / smoke.NAME / "run.json").write_text("{}")
     before = files(storage)
@@ -74,7 +74,7 @@ def test_existing_runs_are_never_touched_by_the_smoke_test(storage: Path) -> Non
     assert files(storage) == before
 
 
-def test_secrets_go_to_the_cluster_and_nowhere_else(
+def test_the_smoke_test_sends_secrets_only_to_the_cluster(
     storage: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(smoke, "_train", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Tests that SIGTERM and SIGHUP end a process as Ctrl-C does, at any time, but not Ray's processes."""
+"""Tests that SIGTERM and SIGHUP end a process like Ctrl-C, at any time, but do not end Ray's processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.control import LocalControl
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Restore the handlers."""
+    """Restore the signal handlers."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
@@ -46,7 +46,7 @@ def test_a_signal_before_training_ends_the_program_with_its_exit_code(
     with pytest.raises(SystemExit) as ended:
         run_and_exit(program)
     assert (ended.value.code, cleaned) == (code, ["recorded"])
-    assert capsys.readouterr().err == f"ended by {number.name}; the same command goes on\n"
+    assert capsys.readouterr().err == f"ended by {number.name}; the same command continues\n"
 
 
 def test_a_run_under_nohup_outlives_its_terminal() -> None:
@@ -67,7 +67,7 @@ def test_ray_handles_sigterm_only_if_no_handler_exists() -> None:
     raise_end_signals()
     own = signal.getsignal(signal.SIGTERM)
     with ray_apart_from_signals():
-        utils.set_sigterm_handler(lambda number, frame: None)  # as `ray.init` does
+        utils.set_sigterm_handler(lambda number, frame: None)  # like `ray.init`
     assert signal.getsignal(signal.SIGTERM) is own
     assert utils.set_sigterm_handler is usual
 

@@ -1,4 +1,4 @@
-"""Tests of the check of parameter lists and modules' names, which is a part of `make lint`."""
+"""Tests of the check of parameter lists and module names in `make lint`."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_long_parameter_lists_are_found(tmp_path: Path) -> None:
     assert list(find_long(file, "a.py")) == [("a.py:six", 6, 5), ("a.py:Worker", 9, 8), ("a.py:Manager.make", 6, 5)]
 
 
-def test_modules_may_share_a_name_only_for_the_same_subject(tmp_path: Path) -> None:
+def test_only_modules_with_the_same_subject_can_share_a_name(tmp_path: Path) -> None:
     for place in ("run/status", "report/status", "run/__init__", "data/images", "tasks/images", "tasks/__init__"):
         (tmp_path / place).parent.mkdir(exist_ok=True)
         (tmp_path / f"{place}.py").touch()

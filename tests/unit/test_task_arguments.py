@@ -1,4 +1,4 @@
-"""Tests of a task's arguments: they are an ordinary dictionary that records which keys the task has read."""
+"""Tests of a task's arguments: an ordinary dictionary that records which keys the task has read."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ GIVEN = {"hiden": 32, "width": 64}
         (json.dumps, ""),
     ],
 )
-def test_keys_that_are_not_read_are_named(read: Callable[[Any], object], said: str) -> None:
+def test_unread_keys_are_listed(read: Callable[[Any], object], said: str) -> None:
     given = TaskArguments(GIVEN)
     read(given)
     assert given.describe_unread() == said
 
 
-def test_reads_before_the_arguments_are_sent_count() -> None:
+def test_reads_before_pickling_count() -> None:
     settings = Settings(task_args=GIVEN)
     assert settings.task_args["width"] == 64
     sent = pickle.loads(pickle.dumps(settings.model_copy(update={"epochs": 3})))

@@ -1,4 +1,4 @@
-"""A run that can never start on this machine is refused before anything is started or written."""
+"""Tests that a run that can never start on this machine is rejected before anything is started or written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_run_that_can_never_start_is_refused_with_a_fix(
+def test_a_run_that_can_never_start_is_rejected_with_a_fix(
     settings: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
@@ -66,7 +66,7 @@ def test_a_run_that_can_never_start_is_refused_with_a_fix(
         {"NUM_WORKERS": "6", "RESOURCES_PER_WORKER": '{"CPU": 0.3333}'},
     ],
 )
-def test_a_run_that_can_start_is_not_refused(settings: dict[str, str]) -> None:
+def test_a_run_that_can_start_is_accepted(settings: dict[str, str]) -> None:
     refuse_impossible(load_settings(settings))
 
 
@@ -74,7 +74,7 @@ def test_a_run_that_can_start_is_not_refused(settings: dict[str, str]) -> None:
     ("left", "fix"),
     [(1_000_000_000, "set it to 3 or less, or start"), (200_000_000, "free some memory, or start")],
 )
-def test_more_workers_than_memory_holds_are_refused(left: int, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_workers_than_fit_in_memory_are_rejected(left: int, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_machine, "memory_left", lambda: left)
     with pytest.raises(SettingsError, match=fix):
         refuse_impossible(load_settings({"NUM_WORKERS": "4"}))
@@ -87,7 +87,7 @@ def test_without_known_memory_the_cores_limit_the_workers(monkeypatch: pytest.Mo
         refuse_impossible(load_settings({"NUM_WORKERS": "9"}))
 
 
-def test_a_resource_that_ray_does_not_know_is_named() -> None:
+def test_a_resource_unknown_to_ray_is_reported() -> None:
     given = {"CPU": 1.0, "gpu": 1.0}
     settings = load_settings({"RESOURCES_PER_WORKER": '{"CPU": 1, "gpu": 1}'})
     with pytest.raises(SettingsError, match=r'"gpu": 1\}: 2 workers of 1 gpu need 2, but this machine has 0; lower it'):

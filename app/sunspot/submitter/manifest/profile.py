@@ -168,7 +168,7 @@ class Machine(_Part):
     cpu: Cpus | None = _takes(CPU)
     "CPU request. CPU is not limited unless `cpu_limit` is set."
     cpu_limit: Cpus | None = _takes(CPU)
-    "CPU limit, which throttles. Set it only if a quota requires it. On the head, it also limits the autoscaler to 1."
+    "CPU limit, for namespaces with a quota that requires one. On the head, it also limits the autoscaler to 1 CPU."
     memory: Bytes | None = _takes(BYTES)
     "Memory request and limit, including /dev/shm."
     ephemeral_storage: Bytes | None = _takes(BYTES)
@@ -217,7 +217,7 @@ class Worker(PricedMachine):
     gpu_tolerations: list[Toleration] | None = _takes(TOLERATIONS)
     "Additional tolerations for GPU nodes. The taint of `gpu_resource` is always tolerated."
     placement: Literal["spread", "pack", "zone"] | None = _takes("spread, pack or zone")
-    "`spread` pods over nodes, `pack` them into one zone if possible, or start them only if all fit into one `zone`."
+    "Placement of pods: `spread` over nodes, `pack` into one zone if possible, or only in one `zone`."
 
     def with_sizes(self) -> Self:
         """Return a copy in which `per_gpu` times the number of GPUs replaces each missing pod size."""
@@ -289,7 +289,7 @@ class Profile(_Part):
     service_account: ObjectName | None = _takes("a service account's name")
     "Service account of all pods, used for workload identity."
     assigned_ids: bool | None = _takes("true or false")
-    "True lets the namespace assign the user and group of pods, as on OpenShift. By default, both are 1000."
+    "True lets the namespace assign the pods' user and group ids, as on OpenShift. By default, both are 1000."
     env: dict[Variable, str] | None = _takes(VARIABLES)
     "Environment variables of all pods. Put credentials into `env_secrets`."
     env_from_secrets: list[ObjectName] | None = _takes("a list of Secret names")
@@ -299,9 +299,9 @@ class Profile(_Part):
     )
     priority_class: ObjectName | None = _takes("the name of a PriorityClass")
     labels: dict[OwnKey, LabelValue] | None = _takes(LABELS)
-    "Labels of the RayJob and its pods."
+    "Labels for the RayJob and its pods."
     annotations: dict[OwnKey, str] | None = _takes(LABELS.replace("labels", "annotations"))
-    "Annotations of the RayJob and its pods."
+    "Annotations for the RayJob and its pods."
     settings: (
         dict[Annotated[str, BeforeValidator(_setting_name)], Annotated[str, BeforeValidator(_to_setting)]] | None
     ) = _takes("settings and their values, e.g. {EPOCHS: 5}")
