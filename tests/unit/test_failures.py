@@ -218,6 +218,7 @@ def test_the_documented_benchmark_command_is_parsed() -> None:
 
 
 def test_the_benchmark_does_not_remove_the_heads_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(scripts.subjects, "SETTLE_S", -2)
     monkeypatch.setattr(program, "ready_nodes", lambda namespace: {"a", "b"})
     monkeypatch.setattr(program, "pods", lambda job, namespace: [Pod("head", "a", "", True)])
     arguments = argparse.Namespace(steps=20, every=9, away=9, seed=0, nodes="b,a", output=str(tmp_path))
