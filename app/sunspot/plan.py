@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from sunspot.data.held_out import RowSubset
@@ -38,7 +39,7 @@ class Plan:
         """Data that the loaders read."""
         return DataPlan(self.source, self.test, self.steps, self.settings.seed)
 
-    @property
+    @cached_property
     def pass_limit(self) -> int:
         """Largest number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share when all workers train.
 

@@ -80,7 +80,7 @@ class TorchLoader:
 
     def _batches(self, rows: Batch, selections: list[np.ndarray]) -> Iterator[Batch]:
         taken = Selections(rows, selections, self._device if self.resident else None)
-        if self.resident:
+        if self.resident or self._device.type == "cpu":
             return map(taken.__getitem__, range(len(taken)))
         # With batch_size=None, an item is a complete batch, taken in one indexing operation instead of row by row. Only
         # copies from pinned memory to a GPU, one batch ahead, run while the host continues.

@@ -32,9 +32,9 @@ class Sums:
     def add(self, values: Batch) -> None:
         """Add the values of some rows: a tensor [B] for each name."""
         for name, rows in values.items():
-            total = rows.detach().double().sum()
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
-            self._rows[name] = self._rows.get(name, 0) + len(rows)
+            total = rows.detach().sum(dtype=torch.float64)
+            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+            self._rows[name] = self._rows.get(name, 0) + rows.shape[0]
 
     def totals(self) -> dict[str, tuple[float, int]]:
         """Return the sum of each name so far, and the number of rows that had it. Waits for the device."""
