@@ -116,14 +116,18 @@ class TrainingRun:
 
     def _refuse_own_rates(self) -> None:
         """Raise `SettingsError` if the task has set learning rates that this step would replace."""
+        rates = self._learning_rates()
+        scheduled = is_scheduled(self.optimizer)
+        if rates == self._rates and not scheduled:
+            return
         task = f"SUNSPOT_TASK={self.settings.task}"
         fix = "return a scheduler from build_scheduler(optimizer, settings, total_steps)"
-        if is_scheduled(self.optimizer):
+        if scheduled:
             raise SettingsError(
                 f"{task}: made a scheduler with run.optimizer, and run.batches() replaces the learning rates that it "
                 f"sets; {fix}, which the run steps itself"
             )
-        changed = [pair for pair in zip(self._rates, self._learning_rates(), strict=True) if pair[0] != pair[1]]
+        changed = [pair for pair in zip(self._rates, rates, strict=True) if pair[0] != pair[1]]
         if changed:
             before, now = changed[0]
             raise SettingsError(
