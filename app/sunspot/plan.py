@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from sunspot.data.held_out import RowSubset
 from sunspot.data.order import MIN_ROWS, Steps, forward_passes, largest_pass, run_order
@@ -38,7 +39,7 @@ class Plan:
         """The data that the loaders read."""
         return DataPlan(self.source, self.test, self.steps, self.settings.seed)
 
-    @property
+    @cached_property
     def pass_limit(self) -> int:
         """Maximum number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share when all workers train.
 

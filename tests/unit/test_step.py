@@ -34,7 +34,7 @@ from sunspot.train.build import build_optimizer
 from sunspot.train.evaluate import evaluate
 from sunspot.train.learner import Learner
 from sunspot.train.loop import take_step, train
-from sunspot.train.randomness import seed_generators
+from sunspot.train.randomness import draw_uniform, seed_generators, seed_of
 from sunspot.train.run import TrainingRun
 from sunspot.train.worker import GroupStart, RegroupError, Step, Worker
 from tests.harness.loop import make_worker, plan_without_evaluation
@@ -368,12 +368,29 @@ def test_a_step_does_not_wait_for_the_gpu(group: dist.ProcessGroup) -> None:
 def test_a_step_draws_the_same_numbers_as_after_torch_manual_seed() -> None:
     seed_generators(3, 7, 1)
     drawn = torch.rand(4), np.random.rand(), random.random()
-    word = int(np.random.SeedSequence([3, 7, 1]).generate_state(1)[0])
+    word = seed_of(3, 7, 1)
     torch.manual_seed(word)
     np.random.seed(word)
     random.seed(word)
     assert torch.equal(drawn[0], torch.rand(4))
     assert drawn[1:] == (np.random.rand(), random.random())
+
+
+def test_each_rank_draws_its_part_of_the_same_stream() -> None:
+    everything = draw_uniform(5, 3, 1000)
+    assert 0 <= everything.min() < 0.01
+    assert 0.99 < everything.max() < 1
+    assert abs(everything.mean() - 0.5) < 0.03
+    assert torch.equal(
+        torch.cat([draw_uniform(5, 3, 1), draw_uniform(5, 4, 998), draw_uniform(5, 1002, 1)]), everything
+    )
+    assert not torch.equal(draw_uniform(6, 3, 1000), everything)
+
+
+def test_seeds_differ_for_every_step_and_rank() -> None:
+    seeds = {seed_of(seed, step, rank) for seed in range(3) for step in range(200) for rank in range(8)}
+    assert len(seeds) == 3 * 200 * 8
+    assert seed_of(1, 2) != seed_of(2, 1)
 
 
 @pytest.mark.parametrize("needs_others", [False, True])

@@ -43,7 +43,7 @@ class Steps:
     rows: int
     batch: int
 
-    @property
+    @functools.cached_property
     def per_epoch(self) -> int:
         """The number of steps in an epoch."""
         full, rest = divmod(self.rows, self.batch)

@@ -79,7 +79,7 @@ class TorchLoader:
 
     def _batches(self, rows: Batch, selections: list[np.ndarray]) -> Iterator[Batch]:
         taken = Selections(rows, selections, self._device if self.resident else None)
-        if self.resident:
+        if self.resident or self._device.type == "cpu":
             return map(taken.__getitem__, range(len(taken)))
         # With batch_size=None, each item is a complete batch, so the DataLoader does not collate single rows. Pinned
         # memory lets the next batch be copied to the GPU asynchronously.

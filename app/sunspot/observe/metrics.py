@@ -32,9 +32,9 @@ class Sums:
     def add(self, values: Batch) -> None:
         """Add per-row values. Each name has a tensor of shape [B]."""
         for name, rows in values.items():
-            total = rows.detach().double().sum()
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
-            self._rows[name] = self._rows.get(name, 0) + len(rows)
+            total = rows.detach().sum(dtype=torch.float64)
+            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+            self._rows[name] = self._rows.get(name, 0) + rows.shape[0]
 
     def totals(self) -> dict[str, tuple[float, int]]:
         """Return each name's sum and its number of rows. Waits for the device."""

@@ -1,7 +1,7 @@
 """A worker's model, optimizer and loader, and its forward pass."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -100,8 +100,9 @@ class Learner:
 
 def in_precision(learner: Learner) -> AbstractContextManager[None]:
     """Return an autocast context, as configured by PRECISION."""
-    bf16 = learner.plan.settings.precision == "bf16"
-    return torch.autocast(learner.place.device.type, torch.bfloat16, enabled=bf16)
+    if learner.plan.settings.precision == "bf16":
+        return torch.autocast(learner.place.device.type, torch.bfloat16)
+    return nullcontext()
 
 
 def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
@@ -111,18 +112,19 @@ def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[
     repeated rows' losses are dropped. Repeated rows only affect layers that mix rows, such as batch norm.
     """
     assert learner.task.loss
-    rows = len(batch["row"])
+    rows = batch["row"].shape[0]
     batch = fill_up(learner, batch)
+    all_rows = batch["row"].shape[0]
     with in_precision(learner):
-        losses, metrics = refuse_means(learner, learner.task.loss(model, batch), len(batch["row"]))
-    if len(batch["row"]) > rows:
+        losses, metrics = refuse_means(learner, learner.task.loss(model, batch), all_rows)
+    if all_rows > rows:
         losses, metrics = losses[:rows], {name: values[:rows] for name, values in metrics.items()}
     return losses, metrics
 
 
 def fill_up(learner: Learner, batch: Batch) -> Batch:
     """Return a batch with enough rows for a pass with COMPILE, by repeating the given rows."""
-    rows = len(batch["row"])
+    rows = batch["row"].shape[0]
     if rows >= learner.plan.pass_rows:
         return batch
     again = torch.arange(learner.plan.pass_rows, device=batch["row"].device) % rows

@@ -2,6 +2,8 @@
 
 from contextlib import closing
 
+import torch
+
 from sunspot.data.source import Batch
 from sunspot.train.joining import Joining, WorkerConfig
 from sunspot.train.replacement import end_replacement
@@ -81,7 +83,7 @@ def take_step(run: TrainingRun, batch: Batch) -> None:
     for part in run.parts(batch):
         losses, metrics = run.losses(part)
         run.refuse_detached(losses)
-        (losses.sum() * run.weight).backward()
+        losses.backward(torch.full_like(losses, run.weight))
         run.log({"loss": losses, **metrics})
     run.clip()
     run.optimizer.step()

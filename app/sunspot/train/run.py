@@ -1,8 +1,10 @@
 """A run as its training loop sees it: the default loop (loop.py), a library's Trainer, or a task's own `train(run)`."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +25,7 @@ from sunspot.tasks.defaults import is_scheduled, optimizers_in
 from sunspot.tasks.signatures import place_of_function
 from sunspot.train.learner import in_precision, row_losses
 from sunspot.train.learning_rates import set_options
-from sunspot.train.randomness import DRAW_STREAM, augment, seed_generators, seed_of
+from sunspot.train.randomness import DRAW_STREAM, augment, draw_uniform, seed_generators, seed_of
 from sunspot.train.worker import Step, Worker
 
 
@@ -53,8 +55,8 @@ class TrainingRun:
         "Number of rows in the current batch, or in the current part of it."
         self._open: Step | None = None
         "The step that has begun, or None between two steps."
-        self._random: torch.Generator | None = None
-        "Generator for `draw` in the open step, or None until `draw` is called."
+        self._drawn = 0
+        "Numbers that `draw` has given to all rows of the open step so far."
         self._finite = FiniteGradients(self.model)
         self._rates = self._learning_rates()
         "Learning rate of each group in the newest step."
@@ -95,12 +97,13 @@ class TrainingRun:
 
     def _begin(self, step: Step) -> Batch:
         """Begin a step and return its batch, after setting everything that is a function of the step's number."""
-        self._open, self._random = step, None
+        self._open = step
+        self._drawn = 0
         self.set_learning_rates()
         step.learning_rate = self._learning_rates()[0]
         self._worker.begin_step(step)
-        batch = step.share if step.has_rows else self._learner.padding_batch
-        self._begin_pass(len(batch["row"]), self.world_size / step.size if step.has_rows else 0.0)
+        batch = step.share if step.own_rows else self._learner.padding_batch
+        self._begin_pass(step.own_rows or MIN_ROWS, self.world_size / step.size if step.own_rows else 0.0)
         batch = augment(self._learner.task, batch, self.settings.seed, self.epoch, self.draw)
         seed_generators(self.settings.seed, self.position, self.rank)
         return batch
@@ -113,14 +116,18 @@ class TrainingRun:
 
     def _refuse_own_rates(self) -> None:
         """Raise `SettingsError` if the task has set learning rates that this step would replace."""
+        rates = self._learning_rates()
+        scheduled = is_scheduled(self.optimizer)
+        if rates == self._rates and not scheduled:
+            return
         task = f"SUNSPOT_TASK={self.settings.task}"
         fix = "return a scheduler from build_scheduler(optimizer, settings, total_steps)"
-        if is_scheduled(self.optimizer):
+        if scheduled:
             raise SettingsError(
                 f"{task}: made a scheduler with run.optimizer, and run.batches() replaces the learning rates that it "
                 f"sets; {fix}, which the run steps itself"
             )
-        changed = [pair for pair in zip(self._rates, self._learning_rates(), strict=True) if pair[0] != pair[1]]
+        changed = [pair for pair in zip(self._rates, rates, strict=True) if pair[0] != pair[1]]
         if changed:
             before, now = changed[0]
             raise SettingsError(
@@ -130,7 +137,8 @@ class TrainingRun:
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
         for rows in self.passes():
-            yield {name: column[rows] for name, column in batch.items()}
+            whole = rows.stop - rows.start == batch["row"].shape[0]
+            yield batch if whole else {name: column[rows] for name, column in batch.items()}
 
     def passes(self) -> Iterator[slice]:
         """Yield the rows of each forward and backward pass. The caller makes a pass before it asks for the next one."""
@@ -141,16 +149,16 @@ class TrainingRun:
     def weigh_passes(self) -> Iterator[tuple[slice, float]]:
         """Yield the rows of each pass over the batch, and the weight of one row."""
         step, limit = self._step(), self._learner.plan.pass_limit
-        own_rows = len(step.share["row"]) if step.has_rows else 0
-        return passes(self.model, own_rows, step.size, self.world_size, limit)
+        return passes(self.model, step.own_rows, step.size, self.world_size, limit)
 
     def draw(self, *shape: int) -> torch.Tensor:
         step = self._step()
-        if self._random is None:
-            self._random = torch.Generator().manual_seed(seed_of(self.settings.seed, self.position, 0, DRAW_STREAM))
-        every = torch.rand(step.size, *shape, generator=self._random)
-        own = share(step.size, self.world_size, self.rank) if step.has_rows else (0, MIN_ROWS)
-        return every[slice(*own)].to(self.device, non_blocking=True)
+        first, last = share(step.size, self.world_size, self.rank) if step.own_rows else (0, MIN_ROWS)
+        each = math.prod(shape)
+        seed = seed_of(self.settings.seed, self.position, DRAW_STREAM)
+        drawn = draw_uniform(seed, self._drawn + first * each, (last - first) * each)
+        self._drawn += step.size * each
+        return drawn.reshape(last - first, *shape).to(self.device, non_blocking=True)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -202,7 +210,7 @@ class TrainingRun:
     def step(self) -> None:
         if self._open is None:
             raise self._error("called run.step() twice for one batch")
-        if self._open.has_rows and not self._open.values:
+        if self._open.own_rows and not self._open.values:
             raise self._error("""logged nothing for a batch; call run.log({"loss": losses}) before run.step()""")
         step = self._open
         self._open = None
@@ -288,9 +296,19 @@ def passes(
     number of passes, because FSDP needs all of them in each pass. A worker with fewer rows makes some passes with
     weight 0.
     """
+    slices, idle = cut_into_passes(own_rows, step_rows, world_size, limit)
+    weights = [0.0] * idle + [world_size / step_rows] * (len(slices) - idle)
+    if len(slices) == 1:
+        yield slices[0], weights[0]
+        return
+    for number, each in enumerate(zip(slices, weights, strict=True)):
+        with gradient_sync(model, now=number == len(slices) - 1):
+            yield each
+
+
+@lru_cache
+def cut_into_passes(own_rows: int, step_rows: int, world_size: int, limit: int) -> tuple[list[slice], int]:
+    """Return the rows of each pass, and the number of passes that make no difference, which come first."""
     own = list(micro_batches(own_rows, limit)) if own_rows else []
     idle = forward_passes(step_rows, world_size, limit) - len(own)
-    slices = [*[slice(0, MIN_ROWS)] * idle, *own]
-    for number, rows in enumerate(slices):
-        with gradient_sync(model, now=number == len(slices) - 1):
-            yield rows, world_size / step_rows if number >= idle else 0.0
+    return [slice(0, MIN_ROWS)] * idle + own, idle

@@ -102,14 +102,11 @@ class Step:
     seconds: float = 0.0
     "Duration of the step, including the wait for its rows."
 
-    @property
-    def rows(self) -> torch.Tensor | None:
-        """Ids of this worker's rows, int64 [B]."""
-        return self.share.get("row")
-
-    @property
-    def has_rows(self) -> bool:
-        return self.rows is not None and len(self.rows) > 0
+    def __post_init__(self) -> None:
+        self.rows = self.share.get("row")
+        "Ids of this worker's rows, int64 [B], or None if it has no rows."
+        self.own_rows = 0 if self.rows is None else self.rows.shape[0]
+        "Number of this worker's rows."
 
 
 class Worker:
