@@ -27,7 +27,7 @@ SAME_SUBJECT = ("run/", "report/", "submitter/commands/", "submitter/commands/ch
 
 REPEATED = {
     *("failures", "images", "metrics", "mnist", "nodes"),
-    *("render", "search", "settings", "train"),
+    *("render", "search", "train"),
 }
 """Names that two modules still have."""
 

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path, PurePosixPath
 
 from sunspot.errors import DamageError, NotFoundError, SettingsError, StorageError, SunspotError
-from sunspot.private_folder import private_folder
+from sunspot.machine.private_folder import private_folder
 from sunspot.storage import open_storage
 from sunspot.storage.limits import retry_storage
 

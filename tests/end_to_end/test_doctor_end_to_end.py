@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sunspot.cgroup import GROUPS, Throttling
+from sunspot.machine.cgroup import GROUPS, Throttling
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import iter_rank_records, to_rows
 from sunspot.submitter.cluster.observation import RunAccess
@@ -105,7 +105,7 @@ def group() -> Iterator[Path]:
 def test_throttling_by_a_cpu_quota_is_measured(group: Path) -> None:
     program = """
 import os, pathlib, sys, time
-from sunspot.cgroup import read_throttling
+from sunspot.machine.cgroup import read_throttling
 pathlib.Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 before = read_throttling()
 end = time.monotonic() + 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sunspot.cgroup import Throttling, memory_left, read_throttling, resident_memory
+from sunspot.machine.cgroup import Throttling, memory_left, read_throttling, resident_memory
 
 CPU_STAT = {
     "v1": "nr_periods 40\nnr_throttled 10\nthrottled_time 2500000000\n",

@@ -19,8 +19,8 @@ from sunspot.run.cost import Spending, compute_spending, cost_of_loss
 from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.seen import read_details
 from sunspot.run.status import RunState, Status, new_driver, write_status, write_status_as_is
-from sunspot.search_space import load_search
 from sunspot.settings import load_settings
+from sunspot.settings.search_space import load_search
 from sunspot.submitter.cluster.progress_lines import print_pods
 from sunspot.submitter.manifest.render import Rendered, settings_of
 from tests.harness.commands import StorageCommand

@@ -211,7 +211,7 @@ def test_requests_with_a_repeated_security_header_are_rejected(name: str) -> Non
 
 
 def test_a_client_that_sends_its_head_slowly_is_disconnected(local: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.local_http.HEAD_WITHIN_S", 0.5)
+    monkeypatch.setattr("sunspot.machine.local_http.HEAD_WITHIN_S", 0.5)
     began = time.monotonic()
     with socket.create_connection(local.server_address[:2], timeout=10) as client, contextlib.suppress(OSError):
         while time.monotonic() - began < 5:

@@ -14,8 +14,8 @@ import torch
 from sunspot.checkpoint.files import load_weights
 from sunspot.data.source import EmptySource, read_rows
 from sunspot.errors import ConflictError, DataError, SettingsError
+from sunspot.machine.private_folder import private_folder
 from sunspot.predict.for_report import to_parts
-from sunspot.private_folder import private_folder
 from sunspot.settings import Settings
 from sunspot.storage import open_storage
 from sunspot.tasks import finetune, load_task

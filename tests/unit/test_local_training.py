@@ -16,7 +16,7 @@ import pytest
 from sunspot.cli import make_parser
 from sunspot.errors import SettingsError
 from sunspot.run.overview import list_runs
-from sunspot.settings_file import as_variables, read_settings_file
+from sunspot.settings.file import as_variables, read_settings_file
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.commands.arguments import given_settings
 from sunspot.submitter.commands.train import train_and_print

@@ -182,8 +182,8 @@ def test_shared_memory_that_cannot_be_written_is_not_blamed_on_load(
 def test_an_address_where_nothing_listens_is_reported_with_the_fix(
     address: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sunspot.ray_start_errors.REACH_WITHIN_S", 0)
-    monkeypatch.setattr("sunspot.ray_start_errors.TRY_EVERY_S", 0)
+    monkeypatch.setattr("sunspot.ray_session.start_errors.REACH_WITHIN_S", 0)
+    monkeypatch.setattr("sunspot.ray_session.start_errors.TRY_EVERY_S", 0)
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(SunspotError, match=f"^Ray cannot be reached at RAY_ADDRESS={re.escape(address)}: ") as raised:
         begin()
@@ -203,7 +203,7 @@ def test_a_session_waits_for_a_head_that_starts_later(
         return connect(*words)
 
     monkeypatch.setattr(socket, "create_connection", refuse_first)
-    monkeypatch.setattr("sunspot.ray_start_errors.TRY_EVERY_S", 0)
+    monkeypatch.setattr("sunspot.ray_session.start_errors.TRY_EVERY_S", 0)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     with caplog.at_level(logging.INFO, "sunspot"):
         begin()

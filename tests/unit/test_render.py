@@ -22,8 +22,8 @@ import yaml
 from sunspot.cli import main
 from sunspot.errors import SettingsError
 from sunspot.run.owner import CERTIFICATES, POD_NAMESPACE
-from sunspot.search_space import load_search
 from sunspot.settings import Settings
+from sunspot.settings.search_space import load_search
 from sunspot.submitter.cluster.api import POD_ROLE, ROLE, ROLES
 from sunspot.submitter.cluster.preflight import find_references
 from sunspot.submitter.manifest.profile import load_profile

@@ -18,10 +18,10 @@ from sunspot.checkpoint.memory import NodeMemory, Slot
 from sunspot.checkpoint.memory_files import LoadedSnapshot, MemorySnapshot, Sidecar, list_snapshots
 from sunspot.checkpoint.node_state import NodeState
 from sunspot.checkpoint.replicas import PartExchange, find_replica_ranks
+from sunspot.machine.shared_pages import Pages
 from sunspot.run import open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.shared_pages import Pages
 from tests.harness.process_group import in_processes
 
 SIZES = [2500, 700, 1000]

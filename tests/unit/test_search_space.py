@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sunspot.errors import SettingsError
-from sunspot.search_space import Dimension, find_dimensions, load_search, parse, trial_name
+from sunspot.settings.search_space import Dimension, find_dimensions, load_search, parse, trial_name
 from sunspot.tune.search import ranked_by_held_out
 from tests.harness import GOLDEN, REPOSITORY
 from tests.harness.manifests import render

@@ -11,10 +11,10 @@ import pytest
 
 from sunspot.elastic.supervisor import supervised
 from sunspot.errors import TerminatedError, run_and_exit
+from sunspot.machine.stop_signals import raise_end_signals
 from sunspot.observe import progress
 from sunspot.ray_internals.processes import ray_apart_from_signals
 from sunspot.run.requests import StopRequest
-from sunspot.stop_signals import raise_end_signals
 from tests.harness.control import LocalControl
 
 

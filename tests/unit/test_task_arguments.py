@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sunspot.settings import Settings
-from sunspot.task_arguments import TaskArguments
+from sunspot.settings.task_arguments import TaskArguments
 
 GIVEN = {"hiden": 32, "width": 64}
 

@@ -14,7 +14,7 @@ import torch
 from sunspot.data.source import Source, read_rows
 from sunspot.plan import make_plan
 from sunspot.settings import Settings, load_settings
-from sunspot.settings_file import read_settings_file
+from sunspot.settings.file import read_settings_file
 from sunspot.submitter.commands.init import KINDS
 from sunspot.tasks import load_predict, load_task
 from sunspot.train.task_check import check

@@ -29,7 +29,7 @@ from sunspot.run import Run
 from sunspot.run.logs import LogWriter
 from sunspot.run.status import RunState, Status, read_status, write_status_as_is
 from sunspot.run.streams import new_stream
-from sunspot.search_space import SEARCH_LABEL
+from sunspot.settings.search_space import SEARCH_LABEL
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.local import LocalStorage
 from sunspot.ui import page_process, refreshing, site
@@ -393,8 +393,8 @@ def test_error_responses_have_the_security_policy(tmp_path: Path, status: bytes,
 
 
 def test_clients_that_send_no_request_do_not_block_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.local_http.MAX_WAITING", 20)
-    monkeypatch.setattr("sunspot.local_http.HEAD_WITHIN_S", 5.0)
+    monkeypatch.setattr("sunspot.machine.local_http.MAX_WAITING", 20)
+    monkeypatch.setattr("sunspot.machine.local_http.HEAD_WITHIN_S", 5.0)
     with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url, contextlib.ExitStack() as open_ones:
         place = urllib.parse.urlsplit(url)
         began = time.monotonic()

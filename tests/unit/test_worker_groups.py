@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from sunspot.errors import SettingsError
-from sunspot.search_space import load_search
 from sunspot.settings import NodeGroup
+from sunspot.settings.search_space import load_search
 from sunspot.submitter.cluster.state import JobSnapshot, count_workers
 from sunspot.submitter.cluster.views import job_view, pod_view
 from sunspot.submitter.manifest.profile import load_profile

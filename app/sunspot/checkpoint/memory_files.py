@@ -25,14 +25,14 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from sunspot.cgroup import memory_left
 from sunspot.errors import DamageError
 from sunspot.log import warn_once
-from sunspot.private_folder import is_own_folder, make_private_folder
+from sunspot.machine.cgroup import memory_left
+from sunspot.machine.private_folder import is_own_folder, make_private_folder
+from sunspot.machine.shared_pages import Pages, map_pages
 from sunspot.run import SHARED_MEMORY, node_memory_directory
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.objects import Count, Timestamp, is_count, is_timestamp, parse_verified
-from sunspot.shared_pages import Pages, map_pages
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from sunspot.checkpoint.parts import ShardedContents, is_sharded, load_pieces
 from sunspot.checkpoint.pieces import Piece, ReadPlan, extent_of
 from sunspot.checkpoint.replicas import CHUNK, TIMEOUT_S
 from sunspot.checkpoint.tensors import keys_of, make_outline, padded, tensors_in
+from sunspot.machine.shared_pages import Pages, map_pages
 from sunspot.parallel.collectives import gather_objects, run_on_all_ranks
 from sunspot.run import Run
 from sunspot.run.checkpoints import FILES_AT_ONCE, Checkpoint, compare_bytes
-from sunspot.shared_pages import Pages, map_pages
 
 STATES = ("model.pt", "optimizer.pt")
 """The files of a checkpoint that a worker group loads. All other files are only verified."""

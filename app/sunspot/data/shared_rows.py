@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sunspot.cgroup import memory_left
 from sunspot.data.source import Batch, Source, rows_in
 from sunspot.data.table_files import clear_file_cache
 from sunspot.errors import DataError
 from sunspot.formatting import as_bytes
-from sunspot.shared_pages import Pages, map_pages
+from sunspot.machine.cgroup import memory_left
+from sunspot.machine.shared_pages import Pages, map_pages
 
 ALIGNMENT = 64
 """Alignment of each column's first byte, in bytes."""

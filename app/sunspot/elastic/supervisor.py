@@ -23,11 +23,11 @@ from sunspot.elastic.membership_channel import MembershipServer
 from sunspot.elastic.messages import Incident
 from sunspot.elastic.nodes import NODE_CHECK_EVERY_S, NodeMonitor, describe_asked
 from sunspot.errors import EndAtOnceError, shorten
+from sunspot.machine.stop_signals import end_signals
 from sunspot.ray_internals.coordinator import ask_of_groups
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
-from sunspot.stop_signals import end_signals
 
 log = logging.getLogger(__name__)
 

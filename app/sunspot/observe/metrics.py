@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sunspot.cgroup import memory_left, read_throttling, resident_memory
 from sunspot.data.source import Batch
+from sunspot.machine.cgroup import memory_left, read_throttling, resident_memory
 from sunspot.observe.ranks import to_column
 from sunspot.parallel.collectives import gather_objects
 from sunspot.run.history import Columns

@@ -15,7 +15,7 @@ import torch
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from sunspot.background import Background
-from sunspot.cgroup import memory_left, resident_memory
+from sunspot.machine.cgroup import memory_left, resident_memory
 
 EXPORT_EVERY_S = 5.0
 """Seconds between exports.

@@ -14,7 +14,7 @@ from sunspot.formatting import columns, plural, visible
 from sunspot.log import print_logs
 from sunspot.predict.command_arguments import add_arguments, check_arguments
 from sunspot.settings import load_settings
-from sunspot.settings_file import find_task
+from sunspot.settings.file import find_task
 
 if TYPE_CHECKING:
     from sunspot.predict.classifier import Classifier

@@ -12,7 +12,7 @@ from sunspot.plan import Plan, choose_resources
 from sunspot.predict.classifier import Classifier, print_warnings
 from sunspot.ray_session import enter_folder, ray_session
 from sunspot.settings import PREFIX
-from sunspot.settings_file import find_task
+from sunspot.settings.file import find_task
 from sunspot.storage.local import local_path
 
 START_S = 600

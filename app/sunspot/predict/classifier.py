@@ -21,7 +21,7 @@ from sunspot.run import Run, open_run
 from sunspot.run.checkpoints import Checkpoint, CheckpointDirectory, choose, find_faults, open_directory
 from sunspot.run.overview import describe_absence
 from sunspot.settings import PREFIX, Settings, recorded_settings
-from sunspot.settings_file import find_task
+from sunspot.settings.file import find_task
 from sunspot.tasks import load_predict, load_task
 
 log = logging.getLogger(__name__)

@@ -67,7 +67,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from sunspot.private_folder import private_path
+from sunspot.machine.private_folder import private_path
 from sunspot.storage import open_storage
 from sunspot.storage.base import Entry, Storage
 

@@ -23,7 +23,7 @@ from sunspot.run.overview import read_state, run_exists
 from sunspot.run.seen import read_details
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import PREFIX
-from sunspot.settings_file import as_variables
+from sunspot.settings.file import as_variables
 from sunspot.submitter.cluster.deletion import delete_run
 from sunspot.submitter.local_training import COMMAND, refuse_without_training
 from sunspot.submitter.printing import progress_note, warn

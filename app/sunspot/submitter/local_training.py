@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from sunspot.errors import SettingsError
 from sunspot.extras import how_to_install
 from sunspot.settings import PREFIX, Settings, load_settings
-from sunspot.settings_file import FILE, as_variables, read_settings_file
+from sunspot.settings.file import FILE, as_variables, read_settings_file
 from sunspot.submitter.printing import warn
 from sunspot.task_file import SUFFIX, extend_path, find_module
 

@@ -82,10 +82,10 @@ def list_unfinished(run: Run) -> Sequence[UnfinishedWrite]:
 
 def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
     """Return the storage path and the run name from the arguments or settings. Raises `SettingsError` if invalid."""
-    from sunspot.search_space import (
+    from sunspot.settings import PREFIX, with_place
+    from sunspot.settings.search_space import (
         load_common,
     )  # pydantic is slow to import, and `sunspot VERB --help` does not need it
-    from sunspot.settings import PREFIX, with_place
 
     given = {PREFIX + setting: value for setting, value in with_place({}, name, storage_path).items()}
     settings, _, _ = load_common({**os.environ, **given})  # the environment can describe a search

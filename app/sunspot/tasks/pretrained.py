@@ -19,7 +19,7 @@ from torch import nn
 
 from sunspot.background import map_parallel
 from sunspot.errors import ConflictError, SettingsError, shorten
-from sunspot.private_folder import private_folder
+from sunspot.machine.private_folder import private_folder
 from sunspot.settings import PREFIX
 from sunspot.storage import open_storage
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from sunspot.command_line import CommandParser
 from sunspot.errors import SettingsError, run_and_exit
 from sunspot.log import print_logs
+from sunspot.machine.stop_signals import raise_end_signals
 from sunspot.ray_internals.job import end_for_good
-from sunspot.search_space import find_dimensions
 from sunspot.settings import PREFIX, Settings, load_settings
-from sunspot.stop_signals import raise_end_signals
+from sunspot.settings.search_space import find_dimensions
 from sunspot.tracking.process import refuse_unusable
 from sunspot.train.driver import train_run
 

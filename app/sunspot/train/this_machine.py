@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import torch
 
-from sunspot.cgroup import memory_left
 from sunspot.errors import SettingsError
 from sunspot.formatting import as_bytes, plural
+from sunspot.machine.cgroup import memory_left
 from sunspot.plan import choose_resources
 from sunspot.ray_internals.coordinator import ROUNDING
 from sunspot.ray_session import cores_here

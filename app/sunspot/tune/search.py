@@ -34,7 +34,7 @@ from sunspot.run.outcome import DriverStatusWriter, recorded_outcome
 from sunspot.run.requests import StopRequest, refuse_if_deleted, resume_hint, stop_requested
 from sunspot.run.search import SearchResults, Trial, read_trial, write_results
 from sunspot.run.status import STATUS_EVERY_S, RunState, find_own_status, new_driver
-from sunspot.search_space import Search, in_words, load_search
+from sunspot.settings.search_space import Search, in_words, load_search
 from sunspot.storage.limits import retry_storage
 from sunspot.storage.prove import prove
 from sunspot.tracking.process import refuse_unusable

@@ -12,7 +12,7 @@ from typing import Any
 
 from sunspot.errors import SettingsError, shorten
 from sunspot.formatting import visible
-from sunspot.local_http import LocalServer, as_address, host_name, is_loopback
+from sunspot.machine.local_http import LocalServer, as_address, host_name, is_loopback
 from sunspot.ui.site import Answer, Site
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from sunspot.cgroup import memory_left
 from sunspot.errors import SunspotError, shorten
 from sunspot.log import print_logs
+from sunspot.machine.cgroup import memory_left
 from sunspot.storage import open_storage
 from sunspot.storage.limits import ProgressDeadline
 from sunspot.ui.pages import PageReader, RunPage

@@ -14,8 +14,8 @@ from sunspot.report.model import Report
 from sunspot.report.page import SECTIONS, Sections
 from sunspot.report.page import show as show_report
 from sunspot.run.objects import RUN
-from sunspot.search_space import SEARCH_LABEL
 from sunspot.settings import PREFIX
+from sunspot.settings.search_space import SEARCH_LABEL
 
 BACK = element("nav", element("a", "All runs", href="/"), aria_label="Back")
 

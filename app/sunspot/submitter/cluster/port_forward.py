@@ -19,7 +19,7 @@ from socketserver import BaseRequestHandler
 from typing import TYPE_CHECKING, Any
 
 from sunspot.errors import SettingsError, SunspotError
-from sunspot.local_http import CHUNK, LocalServer, host_name
+from sunspot.machine.local_http import CHUNK, LocalServer, host_name
 
 if TYPE_CHECKING:
     from websocket import WebSocket

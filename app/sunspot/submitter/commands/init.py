@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sunspot.errors import SettingsError, StorageError
 from sunspot.settings import PREFIX
-from sunspot.settings_file import FILE, as_variables, read_settings_file
+from sunspot.settings.file import FILE, as_variables, read_settings_file
 from sunspot.submitter.printing import print_json, print_text
 
 KINDS = {

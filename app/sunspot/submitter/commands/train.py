@@ -37,11 +37,11 @@ def become(module: str, args: argparse.Namespace) -> None:
 
 def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> int:
     """Train with stdout redirected to stderr, print the outcome as JSON, and return the training's exit code."""
+    from sunspot.machine.stop_signals import end_signals
     from sunspot.run import open_run
     from sunspot.run.overview import read_state, run_exists
     from sunspot.run.status import read_status
-    from sunspot.search_space import load_common
-    from sunspot.stop_signals import end_signals
+    from sunspot.settings.search_space import load_common
     from sunspot.submitter.printing import print_json
 
     settings, _, _ = load_common(environment)

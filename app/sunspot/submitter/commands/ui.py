@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 
-from sunspot.local_http import host_name
+from sunspot.machine.local_http import host_name
 from sunspot.submitter.printing import print_json_line, print_text, warn
 from sunspot.submitter.runs import find_storage
 from sunspot.ui.http_server import Server

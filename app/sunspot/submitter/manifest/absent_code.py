@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 
 from sunspot.code_archive import CODE
-from sunspot.search_space import find_dimensions
 from sunspot.settings import PREFIX
+from sunspot.settings.search_space import find_dimensions
 from sunspot.submitter.manifest.render import Rendered, settings_of
 
 

@@ -16,8 +16,8 @@ from sunspot.code_archive import CODE, code_in
 from sunspot.credentials import is_credential
 from sunspot.errors import SettingsError, StorageError, shorten
 from sunspot.formatting import plural
-from sunspot.search_space import Search, load_search
 from sunspot.settings import PREFIX, Settings, refuse, variable_of
+from sunspot.settings.search_space import Search, load_search
 from sunspot.submitter.code_files import CodeArchive
 from sunspot.submitter.manifest.merge import CREDENTIAL_SHOWN, merge_job
 from sunspot.submitter.manifest.pods import (

@@ -12,11 +12,11 @@ from typing import Any
 
 from sunspot.code_archive import CODE, SETUP_HOOK
 from sunspot.errors import EndAtOnceError, SunspotError, shorten
-from sunspot.private_folder import private_folder, private_path
+from sunspot.machine.private_folder import private_folder, private_path
 from sunspot.ray_internals.authentication import forget_token
 from sunspot.ray_internals.output import brief_ray
 from sunspot.ray_internals.processes import ray_apart_from_signals
-from sunspot.ray_start_errors import explain_start, refuse_unreachable
+from sunspot.ray_session.start_errors import explain_start, refuse_unreachable
 
 RAY_ENVIRONMENT = {
     # Interval of the controller's polls. It limits how fast a lost worker is noticed, and how often workers report.

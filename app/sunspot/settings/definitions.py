@@ -32,8 +32,8 @@ from pydantic import (
 from sunspot.credentials import URL_PASSWORD, find_credential, find_credential_arguments
 from sunspot.errors import SettingsError
 from sunspot.formatting import plural
+from sunspot.settings.task_arguments import TaskArguments, plain
 from sunspot.spelling import OTHER_SETTINGS, SUBMIT_OPTIONS, find_meant
-from sunspot.task_arguments import TaskArguments, plain
 
 PREFIX = "SUNSPOT_"
 

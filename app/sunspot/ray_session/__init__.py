@@ -1,0 +1,24 @@
+"""The Ray session of this process: it joins a cluster or starts a local one.
+
+`start_errors.py` explains why Ray does not start.
+"""
+
+from sunspot.ray_session.session import (
+    MAX_SOCKET_PATH_BYTES,
+    RAY_ENVIRONMENT,
+    cores_here,
+    enter_folder,
+    ray_session,
+    start_local_ray,
+    starts_own_session,
+)
+
+__all__ = [
+    "MAX_SOCKET_PATH_BYTES",
+    "RAY_ENVIRONMENT",
+    "cores_here",
+    "enter_folder",
+    "ray_session",
+    "start_local_ray",
+    "starts_own_session",
+]

@@ -1,0 +1,54 @@
+"""The settings of a run: their definitions, a search over them, and the file `sunspot.toml`.
+
+`definitions.py` has one field for each setting, which is read from an environment variable. `file.py` reads the same
+settings from `sunspot.toml`. `task_arguments.py` reads `SUNSPOT_TASK_ARGS`, and `search_space.py` the values that the
+trials of a search take.
+"""
+
+from sunspot.settings.definitions import (
+    HEAD,
+    IDENTITY,
+    PREFIX,
+    READING_SHARE,
+    RUN_NAME_LENGTH,
+    NodeGroup,
+    NodePrice,
+    Settings,
+    WorkerRange,
+    accepts,
+    cut,
+    describe_settings,
+    differences,
+    load_settings,
+    parse_json,
+    recorded_settings,
+    refuse,
+    setting_text,
+    takes,
+    variable_of,
+    with_place,
+)
+
+__all__ = [
+    "HEAD",
+    "IDENTITY",
+    "PREFIX",
+    "READING_SHARE",
+    "RUN_NAME_LENGTH",
+    "NodeGroup",
+    "NodePrice",
+    "Settings",
+    "WorkerRange",
+    "accepts",
+    "cut",
+    "describe_settings",
+    "differences",
+    "load_settings",
+    "parse_json",
+    "recorded_settings",
+    "refuse",
+    "setting_text",
+    "takes",
+    "variable_of",
+    "with_place",
+]
