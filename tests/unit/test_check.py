@@ -115,7 +115,7 @@ BROKEN = [
         "    return model(images)",
         "    return model(images).argmax(1)",
         SettingsError,
-        r"predict returned \[64\]; return",
+        r"predict returned scores of shape \[64\]; return",
     ),
     ("return Net()", "return {}", SettingsError, r"its build_model returned a dict"),
     ("return self.head(", "assert self.training; return self.head(", SunspotError, r"evaluation mode: AssertionError"),

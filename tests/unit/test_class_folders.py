@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +24,7 @@ from sunspot.errors import DataError
 from sunspot.plan import make_plan
 from sunspot.settings import Settings
 from sunspot.storage import open_storage
+from sunspot.tasks import Task
 from tests.harness.datasets import everything, random_images, refusal
 from tests.unit.test_table import png
 
@@ -154,11 +156,15 @@ def test_mixed_training_and_held_out_files_are_rejected(tmp_path: Path, names: l
         open_table(Settings(dataset=str(tmp_path)), {"x": Column()})
 
 
+def predicting_task() -> Task:
+    return Task(SimpleNamespace(predict=lambda model, batch: None), Settings())
+
+
 def test_the_plan_counts_unread_files(tmp_path: Path) -> None:
     files = ["cat/a.png", "dog/a.png", *(f"cat/{number}.heic" for number in range(8)), "dog/n.txt", "b.png"]
     location = put_files(tmp_path, *files, ".thumbs/a.png", "dog/.ipynb_checkpoints/a.png", "cat/0001")
     (tmp_path / "cat" / "c.png").symlink_to("nowhere")
-    task = type("Task", (), {"predict": None})
+    task = predicting_task()
     [data, note, steps] = make_plan(Settings(dataset=location), task).reasons
     assert "2 training rows" in data
     assert "put them into test/ beside train/, set SUNSPOT_TEST_DATASET, or hold out" in data
@@ -181,8 +187,8 @@ def test_a_note_explains_the_class_of_nested_images(tmp_path: Path) -> None:
 def test_a_single_class_is_rejected_only_if_the_task_predicts(tmp_path: Path) -> None:
     settings = Settings(dataset=put_files(tmp_path, "images/a.png", "images/b.png"))
     with refusal(DataError, "one class, images", "a separate folder", "without `label`"):
-        make_plan(settings, type("Classifier", (), {"predict": None}))
-    assert rows_in(make_plan(settings, object()).source) == 2
+        make_plan(settings, predicting_task())
+    assert rows_in(make_plan(settings, Task(SimpleNamespace(), settings)).source) == 2
 
 
 def test_rows_to_predict_can_have_one_class_or_lack_a_class(tmp_path: Path) -> None:

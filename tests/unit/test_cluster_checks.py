@@ -480,8 +480,8 @@ def test_storage_without_conditional_writes_fails_the_check(
 ) -> None:
     s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
     found = checks(sunspot, code=4)["storage"]
-    assert "created twice" in found["seen"]
-    assert "ignores 'If-None-Match: *'" in found["fix"]
+    assert "created twice, because this store ignores 'If-None-Match: *'" in found["seen"]
+    assert "conditional writes" in found["fix"]
     assert not sunspot.run.storage.list("")
 
 

@@ -55,7 +55,7 @@ def test_help_describes_the_command_and_does_nothing(module: str, tmp_path: Path
 def test_an_unknown_argument_is_rejected(module: str, tmp_path: Path) -> None:
     done = run_module(module, "--hepl", tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "error: --hepl: no such argument; did you mean --help?\n"
+    assert done.stderr == "error: --hepl: no such option; did you mean --help?\n"
     assert done.stdout == "imported []\n"
     assert {path.stem for path in tmp_path.iterdir()} == set(OWN)
 

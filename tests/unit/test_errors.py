@@ -110,7 +110,7 @@ def test_an_error_names_a_credential_with_a_newline_without_showing_it(
         assert CANARY not in said
         assert "Signature=***" in said or "Signature=" not in said
         if "cannot read" in said:
-            assert f"{name} has white space around it" in said
+            assert f"{name} has surrounding white space" in said
 
 
 def test_a_password_in_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

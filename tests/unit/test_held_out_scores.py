@@ -105,7 +105,7 @@ def test_all_rows_are_scored_once_on_any_number_of_workers(plan_of: Callable[[st
         ("{'f1': scores}", "returned f1 as a Tensor; return one number"),
         ("{'f1': None}", "returned f1 as a NoneType"),
         ("{'step': 1}", "its compute_metrics returns a metric with the name 'step'"),
-        ("{'test_f1': 1}", "is the prefix of metrics of held-out rows"),
+        ("{'test_f1': 1}", "is reserved for metrics of held-out rows"),
         ("{'hits': 1}", "returned hits, which loss returns for each row; rename one"),
     ],
 )

@@ -120,7 +120,7 @@ def test_a_file_path_as_task_is_answered_with_its_module(file: str) -> None:
 BARE = re.compile(rf"(?<![\w.])(?:{'|'.join(name.upper() for name in Settings.model_fields)})(?!\w)")
 
 TYPED_BARE = {
-    "settings_file.py",
+    "file.py",
     "profile.py",
     "arguments.py",
     "command_arguments.py",

@@ -133,7 +133,7 @@ def test_errors_about_invalid_labels_include_the_row(tmp_path: Path, labels: lis
 
 def test_the_plan_counts_the_classes_that_have_rows(tmp_path: Path) -> None:
     said = describe_classes(open_labels(tmp_path, {"a": ["1", "2", "10"]}))
-    assert said == "11 classes, of which 3 have rows: labels are numbers from 0 to 10"
+    assert said == "11 classes, of which 3 have rows (labels are numbers from 0 to 10)"
     assert describe_classes(open_labels(tmp_path, {"a": ["1", "0"]})) == "2 classes"
 
 
