@@ -260,7 +260,7 @@ def test_the_loss_of_a_zone_within_a_step_does_not_end_the_other_workers(control
     nodes = {rank: f"node-{rank}" for rank in range(16)}
     control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=nodes)
     assert all(judge({rank: LOST}) for rank in range(12))
-    assert control.heard("log")[-1].endswith("; starting again, 0 of 3 SUNSPOT_MAX_FAILURES left")
+    assert control.heard("log")[-1].endswith("; a replacement starts, 0 of 3 SUNSPOT_MAX_FAILURES left")
     control.end = replace(control.end, nodes=dict.fromkeys(range(4), "other"))
     assert judge({12: LOST, 13: LOST, 14: LOST}), "a worker that took the step may still be alive"
     assert not judge({0: LOST}), "all workers were lost within one step"

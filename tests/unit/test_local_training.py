@@ -52,9 +52,16 @@ def test_settings_and_options_can_be_mixed(verb: str) -> None:
     assert (arguments.storage, arguments.json) == ("elsewhere", True)
 
 
-@pytest.mark.parametrize("word", ["mnist", "=3"])
-def test_a_word_that_is_neither_a_setting_nor_a_file_is_rejected(word: str) -> None:
-    with pytest.raises(SettingsError, match=f"^{word}: write VAR=VALUE, such as RUN_NAME={word}, or the path of a"):
+@pytest.mark.parametrize(
+    ("word", "example"),
+    [
+        ("mnist", "VAR=VALUE, such as RUN_NAME=mnist"),
+        ("=3", "VAR=VALUE, such as RUN_NAME==3"),
+        ("EPOCHS", "EPOCHS=VALUE"),
+    ],
+)
+def test_a_word_that_is_neither_a_setting_nor_a_file_is_rejected(word: str, example: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{word} is not a setting; write {example}, or the path of a task"):
         given_settings(make_parser().parse_args(["train", word]))
 
 

@@ -250,7 +250,8 @@ class FailureJudge:
             since = f"since the previous failures (SUNSPOT_MAX_FAILURES={self._max})"
             return False, f"; no new {'step' if all_lost else 'checkpoint'} {since}", counts
         remaining = max(0, self._max - counts.charged)
-        return True, f"; starting again, {remaining} of {self._max} SUNSPOT_MAX_FAILURES left", counts
+        action = "a replacement starts" if all_lost and lost < len(end.nodes) else "starting again"
+        return True, f"; {action}, {remaining} of {self._max} SUNSPOT_MAX_FAILURES left", counts
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
         """Leave out the nodes with a broken GPU. Returns whether another group starts, and what to print."""

@@ -69,7 +69,9 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
             name = access.run.name
             raise GaveUpError(f"{name} has ended ({reason}), but its pods still exist; they will end by themselves")
         deleted = bool(snapshot.job and snapshot.job in ours)
-    if state not in (RunState.SUCCEEDED, RunState.FAILED):
+    if state is RunState.SUCCEEDED:
+        return state, f"the run was complete before it could stop: {reason}"
+    if state is not RunState.FAILED:
         state = RunState.STOPPED
     checkpoint = snapshot.storage.status and snapshot.storage.status.checkpoint
     saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"

@@ -114,8 +114,9 @@ def given_settings(args: argparse.Namespace) -> dict[str, str]:
     for word in [*args.settings, *words]:
         name, equals, value = word.partition("=")
         if not name or not equals:
-            file = f", such as RUN_NAME={word}, or the path of a task's file" if word in words else ""
-            raise SettingsError(f"{word} is not a setting; write VAR=VALUE{file}")
+            example = f"{word}=VALUE" if word.isupper() else f"VAR=VALUE, such as RUN_NAME={word}"
+            file = ", or the path of a task's file" if word in words else ""
+            raise SettingsError(f"{word} is not a setting; write {example}{file}")
         overrides[name] = value
     return overrides
 

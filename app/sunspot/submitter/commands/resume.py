@@ -2,6 +2,7 @@
 
 import argparse
 
+from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.progress_lines import print_state, print_submission
 from sunspot.submitter.cluster.start import resume_run
@@ -17,6 +18,8 @@ def run(args: argparse.Namespace) -> None:
     if submission:
         print_submission(submission, args.json)
         return
+    state, _ = snapshot.state()
     how = "`sunspot train` or `make train`; for GitOps, a commit that raises GENERATION"
-    reason = f"the stop marker is cleared; repeat the command that started the run ({how})"
-    print_state(access.run, snapshot.state()[0], reason, args.json)
+    longer = " with more SUNSPOT_EPOCHS" if state is RunState.SUCCEEDED else ""
+    reason = f"the stop marker is cleared; repeat the command that started the run{longer} ({how})"
+    print_state(access.run, state, reason, args.json)
