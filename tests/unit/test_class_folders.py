@@ -167,7 +167,7 @@ def test_the_plan_counts_unread_files(tmp_path: Path) -> None:
     task = predicting_task()
     [data, note, steps] = make_plan(Settings(dataset=location), task).reasons
     assert "2 training rows" in data
-    assert "put them into test/ beside train/, set SUNSPOT_TEST_DATASET, or hold out" in data
+    assert "put them into test/ next to train/, set SUNSPOT_TEST_DATASET, or hold out" in data
     assert note == (
         f"{location}: not read: 8 .heic files, such as cat/0.heic; 2 files in hidden folders, such as "
         ".thumbs/a.png; 1 .txt file, such as dog/n.txt; 1 broken link or similar, such as cat/c.png; 1 file without "
