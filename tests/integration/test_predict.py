@@ -192,7 +192,7 @@ def test_a_datasets_accuracy_equals_that_of_the_runs_evaluation(
     with pytest.raises(ConflictError, match=r"rows: 101 -> 240"):
         predict(*words, "--split", "train")
     files[2].write_bytes(files[0].read_bytes())
-    with pytest.raises(DamageError, match=f"{files[2].name}: cannot be used.*delete it"):
+    with pytest.raises(DamageError, match=f"{files[2].name} cannot be used.*delete it"):
         predict(*words)
 
 
