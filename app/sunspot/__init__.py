@@ -1,7 +1,7 @@
 """Sunspot: Ray Train on Kubernetes spot GPUs, where losing a node loses no work.
 
-The command (cli.py, submitter/) turns a profile and settings (settings.py) into a RayJob. The job's driver (train/)
-loads the task (tasks/), plans the run (plan.py), joins Ray (ray_session.py), and starts the workers. The workers load
+The command (cli.py, submitter/) turns a profile and settings (settings/) into a RayJob. The job's driver (train/)
+loads the task (tasks/), plans the run (plan.py), joins Ray (ray_session/), and starts the workers. The workers load
 rows (data/), take steps together (parallel/), and copy their state to memory and storage (checkpoint/, storage/).
 Notices, losses and new nodes change the group of workers (elastic/). The run's files (run/) record what happened, and
 report/, ui/, predict/ and tracking/ read them. docs/architecture.md describes all packages.

@@ -24,7 +24,7 @@ from sunspot.storage.limits import retry_storage
 
 log = logging.getLogger(__name__)
 
-CODE = "SUNSPOT_CODE"  # not imported from settings.py, because subcommands that only read storage need no pydantic
+CODE = "SUNSPOT_CODE"  # not imported from settings/, because subcommands that only read storage need no pydantic
 
 FOLDER = "code"
 """Name of a run's folder for its code archives."""
@@ -60,7 +60,7 @@ def enter_code(reference: str) -> None:
 def set_up_process() -> None:
     """Put the code in the environment's CODE first on this process's path, or log a warning if that fails.
 
-    Ray would keep restarting a process that fails here, so the worker raises the error later (sunspot/train/join.py).
+    Ray would keep restarting a process that fails here, so the worker raises the error later (train/joining.py).
     """
     try:
         find_code(os.environ.get(CODE, ""))

@@ -113,6 +113,21 @@ def test_the_paths_of_a_loss_and_a_notice_name_functions_that_exist() -> None:
         assert re.search(rf"(def|class) {last}\b|^    {last}: ", sources, re.M), names
 
 
+EXAMPLES = {"my_task.py", "buggy.py"}
+"""Files that docstrings name as examples of a user's files."""
+
+
+def test_docstrings_name_files_that_exist() -> None:
+    files = [path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("*/**/*.py")]
+    for path in sorted((REPOSITORY / "app").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                for name in re.findall(r"(?<![\w/.*])(?:[a-z_]+/)*[a-z_]+\.py\b", ast.get_docstring(node) or ""):
+                    of_ray = name.startswith("ray/")
+                    exists = any(f"/{file}".endswith(f"/{name}") for file in files)
+                    assert of_ray or exists or Path(name).name in EXAMPLES, (path, name)
+
+
 def test_the_architecture_page_lists_every_package() -> None:
     page = (REPOSITORY / "docs/architecture.md").read_text()
     for package in (REPOSITORY / "app/sunspot").glob("*/__init__.py"):

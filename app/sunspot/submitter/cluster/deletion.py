@@ -1,6 +1,6 @@
 """Deletes a run from the cluster and from storage.
 
-A marker is written first and removed last (`sunspot.run.status`). If the command is interrupted in between, nothing
+A marker is written first and removed last (`sunspot.run.requests`). If the command is interrupted in between, nothing
 trains the run, and running the command again completes the deletion. Objects that a surviving process writes in the
 meantime are also deleted, or reported.
 """
