@@ -221,7 +221,7 @@ def test_the_error_for_a_credential_in_a_file_gives_its_line(tmp_path: Path) -> 
     with pytest.raises(SettingsError) as refused:
         pack(tmp_path)
     assert "1 problem" in str(refused.value)
-    assert "my_task.py, line 3 contains a Hugging Face token; read it from an environment variable" in str(refused.value)
+    assert "my_task.py, line 3 contains a Hugging Face token; read it from an env" in str(refused.value)
     assert token not in str(refused.value)
     write(tmp_path, {"my_task.py": f"TOKEN = '{token}'  # pragma: allowlist secret\n"})
     assert pack(tmp_path).names == {"my_task.py", "test_task.py"}
