@@ -77,7 +77,7 @@ def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
 def first_incident(start: StartPoint) -> Incident:
     """Return why a driver starts its first worker group, or an empty incident for a later group.
 
-    Another start of the run was alive if it wrote a status after this driver had begun or, on another cluster, shortly
+    Another start of the run was alive if it wrote a status after this driver had begun or, running elsewhere, shortly
     before the claim. An earlier start of the same job means that its driver was lost, although the workers can outlive
     it for a minute.
     """
