@@ -65,20 +65,20 @@ from sunspot.storage.limits import retry_storage
 Result = TypeVar("Result")
 
 PROCESS_NONCE = new_nonce()
-"""Random name of this process, which processes forked from it share."""
+"""Random name of this process, shared by processes forked from it."""
 
 NODE_GROUP = "RAY_NODE_TYPE_NAME"
-"""Environment variable with the node group of a pod. Ray sets a node's label ray.io/node-group from it."""
+"""Environment variable that names a pod's node group. Ray copies it to the node label ray.io/node-group."""
 
 
 class CheckpointLoaders(NamedTuple):
-    """Functions that load the checkpoints and in-memory copies from which a group may start."""
+    """Functions that load the checkpoints and in-memory copies from which a group can start."""
 
     load: Callable[[Checkpoint], list[str]] | None = None
-    """Function that loads a checkpoint on this rank and returns its faults. If it is None, every byte is compared with
-    the manifest."""
+    """Function that loads a checkpoint on this rank and returns its faults, or None to verify every byte against the
+    manifest."""
     load_parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: []
-    "Function that reads the copies of parts that this rank needs, and returns the damaged ones."
+    "Function that reads the part copies that this rank needs and returns the damaged copies."
     add_copies: Callable[[list[NodeInventory]], list[NodeInventory]] = lambda inventories: inventories
     """Function that adds the in-memory copies to the inventories. All workers call it together if no live state can be
     used."""
@@ -88,7 +88,7 @@ DEFAULT_LOADERS = CheckpointLoaders()
 
 
 class LocalState(NamedTuple):
-    """State that a rank found on its node, and what it has read of the chosen start."""
+    """The state that a rank found on its node, and the data that it has already read from the chosen start."""
 
     snapshot: LoadedSnapshot | None
     state: NodeState
@@ -103,24 +103,24 @@ class PastRecords:
     "Last steps that earlier processes are known to have taken: attempt, step, and time in seconds since the epoch."
     receipts: Sequence[Receipt] = ()
     status: Status | None = None
-    "Status that this start of the driver has written."
+    "The status that this driver has written."
     other: Status | None = None
-    "Status of the job that trained before, as of the claim."
+    "The previous job's status at the time of the claim."
 
 
 @dataclass(frozen=True)
 class StartPoint:
-    """State from which a worker group starts; the same on every rank."""
+    """The state from which a worker group starts. It is the same on every rank."""
 
     attempt: Attempt
     before: Sequence[Attempt] = ()
     "Earlier attempts of the run, oldest first."
     checkpoint: Checkpoint | None = None
-    "Checkpoint in storage; None if `copy` is newer."
+    "The checkpoint in storage, or None if `copy` is newer."
     copy: ChosenCopy | None = None
     "Copy in shared memory."
     live: SurvivingState | None = None
-    "State of the surviving processes. If it is set, `checkpoint` and `copy` are None."
+    "The surviving processes' state. If it is set, `checkpoint` and `copy` are None."
     nodes: dict[int, str] = field(default_factory=dict)
     "Ray's node id by rank."
     past: PastRecords = PastRecords()
@@ -136,8 +136,8 @@ def agree_on_start(
 ) -> tuple[StartPoint | None, LocalState]:
     """Claim the next attempt from the newest intact state in storage or on any node. All workers call this together.
 
-    `live` is the state that this process has trained. Returns the start, which is None if this job may no longer train
-    the run, and the state that this rank has found and read. Raises the errors of `begin_attempt`.
+    `live` is this process's own state. Returns the start, or None if this job may no longer train the run, and the
+    state that this rank has found and read. Raises the same errors as `begin_attempt`.
     """
     location = claimant.run.location
     node = ray.get_runtime_context().get_node_id()
@@ -177,12 +177,12 @@ def begin_attempt(
 ) -> StartPoint | None:
     """Claim the next attempt and choose its start, given the inventory of each rank's node.
 
-    Returns None if this job may no longer train the run. A live state is preferred, and then no in-memory copy is read.
-    Otherwise, a checkpoint is chosen by its manifest and the listing, and the `loaders` find out whether it is intact.
-    If any rank finds a checkpoint or a copy of a part damaged, all ranks skip it. All workers of `group` call this
-    together; `group` is None for a single worker. Rank 0 raises `StorageError` if storage refuses for longer than
-    `storage_timeout_s`, `ConflictError` if the run has since been started over with other settings, and the
-    `DamageError` of `refuse_to_start_over`.
+    Returns None if this job may no longer train the run. If there is a live state, it is used and no in-memory copy is
+    read. Otherwise, a checkpoint is chosen by its manifest and the storage listing, and the `loaders` check that it is
+    intact. If any rank finds a checkpoint or part copy damaged, all ranks skip it. All workers of `group` call this
+    together. `group` is None for a single worker. Rank 0 raises `StorageError` if storage fails for longer than
+    `storage_timeout_s`, `ConflictError` if the run has been started over with other settings, and `DamageError` like
+    `refuse_to_start_over`.
     """
     run, limit_s = claimant.run, settings.storage_timeout_s
 
@@ -195,7 +195,7 @@ def begin_attempt(
         return broadcast_from_rank0(group, act_as_owner)
 
     def record_choice(start: StartPoint) -> StartPoint:
-        ensure_owner(run, start.attempt)  # because reading the state may have taken long
+        ensure_owner(run, start.attempt)  # because reading the state can take long
         record_start(run, start.attempt)
         return start
 
@@ -231,8 +231,9 @@ def begin_attempt(
 def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> StartPoint | None:
     """Claim the next attempt for workers that continue with their live state.
 
-    Returns None if no worker has a usable state, or if the workers may no longer train the run. Because they wait in
-    the middle of a step, the records for their receipt are read in other threads. Raises `SupersededError`.
+    Returns None if no worker has a usable state, or if the workers may no longer train the run. Because the workers are
+    waiting in the middle of a step, records for the receipt are read in other threads. Raises `SupersededError` if
+    another group has replaced this one.
     """
     if not any(inventory.live for inventory in inventories):
         return None
@@ -241,7 +242,7 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     def make(before: list[Attempt]) -> Attempt | None:
         if not choose_live(before, inventories) or claimant.cancelled.is_set():
             return None
-        # The previous group belonged to this driver, too, and has recorded the earlier starts of drivers.
+        # The previous group had the same driver, and has already recorded earlier driver starts.
         return make_attempt(claimant, settings, inventories, before, before[-1].metadata.after)
 
     receipts = start_thread(lambda: read_receipts(read_journal(run, "events")), "read-receipts")
@@ -260,11 +261,11 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
 
 
 def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> list[Attempt]:
-    """Claim the next attempt without choosing its start yet. Returns an empty list if this job may no longer train the
-    run.
+    """Claim the next attempt, but do not choose its start yet.
 
-    The result is that of `claim_next`: all attempts, with the claimed one last. Raises `ConflictError` if the run has
-    since been started over with other settings, and `SupersededError` if it was deleted while these workers trained.
+    Like `claim_next`, returns all attempts, the claimed one last. Returns an empty list if this job may no longer train
+    the run. Raises `ConflictError` if the run has been started over with other settings, and `SupersededError` if it
+    was deleted while these workers were training.
     """
     run = claimant.run
     status = read_status(run, claimant.driver) if claimant.driver else None
@@ -290,7 +291,8 @@ def make_attempt(
     before: list[Attempt],
     after: tuple[str, ...],
 ) -> Attempt:
-    """Return the attempt that follows those in `before`, without a start. `after` names earlier starts of drivers."""
+    """Return the attempt that follows the attempts in `before`, without a start. `after` lists earlier driver
+    starts."""
     metadata = Metadata(
         settings=settings.environment(),
         versions=versions(),
@@ -309,12 +311,12 @@ def make_attempt(
 def choose_start(
     run: Run, claimed: Sequence[Attempt], inventories: list[NodeInventory], damaged: Mapping[str, list[str]]
 ) -> StartPoint:
-    """Choose where an attempt starts.
+    """Choose the state that an attempt starts from.
 
-    `claimed` has all attempts, with the newly claimed one last. `damaged` has the faults of checkpoints that were read,
-    by name. From now on, only this attempt commits or deletes checkpoints. Requests of earlier attempts may still
-    complete, but cannot produce a newer checkpoint than those listed now. Raises `SupersededError`, and the
-    `DamageError` of `refuse_to_start_over`.
+    `claimed` contains all attempts, the newly claimed one last. `damaged` maps names of checkpoints to their faults.
+    From now on, only this attempt commits or deletes checkpoints. Requests of earlier attempts may still complete, but
+    cannot produce a checkpoint newer than the ones listed now. Raises `SupersededError` if the claim is superseded, and
+    `DamageError` like `refuse_to_start_over`.
     """
 
     def inspect(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
@@ -328,7 +330,7 @@ def choose_start(
     if not copy or newest_committed(run, before) >= copy.snapshot.step + copy.snapshot.evaluated:
         checkpoint, passed_over = find_newest_good(run, before, inspect=inspect)
         if copy and (not checkpoint or checkpoint.step < copy.snapshot.step):
-            checkpoint = None  # the checkpoint that looked newer by its name is damaged
+            checkpoint = None  # the checkpoint with the newer name is damaged
         else:
             copy = None
     skipped = tuple(str(each) for each in passed_over)
@@ -343,7 +345,7 @@ def choose_start(
         try:
             refuse_to_start_over(run, before, passed_over, attempt.metadata.settings)
         except DamageError as error:
-            record_error(run, attempt.number, error)  # a retry of this job would end in the same way
+            record_error(run, attempt.number, error)  # a retry of this job would fail in the same way
             raise
         chosen = attempt.starting_from(None, "beginning", skipped)
     past = PastRecords(
@@ -356,26 +358,26 @@ def choose_start(
 
 
 def attempts_with_start(attempts: list[Attempt]) -> list[Attempt]:
-    """Return the attempts that have chosen where they start."""
+    """Return the attempts that have chosen their start."""
     return [attempt for attempt in attempts if attempt.chosen]
 
 
 def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[tuple[int, int, float]]:
-    """Return the last known steps of earlier processes on these nodes, as in `PastRecords`."""
+    """Return the last known steps of earlier processes on these nodes, as tuples like in `PastRecords.heartbeats`."""
     return [heartbeat for inventory in inventories for heartbeat in inventory.heartbeats]
 
 
 def nodes_in(inventories: Sequence[NodeInventory]) -> dict[int, str]:
-    """Return Ray's node id by rank."""
+    """Return Ray's node ID of each rank."""
     return {rank: inventory.node for rank, inventory in enumerate(inventories)}
 
 
 def refuse_to_start_over(
     run: Run, attempts: list[Attempt], passed_over: Sequence[SkippedCheckpoint], environment: Mapping[str, str]
 ) -> None:
-    """Raise `DamageError` if a run has no intact state left, but once had checkpoints, unless ACCEPT names their loss.
+    """Raise `DamageError` if a run had checkpoints but has no intact state left, unless ACCEPT allows their loss.
 
-    `passed_over` lists the checkpoints that `find_newest_good` has skipped. `environment` maps variables to settings.
+    `passed_over` lists the checkpoints that `find_newest_good` skipped. `environment` maps variables to values.
     """
     lost = [each for each in passed_over if each.kind is Unusable.DAMAGED] or find_lost_start(attempts)
     if not lost:
@@ -392,9 +394,10 @@ def refuse_to_start_over(
 
 
 def find_lost_start(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
-    """Return the checkpoint from which the current lineage last started, if any. Call it if storage has no checkpoint.
+    """Return the checkpoint from which the current lineage last started, if any. Call this if storage has no
+    checkpoint.
 
-    A checkpoint at least as new as this one is always kept, so its absence is a loss.
+    Retention always keeps a checkpoint at least this new, so an empty storage means that checkpoints were lost.
     """
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.tier == "storage"]

@@ -28,7 +28,7 @@ Answer = TypeVar("Answer")
 
 
 class ControlChannel:
-    """Holds the worker group's progress, the command for it, and the known facts about the open incident."""
+    """Holds the worker group's progress and command, and the known facts about the current incident."""
 
     def __init__(self) -> None:
         self._progress = Progress()
@@ -40,7 +40,7 @@ class ControlChannel:
         self._incidents = Incidents()
         self._fatal_error: Exception | None = None
         self._errors: list[RankError] = []
-        "Errors of the ranks of the newest failed attempt."
+        "Rank errors of the newest failed attempt."
         self._hangs: list[Hang] = []
         "Ranks that have hung since the current group began."
         self._judged = 0
@@ -56,7 +56,7 @@ class ControlChannel:
         self._unjudged_replacements = 0
         "Number of failed replacements that the failure judge has not taken into account yet."
         self._ended = ""
-        "Why the newest group ended; empty once the next group begins."
+        "The reason why the newest group ended, or an empty string once the next group begins."
 
     # ------------------------------------------------------------------------------------------ called by the workers
 
@@ -69,7 +69,7 @@ class ControlChannel:
         return self._with_last_step(self._incidents.begin_group())
 
     def close_incident(self) -> Incident:
-        """Return why the current group began, as far as known, and forget it because the group has taken a step."""
+        """Return the incident that started the current group, and clear it because the group has taken a step."""
         return self._incidents.take_step()
 
     def free_memory(self, gpu: str) -> int:
@@ -193,11 +193,11 @@ class ControlChannel:
         self._incidents.observe(facts)
 
     def add_left_out(self, lines: list[str]) -> None:
-        """Record for the events which nodes were left out, and why."""
+        """Record which nodes were left out, and why, for the run's events."""
         self._incidents.note("node left out", lines)
 
     def incident(self) -> Incident:
-        """Return why the newest group ends, as far as known, with its last step."""
+        """Return the known reason why the newest group ends, and the group's last step."""
         return self._with_last_step(self._incidents.current())
 
     def _with_last_step(self, incident: Incident) -> Incident:
@@ -211,7 +211,7 @@ class ControlChannel:
         return self._group
 
     def has_group(self) -> bool:
-        """Return False if no worker group has begun yet, or the newest has failed and the next has not begun."""
+        """Return True if a worker group has begun and has not failed."""
         return self._has_group
 
     def fetch_news(self) -> News:
@@ -257,8 +257,8 @@ class ControlClient:
 
 @contextmanager
 def open_control() -> Iterator[ControlClient]:
-    """Yield a client of a new control channel. Its actor runs on the driver's node, where no preemption ends it
-    alone.
+    """Yield a client of a new control channel. Its actor runs on the driver's node, so a preemption ends both or
+    neither.
     """
     here = ray.get_runtime_context().get_node_id()
     actor: Any = ray.remote(num_cpus=0)(ControlChannel)
@@ -270,18 +270,16 @@ def open_control() -> Iterator[ControlClient]:
 
 
 class CommandPoller(Background):
-    """Keeps the driver's newest command while the context lasts. It is less than a second old, even during long
-    steps.
-    """
+    """Context manager that keeps the driver's command less than a second old, even during long steps."""
 
     def __init__(self, control: ControlClient, regroups: Callable[[], bool] = lambda: False) -> None:
-        """Create a poller. `regroups` returns True if the group is to change after the current step."""
+        """Create a poller. `regroups` returns True if the group should change after the current step."""
         super().__init__(COMMAND_EVERY_S, self._fetch)
         self._control, self._regroups = control, regroups
         self._known = Command()
 
     def poll(self) -> Command:
-        """Return the newest command. Until the first answer arrives, the command asks for nothing."""
+        """Return the newest command. It requests nothing until the first answer arrives."""
         return replace(self._known, regroup=self._regroups())
 
     def _fetch(self) -> None:

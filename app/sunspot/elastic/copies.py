@@ -10,11 +10,11 @@ from sunspot.run.attempts import Attempt, attempt_of, lineage, step_of
 from sunspot.run.checkpoints import leads_to_newest
 
 RESTORES = 2
-"""Number of groups that may fail before their first step from the same in-memory copy until the copy is skipped."""
+"""Number of groups that can fail before their first step before their in-memory copy is skipped."""
 
 
 class LiveState(NamedTuple):
-    """State that a process has kept from the previous group, in which it survived."""
+    """The state that a surviving process has kept from the previous group."""
 
     checkpoint: str
     "Name that a checkpoint of this state would have."
@@ -23,7 +23,7 @@ class LiveState(NamedTuple):
 
 
 class NodeInventory(NamedTuple):
-    """Usable states on a node, as reported by one of its ranks."""
+    """The usable states on a node, as reported by one of its ranks."""
 
     host: str
     node: str
@@ -33,15 +33,15 @@ class NodeInventory(NamedTuple):
     parts: Sequence[MemorySnapshot] = ()
     "Copies of parts of sharded states. Only the lowest rank of each node reports them."
     live: LiveState | None = None
-    "Live state of the rank itself."
+    "The reporting rank's live state."
     group: str = ""
-    "KubeRay's name of the node's group; empty if unknown."
+    "KubeRay's name for the node group, or an empty string if it is unknown."
     process: str = ""
-    "Unique name of the rank's process."
+    "A unique name of the rank's process."
 
 
 class ChosenCopy(NamedTuple):
-    """In-memory copy of the state from which a group starts."""
+    """An in-memory copy from which a group starts."""
 
     rank: int
     "Lowest rank whose node has the copy."
@@ -52,21 +52,21 @@ class ChosenCopy(NamedTuple):
 
 
 class SurvivingState(NamedTuple):
-    """Newest live state of the survivors, and the ranks that have it."""
+    """The survivors' newest live state, and the ranks that have it."""
 
     checkpoint: str
     evaluated: bool
-    "True if all of these ranks have evaluated the epoch that ends at this step."
+    "True if all `ranks` have evaluated the epoch that ends at this step."
     ranks: tuple[int, ...]
-    """Ranks that have the state. A rank without the evaluation, if any, comes first, because all ranks take the first
-    rank's metrics."""
+    """Ranks that have the state. Ranks that have not evaluated it come first, because all ranks take the first rank's
+    metrics."""
 
 
 def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> SurvivingState | None:
     """Return the newest live state among the survivors, or None if no survivor has one.
 
     The survivors' states differ by at most one step, which some of them completed before the group broke. The state of
-    a process that was away for longer does not count, because the others may have continued from it and deleted its
+    a process that missed a group does not count, because the others may have moved on and deleted the state's
     checkpoint.
     """
     spans = lineage(attempts)
@@ -86,7 +86,7 @@ def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
 
 
 def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
-    """Return True if a survivor's process was in every group since its last step. No step was then taken without it."""
+    """Return True if a survivor was in every group since its last step, so that no step was taken without it."""
     assert inventory.live
     last = attempt_of(inventory.live.checkpoint)
     since = [attempt for attempt in attempts if attempt.number > last and attempt.chosen]
@@ -96,7 +96,7 @@ def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> boo
 def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> ChosenCopy | None:
     """Return the newest copy on any node that belongs to the newest attempt's lineage. The lowest rank breaks ties.
 
-    A copy of a superseded attempt is not in that lineage, even if it is newer.
+    A superseded attempt's copy is not in that lineage, even if the copy is newer.
     """
     spans = lineage(attempts)
     found = [
@@ -113,8 +113,8 @@ def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
 def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> list[PartCopy]:
     """Return the parts of the newest sharded state that is complete across the nodes, in the newest attempt's lineage.
 
-    Each part is assigned to a rank whose node has a copy of it: if possible, on the node that is likely to need the
-    part.
+    Each part is assigned to a rank on a node with a copy of the part, if possible on the node that is likely to need
+    it.
     """
     spans = lineage(attempts)
     states = dict[tuple[int, bool, str, int], dict[int, dict[str, MemorySnapshot]]]()  # part -> node -> copy
@@ -138,7 +138,7 @@ def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) 
 
 
 def exclude_damaged_parts(inventories: Sequence[NodeInventory], faulty: Sequence[PartCopy]) -> list[NodeInventory]:
-    """Return the inventories without the damaged copies of parts."""
+    """Return the inventories without damaged part copies."""
     gone = {(inventories[rank].node, held) for rank, held in faulty}
     return [
         inventory._replace(parts=tuple(held for held in inventory.parts if (inventory.node, held) not in gone))
@@ -151,8 +151,8 @@ def exclude_crashing_copy(
 ) -> tuple[list[NodeInventory], str]:
     """Remove the copy from which the last RESTORES groups took no step.
 
-    Returns the remaining inventories, and the name of the removed copy, or an empty string. Groups count only if all of
-    their nodes are still here, because the loss of a node also ends a group, and says nothing about the copy.
+    Returns the remaining inventories, and the name of the removed copy or an empty string. Groups that have lost a node
+    do not count, because the loss may have ended the group, whatever the copy.
     """
     last = [attempt for attempt in before if attempt.chosen][-RESTORES:]
     names = {attempt.starts_from if attempt.metadata.tier == "memory" else None for attempt in last}

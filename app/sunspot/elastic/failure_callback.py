@@ -19,17 +19,17 @@ from sunspot.ray_internals.controller import GroupRestartError, unwrap_health_ch
 from sunspot.run.incidents import Cause
 
 MAX_DETAIL = 500
-"""Largest number of characters kept of all workers' errors."""
+"""Maximum number of characters of all workers' errors that are kept."""
 
 ALWAYS_CONTINUE = FailureConfig(max_failures=-1)
-"""A failure configuration with which Ray continues after every failure, unless a `FailureCallback` ends the trainer."""
+"""A Ray failure configuration that continues after every failure, unless a `FailureCallback` ends the trainer."""
 
 
 class FailureCallback(ray.train.UserCallback):
     """A callback that ends a trainer whose workers have failed, unless the failure judge lets Ray continue.
 
-    It runs in Ray Train's controller. Ray waits for it before it starts another group or replaces a worker. The judge
-    can therefore leave out a broken node first.
+    It runs in Ray Train's controller. Ray waits for it before starting another group or replacing a worker, which gives
+    the judge time to leave out a broken node.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class FailureCallback(ray.train.UserCallback):
         self._survivor_mode = survivor_mode
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Record the errors. Raises a `ControllerError`, which ends the trainer, unless Ray is to continue."""
+        """Record the errors, and raise a `ControllerError` to end the trainer unless the judge lets Ray continue."""
         errors = {rank: unwrap_health_check(error) for rank, error in worker_exceptions.items()}
         failed = {rank: error for rank, error in errors.items() if not isinstance(error, GroupRestartError)}
         lines = "; ".join(f"rank {rank}: {reason(error)}" for rank, error in sorted(failed.items()))[:MAX_DETAIL]

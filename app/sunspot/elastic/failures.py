@@ -1,11 +1,10 @@
-"""Judges what ended a worker group: describes it on the console, and decides whether another group starts.
+"""Judges why a worker group ended, describes it on the console, and decides whether another group starts.
 
-Ray Train asks in its controller (failure_callback.py) about each failure of workers. An error
-that a user's program raises on all ranks alike would come again, so it ends the run at once. Other failures are
-counted, and the next checkpoint resets the count. Two kinds of groups are counted separately: those that got no rows
-from Ray Data, and those that took no step from an in-memory copy, until that copy is skipped in favor of storage
-(copies.py). Processes that run out of memory soon after each other are counted even if there was a checkpoint in
-between (out_of_memory.py).
+Ray Train's controller asks about each worker failure (failure_callback.py). An error that the user's program raises on
+all ranks alike would occur again, so it ends the run at once. Other failures are counted, and the next checkpoint
+resets the count. Two kinds of groups are counted separately: those that got no rows from Ray Data, and those that took
+no step from an in-memory copy, until that copy is skipped in favor of storage (copies.py). Processes that run out of
+memory soon after each other are counted even if there was a checkpoint in between (out_of_memory.py).
 """
 
 import re
@@ -42,24 +41,23 @@ from sunspot.run.failures import (
 )
 
 OTHERS_S = 5.0
-"""Longest wait in seconds for the errors of the other ranks. Ray reports only the first error, and ranks that fail
-alike do so within a moment."""
+"""Maximum number of seconds to wait for other ranks' errors. Ray reports only the first error, and ranks that fail
+alike do so almost at the same time."""
 
 MAX_STARVED = 10
-"""Largest number of groups in a row, without a new checkpoint, that may get no rows from Ray Data.
+"""Maximum number of consecutive groups without a new checkpoint that can get no rows from Ray Data.
 
-Each group has waited HANG_TIMEOUT_S, and FIRST_STEP_S more for its first rows (watchdog.py). Together they wait for
-hours."""
+Each group waits HANG_TIMEOUT_S, plus FIRST_STEP_S for its first rows (watchdog.py), which adds up to hours."""
 
 LOOP_S = 600.0
-"""Longest time in seconds between two failures of the same kind that count as a loop. In such a short time, the workers
-make no useful progress."""
+"""Maximum number of seconds between two failures of the same kind that count as a loop. Workers make no useful progress
+in so short a time."""
 
 MAX_REASON = 200
-"""Largest number of characters kept of Ray's message about a lost worker."""
+"""Maximum number of characters kept from Ray's message about a lost worker."""
 
 MAX_ERROR = 1500
-"""Largest number of characters kept of the first line of a rank's error. PyTorch suggests fixes after 300 to 1,000
+"""Maximum number of characters kept from the first line of a rank's error. PyTorch suggests fixes after 300 to 1,000
 characters."""
 
 CHECK = "`sunspot check` tries the task in seconds"
@@ -77,7 +75,7 @@ DEVICE_ERROR = re.compile(
 GPU."""
 
 NETWORK_CLIENTS = re.compile(r"(aiohttp|azure\.core|botocore|google\.api_core|grpc|httpcore|httpx|urllib3)(\.|$)")
-"""Matches the modules of network clients whose errors are not OSErrors, such as that of an overloaded service."""
+"""Matches modules of network clients that raise errors other than OSError, for example if a service is overloaded."""
 
 FROM_OUTSIDE = (
     OSError,
@@ -88,18 +86,18 @@ FROM_OUTSIDE = (
     torch.AcceleratorError,
     dist.DistError,
 )
-"""Errors of networks, disks, memory and devices. They may not occur again, even if all ranks raise them alike."""
+"""Network, disk, memory and device errors. They might not occur again, even if all ranks raise them alike."""
 
 Suspects = dict[str, int | None]
-"""Nodes whose GPU may have ended a rank, each with CUDA's error code: 0 if unknown, None if the rank was lost without a
-report."""
+"""Nodes with a GPU that may have ended a rank, mapped to CUDA's error code. The code is 0 if it is unknown, or None if
+the rank was lost without a report."""
 
 LeaveOut = Callable[[Suspects], list[str]]
-"""Leaves out the nodes with a broken GPU, and returns a line about each of them."""
+"""A function that leaves out the nodes with a broken GPU and returns a line about each."""
 
 
 class WorkersFailedError(Exception):
-    """Raised if the workers failed and no other group starts. The text says in one line what ended which ranks."""
+    """Raised if the workers failed and no other group starts. The one-line text names the ranks and what ended them."""
 
     def __init__(self, text: str, final: bool = False) -> None:
         """Create the error. `final` is True if workers on any other cluster would fail in the same way."""
@@ -122,16 +120,14 @@ def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node:
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Return True for an error of a network, a disk, memory or a device, which may not occur again."""
+    """Return True for a network, disk, memory or device error, which might not occur again."""
     of_device = isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error))
     of_client = any(NETWORK_CLIENTS.match(kind.__module__) for kind in type(error).__mro__)
     return isinstance(error, FROM_OUTSIDE) or is_out_of_memory(error) or bool(of_device) or of_client
 
 
 def find_cuda_error(error: Exception) -> int | None:
-    """Return CUDA's error code, or 0 if it is unknown. Return None if CUDA did not fail, or only had too little
-    memory.
-    """
+    """Return CUDA's error code, or 0 if it is unknown. Return None if CUDA did not fail or only ran out of memory."""
     if any(isinstance(one, torch.OutOfMemoryError) for one in error_chain(error)):
         return None
     codes = [getattr(one, "error_code", 0) for one in error_chain(error) if isinstance(one, torch.AcceleratorError)]
@@ -165,10 +161,11 @@ class FailureJudge:
         self._one_machine = one_machine
 
     def __call__(self, errors: dict[int, Exception]) -> bool:
-        """Return True if Ray Train continues after these errors, by rank. It then starts another group.
+        """Return True if Ray Train should continue after these errors, keyed by rank.
 
-        In survivor mode, Ray only replaces lost processes. If a worker raised an error itself, or the group ends for a
-        restart, the trainer ends. The driver then decides whether another trainer starts.
+        In restart mode, Ray then starts another group. In survivor mode, it only replaces lost processes. If a worker
+        raised an error itself or the group ends for a restart, the trainer ends, and the driver decides whether another
+        one starts.
         """
         if any(isinstance(error, GroupRestartError) for error in errors.values()):
             return not self._survivor_mode
@@ -181,7 +178,7 @@ class FailureJudge:
         """Return True if another group, or the replacement of a lost process, follows these errors."""
         lost = [isinstance(error, LOST) for error in errors.values()]
         end = self._fetch_end(at_once=any(lost))
-        if end.fatal:  # no restart can fix this error, and it explains more than the others
+        if end.fatal:  # no restart can fix this error, which explains more than the others
             return False
         for error in errors.values():
             killed, figures = find_killed_for_memory(error)
@@ -205,9 +202,9 @@ class FailureJudge:
     def _judge(self, end: GroupEnd, lost: int, all_lost: bool, short: set[str]) -> tuple[bool, str, FailureCounts]:
         """Decide whether another group starts, and count the failure of this one.
 
-        `lost` is the number of lost workers, without replacements that could not train. `all_lost` is True in survivor
-        mode if no worker raised an error itself. `short` names the nodes that were short of memory. Returns the
-        decision, its reason (or how many failures are left) and the new counts.
+        `lost` is the number of lost workers, excluding replacements that could not train. `all_lost` is True in
+        survivor mode if no worker raised an error itself. `short` lists the nodes that ran out of memory. Returns the
+        decision, its reason (or the number of failures left) and the new counts.
         """
         same_line = in_user_code_alike(end.errors)
         alike = same_line or same_message(end.errors)
@@ -254,7 +251,7 @@ class FailureJudge:
         return True, f"; {action}, {remaining} of {self._max} SUNSPOT_MAX_FAILURES left", counts
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
-        """Leave out the nodes with a broken GPU. Returns whether another group starts, and what to print."""
+        """Leave out the nodes with a broken GPU. Returns whether another group starts, and the text to print."""
         try:
             left_out = self._leave_out(suspects)
         except SunspotError as error:
@@ -267,7 +264,7 @@ class FailureJudge:
     def _fetch_end(self, at_once: bool) -> GroupEnd:
         """Return how the group ended, once all ranks have reported their errors or OTHERS_S has passed.
 
-        With `at_once`, return what is known now.
+        If `at_once` is true, return immediately with what is known.
         """
         until = time.monotonic() + OTHERS_S
         end = GroupEnd()
@@ -280,13 +277,13 @@ class FailureJudge:
 
 
 def count_ends(loops: Mapping[str, tuple[int, float]], kinds: set[str], now: float) -> dict[str, tuple[int, float]]:
-    """Return the loops with one more failure of each of these kinds. `now` is in seconds since the epoch."""
+    """Return `loops` with one more failure of each kind in `kinds`. `now` is in seconds since the epoch."""
     recent = {kind: (times, then) for kind, (times, then) in loops.items() if now - then <= LOOP_S}
     return {**recent, **{kind: (recent.get(kind, (0, now))[0] + 1, now) for kind in kinds}}
 
 
 def find_suspects(end: GroupEnd, errors: dict[int, Exception]) -> Suspects:
-    """Return the nodes that had a CUDA error, and those of lost ranks.
+    """Return the nodes with a CUDA error or a lost rank.
 
     NCCL ends a process whose GPU fails, often before it can report the error. Some GPUs hang when they fail.
     """
@@ -297,15 +294,15 @@ def find_suspects(end: GroupEnd, errors: dict[int, Exception]) -> Suspects:
 
 
 def in_user_code_alike(errors: list[RankError]) -> tuple[object, ...] | None:
-    """Return the type, file, line and step of the error if all ranks raised the same one in user code, else None."""
+    """Return the error's type, file, line and step if all ranks raised the same error in user code, otherwise None."""
     kind = find_only(errors, lambda one: (one.type, one.file, one.line, one.step))
     return kind if kind and kind[1] and not OURS.match(str(kind[1])) and not INSTALLED.search(str(kind[1])) else None
 
 
 def same_message(errors: list[RankError]) -> tuple[object, ...] | None:
-    """Return the type, message and step of the error if all ranks raised the same one in any code, else None.
+    """Return the error's type, message and step if all ranks raised the same error in any code, otherwise None.
 
-    An error in the backward pass names no line of the user's code, although its cause is there.
+    The traceback of an error in the backward pass contains no user code, even if user code caused the error.
     """
     return find_only(errors, lambda one: (one.type, NUMBER.sub("#", one.message), one.step))
 
@@ -319,7 +316,7 @@ def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[objec
 
 
 def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
-    """Describe in one line what ended which ranks, without errors that only follow from another rank's end.
+    """Describe in one line which ranks ended and why, without errors that another rank's end caused.
 
     If ranks have hung and ended themselves, the line names the ranks that the others waited for.
     """
@@ -353,7 +350,7 @@ def describe_failure_in_line(failure: Failure) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the line of an error that states the reason. For a lost worker, Ray puts a page of text before it."""
+    """Return the line of an error that states the reason. Ray precedes it with a page of text if a worker is lost."""
     killed, figures = find_killed_for_memory(error)
     if killed:
         return figures

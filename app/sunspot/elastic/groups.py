@@ -9,10 +9,10 @@ from sunspot.settings import NodeGroup
 class GroupChoice:
     """Decides how many workers to request from each node group.
 
-    The first group is always asked for as many workers as it may have, so that its nodes come as soon as they are
-    available. A later group is asked for the workers that never fit into the groups before it. If those groups lack
-    nodes for longer than its `after_s`, it is also asked for the missing workers. It is asked for fewer again once the
-    earlier groups have had enough nodes for that long.
+    The first group is always asked for its maximum number of workers, so that its nodes come as soon as they are
+    available. A later group is asked for the workers that exceed the earlier groups' maximum. If the earlier groups
+    lack nodes for longer than the later group's `after_s`, it is also asked for the missing workers, until the earlier
+    groups have had enough nodes for that long.
     """
 
     def __init__(self, groups: Sequence[NodeGroup], workers: int) -> None:
@@ -22,9 +22,9 @@ class GroupChoice:
         "Time at which each group was last asked for exactly the workers that it should have."
 
     def choose(self, room: Mapping[str, int], now: float) -> dict[str, int]:
-        """Return how many workers to request from each group.
+        """Return how many workers to request from each group, keyed by its name.
 
-        `room` is the number of workers that fit on the nodes of each group. `now` is in seconds of a monotonic clock.
+        `room` maps each group to the number of workers that fit on its nodes. `now` is in seconds of a monotonic clock.
         """
         missing = beyond = self._workers
         for group in self._groups:
@@ -48,7 +48,7 @@ class GroupChoice:
 
 
 def capacity_by_group(room: Mapping[str, int], group_of: Mapping[str, str]) -> dict[str, int]:
-    """Return how many workers fit on the nodes of each group. `room` and `group_of` are by node."""
+    """Return how many workers fit on each group's nodes. `room` and `group_of` are keyed by node."""
     totals: dict[str, int] = {}
     for node, workers in room.items():
         totals[group_of[node]] = totals.get(group_of[node], 0) + workers
@@ -58,7 +58,7 @@ def capacity_by_group(room: Mapping[str, int], group_of: Mapping[str, str]) -> d
 def nodes_to_release(
     room: Mapping[str, int], group_of: Mapping[str, str], asked: Mapping[str, int], used: Collection[str]
 ) -> list[str]:
-    """Return the nodes beyond what was requested from their group. Nodes that are not `used` come first."""
+    """Return the nodes that exceed the number requested from their group, unused nodes first."""
     spare = []
     excess = {
         group: workers - asked.get(group, workers) for group, workers in capacity_by_group(room, group_of).items()

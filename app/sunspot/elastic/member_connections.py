@@ -1,4 +1,4 @@
-"""Authenticated connections between a worker group's members and the driver, limited in number and time."""
+"""Authenticated connections between a worker group's members and the driver, with limits on their number and time."""
 
 import contextlib
 import os
@@ -19,10 +19,10 @@ MACHINE_LIMIT_S = 1.0
 """Seconds for which a peer's kernel may leave a packet unacknowledged."""
 
 AUTHENTICATE_S = 5.0
-"""Seconds that a process has to prove that it belongs to this training."""
+"""Seconds within which a process must prove that it belongs to this training."""
 
 EXTRA_UNAUTHENTICATED = 16
-"""Number of unauthenticated connections that are kept in addition to two for each worker."""
+"""Number of unauthenticated connections allowed in addition to two per worker."""
 
 LOOK_EVERY_S = 0.5
 """Seconds between two checks for connections that take too long to authenticate."""
@@ -31,18 +31,15 @@ PAUSE_S = 0.1
 """Pause in seconds after a connection could not be accepted, for example because too many files are open."""
 
 CONNECTION_ERRORS = (EOFError, OSError, AuthenticationError)
-"""Errors of reading and writing if the other process is gone, is silent, or does not know the key."""
+"""Errors raised by reads and writes if the other process is gone, is silent, or does not know the key."""
 
 
 class MemberListener:
-    """Listens on one address while the context lasts. It serves each process that knows the key in a thread of
-    its own.
-    """
+    """Context manager that listens on one address and serves each process that knows the key in a separate thread."""
 
     def __init__(self, host: str, key: bytes, size: int, serve: Callable[[Connection], None]) -> None:
-        """Create a listener for `size` workers. `serve` may return or raise one of CONNECTION_ERRORS to end a
-        connection.
-        """
+        """Create a listener for `size` workers. `serve` returns or raises one of CONNECTION_ERRORS to end a
+        connection."""
         self._key = key
         self._serve = serve
         self._most = 2 * size + EXTRA_UNAUTHENTICATED
@@ -121,7 +118,7 @@ class MemberListener:
 
 
 def create_server(host: str) -> socket.socket:
-    """Return a socket that listens on a free port of `host` alone."""
+    """Return a socket that listens only on `host`, on a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=128)
 
@@ -129,7 +126,8 @@ def create_server(host: str) -> socket.socket:
 def open_connection(host: str, port: int, key: bytes, limit_s: float) -> Connection:
     """Return an authenticated connection to the driver.
 
-    Each answer of the driver may take `limit_s` until `expect_answers` is called. Raises one of CONNECTION_ERRORS.
+    Each answer from the driver can take up to `limit_s` until `expect_answers` is called. Raises one of
+    CONNECTION_ERRORS.
     """
     with socket.create_connection((host, port), limit_s) as opened:
         opened.settimeout(None)

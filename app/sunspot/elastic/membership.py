@@ -28,7 +28,7 @@ NEXT_WAIT_S = 15.0
 the state. A process that comes later joins at a change."""
 
 ONLY_COPIES = -1
-"""Placeholder for the step of a member without a usable state. Its node may have an in-memory copy."""
+"""Placeholder for the step of a member without a usable state. Its node can still have an in-memory copy."""
 
 NO_STATE = -2
 """Placeholder for the step of a newcomer without a usable state."""
@@ -36,15 +36,15 @@ NO_STATE = -2
 
 @dataclass(frozen=True)
 class Member:
-    """Process that may be in a group."""
+    """A process that can be a member of a group."""
 
     uid: str
     node: str
     "Ray's id of the process's node."
     process: str = ""
-    "Name of the process, which stays the same if it reconnects; empty if the process never reconnects."
+    "The process name, which stays the same after a reconnect, or an empty string if the process never reconnects."
     host: str = ""
-    "Host name of the process's node, which in Kubernetes is the pod's name; empty if unknown."
+    "The node's host name (on Kubernetes, the pod name), or an empty string if it is unknown."
 
     @property
     def display_name(self) -> str:
@@ -54,7 +54,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Generation:
-    """Group that the membership server has formed."""
+    """A group that the membership server has formed."""
 
     number: int
     members: tuple[Member, ...]
@@ -68,14 +68,14 @@ class Generation:
 
 @dataclass(frozen=True)
 class Close:
-    """Message to members that their generation has ended, so that its collectives would wait forever."""
+    """Message that tells members that their generation has ended and its collectives would wait forever."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Change:
-    """Message to members to ask for the next generation once their step is done."""
+    """Message that tells members to request the next generation after their current step."""
 
     number: int
 
@@ -86,7 +86,7 @@ Message = Generation | Close | Change | None
 
 @dataclass(frozen=True)
 class MembershipSnapshot:
-    """State of a `Membership` at one moment."""
+    """A snapshot of a `Membership`."""
 
     size: int
     "Number of processes that were started."
@@ -107,21 +107,22 @@ class Membership:
         """Create the state for `size` processes that were started."""
         self._size = size
         self._members: dict[str, Member] = {}
-        "All living processes by uid, in the order in which they came."
+        "All live processes keyed by uid, in order of arrival."
         self._requests: dict[str, int | None] = {}
-        "Step of each process that asks to be in the next generation, by uid; None if it has no usable state."
+        """Step of each process that has requested the next generation, keyed by uid, or None if the process has no
+        usable state."""
         self._draining: frozenset[str] = frozenset()
         self.generation = Generation(0, ())
         "Newest generation."
         self._open = False
-        "True if the newest generation trains, as far as is known."
+        "True if the newest generation is believed to be training."
         self._announced: Message | None = None
         "Message last sent to the members of the newest generation."
         self._settled_at = 0.0
         self._first_request = math.inf
         "Time of the first request to join a group that has no previous member."
         self.ended = False
-        "True once a member has reported that its group ends as a whole. No other group follows, and members may leave."
+        "True once a member has reported that the whole group ends. No other group follows, and members can leave."
 
     def snapshot(self) -> MembershipSnapshot:
         """Return the current state, which later calls do not change."""
@@ -138,7 +139,7 @@ class Membership:
         self._members[member.uid] = member
 
     def request_to_join(self, uid: str, now: float, step: int | None = None) -> None:
-        """Record that a process asks to be in the next generation. A member's request closes the current generation.
+        """Record a process's request to be in the next generation. A member's request closes the current generation.
 
         `step` is the step of the process's state, or None if it has no usable state.
         """
@@ -220,7 +221,7 @@ class Membership:
         return [] if self._wanted() == self.generation.ranks.keys() else self._announce(Change)
 
     def _announce(self, kind: type[Close] | type[Change]) -> list[tuple[str, Message]]:
-        """Return the message for all living members of the newest generation, unless they have already received it."""
+        """Return the message for all live members of the newest generation, unless they have already received it."""
         message = kind(self.generation.number)
         if self._announced == message:
             return []
@@ -228,9 +229,7 @@ class Membership:
         return [(uid, message) for uid in self._living()]
 
     def _form(self, now: float) -> list[tuple[str, Message]]:
-        """Form the next generation once all living processes of the last one have asked for it, even if under a new
-        uid.
-        """
+        """Form the next generation once all live members of the previous one have requested it, whatever their uid."""
         living = self._living()
         chosen = self._choose(self._requests.keys())
         if now < self._settled_at or (living | self._returned()) - self._requests.keys() or not chosen:

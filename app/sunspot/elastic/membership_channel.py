@@ -1,12 +1,12 @@
 """Connects the members of a worker group with the membership server in the driver, over one connection for each member.
 
-If a process ends, its connection ends, and the loss is known at once. A node that goes away closes no connection, but
-its kernel no longer answers. Both sides send heartbeats, and even a busy kernel acknowledges them, so a limit of
-MACHINE_LIMIT_S is enough. The kernel of a stopped process still answers. Such a process is lost after PROCESS_LIMIT_S
-without a heartbeat, or later while it builds its model.
+If a process ends, its connection ends, so the loss is known at once. A lost node closes no connection, but its kernel
+no longer answers. Both sides send heartbeats, and even a busy kernel acknowledges them, so a limit of MACHINE_LIMIT_S
+is enough. The kernel of a stopped process still answers. Such a process is lost after PROCESS_LIMIT_S without a
+heartbeat, or later while it builds its model.
 
-A process that was wrongly taken for lost finds its connection closed, and reconnects at once under another uid. If the
-others have not formed a group by then, they wait until it asks to join. Otherwise it joins them later.
+A process that was wrongly presumed lost finds its connection closed, and reconnects at once under another uid. If the
+other members have not formed a group by then, they wait for the process to join. Otherwise, it joins them later.
 """
 
 import contextlib
@@ -49,14 +49,14 @@ HEARTBEAT_EVERY_S = 0.1
 HEARTBEAT, END = "beat", "end"
 
 ASK_LIVING = "living"
-"""First message on a connection that asks which processes are alive."""
+"""First message on a connection that requests the list of live processes."""
 
 MACHINE_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""Errors of a connection to a machine that does not answer. A process that ends closes its connection instead."""
+"""Connection errors raised if a machine does not answer. A process that ends closes its connection instead."""
 
 PROCESS_LIMIT_S = 10.0
-"""Seconds for which a member may send no heartbeat. A process that is starved or holds the GIL sends none for
-seconds."""
+"""Seconds without a heartbeat after which a member is lost. A starved process, or one that holds the GIL, can be silent
+for seconds."""
 
 DECIDE_EVERY_S = 0.02
 
@@ -87,21 +87,21 @@ class MembershipAddress:
 
 @dataclass(frozen=True)
 class HeartbeatLimit:
-    """Message to the membership server: how many seconds the sender may go without a heartbeat."""
+    """Message that tells the membership server how many seconds the sender can go without a heartbeat."""
 
     limit_s: float
 
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """Message to the membership server: the sender asks to be in the next generation."""
+    """Message that asks the membership server to include the sender in the next generation."""
 
     step: int | None
     "Step of the sender's state, or None if it has no usable state."
 
 
 class MembershipServer:
-    """Runs a `Membership` in the driver while the context lasts."""
+    """Context manager that runs a `Membership` in the driver."""
 
     def __init__(self, size: int, control: ControlClient) -> None:
         """Create a server for `size` processes. It reports through `control` why groups end."""
@@ -151,7 +151,7 @@ class MembershipServer:
             return self._membership.snapshot()
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Leave these nodes out of the group as soon as the current step of their members is done."""
+        """Leave these nodes out of the group as soon as their members complete the current step."""
         with self._lock:
             self._membership.drain(nodes)
 
@@ -190,7 +190,7 @@ class MembershipServer:
                     self._membership.end(member.uid)
 
     def _note_loss(self, member: Member, error: BaseException | None) -> None:
-        """Report why the current group ends, unless the group has ended as a whole or the process is not a member.
+        """Report why the current group ends, unless the whole group has ended or the process is not a member.
 
         `error` is the error that ended the connection, or None if the member was silent for too long.
         """
@@ -239,7 +239,7 @@ class MembershipServer:
 
 
 def ask_living(address: MembershipAddress) -> list[str]:
-    """Return the uids of the processes that the server knows to be alive. Raises one of CONNECTION_ERRORS."""
+    """Return the uids of the processes that the server considers alive. Raises one of CONNECTION_ERRORS."""
     with open_connection(address.host, address.port, address.key, ANSWER_S) as connection:
         connection.send(ASK_LIVING)
         living: list[str] = connection.recv()
@@ -272,9 +272,9 @@ class MembershipClient:
         self._sending = threading.Lock()
         self._link: Link | None = None
         self._left = False
-        "True once this process has left for good."
+        "True once this process has left permanently."
         self.connections = 0
-        "Number of connections so far: one, and another one each time this process was taken for lost."
+        "Number of connections so far, which is one plus the number of times that this process was presumed lost."
         self._others_train = False
         self._heartbeat_limit_s = PROCESS_LIMIT_S
         self._generation = 0
@@ -284,7 +284,7 @@ class MembershipClient:
         self._closed = threading.Event()
         "Set while this process is in no open generation."
         self._newest_change = 0
-        "Number of the newest generation that was asked to change after a step."
+        "Number of the newest generation that was told to change after a step."
 
     def connect(self) -> bool:
         """Register this process as a newcomer, unless it is already connected, and return True if others train.
@@ -320,7 +320,7 @@ class MembershipClient:
                 time.sleep(RETRY_S)
         self.connections += 1
         link = self._link = Link(connection, uid)
-        if self._left:  # this process has left since, and the others would wait for it
+        if self._left:  # this process has left in the meantime, and the others would wait for it
             connection.close()
         start_thread(lambda: self._stay_connected(link), "membership")
         start_thread(lambda: self._beat(link), "heartbeat")
@@ -364,9 +364,10 @@ class MembershipClient:
 
     @contextlib.contextmanager
     def heartbeat_limit(self, limit_s: float) -> Iterator[None]:
-        """Make the server wait up to `limit_s` for a heartbeat while this context lasts, or without a limit if it is 0.
+        """Context manager that makes the server wait up to `limit_s` for a heartbeat, or without limit if `limit_s` is
+        0.
 
-        Use it around code that may hold the GIL for long.
+        Use it around code that can hold the GIL for long.
         """
         before = self._heartbeat_limit_s
         self._set_heartbeat_limit(max(before, limit_s or math.inf))
@@ -384,7 +385,7 @@ class MembershipClient:
         self._send(END)
 
     def close(self) -> None:
-        """Leave for good."""
+        """Leave permanently."""
         self._left = True
         if self._link:
             self._link.connection.close()
@@ -431,7 +432,7 @@ class MembershipClient:
             self._drop(link)
 
     def _drop(self, link: Link) -> None:
-        """Note that the server has closed the connection, which means that it takes this process for lost."""
+        """Record that the server has closed the connection because it presumes this process lost."""
         if self._link is link:
             self._link = None
             link.connection.close()

@@ -1,8 +1,8 @@
 """Merges what several observers report about the end of a worker group into one incident.
 
 The workers, the membership server, Ray's controller and the driver's supervisor each see a part of an incident, and
-report it in any order. The strongest cause wins, and of equally strong ones the earliest (`merge`). Every other fact
-stays as first reported. The reports arrive through control.ControlChannel.
+report that part in any order. The strongest cause wins, or the earliest of equally strong causes (`merge`). Every other
+fact stays as first reported. The reports arrive through control.ControlChannel.
 """
 
 import time
@@ -13,13 +13,13 @@ from sunspot.elastic.messages import Incident, Note
 from sunspot.run.incidents import Cause
 
 PLANNED = (Cause.JOINED, Cause.SCALE_UP, Cause.MOVED)
-"""Causes that end a group on purpose. If a worker is lost before the group has ended, the group ends for that loss."""
+"""Causes that end a group on purpose. If a worker is lost first, the loss becomes the cause."""
 
 HANGS = (Cause.HUNG, Cause.NO_ROWS)
 """Causes whose newest description covers all ranks that have hung so far."""
 
 EXPLAINED = 3
-"""Strength of a cause that says why a worker group ended, such as PREEMPTED or OUT_OF_MEMORY."""
+"""Strength of a cause that explains a worker group's end, such as PREEMPTED or OUT_OF_MEMORY."""
 
 STRENGTH: dict[Cause | None, int] = {
     None: 0,
@@ -32,12 +32,12 @@ STRENGTH: dict[Cause | None, int] = {
 
 
 def strength(cause: Cause | None) -> int:
-    """Return how strong a cause is. A stronger one replaces a weaker one."""
+    """Return a cause's strength. A stronger cause replaces a weaker one."""
     return STRENGTH.get(cause, EXPLAINED)
 
 
 def merge(known: Incident, new: Incident) -> Incident:
-    """Return the facts of two reports of one incident. `known` came first."""
+    """Merge two reports of one incident. `known` came first."""
     stronger = strength(new.cause) > strength(known.cause)
     newer_hang = known.cause in HANGS and new.cause in HANGS
     first, second = (new, known) if stronger and known.cause in PLANNED else (known, new)
@@ -48,7 +48,7 @@ def merge(known: Incident, new: Incident) -> Incident:
 
 
 class Incidents:
-    """The incident that ends the current worker group, and the one for which the group began."""
+    """The incident that ends the current worker group, and the one that started it."""
 
     def __init__(self) -> None:
         self._ending = Incident()
@@ -78,7 +78,7 @@ class Incidents:
         self._notes += [Note(event, detail, time.time()) for detail in details]
 
     def begin_group(self) -> Incident:
-        """Return why a new group begins. This includes why earlier groups ended that took no step."""
+        """Return why a new group begins, including why previous groups without a step ended."""
         began = merge(self._began, self._ending)
         began = replace(began, notes=(*began.notes, *self._notes))
         self._began, self._ending = replace(began, notes=()), Incident()
@@ -86,10 +86,10 @@ class Incidents:
         return began
 
     def take_step(self) -> Incident:
-        """Return why the current group began, and forget it because the group has taken a step."""
+        """Return the incident that started the current group, and clear it because the group has taken a step."""
         began, self._began = self._began, Incident()
         return began
 
     def current(self) -> Incident:
-        """Return why the current group ends, as far as known."""
+        """Return the known reason why the current group ends."""
         return replace(self._ending, notes=(*self._ending.notes, *self._notes))

@@ -18,7 +18,7 @@ OUT_OF_MEMORY = 2
 
 @dataclass(frozen=True)
 class Command:
-    """Request of the driver to the worker group."""
+    """A request from the driver to the worker group."""
 
     stop: bool = False
     "Save and return, because the run ends here."
@@ -29,14 +29,14 @@ class Command:
     save: bool = False
     "Save and keep training. The head is about to go, and a new head continues from this checkpoint."
     moves: bool = False
-    "True if nodes are released together with the copies in their memory, so that the state must be in storage."
+    "True if nodes are released together with the copies in their memory, so the state must be in storage."
     regroup: bool = False
     "Form the next group after this step and any evaluation that follows it, because workers join or leave."
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Worker group that trains."""
+    """A worker group that is training."""
 
     attempt: int
     world_size: int
@@ -48,7 +48,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True)
 class Note:
-    """Event of the cluster or of a process, for the run's events."""
+    """A cluster or process event, for the run's events."""
 
     event: str
     detail: str
@@ -57,7 +57,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Incident:
-    """Why a worker group ended, as far as known."""
+    """The known reasons why a worker group ended."""
 
     cause: Cause | None = None
     detail: str = ""
@@ -65,7 +65,7 @@ class Incident:
     noticed: float | None = None
     "Time at which the notice arrived or the loss was detected."
     loss: str = ""
-    "Errors of ranks that ended without a command."
+    "Errors of ranks that ended without being told to."
     save_began: float | None = None
     committed: float | None = None
     paused_since: float | None = None
@@ -83,14 +83,14 @@ class Incident:
 
 @dataclass(frozen=True)
 class RankError:
-    """Error that ended one rank."""
+    """An error that ended one rank."""
 
     failure: Failure
     world_size: int
     taken: int
     "Number of steps that its group had taken."
     from_outside: bool
-    "True for an error of a network, a disk, memory or a device, and not of the program."
+    "True for a network, disk, memory or device error, rather than a program error."
     from_memory: bool = False
     "True if its group began from an in-memory copy."
     node: str = ""
@@ -141,9 +141,9 @@ class GroupEnd:
     hangs: list[Hang] = field(default_factory=list)
     "Ranks that hung, without their stacks."
     fatal: Exception | None = None
-    "Error that ends the training for good."
+    "The error that ends the training permanently."
     gave_up: str = ""
-    "Why no new group will start; empty if one may."
+    "The reason why no new group will start, or an empty string if one can start."
     nodes: dict[int, str] = field(default_factory=dict)
     "Ray's node id by rank; empty if the group was asked to end."
     lost_on: list[str] = field(default_factory=list)

@@ -25,7 +25,7 @@ SETTLED_S = 5.0
 that were requested together join within seconds of each other. The delay of Ray's own view of the nodes is added."""
 
 FIRST_WAIT_S = 30.0
-"""Longest time in seconds that a start in survivor mode waits for more nodes."""
+"""Maximum number of seconds that a start in survivor mode waits for more nodes."""
 
 FIRST_SETTLED_S = 15.0
 """Seconds without a new node after which a start in survivor mode begins, because Ray adds no workers later. With 5 s,
@@ -42,7 +42,7 @@ HEAD = "node:__internal_head__"
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """Event that a check of the nodes has found for a worker group."""
+    """An event that a node check found for a worker group."""
 
     cause: Cause
     detail: str
@@ -77,7 +77,7 @@ class NodeMonitor:
         self.asked: dict[str, int] = {}
         "Number of workers to request from each node group."
         self._ended = 0
-        "Attempt of the last group with an event, or 0. Attempts are numbered from 1."
+        "Attempt number of the last group with an event, or 0. Attempts are numbered from 1."
         self._room: dict[str, int] = {}
         self._since = 0.0
         self._tries = 0
@@ -114,7 +114,8 @@ class NodeMonitor:
         return found
 
     def _find_better(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-        """Return an event if better nodes can replace some of the group's nodes. Idle nodes end without an event."""
+        """Return an event if better nodes can replace some of the group's nodes. Idle nodes are released without an
+        event."""
         if not self._choice:
             return None
         used = set(group.nodes.values())

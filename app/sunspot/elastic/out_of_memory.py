@@ -12,7 +12,7 @@ from sunspot.ray_internals.nodes import name_node
 NODE_MEMORY = re.compile(
     r"Memory on the node \(IP: \S+, ID: (?P<node>\w+)\).*? was (?P<used>[\d.]+)GB(?: used)? / (?P<limit>[\d.]+)GB", re.S
 )
-"""Matches Ray's message about the node's memory (2.60). Its GB has 2^30 bytes. In a pod, the limit is the
+"""Matches Ray's message about a node's memory (2.60), in which a GB has 2^30 bytes. In a pod, the limit is the
 container's."""
 
 PROCESS_MEMORY = re.compile(r"memory used=(?P<used>[\d.]+)GB")
@@ -28,7 +28,7 @@ RuntimeError. The shared memory of data loaders is part of a pod's memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if a process raised this error because it, or its GPU, had too little memory."""
+    """Return True if a process raised this error because the host or GPU ran out of memory."""
     of_system = isinstance(error, RuntimeError | OSError) and MEMORY_ERRORS.search(str(error))
     return isinstance(error, MemoryError) or bool(of_system)
 
@@ -52,13 +52,13 @@ def find_killed_for_memory(error: BaseException) -> tuple[str, str]:
 
 
 def find_short_of_memory(errors: Mapping[int, Exception], reported: list[RankError]) -> set[str]:
-    """Return the nodes on which processes ran out of memory, including that of a GPU."""
+    """Return the nodes on which processes ran out of host or GPU memory."""
     killed = {find_killed_for_memory(error)[0] for error in errors.values()}
     return {*killed, *(error.node or "unknown" for error in reported if error.out_of_memory)} - {""}
 
 
 def advise_memory(reported: list[RankError], one_machine: bool = False) -> str:
-    """Return advice for a run whose processes run out of memory. `reported` has the errors that ranks have reported."""
+    """Return advice for a run that has run out of memory. `reported` contains the errors that ranks have reported."""
     if any(re.search("CUDA|CUBLAS|CUDNN", error.failure.message) for error in reported):
         return "lower SUNSPOT_MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
     if one_machine:

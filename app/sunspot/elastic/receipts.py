@@ -1,4 +1,5 @@
-"""Receipts of restarts: what each one cost, as written by rank 0 of the new worker group after its first step."""
+"""Makes the receipts that record the cost of each restart. Rank 0 of the new worker group writes them after its first
+step."""
 
 import time
 from collections.abc import Sequence
@@ -74,12 +75,11 @@ def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
 
 
 def first_incident(start: StartPoint) -> Incident:
-    """Return why a driver starts its first worker group, as its claim found. Return an empty incident for a later
-    group.
+    """Return why a driver starts its first worker group, or an empty incident for a later group.
 
-    Another start of the run was alive if it wrote a status after this driver had begun or, if it is in another place,
-    shortly before the claim. An earlier start of the same job is a driver that was lost; its workers may survive it for
-    a minute.
+    Another start of the run was alive if it wrote a status after this driver had begun or, running elsewhere, shortly
+    before the claim. An earlier start of the same job means that its driver was lost, although the workers can outlive
+    it for a minute.
     """
     own, other = start.past.status, start.past.other
     if not start.before:
@@ -105,7 +105,7 @@ def first_incident(start: StartPoint) -> Incident:
 
 
 def explain_error(error: RankError) -> Incident:
-    """Return why the group of a rank that reports an error ends, without a cause if another process ended first."""
+    """Return the incident for an error that a rank reports, without a cause if another process ended first."""
     if error.failure.is_consequence:
         return Incident()
     cause = Cause.OUT_OF_MEMORY if error.out_of_memory else Cause.WORKER_FAILED

@@ -29,12 +29,12 @@ from sunspot.storage import Storage, open_storage
 from sunspot.storage.limits import retry_storage
 
 SEND_LIMIT_S = 120
-"""Seconds that one tensor may take to arrive. The loss of either side ends the transfer sooner."""
+"""Maximum number of seconds to transfer one tensor. The loss of either side ends the transfer sooner."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """State from which a worker group continues. At the beginning, it has the weights of INIT_FROM, or nothing."""
+    """The state from which a worker group continues. In a new run, it contains only INIT_FROM's weights, if any."""
 
     model: Any = None
     optimizer: Any = None
@@ -57,11 +57,11 @@ class StateMetadata:
     """Everything that belongs to a live state besides its tensors."""
 
     metrics: dict[str, Any]
-    "Metrics that a checkpoint of the state would have."
+    "Metrics that a checkpoint of the state would contain."
     taken: float
     "Time at which its last step was taken, in seconds since the epoch."
     ledger: Sequence[Any]
-    "Windows of consumed rows that may not be in storage yet."
+    "Windows of consumed rows that might not be in storage yet."
 
 
 def hand_over(
@@ -175,10 +175,10 @@ def _load_copy(copy: ChosenCopy, found: LocalState) -> TrainingState:
 
 
 def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
-    """Return the state_dict that INIT_FROM names: that of another run's newest intact checkpoint, or of a file.
+    """Return the state_dict of the file or run in INIT_FROM. A run's newest intact checkpoint is used.
 
-    Rank 0 chooses, and all workers call this together and get the same state_dict. Raises `SettingsError`, or
-    `ConflictError` if the source was replaced while it was read.
+    Rank 0 chooses the source. All workers call this together and get the same state_dict. Raises `SettingsError` if
+    INIT_FROM cannot be used, and `ConflictError` if its source was replaced while it was read.
     """
     limit_s, what = settings.storage_timeout_s, f"reading SUNSPOT_INIT_FROM={settings.init_from}"
     chosen = broadcast_from_rank0(group, lambda: retry_storage(limit_s, what, choose_init, settings))
@@ -186,7 +186,7 @@ def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
 
 
 def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None] | str:
-    """Return what INIT_FROM names now: the newest intact checkpoint of another run, or the SHA-256 of a file.
+    """Return the newest intact checkpoint of the run in INIT_FROM, or the SHA-256 of its file.
 
     A sharded checkpoint comes with the contents of its parts.
     """

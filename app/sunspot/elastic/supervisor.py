@@ -1,4 +1,4 @@
-"""Tells the workers, twice a second, about nodes that come and go, and when to stop. It runs in the driver.
+"""Checks twice a second for node changes and stop requests, and passes them on to the workers. It runs in the driver.
 
 It waits for the control channel and for Ray, but never for storage, because storage that hangs must not delay a notice
 or a SIGTERM. A thread of `run.outcome` reads storage for the driver, including the stop marker. Because a terminal may
@@ -32,7 +32,7 @@ from sunspot.run.requests import StopRequest
 log = logging.getLogger(__name__)
 
 WARN_AFTER_S = 30.0
-"""Seconds for which checks of the nodes may fail before the user is warned. An occasional failure does no harm."""
+"""Seconds for which node checks can fail before the user is warned. An occasional failure does no harm."""
 
 INTERRUPTED = (
     "interrupted: saving and ending; the same command continues from there. Press Ctrl-C again to end without saving"
@@ -57,13 +57,13 @@ class Supervisor:
         self._monitor = monitor
         self._membership = membership
         self._stopping = False
-        "True once a signal has come and the user was informed about its effect."
+        "True once a signal has arrived and the user was told its effect."
         self._leaving = False
-        "True once this node, the head, is about to go and the workers were asked to save."
+        "True once the head node is about to go and the workers were asked to save."
         self._asked: dict[str, int] = {}
         "Workers that were requested from each node group."
         self._looked = time.monotonic()
-        "Time of the last successful check of the nodes; infinite once the user was warned."
+        "Time of the last successful node check, or infinity once the user was warned."
 
     def tick(self) -> None:
         """Pass on new notices and requests."""
@@ -137,7 +137,7 @@ def supervised(
     monitor: NodeMonitor | None = None,
     membership: MembershipServer | None = None,
 ) -> Iterator[None]:
-    """Supervise the workers while the context lasts, and let SIGINT, SIGTERM and SIGHUP request a stop.
+    """Context manager that supervises the workers. SIGINT, SIGTERM and SIGHUP request a stop.
 
     A second SIGINT raises `EndAtOnceError`.
     """

@@ -1,11 +1,11 @@
 """Ends a rank that takes no more steps, after recording its stacks, so that it counts as lost.
 
 A rank that hangs makes all others wait for it in the next collective. All watchdogs therefore act within moments of
-each other, and each one records the stacks of its own rank. A watchdog is a thread, and cannot run while the training
-thread holds the GIL in C. For that case, it keeps postponing a timer that needs no Python (`faulthandler`). If that
-timer runs out, it ends the process and leaves the stacks in a file in the node's shared memory, and the next worker on
-the node uploads them. Two kinds of ranks leave no stacks: a stopped one (SIGSTOP), and one whose node is lost, too. The
-stacks of the other ranks still show which rank it was (`run.failures.suspects`).
+each other, and each one records its own rank's stacks. A watchdog is a thread, and cannot run while the training thread
+holds the GIL in C. For that case, it keeps postponing a timer that needs no Python (`faulthandler`). If that timer runs
+out, it ends the process and leaves the stacks in a file in the node's shared memory, and the next worker on the node
+uploads them. A stopped rank (SIGSTOP) leaves no stacks, and neither does a rank on a lost node. The other ranks' stacks
+still show which rank it was (`run.failures.suspects`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHECK_EVERY_S = 1.0
 """Seconds between two checks of the last heartbeat."""
 
 REPORT_S = 20
-"""Largest number of seconds to wait for storage and the control channel, because either may be gone."""
+"""Maximum number of seconds to wait for storage and the control channel, because either can be gone."""
 
 LINGER_S = 5
 """Seconds between a rank's report and its exit. The other ranks have hung since the same step, and report at the same
@@ -63,14 +63,14 @@ FILE_PREFIX = "sunspot-hang-"
 """Prefix of the name of each process's file."""
 
 STALE_FILE_S = 86_400
-"""Age of a file in seconds at which nobody needs it: its run was killed, and has not started here again."""
+"""Age in seconds after which a file is deleted, because its run was killed and has not started here again."""
 
 MAX_STACKS = 20_000
-"""Largest number of characters of stacks in an event, which keeps the journal small. The training thread comes
+"""Maximum number of characters of stacks in an event, which keeps the journal small. The training thread comes
 first."""
 
 MAX_DUMP_BYTES = 1 << 20
-"""Largest number of bytes that are read from a dump. `faulthandler` writes at most 100 frames of each of 100
+"""Maximum number of bytes read from a dump. `faulthandler` writes at most 100 frames of each of 100
 threads."""
 
 COLLECTIVES = (
@@ -80,10 +80,10 @@ COLLECTIVES = (
     "/ray/train/",
     "/sunspot/parallel/",
 )
-"""Parts of the paths of code that waits for other ranks. DDP exchanges gradients inside backward()."""
+"""Path fragments of code that waits for other ranks. DDP exchanges gradients inside backward()."""
 
 LOADING = "/ray/data/"
-"""Part of the paths of code that waits for rows from Ray Data."""
+"""Path fragment of code that waits for rows from Ray Data."""
 
 WAIT_HELPERS = re.compile(r"/ray/_private/|/(threading|queue)\.py$")
 """Matches the paths of code that only waits on behalf of its caller. The caller shows what the rank waits for."""
@@ -93,7 +93,8 @@ OnHang = Callable[[Hang, bool], Any]
 
 
 class Watchdog:
-    """Ends this process if the thread that created the watchdog has taken no step for `timeout_s` seconds (0: never).
+    """Ends this process if the thread that created the watchdog has taken no step for `timeout_s` seconds, unless that
+    is 0.
 
     Before that, it records an event in this rank's journal and calls `on_hang`. It does the same for a rank of the
     previous attempt that left only its stacks on this node. Ranks take no steps until their group has claimed an
@@ -228,7 +229,8 @@ def _cancel_timers_at_fork() -> None:
 
 @contextlib.contextmanager
 def ended_after(limit_s: float, until: str) -> Iterator[None]:
-    """End this process, with its stacks on stderr, if the context lasts for `limit_s` seconds.
+    """Context manager that ends this process, with its stacks on stderr, if its body takes longer than `limit_s`
+    seconds.
 
     `until` describes what should have happened within this time. No watchdog may be active at the same time, because a
     process has only one timer that works without the GIL (`faulthandler`).
@@ -253,7 +255,7 @@ def ended_after(limit_s: float, until: str) -> Iterator[None]:
 
 
 def describe(header: dict[str, Any], dump: str, now: float) -> Hang:
-    """Return where a rank hung, given the `dump` of all its threads that `faulthandler` wrote."""
+    """Return where a rank hung, according to the `dump` of all its threads from `faulthandler`."""
     parts = re.split(r"^(Current t|T)hread (0x[0-9a-f]+) \(most recent call first\):\n", dump, flags=re.MULTILINE)
     threads: dict[int, str] = {}
     for kind, number, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
@@ -292,7 +294,7 @@ def describe(header: dict[str, Any], dump: str, now: float) -> Hang:
 
 
 def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
-    """Record the hangs whose stacks ranks of earlier attempts left on this node, and delete the files of old runs."""
+    """Record the hangs of earlier attempts that left stacks on this node, and delete old runs' files."""
     for path in _folder().glob(f"{FILE_PREFIX}*"):
         with contextlib.suppress(OSError):  # the file belongs to another user
             if time.time() - path.lstat().st_mtime > STALE_FILE_S:

@@ -80,7 +80,7 @@ def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], required: RequiredRes
 def new_nodes_checked(
     control: ControlClient, nodes: Sequence[Mapping[str, Any]]
 ) -> Iterator[Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]:
-    """Leave out nodes that join with broken GPUs while the context lasts. `nodes` have been checked already.
+    """Context manager that leaves out nodes that join with broken GPUs. `nodes` have already been checked.
 
     Yields a filter that keeps the nodes, as in `ray.nodes()`, that are reachable and have been checked. A group grows
     only onto those nodes. The check takes a few seconds while the group trains, and a group grows only once there has
@@ -123,8 +123,8 @@ class BrokenInTraining:
     def __call__(self, suspects: Suspects) -> list[str]:
         """Leave out the suspect nodes whose GPU is broken, and return a line about each.
 
-        A CUDA error may be the program's fault, and a process may be lost for any reason. So this asks the GPU's driver
-        on each suspect node, as at the start, which takes seconds. A GPU that still works stays in use, and so does a
+        A CUDA error can be the program's fault, and a process can be lost for any reason. So this asks the GPU driver
+        on each suspect node, like at the start of a run, which takes seconds. A working GPU stays in use, and so does a
         node that does not answer, because it may be about to go. Raises `SunspotError` if a GPU had an error, can no
         longer be used, and the run cannot continue without its node.
         """

@@ -22,10 +22,10 @@ SLACK = 0.02
 
 
 def await_device_memory(device: torch.device, node: str, control: ControlClient) -> None:
-    """Wait until the GPU has as much free memory as when the previous group began, for DEVICE_WAIT_S seconds at most.
+    """Wait up to DEVICE_WAIT_S seconds until the GPU has as much free memory as when the previous group began.
 
-    The first group does not wait. If another program keeps the memory, only one group waits for it, because the next
-    group expects no more memory than this one has found.
+    The first group does not wait. If another program holds the memory, only the next group waits, because each group
+    expects at most as much free memory as its predecessor found.
     """
     gpu = f"{node} {torch.cuda.get_device_properties(device).uuid}"
     before = control.call(ControlChannel.free_memory, gpu)

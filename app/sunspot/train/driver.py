@@ -102,7 +102,7 @@ class Origin(NamedTuple):
 
 
 def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
-    """Return True unless the run is stopped. Raises the error that has ended this owner's job for good, if any."""
+    """Return False if the run is stopped. Raises the error that has permanently ended this owner's job, if any."""
     run = claimant.run
     fatal, stopped = with_deadline(limit_s, "reading the run", lambda: (fatal_error(claimant), stop_requested(run)))
     if fatal:
@@ -113,7 +113,7 @@ def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
 
 
 def has_failed_for_good(claimant: Claimant) -> bool:
-    """Return True if storage records an error that ended this job for good, so that a retry would not train."""
+    """Return True if storage records an error that ended this job permanently, so a retry would not train."""
     with suppress(StorageError, DamageError):
         return with_deadline(RECORD_S, "reading the run", fatal_error, claimant) is not None
     return False
@@ -195,7 +195,7 @@ def identify_rows(plan: Plan) -> Rows:
 
 
 def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
-    """Print the result of the run and write its report when the context ends, like `on_exit`."""
+    """Context manager that prints the run's result and writes its report on exit, like `on_exit`."""
 
     def report(_: Exception | None) -> None:
         try:
@@ -208,9 +208,9 @@ def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def on_exit(report: Callable[[Exception | None], None]) -> Iterator[None]:
-    """Call `report` when the context ends, with the error that ended it, if any.
+    """Context manager that calls `report` on exit, with the error that ended the context, if any.
 
-    It is not called after a `ConflictError`, because another driver owns the run then, or after an interrupt.
+    `report` is not called after a `ConflictError`, because another driver owns the run, or after an interrupt.
     """
     try:
         yield

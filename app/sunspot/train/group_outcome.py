@@ -15,7 +15,8 @@ from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.incidents import Cause
 
 DRIVER_TRIES = 3
-"""Number of starts of the trainer if Ray's controller fails. MAX_FAILURES does not count them: no worker has failed."""
+"""Number of trainer starts if Ray's controller fails. They do not count towards MAX_FAILURES, because no worker has
+failed."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class HeldOutScores:
         self._parts: list[Batch] = []
 
     def predict(self, batch: Batch, counts: bool) -> None:
-        """Predict the rows of a batch, and keep their scores if the batch `counts`.
+        """Predict a batch's rows, and keep their scores if `counts` is true.
 
         Under FSDP all workers call this together. Raises `SettingsError` if `predict` does not return a score for each
         row.

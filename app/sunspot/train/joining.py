@@ -113,7 +113,7 @@ class Joining:
     # ------------------------------------------------------------------------------------------------------------ form
 
     def form(self) -> WorkerPlace | None:
-        """Form a group with the other workers, and return this worker's place in it, or None if no group forms."""
+        """Form a group with the other workers, and return this worker's rank in it, or None if no group forms."""
         config, survivor = self._config, self._survivor
         set_up_process(config, survivor)
         if survivor is None:
@@ -141,7 +141,7 @@ class Joining:
     def claim(self, place: WorkerPlace) -> WorkerSetup | None:
         """Claim the run's next attempt with the other workers, starting from the newest state that any of them has.
 
-        Returns None if the run is no longer this job's to train. An error that no retry can fix is reported to the
+        Returns None if this job may no longer train the run. An error that no retry can fix is reported to the
         driver, so that the next worker group of this job ends at once.
         """
         config, survivor = self._config, self._survivor
@@ -223,7 +223,7 @@ class Joining:
 
     @contextmanager
     def recorded_errors(self, setup: WorkerSetup) -> Iterator[None]:
-        """Record the error that ends this worker while the context lasts.
+        """Context manager that records an error that ends this worker.
 
         Raises `RegroupError` in place of an error that ends only the group and not this process.
         """

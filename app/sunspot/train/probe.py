@@ -1,4 +1,4 @@
-"""Asks each node for its problems. Before training, it checks that all nodes can read and write the run's storage."""
+"""Checks for problems on each node. Before training, it checks that all nodes can read and write the run's storage."""
 
 import logging
 import re
@@ -69,7 +69,7 @@ def ask_nodes(
     """Run `act` on each node, with that node's arguments, and return the problems that it finds.
 
     Nodes that do not answer the question about `what` are only named in a warning. Each process ends after `calls`
-    calls (0 for no limit), because a worker could otherwise inherit a process that has used the GPU.
+    calls, or never if `calls` is 0, because a worker could otherwise inherit a process that has used the GPU.
     """
     task = ray.remote(num_cpus=0, max_retries=1, max_calls=calls)(act)
 

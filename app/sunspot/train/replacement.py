@@ -1,4 +1,4 @@
-"""Ends a replacement that cannot train, without ending the workers that do."""
+"""Ends a replacement that cannot train, without ending the other workers."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ TRIES_ON_NODE = 2
 """Number of failed replacements on a node after which the node is left out."""
 
 PAUSE_S = 10.0
-"""Seconds before the end of a replacement whose node cannot be left out. They double with each replacement."""
+"""Seconds until a replacement ends if its node cannot be left out. The pause doubles with each replacement."""
 
 MAX_DOUBLINGS = 6
 """Maximum number of times that the pause doubles, up to 640 s."""

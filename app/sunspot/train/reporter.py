@@ -111,7 +111,7 @@ class Reporter:
         "Part of the status's warning that names the failure of the previous group."
 
     def announce(self) -> None:
-        """Register the group with the driver, print where it starts, and note why the previous group ended."""
+        """Register the group with the driver, print where it starts, and record why the previous group ended."""
         start, state = self._start, self._state
         origin = "the beginning" if state.tier == "beginning" else f"step {start.attempt.step}"
         known = f", from {state.tier}" if state.tier in ("memory", "storage") else ""

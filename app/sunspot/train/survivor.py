@@ -58,7 +58,7 @@ CUT_EVERY_S = 0.1
 """Seconds between two checks for a lost member while a group forms."""
 
 GROUP_TRIES = 3
-"""Number of consecutive groups without a step after which a process gives up."""
+"""Number of consecutive groups without a step after which a process stops trying."""
 
 STUCK_AFTER_S = 20.0
 """Seconds by which an operation may exceed its time limit before the process ends itself."""
@@ -108,7 +108,7 @@ class Survivor:
 
     @property
     def replaces(self) -> bool:
-        """True if this process replaces a lost worker and has not trained yet, so that the others can do without it."""
+        """True if this process replaces a lost worker and has not trained yet, so the others can train without it."""
         return self.others_train and not self._trained
 
     def building(self, limit_s: float) -> AbstractContextManager[None]:
@@ -139,7 +139,7 @@ class Survivor:
         return self._memory
 
     def align(self, live: bool, build: Callable[[], Learner]) -> None:
-        """Make sure that either all members of a group have a learner, or none has.
+        """Make sure that either all members of a group have a learner, or none do.
 
         If the group continues a `live` state, every member keeps its learner, and a member without one builds it alone.
         Otherwise every member forgets its learner, and all of them build together.
@@ -161,10 +161,10 @@ class Survivor:
             torch.cuda.empty_cache()  # otherwise the next learner would wait for this memory
 
     def form(self) -> WorkerPlace | None:
-        """Ask to join the next group, form it with the others, and return this worker's place in it.
+        """Ask to join the next group, form it with the others, and return this worker's rank in it.
 
         Returns None if no further group forms. Raises `DriverUnreachableError` if the driver does not answer, and
-        `NoGroupError` after GROUP_TRIES consecutive groups without a step. A replacement has one try, because the
+        `NoGroupError` after GROUP_TRIES consecutive groups without a step. A replacement gets one attempt, because the
         others wait for it.
         """
         step = step_of(self.kept[0].checkpoint) if self.kept else None
@@ -198,7 +198,7 @@ class Survivor:
             return self._groups.form(partial(self._open_store, generation.number), rank, size, FORM_LIMIT_S)
 
     def _note_unformed(self, generation: Generation, after_s: float, error: RuntimeError) -> None:
-        """Note that a group did not form, although no member is known to be lost."""
+        """Record that a group did not form, although no member is known to be lost."""
         nodes = ", ".join(sorted({member.node[:12] for member in generation.members}))
         why = (
             f"{plural(len(generation.members), 'worker')} did not form a group within {after_s:.0f} s; check that the "
@@ -257,7 +257,7 @@ class Survivor:
         self.kept = LiveState(name, state.evaluated), StateMetadata(state.metrics, state.taken, state.ledger)
 
     def begin(self, worker: Worker) -> None:
-        """Note the worker with which this process begins to train."""
+        """Record the worker with which this process begins to train."""
         if not gc.get_freeze_count():
             gc.freeze()  # imported modules and the model, which would take half a second to traverse at each loss
         self._trained = True

@@ -61,13 +61,13 @@ GROUPS_READ = 4
 """Number of row groups from which rows are read. They are spread over the data, which may be sorted by label."""
 
 MAX_ROWS = 4096
-"""Largest number of rows in a step."""
+"""Maximum number of rows in a step."""
 
 NOT_CHECKED = {"parallel": ("ddp", "it takes several processes"), "compile": ("off", "it takes minutes")}
-"""Settings that a check ignores, with the value that it uses instead, and the reason."""
+"""Settings that a check ignores, each with the value used instead and the reason."""
 
 INSTEAD = {"checkpoint_every_steps": 1, "snapshot_cost": 0.0, "audit": False}
-"""Settings of every check, which saves each step, and keeps nothing that only a run needs."""
+"""Settings of every check, which saves each step and keeps only what a check needs."""
 
 AT_FIRST = " at first"
 """Suffix of the names of the first step's metrics."""
@@ -328,7 +328,7 @@ class FewRows:
 
 
 def refuse_infinite(learner: Learner, taken: Step) -> None:
-    """Raise `SunspotError` if the loss of a row is not finite, with the first such row."""
+    """Raise `SunspotError`, naming the first row, if a row's loss is not finite."""
     losses = torch.cat([values["loss"] for values in taken.values if "loss" in values] or [torch.empty(0)])
     bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
     if bad and taken.rows is not None:
@@ -353,7 +353,7 @@ def find_losses(learner: Learner) -> torch.Tensor:
 
 
 def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) -> None:
-    """Raise `SunspotError` if the same rows have other losses after the model was restored."""
+    """Raise `SunspotError` if the losses of the same rows differ after the model was restored."""
     if not torch.allclose(before, after, rtol=1e-3, atol=1e-5, equal_nan=True):
         worst = int((before - after).abs().nan_to_num().argmax())
         raise SunspotError(

@@ -1,4 +1,4 @@
-"""Refuses a run that can never start on this machine, or that needs far more than the machine has."""
+"""Rejects a run that can never start on this machine or needs far more resources than it has."""
 
 import json
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from sunspot.ray_session import cores_here
 from sunspot.settings import PREFIX, Settings, accepts
 
 WORKERS_PER_CORE = 4
-"""Largest number of workers for each core without the user's consent.
+"""Maximum number of workers per core without the user's consent.
 
-More workers gain nothing, and one may have to wait for a core for longer than the others wait for it.
+More workers gain nothing, and a worker could wait for a core for longer than the others wait for that worker.
 """
 
 WORKER_BYTES = 300_000_000
@@ -26,7 +26,7 @@ WORKER_BYTES = 300_000_000
 def refuse_impossible(settings: Settings) -> None:
     """Raise `SettingsError` if the workers of a run do not fit on this machine, where `sunspot train` starts Ray.
 
-    ACCEPT may allow more workers than are sensible, but not resources that the machine does not have.
+    ACCEPT can allow more workers than are sensible, but not resources that the machine lacks.
     """
     cores = cores_here()
     machine = {"CPU": float(cores), "GPU": float(torch.cuda.device_count())}

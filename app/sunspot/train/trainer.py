@@ -62,7 +62,7 @@ def fit(
 
 
 def choose_next_start(context: TrainingContext, outcome: GroupOutcome, start: TrainerStart) -> TrainerStart | None:
-    """Return how the next trainer starts, or None if no other one may follow, or the run needs none."""
+    """Return how the next trainer starts, or None if the run cannot have or does not need another."""
     plan, claimant = context.plan, context.claimant
     following = next_start(outcome, start, plan.settings.max_failures, survivor_mode=context.membership is not None)
     if following is None:
@@ -78,7 +78,7 @@ def choose_next_start(context: TrainingContext, outcome: GroupOutcome, start: Tr
 def outcome_of_training(
     plan: Plan, claimant: Claimant, stop_request: StopRequest, failure: Exception | None
 ) -> Checkpoint:
-    """Return the newest checkpoint of a run that finished or was stopped. Otherwise raises the error that ended it."""
+    """Return the newest checkpoint of a run that finished or was stopped, or raise the error that ended the run."""
     run = claimant.run
     fatal, checkpoint, skipped = read_end(plan, claimant)
     if fatal:
@@ -117,7 +117,7 @@ def read_end(
 
 
 def has_ended(plan: Plan, claimant: Claimant) -> bool:
-    """Return True if the run is complete, or an error has ended it for good."""
+    """Return True if the run is complete, or if an error has ended it permanently."""
     fatal, checkpoint, _ = read_end(plan, claimant)
     return bool(fatal or (checkpoint and is_last(checkpoint, plan)))
 

@@ -1,4 +1,4 @@
-"""Takes back a step that a worker has begun and cannot complete, because another worker was lost.
+"""Undoes a step that a worker cannot complete because another worker was lost.
 
 The group takes the same step again, so each survivor needs the state after the previous step. By the time of the loss,
 the step may have changed:
@@ -67,11 +67,11 @@ class StepUndo:
         "Each buffer's count of changes in place after the newest step."
         self._turns = OptimizerTurns()
         self._in_step = False
-        "True from the beginning of a step until it is accepted or put back."
+        "True from the beginning of a step until the step is accepted or undone."
         self.early = set[str]()
         "Names of trainable parameters that were found to change before their optimizer's step."
         self._changes: dict[torch.nn.Parameter, int] = {}
-        "Number of changes of each moving parameter in one step."
+        "Number of times that one step changes each moving parameter."
         self.uneven = set[str]()
         "Names of moving parameters that some steps change more often than others."
 
@@ -135,8 +135,8 @@ class StepUndo:
     def put_back_moving(self) -> bool:
         """Put back buffers and moving parameters, and return True if all of them could be put back.
 
-        A buffer that is not persistent is not saved in checkpoints, so the model can compute it again. If its shape has
-        changed, as in a table that grows with the rows, it stays as it is.
+        A buffer that is not persistent is not saved in checkpoints, so the model can compute it again. A buffer with a
+        changed shape, such as a table that grows with the rows, stays as it is.
         """
         lost = self._copies.put_back(self._changeable())
         return all(isinstance(key, tuple) and key[1] in key[0]._non_persistent_buffers_set for key in lost)
@@ -264,7 +264,7 @@ class OptimizerTurns:
         self.returned.clear()
 
     def put_back(self) -> bool:
-        """Put back the values of all optimizers that have begun their step. Return True if that was possible."""
+        """Restore all optimizers that have begun their step. Return True if that was possible."""
         begun = set(self._begun)
         for copy in [self._copies[each] for each in begun if each in self._copies]:
             if copy.put_back():

@@ -1,6 +1,6 @@
-"""One worker of a group. It ends each step, and then evaluates, saves, reports or restarts as is due.
+"""One worker of a group. It ends each step, then evaluates, saves, reports or restarts if needed.
 
-A worker must not change parameters while a copy thread reads them: `Worker.wait_before_change` has the rule.
+A worker must not change parameters while a copy thread reads them (see `Worker.wait_before_change`).
 """
 
 import logging
@@ -161,7 +161,7 @@ class Worker:
         self.step_ended = time.time()
         "Time at which the newest step ended."
         self.outlives_groups = group_start.await_sums is not None
-        "True if this process stays when its group ends, and joins the next group."
+        "True if this process outlives its group and joins the next group."
         self._saved_for_head = False
         "True once this worker has saved because the head node is being reclaimed."
         self._undo = learner.undo if self.outlives_groups and not is_fsdp(learner.model) else None
@@ -176,7 +176,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------ after a step
 
     def finish_step(self, taken: Step) -> bool:
-        """Record a step, and do whatever is due after it. Return True if the run stops.
+        """Record a step, and evaluate, save and report if needed. Return True if the run stops.
 
         All workers call this together. Raises `GroupRestartError` if the group restarts, and `RegroupError` if the
         processes form another group.
@@ -275,7 +275,7 @@ class Worker:
     def wait_before_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Block until the current step may change parameters. Every kind of loop calls this before it changes them.
 
-        The rule is: **the copy of the previous state must be complete before parameters change.** A copy thread reads
+        **The copy of the previous state must be complete before parameters change.** A copy thread reads
         the parameters themselves while the next forward and backward passes run. A change during that time would mix
         two steps in one checkpoint, and the checkpoint would still pass verification.
 
