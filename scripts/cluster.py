@@ -25,7 +25,7 @@ COMMAND_S = 900
 
 @dataclass(frozen=True)
 class Pod:
-    """Running pod of a RayJob."""
+    """A running pod of a RayJob."""
 
     name: str
     node: str
@@ -47,7 +47,7 @@ def pods(job: str, namespace: str) -> list[Pod]:
             pod["metadata"]["labels"]["ray.io/node-type"] == "head",
         )
         for pod in items
-        if pod["status"].get("phase") == "Running" and pod["status"].get("podIP")  # leaves out pods of lost nodes
+        if pod["status"].get("phase") == "Running" and pod["status"].get("podIP")  # leaves out pods on lost nodes
         if not pod["metadata"].get("deletionTimestamp")
     ]
 
@@ -74,18 +74,18 @@ def kubectl(*words: str, namespace: str, text: str | None = None) -> str:
 
 
 def kubectl_json(*words: str, namespace: str) -> dict[str, Any]:
-    """Return an object of Kubernetes, or a list of objects."""
+    """Return a Kubernetes object or a list of objects."""
     return dict(json.loads(kubectl(*words, "-o", "json", namespace=namespace)))
 
 
 def options(namespace: str) -> list[str]:
-    """Return the options by which kubectl and the verbs of `sunspot` find the cluster."""
+    """Return the options with which kubectl and `sunspot` find the cluster."""
     context = os.environ.get("KUBE_CONTEXT")
     return [*(["--context", context] if context else []), "--namespace", namespace]
 
 
 def sunspot(*words: str, quiet: bool = False) -> str:
-    """Run a verb as a user does. With `quiet`, return its output instead of showing it."""
+    """Run a `sunspot` command like a user. With `quiet`, return its output instead of showing it."""
     if not quiet:
         print("$", shlex.join(["sunspot", *words]), flush=True)
     command = [sys.executable, "-m", "sunspot.cli", *words]

@@ -1,4 +1,4 @@
-"""`python -m scripts.language`, a part of `make lint`: refuse patterns of English and Python that are hard to read.
+"""`python -m scripts.language`, a part of `make lint`: reject patterns of English and Python that are hard to read.
 
 CONTRIBUTING.md explains the rules. A pattern is in this module only if it is easy to find and never good style.
 """
@@ -37,10 +37,10 @@ MAX_TARGETS = 2
 """Largest number of names that an assignment may set from a tuple of values."""
 
 EXEMPT = ("scripts/language.py", "tests/unit/test_language.py")
-"""Files that quote the refused patterns."""
+"""Files that quote the rejected patterns."""
 
 Fault = tuple[int, str]
-"""Number of a line, and the fault in it."""
+"""A line number and the fault in that line."""
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ S3_KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret"
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[int]:
-    """Run VersityGW if it is installed, or else moto, and yield the port. The keys are S3_KEYS."""
+    """Run VersityGW if it is installed, otherwise moto, and yield the port. The keys are S3_KEYS."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         versitygw = shutil.which("versitygw")
@@ -38,9 +38,9 @@ def s3_server() -> Iterator[int]:
 
 @contextlib.contextmanager
 def s3_bucket(name: str) -> Iterator[None]:
-    """Create a bucket on the server in the AWS environment, or else on a local server while the context lasts.
+    """Create a bucket on the server in the AWS environment, or otherwise on a local server, inside the context.
 
-    Workers of a Ray session that is started in the context find the bucket.
+    Workers of a Ray session started inside the context find the bucket.
     """
     import boto3
 
@@ -57,14 +57,14 @@ def s3_bucket(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def serve(command: list[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Run a server while the context lasts. The context begins when the server listens at the port."""
+    """Run a server inside the context, which begins when the server listens on the port."""
     everything = {**os.environ, **(environment or {})}
     server = subprocess.Popen(command, env=everything, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + START_S
         while not _listens(port):
             if server.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"{Path(command[0]).name} does not listen at port {port}")
+                raise RuntimeError(f"{Path(command[0]).name} does not listen on port {port}")
             time.sleep(0.1)
         yield
     finally:
@@ -78,7 +78,7 @@ def _listens(port: int) -> bool:
 
 
 def free_port() -> int:
-    """Return a port at which nothing listens."""
+    """Return a port on which nothing listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

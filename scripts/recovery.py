@@ -32,7 +32,7 @@ from sunspot.submitter.manifest.render import JobRequest
 
 KINDS, TARGETS = ("reclaim", "kill"), ("worker", "rank0", "all", "head")
 NEEDED = ("all", "head")
-"""Targets without which no run continues. Their nodes come back at once, and other nodes after the first step."""
+"""Targets that every run needs to continue. Their nodes come back at once, and others after the first step."""
 
 PHASES = ("noticed", "save_began", "committed", "launched", "up", "formed", "restarted", "loaded")
 
@@ -49,7 +49,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault and its cost."""
+    """A fault and its cost."""
 
     kind: str
     target: str
@@ -58,13 +58,13 @@ class Fault:
     "Time right before the command, in seconds since the epoch."
     world_before: int
     after: Group
-    "First worker group after the fault."
+    "The first worker group after the fault."
     complete_s: float | None = None
     "Seconds from the signal to the first step with all workers."
 
     @property
     def first_step_s(self) -> float:
-        """Number of seconds from the signal to the next step."""
+        """The seconds from the signal to the next step."""
         return round(self.after.first_step - self.signal, 1)
 
     def cells(self) -> list[str]:
@@ -136,7 +136,7 @@ def table(faults: Sequence[Fault]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, run: str) -> None:
-    """Add the options that decide which run is submitted."""
+    """Add the options that describe the run to submit."""
     parser.add_argument("--profile", default=os.environ.get("PROFILE") or "kind")
     parser.add_argument("--image", default=os.environ.get("IMAGE") or None)
     parser.add_argument("--namespace", default="sunspot")

@@ -42,7 +42,7 @@ WAIT_S = 1800
 """Seconds for one run from submission to end. Two cores need about five minutes."""
 
 GONE_S = 240
-"""Seconds for the cluster of a finished run to disappear: the profile's TTL and the pods' grace period."""
+"""Seconds for a finished run's cluster to disappear, including the profile's TTL and the pods' grace period."""
 
 
 def main() -> int:
@@ -104,7 +104,7 @@ def _score(checkpoint: str) -> float:
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    """Use the cluster of KUBE_CONTEXT, or else create one and delete it at the end."""
+    """Use the cluster of KUBE_CONTEXT. Without it, create a cluster and delete it at the end."""
     if os.environ.get("KUBE_CONTEXT"):
         yield
         return
@@ -150,12 +150,12 @@ def _s3_server() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _folder(storage_path: str) -> Iterator[str]:
-    """Yield a storage path below another one for this test alone, and delete it with its content at the end."""
+    """Yield a new folder of this test's own below a storage path, and delete the folder at the end."""
     from sunspot.storage import open_storage
 
     storage = open_storage(storage_path)
     if storage.list(NAME):
-        raise SunspotError(f"smoke test refused: {storage.locate(NAME)} exists already")
+        raise SunspotError(f"smoke test not started: {storage.locate(NAME)} already exists")
     try:
         yield storage.locate(NAME)
     finally:
@@ -166,7 +166,7 @@ def _folder(storage_path: str) -> Iterator[str]:
 
 
 def _address_for_nodes() -> str:
-    """Return the address of this machine in the network of the cluster's nodes, at which they reach it."""
+    """Return the address at which the cluster's nodes reach this machine."""
     path = "{.items[0].status.addresses[?(@.type=='InternalIP')].address}"
     node = kubectl("get", "nodes", "-o", f"jsonpath={path}", namespace="default")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -176,7 +176,7 @@ def _address_for_nodes() -> str:
 
 @contextmanager
 def _namespace() -> Iterator[None]:
-    """Apply k8s/base in a namespace for this test alone."""
+    """Apply k8s/base in a namespace of this test's own."""
     with tempfile.TemporaryDirectory(dir=REPOSITORY) as folder:  # kustomize requires a relative path to the base
         base = os.path.relpath(REPOSITORY / "k8s" / "base", folder)
         Path(folder, "kustomization.yaml").write_text(f"namespace: {NAMESPACE}\nresources: [{base}]\n")

@@ -78,7 +78,7 @@ ON_GPU = {"USE_GPU": "true", "RESOURCES_PER_WORKER": json.dumps({"CPU": 0.5, "GP
 
 
 class Loss:
-    """Workers that are killed at the same time."""
+    """A group of workers killed at the same time."""
 
     def __init__(self, run: Run, victims: list[psutil.Process]) -> None:
         notes = [moment_of(victim.pid) for victim in victims]
@@ -140,7 +140,7 @@ def write_data(folder: Path) -> None:
 
 @contextlib.contextmanager
 def training(folder: Path, run: Run, pause_s: float, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
-    """Train at most until the context ends. The output goes to a file, and is printed if the training fails."""
+    """Train inside the context, and end the training on exit. Print its output, which goes to a file, if it fails."""
     own = {
         "STORAGE_PATH": folder / "runs",
         "RUN_NAME": run.name,
@@ -175,7 +175,7 @@ def training(folder: Path, run: Run, pause_s: float, **settings: object) -> Iter
 def strike(run: Run, process: subprocess.Popen[bytes], kills: int, chance: random.Random) -> list[Loss]:
     """Kill one or two workers at a time until the number is reached, and return the losses.
 
-    Half of the times, do not wait until the previous victims have been replaced.
+    In half of the cases, do not wait until the previous victims have been replaced.
     """
     losses: list[Loss] = []
     spared: psutil.Process | None = None

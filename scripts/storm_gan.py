@@ -1,4 +1,4 @@
-"""Task of the storm with two optimizers: a GAN whose workers may be lost between the optimizers' steps."""
+"""The storm's task with two optimizers, a GAN. Workers can be lost between the optimizers' steps."""
 
 import math
 

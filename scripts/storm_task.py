@@ -1,4 +1,4 @@
-"""Task of `python -m scripts.storm`: slow, in double precision, and each process writes down its current phase."""
+"""The slow, double-precision task of `python -m scripts.storm`. Each process records its current phase in a file."""
 
 import os
 import random

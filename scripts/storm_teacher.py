@@ -1,4 +1,4 @@
-"""Task of the storm with a teacher: frozen weights that follow the trained weights in each forward pass."""
+"""The storm's task with a teacher: frozen weights that follow the trained weights in each forward pass."""
 
 import copy
 
@@ -14,7 +14,7 @@ __all__ = ["build_model", "build_optimizer", "loss"]
 
 
 class Followed(Slow):
-    """Student whose scores depend on those of its teacher."""
+    """A student. Its scores depend on its teacher's scores."""
 
     def __init__(self, inputs: int, classes: int, pause_s: float) -> None:
         super().__init__(inputs, classes, pause_s)

@@ -4,7 +4,7 @@ A function takes at most MAX_ARGUMENTS besides `self`. A constructor takes at mo
 has at most MAX_FIELDS. A longer list means that an object is missing. A frozen dataclass may have any number of fields.
 
 Two modules may only have the same name if they have the same subject: as a record in `run`, as a part of the page in
-`report`, or as a verb in `submitter/commands`.
+`report`, or as a subcommand in `submitter/commands`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 MAX_ARGUMENTS, MAX_FIELDS = 5, 8
 
 ALLOWED = {
-    "sunspot/client.py:submit": 9,  # users of notebooks give these by name
+    "sunspot/client.py:submit": 9,  # notebook users pass these by name
     "scripts/failures/result.py:Result": 9,
 }
 """Lists that are longer than allowed. Shorten them, and remove them here."""
@@ -29,7 +29,7 @@ REPEATED = {
     *("failures", "images", "metrics", "mnist", "nodes"),
     *("render", "search", "train"),
 }
-"""Names that two modules still have."""
+"""Names that two modules still share."""
 
 
 def main() -> int:
@@ -78,7 +78,7 @@ def find_long(file: Path, where: str) -> Iterator[tuple[str, int, int]]:
 
 
 def count_fields(node: ast.ClassDef) -> int:
-    """Return the number of fields that a mutable dataclass's constructor takes; 0 for other classes."""
+    """Return the number of fields that a mutable dataclass's constructor takes, or 0 for other classes."""
     decorators = [ast.unparse(each) for each in node.decorator_list]
     if not any(each.startswith("dataclass") and "frozen=True" not in each for each in decorators):
         return 0

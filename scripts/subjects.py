@@ -1,4 +1,4 @@
-"""Subjects of the fault scripts: a run of Sunspot, the loop from Ray's guides with Ray's defaults, or TorchFT."""
+"""The subjects of the fault scripts: a run of Sunspot, the loop from Ray's guides with Ray's defaults, or TorchFT."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Group:
     number: int
     world_size: int
     first_step: float
-    "Time at which its first step was complete, in seconds since the epoch."
+    "The time at which its first step was complete, in seconds since the epoch."
     replayed: int
-    "Number of steps that it repeated after the previous group."
+    "The number of steps that it repeated after the previous group."
     receipt: Receipt | None = None
 
 
@@ -70,7 +70,7 @@ class SunspotRun:
         self._access = RunAccess(self.run, self._cluster)
 
     def submit(self) -> None:
-        """Submit the run as a user does. An existing run of this name continues."""
+        """Submit the run like a user. An existing run with this name continues."""
         print_submission(submit(self._cluster, self._rendered), as_json=False)
 
     def groups(self) -> list[Group]:
@@ -99,7 +99,7 @@ class SunspotRun:
         return sorted((record["time"], record["step"]) for record in read_journal(self.run, "metrics"))
 
     def over(self) -> str:
-        """Return how the run ended, from the cluster and storage, or an empty text if it may continue."""
+        """Return how the run ended, according to the cluster and storage, or an empty text if it can still continue."""
         snapshot = self._access.observe()
         state, reason = snapshot.state()
         known = state.terminal and not snapshot.cluster.trouble and not snapshot.storage.trouble
@@ -207,7 +207,7 @@ class Stock:
 
 
 class Notice(Stock):
-    """The loop from Ray's guides with the addition of its guide to preemption: it saves when it gets a notice."""
+    """The loop from Ray's guides with the addition from the guide to preemption. It saves when it receives a notice."""
 
     name, title = "notice", "the same, saving on notice"
 
@@ -253,7 +253,7 @@ def starts_over(step: int, reached: int) -> bool:
 
 
 Subject: TypeAlias = SunspotRun | Stock
-"""Job on the cluster that loses nodes."""
+"""A job on the cluster that loses nodes."""
 
 SUBJECTS: dict[str, type[Subject]] = {"sunspot": SunspotRun, "stock": Stock, "notice": Notice, "torchft": Torchft}
 
@@ -300,7 +300,7 @@ def read_groups(lines: Iterable[str]) -> list[Group]:
 
 
 def read_records(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the loop's JSON objects in a log, by time, without the text that Ray has added to the lines."""
+    """Return the loop's JSON objects in a log, sorted by time, without the text that Ray added to the lines."""
     found = []
     for line in lines:
         match = re.search(r'\{.*"time".*\}', line)

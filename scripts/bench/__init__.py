@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 Figures: TypeAlias = dict[str, list[float]]
-"""Measurements of each way, one for each turn."""
+"""The measurements of each way, one per turn."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Comparison of several ways to do the same. Sunspot is the first, and its yardstick the second."""
+    """A comparison of several ways to do the same work. Sunspot is the first way, and its yardstick is the second."""
 
     title: str
     unit: str
     goal: float
-    "Factor by which Sunspot must be better than its yardstick."
+    "The factor by which Sunspot must be better than its yardstick."
     measure: Callable[[int], Figures]
-    "Function that measures this number of ways, or all if there are fewer."
+    "A function that measures up to this number of ways."
 
     @property
     def higher_is_better(self) -> bool:
@@ -27,7 +27,7 @@ class Benchmark:
 
 
 class Figure(NamedTuple):
-    """Figure that grows with a size, as a row of a table."""
+    """A figure that grows with a size, as a row of a table."""
 
     what: str
     size: str

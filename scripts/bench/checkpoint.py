@@ -92,7 +92,7 @@ def nothing() -> None:
 
 
 class Way(Protocol):
-    """Way to save a checkpoint."""
+    """A way to save a checkpoint."""
 
     def save(self, step: int, state: dict[str, Any]) -> Waits:
         """Begin to save a checkpoint."""

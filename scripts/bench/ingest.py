@@ -1,6 +1,6 @@
 """Measures how fast rows from S3 become torch batches with `LOADER=ray` and other readers, each in its own process.
 
-All readers read the same pictures once from the same server into normalized batches, shuffled in their own way. Readers
+All readers read the same images once from the same server into normalized batches, shuffled in their own way. Readers
 with their own format read a copy in that format. The clock starts after WARM_UP rows. `make readers` installs LitData
 and MosaicML Streaming. A reader whose package is missing is left out.
 """
@@ -181,7 +181,7 @@ def ray_data() -> Iterator[torch.Tensor]:
 
 
 class RowGroups(IterableDataset[dict[str, torch.Tensor]]):
-    """Batches from one row group after the other. Each worker has its own groups."""
+    """Yields batches from one row group after another. Each worker has its own groups."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         info = get_worker_info()

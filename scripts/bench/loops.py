@@ -59,7 +59,7 @@ Taken = list[tuple[int, int, list[int]]]
 
 
 def train_stock(config: dict[str, Any]) -> None:
-    """Train as a worker in Ray's guides does."""
+    """Train like a worker in Ray's guides."""
     began = time.time()
     plan: Plan = config["plan"]
     settings = plan.settings
@@ -143,7 +143,7 @@ def train_stock(config: dict[str, Any]) -> None:
 
 
 def train_torchft(config: dict[str, Any]) -> None:
-    """Train as a worker in Ray's example of TorchFT does."""
+    """Train like a worker in Ray's TorchFT example."""
     import torchft  # type: ignore[import-not-found]
     from torchft.checkpointing.pg_transport import PGTransport  # type: ignore[import-not-found]
 

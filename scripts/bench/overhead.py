@@ -45,7 +45,7 @@ BATCH_ROWS = 16
 
 
 def measure(most: int) -> Figures:
-    """Return the microseconds of the training thread per step, with its own settings and in plain PyTorch."""
+    """Return the microseconds of the training thread per step, in Sunspot and in plain PyTorch."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
@@ -136,7 +136,7 @@ def plain_steps(folder: str, with_loader: bool) -> Iterator[None]:
 
 
 class Rows(Dataset[Batch]):
-    """Columns of rows in memory, of which an item is a whole batch."""
+    """A dataset of rows in memory. Each item is a whole batch."""
 
     def __init__(self, columns: Batch, number: int) -> None:
         self._columns = columns

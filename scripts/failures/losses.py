@@ -1,4 +1,4 @@
-"""Injects losses for the benchmark of failures: nodes are removed with or without notice, and come back."""
+"""Injects losses for the failure benchmark. Nodes are removed with or without notice, and come back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sunspot.background import start_thread
 
 
 class Loss(NamedTuple):
-    """Loss of a node."""
+    """The loss of a node."""
 
     at_s: float
-    "Time of the loss, in seconds since all workers trained."
+    "The time of the loss, in seconds since all workers trained."
     kind: str
-    "Kind of loss: `reclaim` with notice, or `kill` without."
+    "The kind of loss: `reclaim` with notice, or `kill` without."
     node: str
 
 
@@ -38,7 +38,7 @@ def schedule(seed: int, every_s: float, nodes: Sequence[str]) -> Iterator[Loss]:
 def injected(
     losses: Iterator[Loss], record: list[tuple[float, str, str]], commands: dict[str, str], away_s: float, began: float
 ) -> Iterator[Future[None]]:
-    """Inject the losses in a thread while the context lasts. Each node comes back after `away_s`, before the next loss.
+    """Inject the losses in a thread inside the context. Each node comes back after `away_s`, before the next loss.
 
     `began` is the time at which all workers trained. The seconds since then, the kind and the node of each loss are
     added to `record`. The future is done early if a user's command fails, and the end of the context raises its error.

@@ -1,4 +1,4 @@
-"""Results of the contenders in the benchmark of failures, and their table and plot."""
+"""The contenders' results in the failure benchmark, with their table and plot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEGEND = 14
 
 @dataclass
 class Result:
-    """Result of one contender so far. Times are in seconds since all its workers trained."""
+    """One contender's result so far. Times are in seconds since all its workers trained."""
 
     name: str
     job: str
@@ -36,11 +36,11 @@ class Result:
     losses: list[tuple[float, str, str]] = field(default_factory=list)
     "Time, kind and node of each loss."
     missing: int | None = None
-    "Number of rows in finished epochs that the model has not learned from; None if unknown."
+    "Number of rows in finished epochs that the model has not learned from, or None if unknown."
     repeated: int | None = None
-    "Number of rows that the model has learned from again within an epoch; None if unknown."
+    "Number of rows that the model has learned from again within an epoch, or None if unknown."
     ended: str = ""
-    "Reason why it did not take all steps; empty if it did, or if it is still training."
+    "The reason why it did not take all steps. Empty if it did or is still training."
 
     @property
     def reached(self) -> int:
@@ -56,7 +56,7 @@ class Result:
 
     @property
     def goodput(self) -> float | None:
-        """Time of all steps at the contender's usual pace, divided by the time that it took; None if unknown."""
+        """Time of all steps at the contender's usual pace, divided by the time that it took, or None if unknown."""
         paces = [(t1 - t0) / (s1 - s0) for (t0, s0), (t1, s1) in pairwise(self.points) if s1 > s0 and t1 > t0]
         taken = self.reached - self.points[0][1] if self.points else 0
         return min(1.0, taken * median(paces) / self.wall_s) if paces and self.wall_s else None

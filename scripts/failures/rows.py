@@ -32,7 +32,7 @@ class Taken(NamedTuple):
 
 
 class WorkerRecord(NamedTuple):
-    """Content of a file that a worker wrote."""
+    """The content of a file written by a worker."""
 
     rows: int
     time: float
@@ -40,7 +40,7 @@ class WorkerRecord(NamedTuple):
 
 
 def rows_of(subject: Subject) -> list[Epoch]:
-    """Return the rows that a contender's model has learned from in each epoch; empty before its first checkpoint."""
+    """Return each epoch's rows that a contender's model learned from, or an empty list before its first checkpoint."""
     if isinstance(subject, Stock):
         of_loop = of_replicas if isinstance(subject, Torchft) else of_checkpoints
         return of_loop(open_storage(subject.storage_path), subject.job)

@@ -57,7 +57,7 @@ def wait_for(context: str, namespace: str, deployment: str) -> None:
 def create_secret(context: str, namespace: str, values: dict[str, str]) -> None:
     """Create or replace the Secret with the keys of a bucket.
 
-    The values are passed by stdin, because everybody on this machine can see the arguments of a command.
+    The values are passed by stdin, because everyone on this machine can see the arguments of a command.
     """
     name = {"name": "sunspot-storage", "namespace": namespace}
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": name, "stringData": values}
@@ -70,7 +70,7 @@ def load_image(name: str, image: str) -> None:
 
 
 def refuse_missing_tools() -> None:
-    """Raise `SettingsError` with every tool that is not on PATH."""
+    """Raise `SettingsError` if tools are missing from PATH, and list them."""
     missing = {tool: place for tool, place in TOOLS.items() if not shutil.which(tool)}
     if missing:
         places = "; ".join(f"{tool}: {place}" for tool, place in missing.items())

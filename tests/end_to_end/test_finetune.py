@@ -71,7 +71,7 @@ def test_a_killed_lora_run_continues_at_another_world_size(program: Program, tmp
 
     write_base(tmp_path / "base", seed=1)
     open_base.cache_clear()
-    with pytest.raises(ConflictError, match="give the base that it was trained on"):
+    with pytest.raises(ConflictError, match="use the same base"):
         program.run(NUM_WORKERS=3)
     assert newest(run).step == resumed_at
     write_base(tmp_path / "base")

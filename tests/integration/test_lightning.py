@@ -213,16 +213,16 @@ def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypat
     ("name", "message"),
     [
         ("NoModule", "build_module returned a NoModule; return a lightning.LightningModule"),
-        ("NoStep", "its NoStep does not define training_step, configure_optimizers"),
+        ("NoStep", "NoStep does not define training_step, configure_optimizers"),
         ("Manual", "manual optimization"),
         ("Late", "configure_model"),
-        ("NoOptimizer", "no optimizer of the module's parameters"),
+        ("NoOptimizer", "did not return an optimizer for the module's parameters"),
         ("TwoOptimizers", "configure_optimizers.*multiple optimizers"),
         ("Plateau", "ReduceLROnPlateau"),
         ("Whole", "loss is a NoneType; return the mean loss"),
         ("ManyLosses", r"loss is a Tensor of shape \[2, 1\]; return the mean loss"),
         ("LogsRows", "every record of the metric history has its own rows"),
-        ("LogsMany", "log one number for the batch"),
+        ("LogsMany", "log one number per batch"),
     ],
 )
 def test_an_untrainable_module_is_named(name: str, message: str, source: EmptySource) -> None:
@@ -295,7 +295,7 @@ def test_unsupported_lightning_features_are_rejected(source: EmptySource) -> Non
         load_task(settings.model_copy(update={"parallel": "fsdp"}))
     with pytest.raises(SettingsError, match=r"only `python -m sunspot\.train`"):
         load_task(settings).schedule(0, 1)
-    with pytest.raises(SettingsError, match=r"does not define build_model.*nor build_module"):
+    with pytest.raises(SettingsError, match=r"does not define build_model.* build_module"):
         load_task(load_settings({"TASK": "json"}))
 
 

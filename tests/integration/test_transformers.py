@@ -86,7 +86,7 @@ def test_a_trainer_with_state_that_checkpoints_lack_is_rejected(trained: Path) -
     messages = {
         "auto_find_batch_size": "its arguments contain auto_find_batch_size=True; leave it out",
         "enable_jit_checkpoint": "its arguments contain enable_jit_checkpoint=True; leave it out",
-        "optim": "optim='lomo' changes weights within the backward pass; choose another",
+        "optim": "optim='lomo' changes weights in the backward pass; choose another optimizer",
         "left_out": "its RowTrainer has 39 rows as train_dataset, but build_dataset returned 40",
     }
     for name, said in read(trained, "refused").items():

@@ -1056,7 +1056,7 @@ def test_doctor_reports_attempts_that_failed_before_writing_anything(
     cluster.put_job(rayjob(JOB, backoffLimit=2))
     cluster.set_status(JOB, "Retrying", "FAILED", rayClusterName=CLUSTER, failed=2, message=message)
     [found] = findings(sunspot).values()
-    said = f"2 of 3 tries have failed before they could write to storage{evidence}"
+    said = f"2 of 3 attempts have failed before they could write to storage{evidence}"
     assert (found["finding"], found["severity"], found["evidence"]) == ("failed", "error", said)
     assert advice in found["advice"]
     assert sunspot("logs", "run") == 3
@@ -1101,8 +1101,8 @@ def test_a_user_who_cannot_list_pods_gets_findings_about_the_rayjob(
     cluster.on("GET", "/pods", answer(403, 'User "me" cannot list pods'))
     assert list(findings(sunspot)) == ["failed"]
     assert sunspot("status", "run", "--json") == 0
-    failed = "2 of 3 tries have failed before they could write to storage"
-    assert sunspot.json["reason"] == f"{failed}; this user may not list its pods, which would say why"
+    failed = "2 of 3 attempts have failed before they could write to storage"
+    assert sunspot.json["reason"] == f"{failed}; this user is not allowed to list its pods, which would show why"
 
 
 def test_a_part_of_a_run_that_cannot_be_read_is_reported(run: Run, sunspot: Command) -> None:

@@ -135,7 +135,7 @@ def test_the_report_shows_texts(base: str, texts: str, head: str) -> None:
         assert float(parts["Perplexity of 12 held-out texts"].text) == pytest.approx(
             losses.mean().exp().item(), rel=1e-2
         )
-        assert len(parts["How texts go on"].rows) == 3
+        assert len(parts["Continued texts"].rows) == 3
 
 
 # ---------------------------------------------------------------------------------------------- what a checkpoint holds
@@ -194,9 +194,9 @@ def test_an_adapter_loads_only_onto_its_base(base: str, texts: str, tmp_path: Pa
     assert task.answer(again.eval(), ["if x"], 4) == task.answer(model.eval(), ["if x"], 4)
 
     other = settings_of(write_base(tmp_path / "other", seed=1), texts, rank=4, head=head)
-    with refusal(ConflictError, "other", "the adapter was trained on", "give the base that it was trained on"):
+    with refusal(ConflictError, "other", "the adapter was trained on", "use the same base"):
         load_weights(task.build_model(other, source), state, "checkpoint")
-    with refusal(ConflictError, "do not fit", "weights are only in the state_dict or only in the model"):
+    with refusal(ConflictError, "do not fit", "weights are missing from either the state_dict or the model"):
         load_weights(
             task.build_model(settings_of(base, texts, rank=4, targets=["q_proj"]), source), state, "checkpoint"
         )
@@ -247,7 +247,7 @@ def test_damaged_weights_and_tokenizers_are_named(base: str, texts: str, tmp_pat
     del state["model.norm.weight"]
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     open_base.cache_clear()
-    with refusal(SettingsError, str(folder), "its weights lack model.norm.weight"):
+    with refusal(SettingsError, str(folder), "the weights lack model.norm.weight"):
         task.build_model(settings, EmptySource((32,), 2))
     (folder / "tokenizer.json").write_text("{}")
     with refusal(DataError, "tokenizer.json is invalid"):
@@ -258,7 +258,7 @@ def test_a_model_that_does_not_exist_is_rejected(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with refusal(SettingsError, "base='nobody/nothing'", "the hub did not provide it"):
         open_base("nobody/nothing")
-    with refusal(SettingsError, "base=''", "it does not name a model"):
+    with refusal(SettingsError, "base=''", "this is not the name of a model"):
         open_base("")
 
 

@@ -155,12 +155,12 @@ def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_pat
 
 
 def test_the_state_of_another_model_is_rejected(task: Any) -> None:
-    with pytest.raises(ConflictError, match=r"a checkpoint: the weights do not fit.*variables of other shapes"):
+    with pytest.raises(ConflictError, match=r"a checkpoint: the weights do not fit.*variables differ from the shapes"):
         load_weights(build(outputs=4), build().state_dict(), "a checkpoint")
 
 
 def test_a_setting_that_keras_ignores_is_rejected(task: Any) -> None:
-    with pytest.raises(SettingsError, match=r"SUNSPOT_CLIP_NORM=1\.0: small_keras has a Keras model, which does not"):
+    with pytest.raises(SettingsError, match=r"SUNSPOT_CLIP_NORM=1\.0: small_keras has a Keras model, which ignores"):
         load_task(Settings(task="small_keras", clip_norm=1.0))
 
 

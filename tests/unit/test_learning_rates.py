@@ -342,7 +342,7 @@ def test_an_optimizer_that_already_has_a_scheduler_is_rejected() -> None:
 
     settings = Settings(task="mine")
     task = PlainTask(module_of(build_optimizer=build_optimizer), settings)
-    with pytest.raises(SettingsError, match=r"TASK=mine: its build_optimizer makes a scheduler.* build_scheduler"):
+    with pytest.raises(SettingsError, match=r"TASK=mine: build_optimizer creates a scheduler.* build_scheduler"):
         task.build_optimizer(nn.Linear(2, 2), settings)
 
 

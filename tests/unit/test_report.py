@@ -264,8 +264,8 @@ def test_the_report_shows_changes_of_settings_and_versions(run: Run) -> None:
 
 
 def test_a_run_without_attempts_has_no_empty_sections(run: Run) -> None:
-    page = made(run, RunState.PENDING, "its driver has not begun")
-    for words in ("Pending", "Steps 0", "its driver has not begun", "Goodput not known", "No worker has begun yet"):
+    page = made(run, RunState.PENDING, "its driver has not started")
+    for words in ("Pending", "Steps 0", "its driver has not started", "Goodput not known", "No worker has begun yet"):
         assert words in page.text
     assert [link["href"] for link in page.all("a")] == ["#incidents"]
 
@@ -478,7 +478,7 @@ def test_the_report_command_fails_without_a_run_or_writable_folder(run: Run, sun
 def test_a_run_that_is_only_submitted_has_a_report(run: Run, sunspot: Command, tmp_path: Path) -> None:
     run.storage.write(run.key("submissions", "0001-run-1234.json"), b"{}")
     assert sunspot("report", "run", "--output", str(tmp_path / "r.html")) == 0
-    assert b"its driver has not begun" in (tmp_path / "r.html").read_bytes()
+    assert b"its driver has not started" in (tmp_path / "r.html").read_bytes()
 
 
 # -------------------------------------------------------------------------------------------------------------- browser

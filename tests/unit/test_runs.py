@@ -114,10 +114,10 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
 @pytest.mark.parametrize(
     ("given", "stop", "heard_ago", "submitted_ago", "state", "words"),
     [
-        (None, False, None, None, "pending", "its driver has not begun"),
+        (None, False, None, None, "pending", "its driver has not started"),
         (None, False, None, 60, "pending", "submitted at "),
         (None, True, None, 60, "stopped", "before its driver started"),
-        (None, False, 5, 60, "starting", "its driver has begun"),
+        (None, False, 5, 60, "starting", "its driver has started"),
         (None, False, LOST_AFTER_S + 1, None, "lost", "no sign of life since"),
         (status(RunState.STARTING, LOST_AFTER_S + 1), False, None, None, "lost", "nothing trains it"),
         (status(RunState.RUNNING, 10), False, 10, None, "running", "2 workers train"),
@@ -125,7 +125,7 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
         (status(RunState.RUNNING, 10), True, 10, None, "stopping", "told to stop"),
         (status(RunState.RUNNING, SILENT_AFTER_S - 1), False, None, None, "running", ""),
         (status(RunState.RUNNING, 30), False, 5, None, "silent", "no sign of life since 1970-01-12 13:46:10 UTC, 30 s"),
-        (status(RunState.STARTING, 30), False, None, None, "silent", "it is frozen, cut off from its storage, or gone"),
+        (status(RunState.STARTING, 30), False, None, None, "silent", "it is frozen, cut off from storage, or gone"),
         (status(RunState.RUNNING, 30), True, None, None, "stopping", "told to stop; no sign of life since"),
         (status(RunState.RUNNING, LOST_AFTER_S + 1), False, 20, None, "lost", ""),
         (
@@ -157,12 +157,12 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
             "stopped",
             "told to stop; no sign of life",
         ),
-        (status(RunState.RUNNING, 3600), False, 3600, 30, "pending", "its driver has not begun"),
+        (status(RunState.RUNNING, 3600), False, 3600, 30, "pending", "its driver has not started"),
         (status(RunState.SUCCEEDED, 9999), False, 9999, 10000, "succeeded", "succeeded at step 40"),
         (status(RunState.FAILED, 9999, reason="no luck"), True, 9999, None, "failed", "no luck"),
         (status(RunState.STOPPED, 9999), True, 9999, None, "stopped", ""),
         (status(RunState.LOST, 1, reason="interrupted"), False, 1, None, "lost", "interrupted"),
-        (status(RunState.FAILED, 9999, reason="no luck"), False, 9999, 30, "pending", "its driver has not begun"),
+        (status(RunState.FAILED, 9999, reason="no luck"), False, 9999, 30, "pending", "its driver has not started"),
     ],
 )
 def test_storage_alone_determines_the_state(
@@ -282,7 +282,7 @@ def test_a_silent_run_shows_no_running_workers(run: Run, sunspot: StorageCommand
     assert (silent["state"], silent["step"], silent["loss"]) == ("silent", 41, 0.5)
     assert (silent["workers_running"], silent["rows_per_s"], silent["seconds_left"]) == (None, None, None)
     assert re.fullmatch(
-        r"no sign of life since 2.* UTC, \d\d s ago: it is frozen, cut off from its storage, or gone", silent["reason"]
+        r"no sign of life since 2.* UTC, \d\d s ago: it is frozen, cut off from storage, or gone", silent["reason"]
     )
     assert "run: silent\n" in sunspot("status", "run").out
     [listed] = sunspot("list", "--json").json

@@ -69,7 +69,7 @@ def test_the_smoke_test_never_changes_existing_runs(storage: Path) -> None:
     (storage / smoke.NAME).mkdir()
     (storage / smoke.NAME / "run.json").write_text("{}")
     before = files(storage)
-    with pytest.raises(SunspotError, match=f"{smoke.NAME} exists already"):
+    with pytest.raises(SunspotError, match=f"{smoke.NAME} already exists"):
         smoke.main()
     assert files(storage) == before
 

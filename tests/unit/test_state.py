@@ -189,14 +189,14 @@ def test_a_failure_is_not_final_while_tries_are_left(ray: str) -> None:
     assert judge(job("Running", ray, failed=1, **tries), status=failed, now=NOW)[0] is RunState.RETRYING
     assert judge(job("Running", ray, failed=2, **tries), status=failed, now=NOW)[0] is RunState.FAILED
     state, reason = judge(job("Retrying", "FAILED", failed=1, **tries), status=failed, now=NOW)
-    assert (state, reason) == (RunState.RETRYING, "try 1 of 3 failed: the disk is full; a new cluster follows")
+    assert (state, reason) == (RunState.RETRYING, "attempt 1 of 3 failed: the disk is full; a new cluster follows")
     state, reason = judge(job("Initializing", "", failed=1, **tries), status=failed, now=NOW)
     assert state is RunState.RETRYING
     assert "the disk is full" in reason
 
 
 TRIES = {"failed": 2, "startTime": timestamp(NOW - 30), "spec": {"backoffLimit": 2}}
-BEFORE_STORAGE = "2 of 3 tries have failed before they could write to storage"
+BEFORE_STORAGE = "2 of 3 attempts have failed before they could write to storage"
 
 
 @pytest.mark.parametrize("deployment", ["Retrying", "", "Initializing", "Running"])
@@ -207,7 +207,7 @@ def test_failed_tries_that_storage_does_not_record_are_counted(deployment: str) 
     said = judge(job(deployment, ray, message="...\nerror: SignatureDoesNotMatch; check the key", **TRIES))[1]
     assert said.startswith(f"{BEFORE_STORAGE}: SignatureDoesNotMatch; check the key; ")
     away = judge(job("Initializing", "", **TRIES), trouble="no route to host")[1]
-    assert away.startswith("2 of 3 tries have failed; "), "their status is unknown"
+    assert away.startswith("2 of 3 attempts have failed; "), "their status is unknown"
 
 
 def test_a_job_fails_if_its_driver_failed_permanently() -> None:
@@ -226,7 +226,7 @@ def test_a_job_fails_if_its_driver_failed_permanently() -> None:
 
 
 OUTAGE = (
-    "its Ray job runs; storage does not answer, so nothing is known of its progress; if the run's own processes are "
+    "its Ray job runs; storage does not answer, so its progress is unknown; if the run's own processes are "
     "cut off as well, they keep training for up to 600 s (STORAGE_TIMEOUT_S)"
 )
 
@@ -235,7 +235,7 @@ OUTAGE = (
 def test_unreachable_storage_does_not_make_a_run_silent(last: Status | None) -> None:
     assert judge(job(), status=last, trouble="no route to host") == (RunState.RUNNING, OUTAGE)
     refused = judge(job(), status=last, trouble="AccessDenied", refused=True)[1]
-    assert refused == "its Ray job runs; its storage refuses this reader, so nothing is known of its progress"
+    assert refused == "its Ray job runs; this user has no access to its storage, so its progress is unknown"
 
 
 @pytest.mark.parametrize("deployment", ["Initializing", "Suspended"])
@@ -312,7 +312,7 @@ def test_the_message_of_the_program_takes_precedence_over_the_operators() -> Non
     )
     assert judge(job("Failed", "FAILED", message=quoted), now=NOW)[1] == "begun with other settings: A"
     refused = job("ValidationFailed", "", message="the name is too long")
-    assert judge(refused, now=NOW)[1] == "the operator refuses the manifest: the name is too long"
+    assert judge(refused, now=NOW)[1] == "the operator rejects the manifest: the name is too long"
 
 
 def test_a_rejected_job_is_not_reported_as_taken_over() -> None:
@@ -327,7 +327,8 @@ def test_a_running_job_with_an_old_status_is_silent() -> None:
     state, reason = judge(job(), status=status(RunState.RUNNING, age=250), now=NOW)
     assert state is RunState.SILENT
     assert re.fullmatch(
-        r"no sign of life since \d{4}-.* UTC, 4 min ago, although its Ray job runs: it may be frozen, cut off or gone",
+        r"no sign of life since \d{4}-.* UTC, 4 min ago, although its Ray job runs; "
+        r"it might be frozen, cut off or gone",
         reason,
     )
     state, reason = judge(job(), status=status(RunState.RUNNING, age=250), now=NOW, stop_wanted=True)
@@ -432,7 +433,7 @@ def test_one_group_can_wait_for_pods_while_another_trains() -> None:
     pods = [view(raw) for raw in (head(), worker(1), worker(2, UNSCHEDULABLE))]
     state, reason = judge(of_two, pods, status=status(RunState.RUNNING, world_size=1), now=NOW)
     assert state is RunState.RUNNING
-    assert reason.startswith("1 of 2 workers train; 1 more worker pod asked for: no node takes it (0/4")
+    assert reason.startswith("1 of 2 workers train; 1 more worker pod requested: no node takes it (0/4")
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_features_are_the_columns_of_a_table(library: str, classes: bool, tmp_pa
 @pytest.mark.parametrize("columns", [["age", "label"], "age", [3]])
 def test_columns_must_be_names(columns: Any) -> None:
     settings = settings_for("xgboost", columns=columns)
-    with pytest.raises(SettingsError, match="list the names of columns, without label"):
+    with pytest.raises(SettingsError, match="set it to a list of column names other than label"):
         load_task(settings).find_sources(settings)
 
 
@@ -175,5 +175,5 @@ def test_a_missing_library_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("given", [{"parallel": "fsdp"}, {"learning_rate": 0.1, "loader": "ray"}])
 def test_settings_that_trees_ignore_are_rejected(given: dict[str, Any]) -> None:
     said = ", ".join(f"SUNSPOT_{name.upper()}={value}" for name, value in given.items())
-    with pytest.raises(SettingsError, match=f"{said}: sunspot.tasks.trees boosts trees, which do not read it"):
+    with pytest.raises(SettingsError, match=f"{said}: sunspot.tasks.trees trains trees, which ignore this setting"):
         load_task(Settings(task="sunspot.tasks.trees", **given))

@@ -99,7 +99,7 @@ def test_a_run_is_followed_to_its_success(
     [
         (RunState.STOPPED, "Complete", "SUCCEEDED", 0, "stopped"),
         (RunState.FAILED, "Failed", "FAILED", 1, "error: run failed: so it was"),
-        (None, "ValidationFailed", "", 1, "error: run failed: the operator refuses the manifest: bad name"),
+        (None, "ValidationFailed", "", 1, "error: run failed: the operator rejects the manifest: bad name"),
     ],
 )
 def test_wait_exits_with_the_runs_outcome(
@@ -257,7 +257,7 @@ def test_wait_reports_hidden_objects_and_shows_the_rest(
     assert 'without its events: User "me" cannot list events; ask for the Role sunspot-submitter' in sunspot.err
     cluster.on("GET", "/pods", answer(403, 'User "me" cannot list pods'))
     assert sunspot("status", "run") == 0
-    assert "this user may not list its pods" in sunspot.out
+    assert "this user is not allowed to list its pods" in sunspot.out
     assert "worker pods running" not in sunspot.out
     when(pending=lambda: (set_status(run, RunState.SUCCEEDED), cluster.set_status(job, "Complete", "SUCCEEDED")))
     assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
@@ -644,7 +644,7 @@ def test_commands_that_write_ignore_the_bucket_in_the_rayjob(
         main([verb, "run", *(["--yes"] if verb == "delete" else [])])
     said = capsys.readouterr().err
     assert f"only the RayJob {JOB} says that the run run is kept in {path}" in said
-    assert f"name it: `sunspot {verb} run --storage '{path}'`, or set SUNSPOT_STORAGE_PATH" in said
+    assert f"pass it with `sunspot {verb} run --storage '{path}'`, or set SUNSPOT_STORAGE_PATH" in said
     assert run.storage.list("run") == before
     assert JOB in cluster.jobs
 

@@ -1,6 +1,6 @@
 """Adapters that train tasks with other libraries instead of Sunspot's own loop in PyTorch.
 
-A task's module names its library by defining a function such as `build_keras`. `sunspot.tasks.load_task` looks the
+A task's module selects its library by defining a function such as `build_keras`. `sunspot.tasks.load_task` looks the
 function up in ADAPTERS, and calls the adapter with the module and the settings.
 
 To write an adapter:
@@ -14,25 +14,25 @@ To write an adapter:
    copied the state. Or, if the library has a Trainer with a loop of its own, define `library_loop(worker)` with a
    `sunspot.train.run.LibraryRun` (lightning_loop.py). It calls `before_change` before each optimizer step, and
    `end_step` after each step.
-5. If another Ray trainer than TorchTrainer must start the workers, define `find_ray_trainer`.
-6. Name what the library ignores: functions of the module in `uncalled`, and settings in `unread`.
+5. If a Ray trainer other than TorchTrainer must start the workers, define `find_ray_trainer`.
+6. List the module's functions that the library ignores in `uncalled`, and the settings that it ignores in `unread`.
 
-Adapters import from everything below `tune/`, and nothing imports them: loading finds them by name. A library is
-imported only for the tasks that use it.
+Adapters import from everything below `tune/`, and nothing imports them, because `load_task` finds them
+by name. A library is imported only for the tasks that use it.
 """
 
 from typing import NamedTuple
 
 
 class Adapter(NamedTuple):
-    """Adapter of a library, and the packages that it needs."""
+    """An adapter for a library, and the packages that it needs."""
 
     location: str
-    "Module and name of the subclass of `Task`."
+    "The module and the name of the `Task` subclass."
     extra: str
-    "Extra of sunspot-train that installs the packages."
+    "The extra of sunspot-train that installs the packages."
     packages: tuple[str, ...]
-    "Packages that tasks for this library may import."
+    "The packages that tasks for this library may import."
 
 
 ADAPTERS = {
@@ -45,4 +45,4 @@ ADAPTERS = {
     ),
     "build_trees": Adapter("sunspot.adapters.boosted_trees:TreesTask", "trees", ("lightgbm", "xgboost")),
 }
-"""Adapter for each function by which a task names its library. A task defines at most one of these functions."""
+"""The adapters, keyed by the function that selects the library. A task defines at most one of these functions."""

@@ -21,7 +21,7 @@ RAY_TRAINERS = {
     "xgboost": "ray.train.xgboost:XGBoostTrainer",
     "lightgbm": "ray.train.lightgbm:LightGBMTrainer",
 }
-"""Ray's trainer for each library."""
+"""The Ray trainer of each library."""
 
 UNCALLED = {
     **dict.fromkeys(LOOP_FUNCTIONS, "trees see all rows unchanged"),
@@ -34,7 +34,7 @@ UNREAD_SETTINGS = dict.fromkeys(
         *("global_batch_size", "micro_batch_size", "learning_rate", "weight_decay", "clip_norm", "schedule"),
         *("warmup_steps", "precision", "parallel", "compile", "loader", "ema"),
     ),
-    f"boosts trees, which do not read it; leave it out (their library's own parameters are in {PREFIX}TASK_ARGS)",
+    f"trains trees, which ignore this setting; unset it (the library's own parameters are in {PREFIX}TASK_ARGS)",
 )
 """Reasons, keyed by the settings that trees ignore."""
 
@@ -62,12 +62,12 @@ class TreesTask(Task):
         return build_empty_optimizer(model.learning_rate)
 
     def train(self, run: TrainingRun) -> None:
-        """Train rounds until the run ends or is stopped."""
+        """Train until the run ends or is stopped."""
         trees = run.model
         for number, batch in enumerate(run.batches()):
             if not run.weight:
                 raise SettingsError(
-                    f"{PREFIX}NUM_WORKERS={run.settings.num_workers}: the data have too few rows for {run.world_size} "
+                    f"{PREFIX}NUM_WORKERS={run.settings.num_workers}: there are too few rows for {run.world_size} "
                     "workers, and trees need rows on each worker; start fewer workers"
                 )
             if number == 0:
@@ -96,14 +96,14 @@ class TreesTask(Task):
 
 
 def rate(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Batch]:
-    """Return the log loss and the accuracy of each row, [B], or only the squared error if there are no classes."""
+    """Return each row's log loss and accuracy, [B], or only its squared error if there are no classes."""
     if scores.ndim == 1:
         return (scores - labels).square(), {}
     return functional.cross_entropy(scores, labels, reduction="none"), {"accuracy": scores.argmax(1) == labels}
 
 
 def names_of(batch: Batch) -> list[str]:
-    """Return the name of each feature. A column with several features adds their indexes."""
+    """Return the name of each feature. If a column has several features, their names contain an index."""
     names = list[str]()
     for name, column in model_inputs(batch).items():
         size = math.prod(column.shape[1:])

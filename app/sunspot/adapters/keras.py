@@ -1,6 +1,6 @@
 """Adapts a Keras model on TensorFlow to the functions of a task (`sunspot.tasks.Task`), including a training loop.
 
-The model becomes a PyTorch module without weights, whose state consists of Keras's variables. Only this file imports
+The model becomes a PyTorch module without weights. Its state consists of Keras's variables. Only this file imports
 Keras, and it is only imported for a task that defines `build_keras`.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # otherwise, TensorFlow prints a page about its kernels
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # otherwise, TensorFlow prints a page of text about its kernels
 
 import keras
 import numpy as np
@@ -31,7 +31,7 @@ sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 UNREAD_SETTINGS = dict.fromkeys(
     ("micro_batch_size", "weight_decay", "clip_norm", "precision", "parallel", "compile", "ema", "weights"),
-    "has a Keras model, which does not read it; leave it out",
+    "has a Keras model, which ignores this setting; unset it",
 )
 """Reasons, keyed by the settings that Keras ignores."""
 
@@ -62,7 +62,7 @@ class KerasModule(torch.nn.Module):
     def take_step(self, batch: Batch, learning_rate: float, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Take an optimizer step together with all workers, and return the losses, [B], and the outputs.
 
-        The gradient is that of the sum of the rows' losses times `weight`.
+        The gradient is that of the sum of the rows' losses, multiplied by `weight`.
         """
         self.keras.optimizer.learning_rate = learning_rate
         losses, outputs = self._learn(inputs_of(batch), batch["label"].numpy(force=True), np.float32(weight))
@@ -93,7 +93,7 @@ class KerasModule(torch.nn.Module):
     def set_extra_state(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
         for kind, variables in self._variables().items():
             if [tuple(each.shape) for each in state[kind]] != [tuple(each.shape) for each in variables]:
-                raise RuntimeError(f"the {kind} in the state has variables of other shapes")
+                raise RuntimeError(f"the shapes of the {kind}'s variables differ from the shapes in the state")
             for variable, value in zip(variables, state[kind], strict=True):
                 variable.assign(value.numpy(force=True))
 
@@ -130,7 +130,7 @@ class KerasTask(Task):
         return KerasModule(build)
 
     def build_optimizer(self, model: KerasModule, settings: Settings) -> torch.optim.Optimizer:
-        """Build an optimizer that only holds the peak rate, which is LEARNING_RATE if it is set, or Keras's own rate.
+        """Build an optimizer that only holds the peak rate: LEARNING_RATE if it is set, otherwise Keras's own rate.
 
         Raises `SettingsError` if the Keras optimizer has its own schedule.
         """
@@ -173,7 +173,7 @@ class KerasTask(Task):
 
 @functools.cache
 def join_workers() -> tf.distribute.Strategy:
-    """Return TensorFlow's strategy for the workers of Ray's TensorflowTrainer, or for this process alone."""
+    """Return the TensorFlow strategy for Ray's TensorflowTrainer, or for a single process outside it."""
     tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
     tf.config.experimental.enable_op_determinism()
     if "TF_CONFIG" in os.environ:

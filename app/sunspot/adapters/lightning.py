@@ -34,7 +34,7 @@ UNREAD_SETTINGS = {
     "parallel": "has a LightningModule, which is never sharded; set it to ddp",
     "compile": "has a LightningModule, which is never compiled; set it to off, and use torch.compile in build_module",
 }
-"""Reasons, keyed by the settings that do not work with a LightningModule."""
+"""The reasons why settings do not work with a LightningModule, keyed by setting."""
 
 UNCALLED = {
     **dict.fromkeys(LOOP_FUNCTIONS, "its LightningModule has hooks for it"),
@@ -77,11 +77,16 @@ class LightningTask(Task):
             raise self.error(f"build_module returned a {type(model).__name__}; return a lightning.LightningModule")
         missing = [name for name in ("training_step", "configure_optimizers") if not defines(model, name)]
         if missing:
-            raise self.error(f"its {type(model).__name__} does not define {', '.join(missing)}")
+            raise self.error(f"{type(model).__name__} does not define {', '.join(missing)}")
         if not model.automatic_optimization:
-            raise self.error("manual optimization hides when a step is taken; leave automatic_optimization on")
+            raise self.error(
+                "manual optimization is not supported, because it hides when a step is taken; "
+                "leave automatic_optimization on"
+            )
         if defines(model, "configure_model"):
-            raise self.error("configure_model would add weights that no checkpoint has; add them in build_module")
+            raise self.error(
+                "configure_model would add weights that checkpoints lack; create these weights in build_module"
+            )
         model.log = LogCapture()  # type: ignore[assignment, method-assign]
         self._steps = Steps(rows_in(source), settings.global_batch_size)
         return model
@@ -94,12 +99,12 @@ class LightningTask(Task):
         trainer.strategy.connect(model)
         try:
             trainer.strategy.setup_optimizers(trainer)
-        except Exception as error:  # Lightning's own and the module's
+        except Exception as error:  # both Lightning's callbacks and the module's
             raise self.error(f"configure_optimizers: {shorten(error)}") from error
-        [optimizer] = trainer.strategy.optimizers  # Lightning itself refuses more
+        [optimizer] = trainer.strategy.optimizers  # Lightning itself rejects several
         parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if parameters.isdisjoint(model.parameters()):
-            raise self.error("configure_optimizers returned no optimizer of the module's parameters")
+            raise self.error("configure_optimizers did not return an optimizer for the module's parameters")
         self._schedulers = trainer.strategy.lr_scheduler_configs
         if any(config.reduce_on_plateau for config in self._schedulers):
             raise self.error(
@@ -196,7 +201,7 @@ class LogCapture:
         if number is None or number.numel() != 1:
             kind = type(value).__name__
             raise SettingsError(
-                f"self.log({name!r}) got a {kind}; log one number for the batch (for a metric object, the result of "
+                f"self.log({name!r}) got a {kind}; log one number per batch (for a metric object, the result of "
                 "calling it)"
             )
         first = self._names.setdefault(short, name)
@@ -219,7 +224,7 @@ def warn_on_rank_0(text: str) -> None:
 
 
 class PlannedTrainer(Trainer):
-    """Trainer that knows the length of the run before it has seen any rows."""
+    """A Trainer that knows the length of the run before it has read any rows."""
 
     @property
     def estimated_stepping_batches(self) -> int:

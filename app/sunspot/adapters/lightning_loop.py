@@ -1,4 +1,4 @@
-"""The training loop of a LightningModule: Lightning's Trainer takes the steps of a `TrainingRun`."""
+"""The training loop of a LightningModule, in which Lightning's Trainer takes a run's steps."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -46,9 +46,9 @@ def train(worker: Worker, task: LightningTask) -> None:
 
 
 class LightningRun(LibraryRun):
-    """A run whose precision, schedulers and hooks are Lightning's. Its Trainer iterates over it to get batches.
+    """A run that leaves precision, schedulers and hooks to Lightning. The Trainer iterates over the run to get batches.
 
-    The module is wrapped once its `setup` has run. Lightning makes the forward and backward passes inside the
+    The module is wrapped after its `setup` has run. Lightning makes the forward and backward passes inside the
     optimizer's step, so a hook of the optimizer would be too early. `StepCallback` waits for the copy instead.
     """
 
@@ -57,7 +57,7 @@ class LightningRun(LibraryRun):
         self._hooks_between_steps = any(defines(cast(LightningModule, self.model), hook) for hook in BETWEEN_STEPS)
 
     def __len__(self) -> int:
-        """Number of steps in an epoch. With a known length, the Trainer does not fetch a batch ahead."""
+        """Return the number of steps in an epoch. If the Trainer knows the length, it does not prefetch a batch."""
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:

@@ -27,7 +27,7 @@ from sunspot.tasks.pretrained import ADAPTER, PretrainedModel
 from sunspot.tasks.task import LOOP_FUNCTIONS, RATE_FUNCTIONS, Task
 
 IN_ARGUMENTS = (
-    "has a Trainer, which does not read it; leave it out, and see max_grad_norm, torch_compile and bf16 among its own "
+    "has a Trainer, which ignores this setting; unset it, and see max_grad_norm, torch_compile and bf16 among its own "
     "arguments"
 )
 
@@ -49,15 +49,15 @@ REFUSED = (
     *("auto_find_batch_size", "deepspeed", "enable_jit_checkpoint", "fp16", "fsdp", "load_best_model_at_end"),
     *("parallelism_config", "push_to_hub", "sync_ref_model"),
 )
-"""Arguments that conflict with Sunspot's checkpoints: they shard the state, change state that checkpoints lack, or keep
-checkpoints of their own."""
+"""Arguments that conflict with Sunspot's checkpoints. They shard the state, change state that checkpoints lack, or save
+other checkpoints."""
 
 ROW_METHODS = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples", "_prepare_inputs", "train")
 """Methods that a Trainer overrides to choose the rows of a step itself, as Trainers that generate text do (GRPO)."""
 
 
 class TrainedModel(PretrainedModel):
-    """Model of a Trainer, together with the Trainer."""
+    """A Trainer's model, together with the Trainer."""
 
     def __init__(self, trainer: Trainer, task: str) -> None:
         adapted = hasattr(trainer.model, "peft_config")
@@ -95,7 +95,9 @@ class TrainerTask(Task):
         mixed_precision = {"precision": IN_ARGUMENTS} if settings.precision == "bf16" else {}
         super().__init__(module, settings, UNREAD_SETTINGS | mixed_precision)
         if not self.build_dataset:
-            raise self.error("defines build_trainer, but not build_dataset(settings), which returns the rows; add it")
+            raise self.error(
+                "the module defines build_trainer but not build_dataset(settings), which returns the rows; define it"
+            )
 
     def library_loop(self, worker: Any) -> None:
         from sunspot.adapters.transformers_loop import train
@@ -116,11 +118,13 @@ class TrainerTask(Task):
         here, held_out = self._number(dataset)
         if source.row_groups and source.fingerprint != here.fingerprint:
             raise ConflictError(
-                f"{PREFIX}TASK={settings.task}: its build_dataset returns other rows here than on the driver; use a "
-                "seed to split or shuffle them, and the same files on all nodes"
+                f"{PREFIX}TASK={settings.task}: build_dataset returned different rows here than on the driver; seed "
+                "any splitting or shuffling, and use the same files on all nodes"
             )
         if not torch.cuda.is_available():
-            os.environ["ACCELERATE_USE_CPU"] = "true"  # otherwise, Accelerate makes each worker without a GPU a run
+            os.environ["ACCELERATE_USE_CPU"] = (
+                "true"  # otherwise, Accelerate treats each worker without a GPU as a separate run
+            )
         set_seed(settings.seed)  # reading the rows may have drawn random numbers
         trainer = self.module.build_trainer(settings, dataset)
         if not isinstance(trainer, Trainer):
@@ -129,7 +133,7 @@ class TrainerTask(Task):
         silence(trainer)
         model = TrainedModel(trainer, settings.task)
         if model.adapted and settings.weights != "pt":
-            raise self.error(f"with peft, each checkpoint has the weights as {ADAPTER}; set {PREFIX}WEIGHTS to pt")
+            raise self.error(f"with peft, checkpoints store the weights in {ADAPTER}; set {PREFIX}WEIGHTS to pt")
         return model
 
     def build_optimizer(self, model: TrainedModel, settings: Settings) -> torch.optim.Optimizer:
@@ -150,14 +154,14 @@ class TrainerTask(Task):
         with trainer.accelerator.autocast():
             loss, _, _ = trainer.prediction_step(trainer.model, model.collate(batch), prediction_loss_only=True)
         if loss is None:
-            raise self.error("its Trainer computes no loss for held-out rows; name their labels in label_names")
+            raise self.error("the Trainer computes no loss for held-out rows; list their label columns in label_names")
         logs: dict[str, float] = {}
         trainer.log(logs)  # a Trainer of TRL adds its measurements
         del trainer.state.log_history[-1:]
         return loss.expand(rows), {name: loss.new_full((rows,), value) for name, value in measured(logs).items()}
 
     def checkpoint_files(self, model: TrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-        """Return the files that peft, or transformers if WEIGHTS is safetensors, needs to load a checkpoint."""
+        """Return the files needed to load a checkpoint with peft, or with transformers if WEIGHTS is safetensors."""
         config = None if model.adapted else getattr(model.model, "config", None)
         with tempfile.TemporaryDirectory() as folder:
             for part in filter(None, (config, model.trainer.processing_class)):
@@ -167,28 +171,30 @@ class TrainerTask(Task):
 
     def _number(self, dataset: Any) -> tuple[RowNumbers, RowNumbers | None]:
         splits = find_splits(dataset, self.settings.task)
-        set_seed(self.settings.seed)  # the rows may be augmented at random
+        set_seed(self.settings.seed)  # rows can be augmented at random
         return number_rows(splits.train), number_rows(splits.test, held_out=True) if splits.test is not None else None
 
     def _refuse(self, trainer: Trainer, rows: list[int]) -> None:
         """Raise `SettingsError` if the Trainer uses unsupported features.
 
-        Also raise it if the Trainer has other numbers of training and held-out rows than `rows`.
+        Also raise it if the Trainer's numbers of training and held-out rows differ from `rows`.
         """
         name, args = type(trainer).__name__, trainer.args
         own = [each for each in ROW_METHODS if getattr(type(trainer), each) is not getattr(Trainer, each)]
         if own:
             raise self.error(
-                f"its {name} chooses rows itself ({own[0]}), which another number of workers could not repeat"
+                f"its {name} chooses rows itself ({own[0]}), but another number of workers could not repeat its choice"
             )
         given = [f"{each}={value!r}" for each in REFUSED if (value := getattr(args, each, None))]
         if given:
             raise self.error(
-                f"its arguments contain {given[0]}; leave it out: checkpoints would lack shards, loss scales, and any "
-                "other state that the Trainer keeps or saves itself"
+                f"its arguments contain {given[0]}; leave it out, because checkpoints would lack shards, loss scales, "
+                "and any other state that the Trainer keeps or saves itself"
             )
         if "lomo" in args.optim or "layerwise" in args.optim:
-            raise self.error(f"optim={args.optim.value!r} changes weights within the backward pass; choose another")
+            raise self.error(
+                f"optim={args.optim.value!r} changes weights in the backward pass; choose another optimizer"
+            )
         plateau = args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
         if plateau or isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
             raise self.error(
@@ -197,8 +203,8 @@ class TrainerTask(Task):
             )
         if trainer.compute_metrics or trainer.model_init:
             raise self.error(
-                "compute_metrics and model_init would never be called; leave them out: the loss measures held-out "
-                "rows, and build_trainer makes the model"
+                "compute_metrics and model_init would never be called; leave them out, because the loss evaluates "
+                "held-out rows, and build_trainer creates the model"
             )
         for kind, dataset, there in zip(
             ("train", "eval"), (trainer.train_dataset, trainer.eval_dataset), rows, strict=True
@@ -211,7 +217,7 @@ class TrainerTask(Task):
 
 
 def silence(trainer: Trainer) -> None:
-    """Disable a Trainer's own saving, evaluation and reports. Count each step's tokens over all workers."""
+    """Disable a Trainer's own saving, evaluation and reports, and count each step's tokens over all workers."""
     args = trainer.args
     args.save_strategy = SaveStrategy.NO
     args.eval_strategy = IntervalStrategy.NO

@@ -1,7 +1,7 @@
 """The training loop of tasks with a Trainer of transformers.
 
 Accelerate wraps the model, as in an ordinary script. The Trainer's arguments therefore control precision, DDP, and work
-that only one process per node does. Accelerate uses Ray Train's process group and environment.
+that only one process per node performs. Accelerate uses Ray Train's process group and environment.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ def train(worker: Worker, task: TrainerTask) -> None:
         run.trainer.train()
     if run.position < run.total_steps and not run.stopped:
         raise SettingsError(
-            f"{PREFIX}TASK={run.settings.task}: its Trainer ended at step {run.position} of {run.total_steps}, perhaps "
+            f"{PREFIX}TASK={run.settings.task}: the Trainer ended at step {run.position} of {run.total_steps}, perhaps "
             f"because of a callback; end a run with {PREFIX}MAX_STEPS, SUNSPOT_EPOCHS or "
             "SUNSPOT_EARLY_STOP_EVALUATIONS instead"
         )
@@ -52,7 +52,7 @@ class TrainerRun(LibraryRun):
         self.trainer = trainer = self._model.trainer
         self._per_step = plan.passes(self.world_size)
         self._ahead: deque[tuple[int, float]] = deque()
-        "Number of rows and weight of each pass that the Trainer has fetched but not begun."
+        "The number of rows and the weight of each pass that the Trainer has fetched but not begun."
         trainer.args.max_steps = self.total_steps
         trainer.args.gradient_accumulation_steps = self._per_step
         self._count = trainer.get_batch_samples
@@ -93,7 +93,7 @@ class TrainerRun(LibraryRun):
     def make_pass(self, model: torch.nn.Module, inputs: Any, items: Any = None) -> torch.Tensor:
         """Make a forward and backward pass."""
         self._begin_pass(*self._ahead.popleft())
-        self.trainer.current_gradient_accumulation_steps = 1  # the weights of rows account for the number of passes
+        self.trainer.current_gradient_accumulation_steps = 1  # row weights already account for the number of passes
         return self._pass(model, inputs, items)
 
     def weighted_loss(
@@ -119,7 +119,7 @@ class TrainerRun(LibraryRun):
         return (loss, outputs) if return_outputs else loss
 
     def _is_divided(self, items: Any) -> bool:
-        """Return True if the Trainer divides losses by a step's items. The rule is that of its `training_step`."""
+        """Return True if the Trainer divides losses by a step's items. Uses the same rule as its `training_step`."""
         scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
         accepts = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
         return items is not None and (accepts if scaled is None else scaled)

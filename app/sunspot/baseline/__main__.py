@@ -10,7 +10,7 @@ READS = ["run_name", "storage_path", "epochs", "global_batch_size", "learning_ra
 
 
 def main() -> int:
-    """Read the settings, train, and print the folder of the results."""
+    """Read the settings, train, and print the output folder."""
     CommandParser(
         "python -m sunspot.baseline", "Train ResNet-18 on the bundled digits in plain PyTorch, on one device.", READS
     ).parse_args()
@@ -18,7 +18,7 @@ def main() -> int:
     for name, default in Settings():
         if name not in READS and getattr(settings, name) != default:
             raise SettingsError(
-                f"{PREFIX}{name.upper()}: the baseline does not read it; unset it, or use `python -m sunspot.train`"
+                f"{PREFIX}{name.upper()} is not read by the baseline; unset it, or use `python -m sunspot.train`"
             )
     if "://" in settings.storage_path:
         raise SettingsError(f"{PREFIX}STORAGE_PATH={settings.storage_path}: the baseline writes only to a folder")

@@ -1,6 +1,6 @@
 """Trains in plain PyTorch on one device, without Ray and without Sunspot.
 
-docs/tutorial.ipynb explains this, and makes it distributed with one change at a time.
+docs/tutorial.ipynb explains this program and makes it distributed, one change at a time.
 """
 
 import csv
@@ -13,17 +13,17 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision.models import resnet18
 
 SAMPLE = Path(__file__).parents[1] / "data" / "sample.parquet"
-"""Table of 14,000 MNIST digits. The held-out digits are the last rows."""
+"""A table of 14,000 MNIST digits. The last rows are held out."""
 
 TRAINING_ROWS = 12_000
 """Number of digits to train on. The others are held out."""
 
 Digits = Dataset[tuple[torch.Tensor, ...]]
-"""Dataset of pairs of an image, float32 [1, 28, 28], and its label."""
+"""A dataset of images, float32 [1, 28, 28], with their labels."""
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """Load the bundled digits: the training digits and the held-out digits."""
+    """Return the bundled training digits and held-out digits."""
     table = pyarrow.parquet.read_table(SAMPLE)
     pixels = table["image"].combine_chunks().to_numpy_ndarray()  # uint8 [14000, 28, 28]
     images = torch.tensor(pixels).unsqueeze(1).float() / 127.5 - 1  # from -1 (black) to 1 (white)
@@ -35,7 +35,7 @@ def load_digits() -> tuple[Digits, Digits]:
 
 
 def build_model() -> nn.Module:
-    """Build ResNet-18 for images of one channel and ten classes."""
+    """Build a ResNet-18 for one-channel images and ten classes."""
     model = resnet18(num_classes=10)
     model.conv1 = nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
     return model
@@ -44,7 +44,7 @@ def build_model() -> nn.Module:
 def train(
     training: Digits, test: Digits, epochs: int, batch_size: int, learning_rate: float
 ) -> tuple[nn.Module, list[dict[str, float]]]:
-    """Train a model, and return it with the loss and the accuracy of each epoch."""
+    """Train a model, and return it with each epoch's loss and accuracy."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build_model().to(device)
     loader = DataLoader(training, batch_size, shuffle=True)

@@ -20,16 +20,16 @@ WIDTH, HEIGHT = 360, 214
 """Size of a drawing in its own units, each about a pixel on a phone, where a font size of 11 is readable."""
 
 LEFT, RIGHT = 42, 8
-"""Margins beside the plot, the left one with room for the numbers of the axis."""
+"""Margins beside the plot. The left margin has room for the axis labels."""
 
 TOP, BOTTOM = 18, 32
-"""Margins above and below the plot, with room for the numbers of marks and of the axis."""
+"""Margins above and below the plot, with room for the labels of marks and of the axis."""
 
 BUCKETS = 240
-"""Number of sections of the x axis, each a pixel or two wide. The lowest and the highest point of each are drawn."""
+"""Number of sections of the x axis, each a pixel or two wide. Each section shows its lowest and highest point."""
 
 DIGIT = 7
-"""Width of a digit. A mark whose number would come closer than this to the number before is drawn without one."""
+"""Width of a digit. A mark has no number if the number would be closer than this to the previous one."""
 
 MAX_DOTS = 60
 """Largest number of points in a line that is drawn with dots."""
@@ -41,7 +41,7 @@ MIN_DRAWN = 1e-100
 """Smallest number that is drawn on a logarithmic axis. Ratios of smaller numbers overflow floats."""
 
 LOG_FROM = 100.0
-"""Ratio of highest to lowest loss from which the axis is logarithmic. On a linear axis the end would be flat."""
+"""Smallest ratio of highest to lowest loss for a logarithmic axis. A linear axis would show the end as flat."""
 
 
 class Point(NamedTuple):
@@ -118,7 +118,7 @@ def over_time(report: Report, series: Series) -> XAxis:
 
 
 def points_of(x_axis: XAxis, values: Sequence[float | None]) -> list[Point]:
-    """Return the points of a column of values, without those that cannot be drawn."""
+    """Return the points of a column, except values that cannot be drawn."""
     return [
         Point(x, y, group)
         for x, y, group in zip(x_axis.positions, values, x_axis.groups, strict=True)
@@ -229,7 +229,7 @@ def legend_sample(style: str) -> str:
 
 
 def sparkline(points: Sequence[Point], description: str) -> Html:
-    """Return the curve of a loss in the size of a word, without axes."""
+    """Return a word-sized loss curve without axes."""
     y = fitting_axis("loss", [point.y for point in points])
     x = linear_axis((point.x for point in points), tight=True)
     to_x, to_y = _scale(x, 1, 95), _scale(y, 27, 1)
@@ -330,7 +330,7 @@ def _path(points: Sequence[Point], at: Callable[[Point], str]) -> str:
 
 
 def _alone(points: Sequence[Point]) -> list[Point]:
-    """Return the points that have no other point in their group."""
+    """Return the points that are alone in their group."""
     sizes = Counter(point.group for point in points)
     return [point for point in points if sizes[point.group] == 1]
 

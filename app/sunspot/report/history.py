@@ -39,7 +39,7 @@ class Series:
         self._count += 1
 
     def column(self, name: str) -> list[Any]:
-        """Return the value of `name` in each record, or None if it is missing or NaN."""
+        """Return each record's value of `name`, or None if the value is missing or NaN."""
         found: list[Any] = [None] * self._count
         for index, value in self._known(name):
             found[index] = value
@@ -62,7 +62,7 @@ class Series:
 
 
 def can_draw(value: float | None) -> TypeGuard[float]:
-    """Return True if a value can be drawn, unlike NaN, infinities and huge values."""
+    """Return True unless a value is NaN, infinite or too large to draw."""
     return value is not None and abs(value) < MAX_DRAWN
 
 
@@ -124,7 +124,7 @@ class History:
         self.results: dict[str, None] = {}
         "Names of the metrics that measure the model, in the order of their first records."
         self.left_out: set[str] = set()
-        "Names of further results beyond MAX_NAMES."
+        "Names of the results beyond MAX_NAMES."
         self.undrawable: dict[str, tuple[int, int]] = {}
         "Number of records with a NaN, infinite or huge value, and the first such step, keyed by name."
         self.newest_record: dict[str, Any] = {}
@@ -184,7 +184,7 @@ class History:
         return kept
 
     def add_ranks(self, record: dict[str, Any]) -> None:
-        """Add a record with the numbers of each rank by name (`sunspot.run.history`)."""
+        """Add a record with each rank's numbers, keyed by name (`sunspot.run.history`)."""
         ranks, steps = record["ranks"], record.get("steps") or 1
         rows, seconds = ranks.get("rows", []), ranks.get("seconds", [])
         speeds = [done / took for done, took in zip(rows, seconds, strict=False) if done is not None and took]

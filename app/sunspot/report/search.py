@@ -1,4 +1,4 @@
-"""Renders the report of a search: its trials, their learning curves, and the metric over each varied setting."""
+"""Renders a search's report with its trials, their learning curves, and the metric over each varied setting."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ def render_search(run: Run, results: SearchResults, curves: Curves, link: str = 
 
 
 def show_search(run: Run, results: SearchResults, curves: Curves, link: str = "") -> Html:
-    """Return the body of the page. `link` has the meaning it has in `render_search`."""
+    """Return the body of the page. `link` is as in `render_search`."""
     parts = {"Trials": _trials(results, link), _name(results): _charts(results, curves)}
     parts = dict(zip(parts, fitting(parts.values()), strict=True))
     header = [paragraph("Sunspot search", kind="kicker"), element("h1", run.name), _lead(results)]

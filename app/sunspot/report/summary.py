@@ -12,7 +12,7 @@ from sunspot.run.history import format_metric, model_metrics
 def describe_outcome(run: Run, report: Report) -> Iterator[str]:
     """Yield lines with the state, the newest and the best checkpoint side by side, and the path of the weights.
 
-    The error that ended the run is not among them, because the entry point prints it afterwards.
+    The lines do not include the error that ended the run, because the entry point prints it afterwards.
     """
     newest, best = report.checkpoint, report.best
     metric, order = report.best_by, report.retention.order

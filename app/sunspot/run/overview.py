@@ -50,8 +50,8 @@ LOST_AFTER_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
 """Seconds of silence after which a run is lost. It allows for two failed status writes and slow storage."""
 
 STALLED_AFTER_S, STALLED_AFTER_STEPS = 20.0, 10
-"""Limits after which a running run without a new step counts as stalled: seconds, and multiples of its step time. Both
-must have passed. A rank then hangs, its node is frozen, or it waits for storage."""
+"""The limits after which a run without a new step counts as stalled, in seconds and in step times. Both must have
+passed. A rank then hangs, its node is frozen, or it waits for storage."""
 
 
 # -------------------------------------------------------------------------------------------------------------- listing
@@ -59,13 +59,13 @@ must have passed. A rank then hangs, its node is frozen, or it waits for storage
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run as a listing shows it. Times are in seconds since the epoch, or 0 if something never happened."""
+    """A run as seen in a listing. Times are in seconds since the epoch, or 0 if the event never happened."""
 
     name: str
     modified: float = 0.0
     "The time at which any of its objects was last written."
     last_active: float = 0.0
-    """Time of the last sign of life of its own processes: a write of the status, or of any object before there is a
+    """Time of the last sign of life from its own processes: a write of the status, or of any object before there is a
     status. Writes of the submitter and of superseded processes do not count."""
     submitted: float = 0.0
     "The time at which the run was last submitted to a cluster."
@@ -111,7 +111,7 @@ def list_runs(storage: Storage) -> list[RunSummary]:
             folders.setdefault(name, []).append(entry)
     for name, error in unreadable.items():
         folders.pop(name, None)
-        if RUN.fullmatch(name):  # not the folder lost+found of a disk
+        if RUN.fullmatch(name):  # leaves out a disk's lost+found folder
             warn_once(log, f"{name}: {error}; left out")
     found = [summary for name, entries in folders.items() if (summary := summarize_run(name, entries))]
     return sorted(found, key=lambda summary: summary.modified, reverse=True)
@@ -157,7 +157,7 @@ def summarize_run(name: str, entries: Collection[Entry]) -> RunSummary | None:
 
 
 def holds_run(name: str, entries: Collection[Entry]) -> bool:
-    """Return True if these objects belong to a run, even if its start or deletion was interrupted.
+    """Return True if these objects belong to a run, even one with an interrupted start or deletion.
 
     The names of subfolders do not suffice, because a user's own folder may have `logs`, too. So the names of the
     objects in the subfolders are also checked.
@@ -178,7 +178,7 @@ def holds_run(name: str, entries: Collection[Entry]) -> bool:
 
 
 def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status | None]:
-    """Return the status of each run, or None for a run without a readable status. Each takes one small request."""
+    """Return each run's status, or None if it cannot be read. Each status takes one small request."""
 
     def read(run: RunSummary) -> Status | None:
         with contextlib.suppress(NotFoundError):  # deleted since it was listed
@@ -238,7 +238,7 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
         since = f" at {as_time(summary.submitted)}" if summary.submitted else ""
         if summary.stop_requested:
             return RunState.STOPPED, f"submitted{since}, and stopped before its driver started"
-        return RunState.PENDING, f"submitted{since}; its driver has not begun"
+        return RunState.PENDING, f"submitted{since}; its driver has not started"
     if status and status.state.terminal:
         return status.state, status.reason or f"{status.state} at step {status.step}"
 
@@ -251,9 +251,9 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
     if summary.stop_requested:
         return RunState.STOPPING, f"told to stop; {silence or 'it saves and ends'}"
     if silence:
-        return RunState.SILENT, f"{silence}: it is frozen, cut off from its storage, or gone"
+        return RunState.SILENT, f"{silence}: it is frozen, cut off from storage, or gone"
     if status is None:
-        return RunState.STARTING, "its driver has begun"
+        return RunState.STARTING, "its driver has started"
     return status.state, status.reason or describe_work(status)
 
 
@@ -263,13 +263,13 @@ def describe_silence(seen: float, now: float) -> str:
 
 
 def describe_stall(status: Status) -> str:
-    """Return a text with the time for which live workers have neither taken a step nor evaluated rows.
+    """Return a text with the time since live workers last took a step or evaluated rows.
 
     The text is empty if the workers are not stalled or have not begun yet.
     """
     if status.state is not RunState.RUNNING or not status.heartbeat:
         return ""
-    still_s = status.time - status.heartbeat  # both by rank 0's clock
+    still_s = status.time - status.heartbeat  # both times are from rank 0's clock
     if still_s <= max(STALLED_AFTER_S, STALLED_AFTER_STEPS * (status.step_time_s or 0.0)):
         return ""
     return f"no step since {as_time(status.heartbeat)}, for {in_words(still_s)}: it waits for storage, or a rank hangs"
@@ -284,7 +284,7 @@ def describe_work(status: Status, asked: object = None) -> str:
     if stall:
         return stall
     if not status.world_size:
-        return "its driver has begun"
+        return "its driver has started"
     if asked:
         return f"{status.world_size} of {asked} workers train"
     return f"{plural(status.world_size, 'worker')} train{'s' * (status.world_size == 1)}"

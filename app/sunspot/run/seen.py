@@ -32,7 +32,7 @@ from sunspot.run.status import RunState, Status
 
 @dataclass(frozen=True)
 class RunSeen:
-    """A run as storage shows it. Values that could not be read are old or missing."""
+    """A run as seen in storage. Values that could not be read are old or missing."""
 
     status: Status | None = None
     stop_wanted: bool = False
@@ -57,7 +57,7 @@ class RunSeen:
 
 
 def look(run: Run, with_state: bool = True) -> RunSeen:
-    """Return a run as storage shows it. A `StorageError` is recorded in the result, not raised.
+    """Return a run as seen in storage. A `StorageError` is recorded in the result, not raised.
 
     Set `with_state` to False to save requests if the state follows from a RayJob.
     """
@@ -166,7 +166,7 @@ class RunDetails(RunSeen):
 
     @property
     def labels(self) -> dict[str, str]:
-        """The run's labels, which `sunspot cost` can group runs by."""
+        """The run's labels. `sunspot cost` can group runs by them."""
         recorded = recorded_setting(self.attempts, "labels").encode()
         return read_or_default(lambda: parse(dict[str, str], recorded, f"the labels of {self.run.name}"), {})
 

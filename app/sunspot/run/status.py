@@ -55,7 +55,7 @@ class RunState(enum.StrEnum):
     """The state of a run."""
 
     PENDING = "pending"
-    "The run was submitted, but its driver has not begun."
+    "The run was submitted, but its driver has not started."
     STARTING = "starting"
     "The driver has begun, but no worker is training."
     RUNNING = "running"

@@ -1,6 +1,6 @@
 """Loads a task: the module that defines what a run trains.
 
-1. `load_task` imports the module that SUNSPOT_TASK names.
+1. `load_task` imports the module set in SUNSPOT_TASK.
 2. A module in PyTorch defines a model and a loss, and may define an optimizer, a schedule or a training loop. A
    `PlainTask` adds the defaults (defaults.py). signatures.py checks the arguments of the module's functions.
 3. A module for another library defines a single function, such as `build_keras`. An adapter (sunspot/adapters) turns
@@ -8,7 +8,7 @@
 4. Both kinds are a `Task` (task.py), which has the task's functions and says how its steps are taken. No other code
    depends on the kind of task.
 
-The other modules here are tasks to use or to copy, and what they share.
+The other modules in this package are tasks to use or to copy, and code that they share.
 """
 
 import importlib
@@ -38,7 +38,7 @@ Predict = Callable[[torch.nn.Module, Batch], torch.Tensor]
 
 
 def load_predict(settings: Settings) -> Predict:
-    """Import the task and return its `predict` as a function of a batch, even if the original takes only images.
+    """Import the task and return its `predict` as a function of a batch, even if the task's own takes only images.
 
     Raises `SettingsError` if the task does not define `predict`.
     """
@@ -58,7 +58,7 @@ def find_predict(task: Task) -> Predict:
 
 
 def place_of(error: Exception) -> str:
-    """Return the file and line where an import failed."""
+    """Return the file and line at which an import failed."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -100,7 +100,7 @@ def load_task(settings: Settings) -> Task:
 
 
 def find_adapters() -> Mapping[str, Any]:
-    """Return the adapters, keyed by the function with which a task's module names its library.
+    """Return the adapters, keyed by the function that a task's module defines to select the library.
 
     The import is dynamic because adapters import modules that import this package.
     """
@@ -116,20 +116,21 @@ def refuse_missing_functions(module: ModuleType, settings: Settings, libraries: 
     missing = [name for name in needed if not hasattr(module, name)]
     if missing:
         raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}, nor "
-            f"{', '.join(libraries[:-1])} or {libraries[-1]}, which a task for another library defines"
+            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; "
+            f"define it, or, for a task that uses another library, {', '.join(libraries[:-1])} or {libraries[-1]}"
         )
 
 
 def refuse_unused_functions(task: Task) -> None:
-    """Raise `SettingsError` if a task has a function that would never be called because of another one."""
+    """Raise `SettingsError` if one of a task's functions would never be called because of another."""
     if task.build_dataset and hasattr(task.module, "find_sources"):
-        raise task.error("defines both build_dataset and find_sources to return the rows; keep one of them")
+        raise task.error("the module defines both build_dataset and find_sources; keep one of them")
     if not task.compute_metrics:
         return
     if not task.predict:
-        raise task.error("compute_metrics gets the scores of predict(model, batch); define predict, too")
+        raise task.error("compute_metrics needs the scores from predict(model, batch); define predict, too")
     if not task.loss:
         raise task.error(
-            "compute_metrics would never be called: held-out rows are evaluated by loss(model, batch); define loss, too"
+            "compute_metrics would never be called, because held-out rows are evaluated by loss(model, batch); "
+            "define loss, too"
         )

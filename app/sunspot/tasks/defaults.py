@@ -1,4 +1,4 @@
-"""Default optimizer and schedule of PyTorch tasks. Combines several optimizers into one."""
+"""The default optimizer and schedule of PyTorch tasks, and a class that combines several optimizers into one."""
 
 import math
 from collections.abc import Container, Mapping
@@ -17,7 +17,7 @@ READ_BY_DEFAULTS = {"build_optimizer": ("weight_decay",), "schedule": ("schedule
 
 
 class PlainTask(Task):
-    """A PyTorch task. The optimizer and the schedule have defaults."""
+    """A PyTorch task with a default optimizer and schedule."""
 
     def __init__(self, module: Any, settings: Settings) -> None:
         """Add the defaults to a task's module.
@@ -27,12 +27,12 @@ class PlainTask(Task):
         scheduled = {"schedule"} if hasattr(module, "build_scheduler") else set()
         super().__init__(module, settings, unread_without_defaults(vars(module).keys() | scheduled))
         if self.schedule and self.build_scheduler:
-            raise self.error("has both schedule and build_scheduler; keep one of them")
+            raise self.error("the module defines both schedule and build_scheduler; keep one of them")
         if not self.build_scheduler:
             self.schedule = self.schedule or partial(learning_rate_factor, settings)
 
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        """Build the module's optimizer, or the default optimizer. Several optimizers are combined in an `Optimizers`.
+        """Build the module's optimizer, or the default one. Several optimizers are combined in an `Optimizers`.
 
         Raises `SettingsError` if the module's `build_optimizer` does not return optimizers, or creates a scheduler.
         """
@@ -40,22 +40,22 @@ class PlainTask(Task):
         try:
             optimizer = Optimizers(built) if isinstance(built, Mapping) else built
         except (ValueError, AttributeError) as error:
-            raise self.error(f"its build_optimizer: {shorten(error)}") from error
+            raise self.error(f"build_optimizer: {shorten(error)}") from error
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise self.error(
-                f"its build_optimizer returned a {type(optimizer).__name__}; return a torch.optim.Optimizer, or a dict "
+                f"build_optimizer returned a {type(optimizer).__name__}; return a torch.optim.Optimizer, or a dict "
                 "of several"
             )
         if is_scheduled(optimizer):
             raise self.error(
-                "its build_optimizer makes a scheduler, whose learning rates the run would replace; return the "
+                "build_optimizer creates a scheduler, but the run would replace its learning rates; return the "
                 "scheduler from build_scheduler(optimizer, settings, total_steps)"
             )
         return optimizer
 
 
 def unread_without_defaults(own: Container[str]) -> dict[str, str]:
-    """Return the settings that a task with these functions ignores, with reasons for `refuse_unread`."""
+    """Return the settings that a task with these functions ignores, with the reasons for `refuse_unread`."""
     return {
         name: f"brings its own {function.removeprefix('build_')}, which does not read it; leave it at "
         f"{Settings.model_fields[name].default} (a task's own hyperparameters are in {PREFIX}TASK_ARGS)"
@@ -66,7 +66,7 @@ def unread_without_defaults(own: Container[str]) -> dict[str, str]:
 
 
 def build_empty_optimizer(learning_rate: float) -> torch.optim.Optimizer:
-    """Build an optimizer without weights or state that holds the learning rate for a library's own optimizer."""
+    """Build an optimizer without weights that only holds the learning rate for a library's own optimizer."""
     return torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=learning_rate)
 
 
@@ -138,7 +138,7 @@ class Optimizers(torch.optim.Optimizer):
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers inside an `Optimizers`, or a list of the optimizer itself."""
+    """Return the optimizers inside an `Optimizers`, or a list that contains only the given optimizer."""
     return list(optimizer.named.values()) if isinstance(optimizer, Optimizers) else [optimizer]
 
 

@@ -3,7 +3,7 @@
 TASK_ARGS:
   `base`      path or URL of the model's directory, or its name on the hub (docs/finetune.md)
   `head`      "text" (default) predicts the next token; "classes" predicts a text's class from the column `label`
-  `column`    column of the text ("text")
+  `column`    name of the text column ("text")
   `context`   number of tokens in a row (512); texts are packed into rows, but a text to be classified is truncated
   `rank`      rank of LoRA's matrices; 0 (default) trains all weights
   `alpha`     LoRA's scale (twice the rank)
@@ -42,14 +42,14 @@ for package in ("peft", "tokenizers", "transformers"):  # fail in the driver if 
 HEADS = {"text": "AutoModelForCausalLM", "classes": "AutoModelForSequenceClassification"}
 
 ROWS_AT_ONCE = 4
-"""Batch size for the report. With 512 tokens per row and 32,000 words, the scores take 0.26 GB."""
+"""Batch size for the report. With 512 tokens per row and a vocabulary of 32,000, the scores take 0.26 GB."""
 
 WRITTEN, WRITTEN_TOKENS = 3, 32
-"""Number of texts that the model continues for the report, and number of tokens added to each text."""
+"""The number of texts that the model continues for the report, and the number of tokens added to each."""
 
 
 class Arguments(BaseModel):
-    """Arguments in TASK_ARGS."""
+    """The arguments in TASK_ARGS."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -64,7 +64,7 @@ class Arguments(BaseModel):
 
 
 class FineTuned(PretrainedModel):
-    """A pretrained language model with its base, arguments and data."""
+    """A pretrained language model together with its base, arguments and data."""
 
     def __init__(self, model: Any, base: Base, arguments: Arguments, data: ModelData) -> None:
         sha256 = base.sha256 if arguments.rank > 0 else ""  # only for LoRA, because hashing reads the whole base
@@ -102,7 +102,7 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
     base, lora = open_base(arguments.base), arguments.rank > 0
     if lora and settings.weights != "pt":
         raise SettingsError(
-            f"{PREFIX}WEIGHTS={settings.weights}: with LoRA, each checkpoint has the weights as {ADAPTER}; set it to pt"
+            f"{PREFIX}WEIGHTS={settings.weights}: with LoRA, checkpoints store the weights in {ADAPTER}; set it to pt"
         )
     dtype = torch.bfloat16 if lora and settings.precision == "bf16" else torch.float32
     model = _load(base, arguments, source.classes, dtype)
@@ -114,7 +114,7 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """Return the cross-entropy of each text's class, or the mean over each row's tokens, in nats.
+    """Return the cross-entropy in nats: that of each text's class, or the mean over each row's tokens.
 
     Each text's first token is ignored, because no earlier token predicts it.
     """
@@ -123,7 +123,9 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
         scores = model(tokens, attention_mask=there.long())
         correct = scores.argmax(dim=1) == batch["label"]
         return functional.cross_entropy(scores.float(), batch["label"], reduction="none"), {"accuracy": correct}
-    position = batch["position"].long()  # starts at 0 with each text of a row, so that a text attends only to itself
+    position = batch[
+        "position"
+    ].long()  # positions restart at 0 with each text in a row, so that a text attends only to itself
     scores, targets = model(tokens, position_ids=position)[:, :-1], tokens[:, 1:]
     counted = (there & (position > 0))[:, 1:].float()
     each = functional.cross_entropy(scores.float().transpose(1, 2), targets, reduction="none")
@@ -165,12 +167,12 @@ def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
     return {
         f"Perplexity of {len(losses)} held-out texts": math.exp(losses.mean()),
         "Texts by their loss": by_loss(losses, text=texts),
-        "How texts go on": [{"text": text, "goes on": on} for text, on in zip(beginnings, written, strict=True)],
+        "Continued texts": [{"text": text, "goes on": on} for text, on in zip(beginnings, written, strict=True)],
     }
 
 
 def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """Return the files that peft, or transformers if WEIGHTS is safetensors, needs to load a checkpoint."""
+    """Return the files needed to load a checkpoint with peft, or with transformers if WEIGHTS is safetensors."""
     if not model.adapted:
         return {"config.json": model.config.to_json_string().encode(), **model.base.tokenizer_files()}
     named = {"location": model.base.location, "sha256": model.sha256}
@@ -186,7 +188,7 @@ def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
     for prompt in prompts:
         ids = torch.tensor([tokenizer.encode(prompt).ids], device=device)
         if not ids.numel():
-            raise SettingsError(f"the prompt {prompt!r} has no tokens; give a longer text")
+            raise SettingsError(f"the prompt {prompt!r} contains no tokens; use a longer prompt")
         if model.arguments.head == "classes":
             shares = model(ids).float().softmax(dim=1)[0]
             answers.append(f"{model.data.name(int(shares.argmax()))} ({float(shares.max()):.4f})")
@@ -221,11 +223,11 @@ def _load(base: Base, arguments: Arguments, classes: int, dtype: torch.dtype) ->
         model, loaded = getattr(transformers, HEADS[arguments.head]).from_pretrained(
             base.folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **more
         )
-    except Exception as error:  # damaged files and those of other programs raise all kinds of errors
-        raise base_error(base.location, f"transformers cannot load it: {shorten(error)}") from error
+    except Exception as error:  # damaged files and files from other programs raise all kinds of errors
+        raise base_error(base.location, f"transformers cannot load the model: {shorten(error)}") from error
     if arguments.head == "text" and loaded["missing_keys"]:  # only a classifier's head may start from random weights
-        raise base_error(base.location, f"its weights lack {min(loaded['missing_keys'])}")
-    model.train()  # transformers leaves a model that it has loaded in evaluation mode
+        raise base_error(base.location, f"the weights lack {min(loaded['missing_keys'])}")
+    model.train()  # transformers returns a loaded model in evaluation mode
     if model.config.pad_token_id is None:
         model.config.pad_token_id = _first(model.config.eos_token_id) or 0
     return model

@@ -1,4 +1,4 @@
-"""Trains a small GAN on images in a loop of its own, with two models and two optimizers (docs/own-loop.md).
+"""Trains a small GAN on images with its own loop, two models and two optimizers (docs/own-loop.md).
 
 The generator makes images from noise, and the discriminator learns to distinguish them from real images (Goodfellow et
 al., 2014). TASK_ARGS: `noise` (64), `width` (256).
@@ -24,7 +24,7 @@ SMOOTHING = 0.1
 """Label smoothing for real images, which keeps the discriminator from becoming too certain (Salimans et al., 2016)."""
 
 SHOWN = 48
-"""Number of images that the report shows."""
+"""Number of images in the report."""
 
 
 def build_model(settings: Settings, source: Source) -> nn.Module:

@@ -43,14 +43,14 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # Each block adds to the residual stream twice. Scaling keeps the sum from growing with the layers.
+                # Each block adds to the residual stream twice. Scaling keeps the sum from growing with the depth.
                 adds_to_stream = name.endswith("out.weight")
                 nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * layers) if adds_to_stream else INIT_STD)
         if tied:
             self.head.weight = self.byte.weight
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return the scores of the next byte, float [B, T, vocabulary], for bytes int64 [B, T]."""
+        """Return the scores of the next byte, float [B, T, vocabulary]. `text` contains bytes as int64 [B, T]."""
         stream = self.byte(text) + self.position.weight[: text.shape[1]]
         for block in self.blocks:
             stream = block(stream)
@@ -90,7 +90,7 @@ def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimiz
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """Return the mean cross-entropy of each row in nats, and metrics with its accuracy and bits per byte."""
+    """Return each row's mean cross-entropy in nats, and its accuracy and bits per byte as metrics."""
     text = batch["text"].long()
     scores = model(text[:, :-1])
     targets = text[:, 1:]
@@ -118,7 +118,7 @@ def read_sizes(settings: Settings) -> dict[str, Any]:
         if name not in DEFAULTS or type(value) is not type(DEFAULTS[name]) or (name != "tied" and value < 1)
     ]
     if not wrong and sizes["width"] % sizes["heads"]:
-        wrong = [f"width={sizes['width']}, which is not a multiple of heads={sizes['heads']}"]
+        wrong = [f"width={sizes['width']} is not a multiple of heads={sizes['heads']}"]
     if wrong:
         raise SettingsError(
             f"SUNSPOT_TASK_ARGS: {', '.join(wrong)}; sunspot.tasks.gpt takes layers, width, heads and context (whole "

@@ -9,7 +9,7 @@ from torch.nn import functional
 from sunspot.data.source import Batch
 
 WARMUP = 0.1
-"""Fraction of the steps used for warm-up. Without warm-up, Adam's first steps would upset batch norm."""
+"""Fraction of the steps used for warm-up. Without warm-up, Adam's first steps would disturb batch norm."""
 
 
 def schedule(step: int, total_steps: int) -> float:

@@ -40,17 +40,17 @@ class Base:
     """A pretrained model on this machine's disk."""
 
     location: str
-    "Location as the user gave it."
+    "The location given by the user."
     folder: Path
 
     @cached_property
     def weights(self) -> list[Path]:
-        """Files with the weights."""
+        """The files that contain the weights."""
         return sorted(self.folder.glob("*.safetensors"))
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the configuration and the weights. Computing it reads all of these files."""
+        """SHA-256 of the configuration and the weights. Computing it reads all weight files."""
         files = [self.folder / "config.json", *self.weights]
         digests = dict(zip((file.name for file in files), map_parallel(_digest, files, READ_AT_ONCE), strict=True))
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
@@ -61,7 +61,7 @@ class Base:
         return json.loads((self.folder / "config.json").read_bytes())
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """Return the tokenizer's and other files that a checkpoint needs to be a complete model."""
+        """Return the additional files, such as the tokenizer's, that make a checkpoint a complete model."""
         names = [file.name for file in self.folder.iterdir() if file.suffix in SUFFIXES and file not in self.weights]
         omitted = ("config.json", "adapter_config.json")
         kept = sorted(name for name in names if name not in omitted and not name.endswith(".safetensors.index.json"))
@@ -75,7 +75,7 @@ def open_base(location: str) -> Base:
     Raises `SettingsError` if the model cannot be fetched or is incomplete.
     """
     if not location or not isinstance(location, str):
-        raise base_error(location, "it does not name a model")
+        raise base_error(location, "this is not the name of a model")
     path = Path(location).expanduser()
     if "://" in location:
         folder = _download(location)
@@ -84,8 +84,10 @@ def open_base(location: str) -> Base:
     else:
         try:
             folder = Path(snapshot_download(location, allow_patterns=[f"*{suffix}" for suffix in SUFFIXES]))
-        except Exception as error:  # wrong names, networks and access raise all kinds of errors
-            problem = f"it is not a directory, and the hub did not provide it: {type(error).__name__}: {shorten(error)}"
+        except Exception as error:  # wrong names, network failures and denied access raise all kinds of errors
+            problem = (
+                f"there is no such directory, and the hub did not provide it: {type(error).__name__}: {shorten(error)}"
+            )
             raise base_error(location, problem) from error
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
@@ -110,7 +112,7 @@ def base_error(location: str, problem: str) -> SettingsError:
 
 
 def _download(location: str) -> Path:
-    """Copy a directory from a bucket and return the copy. If the listing has changed, the directory is copied again."""
+    """Copy a directory from a bucket and return the copy's path. Copies it again if the listing has changed."""
     storage = open_storage(location)
     entries = [entry for entry in storage.list("") if "/" not in entry.key and entry.key.endswith(SUFFIXES)]
     if not entries:
@@ -139,7 +141,7 @@ def _digest(file: Path) -> str:
 
 
 class PretrainedModel(nn.Module):
-    """A pretrained model. Its checkpoints hold the trained weights, and the hash of the frozen base if there is one."""
+    """A pretrained model. Its checkpoints hold the trained weights and, if the base is frozen, the hash of the base."""
 
     def __init__(self, model: Any, base: str, sha256: str) -> None:
         """Wrap a model. `base` is the name of the frozen base in messages, and `sha256` is its hash.
@@ -163,7 +165,7 @@ class PretrainedModel(nn.Module):
         if found != self.sha256:
             raise ConflictError(
                 f"{self._base} has SHA-256 {self.sha256[:12]}..., but the adapter was trained on {found[:12]}...; "
-                "give the base that it was trained on, with the same content as then"
+                "use the same base, with unchanged content"
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # two overloads there
@@ -180,7 +182,7 @@ class PretrainedModel(nn.Module):
         different = sorted(self.state_dict().keys() ^ state_dict.keys())
         if different:
             raise RuntimeError(
-                f"{len(different)} weights are only in the state_dict or only in the model, such as {different[0]}"
+                f"{len(different)} weights are missing from either the state_dict or the model, such as {different[0]}"
             )
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
@@ -204,5 +206,5 @@ class PretrainedModel(nn.Module):
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for JSON: a set to a sorted list, and any other value to a string."""
+    """Convert a set to a sorted list and any other value to a string, for JSON."""
     return sorted(value) if isinstance(value, set) else str(value)

@@ -18,10 +18,10 @@ CALLED_WITH = {
     "schedule": ("step", "total_steps"),
     "train": ("run",),
 }
-"""Positional arguments of each function."""
+"""The positional arguments of each function."""
 
 CALLED_WITH_NAMED = {"build_scheduler": ("steps_per_epoch",)}
-"""Arguments that are passed by name to a function which has them."""
+"""Arguments that are passed by name to functions that accept them."""
 
 
 def refuse_other_arguments(task: str, module: ModuleType) -> None:
@@ -32,7 +32,7 @@ def refuse_other_arguments(task: str, module: ModuleType) -> None:
             continue
         try:
             signature = inspect.signature(function)
-        except ValueError:  # a function in C has no signature
+        except ValueError:  # functions written in C have no signature
             continue
         try:
             named = [each for each in CALLED_WITH_NAMED.get(name, ()) if each in signature.parameters]

@@ -1,4 +1,4 @@
-"""The interface of a task, and of the run that is passed to a task's own loop.
+"""The interfaces of a task and of the run that is passed to a task's own loop.
 
 `load_task` returns a `Task`. A user's module defines some of its functions. `PlainTask` (defaults.py) adds the others
 for PyTorch, and an adapter (sunspot/adapters) adds them for another library.
@@ -30,8 +30,8 @@ FUNCTIONS = (
 class Task:
     """A loaded task.
 
-    An optional function is None if the task does not have it. `settings.task_args` holds a task's own hyperparameters.
-    Adapters are subclasses, whose methods take precedence over the module's functions.
+    An optional function is None if the task does not define it. `settings.task_args` holds its own hyperparameters.
+    Adapters are subclasses. Their methods take precedence over the module's functions.
     """
 
     build_model: Callable[[Settings, Source], Any]
@@ -42,7 +42,7 @@ class Task:
     build_optimizer: Callable[[Any, Settings], torch.optim.Optimizer]
     """Builds the optimizer for a model, with each group at its peak learning rate.
 
-    A module's `build_optimizer` may also return a dict of several optimizers by name. The default reads the
+    A module's `build_optimizer` may also return several optimizers as a dict keyed by name. The default reads the
     settings."""
 
     loss: Callable[[Any, Batch], tuple[torch.Tensor, Batch]] | None = None
@@ -63,13 +63,13 @@ class Task:
     It is called as `build_scheduler(optimizer, settings, total_steps)`."""
 
     train: "Callable[[TrainingRun], None] | None" = None
-    """Loops over all steps in place of Sunspot's own loop (sunspot/train/loop.py)."""
+    """Loops over all steps instead of Sunspot's own loop (sunspot/train/loop.py)."""
 
     augment_row: Callable[[Batch], Batch] | None = None
-    """Returns the columns of a training row that it changes. The global random generators are seeded for each row."""
+    """Augments a training row and returns the changed columns. The global random generators are seeded for each row."""
 
     augment: Callable[[Batch, Callable[..., torch.Tensor]], Batch] | None = None
-    """Returns the columns that it changes in a batch on the device, given the batch and `TrainingRun.draw`."""
+    """Augments a batch on the device and returns the changed columns, given the batch and `TrainingRun.draw`."""
 
     build_dataset: Callable[[Settings], Any] | None = None
     """Returns a map-style Dataset of training rows, or a pair of Datasets with the training and the held-out rows."""
@@ -77,10 +77,10 @@ class Task:
     find_sources: Callable[[Settings], tuple[Source, Source | None]] | None = None
     """Returns sources (data/source.py) of the training rows and of the held-out rows, or None if no rows are held out.
 
-    A task defines it if its rows are not in DATASET."""
+    Tasks define this function if their rows are not in DATASET."""
 
     compute_metrics: Callable[[torch.Tensor, Batch], Mapping[str, Any]] | None = None
-    """Returns a dict of numbers, computed from all held-out rows at once: `compute_metrics(scores, rows)`.
+    """Returns a dict of numbers computed from all held-out rows at once, as `compute_metrics(scores, rows)`.
 
     `scores` holds the results of `predict`, float [N, ...]. `rows` has the columns `row` and `label`, and any others
     with one number per row. Both are on the CPU and sorted by `row`."""
@@ -96,20 +96,20 @@ class Task:
     and the report shows no predictions."""
 
     answer: Callable[[Any, list[str], int], list[str]] | None = None
-    """Returns an answer of at most `tokens` tokens to each prompt: `answer(model, prompts, tokens)`.
+    """Returns an answer of at most `tokens` tokens to each prompt. The signature is `answer(model, prompts, tokens)`.
 
     `sunspot.predict` calls it."""
 
     show: Callable[[Any, Batch], Mapping[str, Any]] | None = None
-    """Returns a dict of exhibits for the report by title, given a model and rows.
+    """Returns a dict of exhibits for the report, keyed by title, given a model and rows.
 
     An exhibit is a number, a table or images."""
 
     library_loop: Callable[[Any], None] | None = None
     """Trains a `Worker` with a library's Trainer, which takes the steps and schedules the learning rates.
 
-    Only adapters define it. It calls `LibraryRun.before_change` before each optimizer step, and `LibraryRun.end_step`
-    after each step. Neither `train` nor `schedule` is called."""
+    Only adapters define this function. It calls `LibraryRun.before_change` before each optimizer step, and
+    `LibraryRun.end_step` after each step. Neither `train` nor `schedule` is called."""
 
     find_ray_trainer: Callable[[Settings, Source], str] | None = None
     """Returns the location of the Ray trainer that starts the workers, such as `ray.train.xgboost:XGBoostTrainer`.
@@ -117,7 +117,7 @@ class Task:
     Raises `SettingsError` if the trainer's library is not installed. The default is Ray's TorchTrainer."""
 
     full_batch = False
-    "True if every step uses all rows. Each row then stays on the same worker for as long as the group lasts."
+    "True if every step uses all rows. Each row then stays on the same worker until the group ends."
 
     uncalled: ClassVar[Mapping[str, str]] = {}
     "Reasons, keyed by the functions that are never called. A module that defines one of these functions is rejected."
@@ -126,7 +126,7 @@ class Task:
     "Reasons, keyed by the settings that the task ignores. Only the defaults of these settings are accepted."
 
     def __init__(self, module: Any, settings: Settings, unread: Mapping[str, str] | None = None) -> None:
-        """Use the functions of a task's module.
+        """Take the functions from a task's module.
 
         Raises `SettingsError` if the module defines a function in `uncalled`, or if a setting in `unread` is set.
         """
@@ -141,7 +141,7 @@ class Task:
 
     @property
     def has_own_loop(self) -> bool:
-        """True if the `train` of the user's module takes the steps."""
+        """True if the user's module defines a `train` function, which takes the steps."""
         return self.train is not None and not self.needs_all_workers
 
     @property

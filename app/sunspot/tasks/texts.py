@@ -1,11 +1,11 @@
-"""Tables of texts in language models' reports."""
+"""Tables of texts for language models' reports."""
 
 from typing import Any
 
 import torch
 
 SHOWN = 5
-"""Number of texts shown with the lowest loss, and with the highest loss."""
+"""The number of texts to show from each end of the losses."""
 
 
 def by_loss(losses: torch.Tensor, **columns: list[Any]) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ ADDRESSES = re.compile(r"^\[(?:machines|local_listen_port): .*\]\n", re.MULTILIN
 class Trees(torch.nn.Module, ABC):
     """The trees of all rounds so far.
 
-    Outputs are scores before softmax, [B, classes], or values, [B], if there are no classes.
+    Outputs are scores before softmax, [B, classes], or values, [B], for a task without classes.
     """
 
     def __init__(self, library: str, options: Mapping[str, Any], settings: Settings, source: Source) -> None:
@@ -50,7 +50,7 @@ class Trees(torch.nn.Module, ABC):
         taken = [name for name in SET_HERE[library] if name in options]
         if taken:
             raise SettingsError(
-                f"{task}: its options for {library} contain {', '.join(taken)}, which follow from the data, the "
+                f"{task}: the options for {library} contain {', '.join(taken)}, which follow from the data, the "
                 "settings and the workers; leave them out"
             )
         try:
@@ -67,7 +67,7 @@ class Trees(torch.nn.Module, ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Factor on each new tree."""
+        """The factor applied to each new tree."""
         return float(self._options.get("eta", self._options.get("learning_rate", DEFAULT_RATES[self.library])))
 
     @abstractmethod
@@ -85,11 +85,11 @@ class Trees(torch.nn.Module, ABC):
     @property
     @abstractmethod
     def rounds(self) -> int:
-        """Number of rounds so far."""
+        """The number of rounds so far."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return the content of the library's model file. It is empty before the first round."""
+        """Return the content of the library's model file, which is empty before the first round."""
 
     @abstractmethod
     def from_bytes(self, content: bytes) -> None:
@@ -97,7 +97,7 @@ class Trees(torch.nn.Module, ABC):
 
     @abstractmethod
     def _score(self, features: np.ndarray) -> np.ndarray:
-        """Return the scores of rows, given as float32 [B, features]."""
+        """Return the scores of rows. `features` is float32 [B, features]."""
 
     @abstractmethod
     def importance(self) -> dict[int, float]:
@@ -124,7 +124,7 @@ class Trees(torch.nn.Module, ABC):
 
 
 class XGBoostTrees(Trees):
-    """Trees of XGBoost's Booster."""
+    """The trees of an XGBoost Booster."""
 
     _booster: Any = None
     _matrix: Any = None
@@ -165,11 +165,11 @@ class XGBoostTrees(Trees):
 
 
 class LightGBMTrees(Trees):
-    """Trees of LightGBM's Booster."""
+    """The trees of a LightGBM Booster."""
 
     _booster: Any = None
     _rows: Any = None
-    "Rows of every round; None before training."
+    "The rows used in every round, or None before training."
     _grows = False
     "True if the Booster has the rows, so that it can add trees."
 
@@ -193,7 +193,7 @@ class LightGBMTrees(Trees):
     def boost(self) -> torch.Tensor:
         if self._grows:
             self._booster.update()
-        else:  # the existing trees become the beginning of a Booster with the rows
+        else:  # create a Booster with the rows that begins with the existing trees
             self._booster = self._library.train(
                 self._options, self._rows, 1, init_model=self._booster, keep_training_booster=True
             )
@@ -237,7 +237,7 @@ def without_stack(error: Exception) -> Exception:
 
 
 def features_of(batch: Batch) -> np.ndarray:
-    """Return all columns except `row` and `label` side by side, float32 [B, features]."""
+    """Return all columns except `row` and `label` as one float32 array [B, features]."""
     columns = list(model_inputs(batch).values())
     sizes = [math.prod(column.shape[1:]) for column in columns]
     flat = [column.reshape(len(column), size).float() for column, size in zip(columns, sizes, strict=True)]

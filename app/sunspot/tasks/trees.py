@@ -21,7 +21,7 @@ def find_sources(settings: Settings) -> tuple[Source, Source | None]:
     if not columns:
         return find_images(settings)
     if not (isinstance(columns, list) and all(isinstance(name, str) for name in columns)) or "label" in columns:
-        raise SettingsError(f"SUNSPOT_TASK_ARGS: columns={columns}: list the names of columns, without label")
+        raise SettingsError(f"SUNSPOT_TASK_ARGS: columns={columns}: set it to a list of column names other than label")
     label = {"label": Column("int64") if classes else Column()}
     return open_table(settings, {name: Column() for name in columns} | label)
 

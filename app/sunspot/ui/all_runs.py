@@ -38,7 +38,7 @@ CURVE_EVERY_S = 30.0
 """Seconds between two reads of a live run's history."""
 
 PLACES = 24
-"""Number of positions in a long history that a curve reads."""
+"""Number of positions at which a curve samples a long history."""
 
 WINDOW = 16 << 10
 """Number of bytes that a curve reads at each position."""
@@ -85,7 +85,7 @@ class AllRuns:
         self.rows: dict[str, RunRow | None] = {}
         "The row of each folder, keyed by name, or None if the folder is not a run."
         self.total = 0
-        "The number of folders, including folders that have not been read yet."
+        "The number of folders, including unread ones."
         self._curves: dict[str, Curve] = {}
 
     @property

@@ -21,7 +21,7 @@ MAX_REQUESTS = 32
 """Largest number of concurrent requests."""
 
 BUSY_S = 10.0
-"""Seconds that further requests wait before they are rejected."""
+"""Seconds that further requests wait before being rejected."""
 
 MAX_HOST = 255
 """Largest number of characters of a host name in a message."""
@@ -49,7 +49,7 @@ class Server(LocalServer):
     """Serves a site over HTTP to requests with this machine's address or one of its names in the Host header."""
 
     def __init__(self, address: str, port: int, site: Site, hosts: Collection[str] = ()) -> None:
-        """Listen on the address, and accept `hosts` as further names. Raises `SettingsError` if that fails."""
+        """Listen on the address, and accept `hosts` as additional names. Raises `SettingsError` if listening fails."""
         self.site = site
         self.loopback = is_loopback(address)
         self.free = threading.BoundedSemaphore(MAX_REQUESTS)

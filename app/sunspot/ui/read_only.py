@@ -16,7 +16,7 @@ MAX_ONE = 16 << 20
 """Largest size in bytes of a cached object."""
 
 MAX_OPENED = 128 << 10
-"""Largest size in bytes of an opened object that is cached. Often only a part of a larger object is needed."""
+"""Largest size in bytes of an opened object that is cached. Larger objects are often read only in part."""
 
 MAX_VERSIONS = 200_000
 """Largest number of remembered object versions. Beyond that number, the cache is cleared."""
@@ -25,7 +25,7 @@ MAX_VERSIONS = 200_000
 class ReadOnlyStorage(Storage):
     """A view of another storage that reads an object again only if a listing shows a new version.
 
-    It rejects all writes, even the probe by which `refresh` updates NFS.
+    It rejects all writes, even the probe that `refresh` uses to update NFS.
     """
 
     def __init__(self, storage: Storage, most: int = 16 << 20) -> None:
@@ -84,7 +84,7 @@ class ReadOnlyStorage(Storage):
             yield io.BytesIO(self.read(key))
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise StorageError(f"{self._storage.locate('')} is only read here, and never written")
+        raise StorageError(f"{self._storage.locate('')} is opened read-only")
 
     write = create = writer = delete = delete_many = _refuse  # type: ignore[assignment]
     delete_folders = list_unfinished = discard = _refuse  # type: ignore[assignment]

@@ -25,7 +25,7 @@ from sunspot.ui.refreshing import Reading, RefreshingValue
 from sunspot.ui.run_pages import BACK, LOG_PLACEHOLDER, Log, show_log
 
 EVERY_S = 10.0
-"""Seconds between two reads of a page's content. A run writes its status as often."""
+"""Seconds between two reads of a page's content. A run writes its status at the same interval."""
 
 SOON_S = 1.0
 """Longest time in seconds that a request waits for a read if an earlier reading can be shown."""
@@ -54,7 +54,7 @@ FILES = {
     "/style.css": ((STYLE, Path(__file__).with_name("ui.css")), "text/css; charset=utf-8"),
     "/ui.js": ((Path(__file__).with_name("ui.js"),), "text/javascript; charset=utf-8"),
 }
-"""The files that are served together at each address, and their content type."""
+"""The files served at each address, concatenated, and their content type."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def matrix_rate(device: torch.device) -> float:
 
 
 def utilization(workload: Workload, step_ms: float, ceiling: float) -> str:
-    """Return the utilization as a fraction of the measured matrix rate; empty for images.
+    """Return the utilization as a fraction of the measured matrix rate, or an empty text for images.
 
     A weight takes 6 operations per token, and attention takes 12 x layers x width x context operations per token
     (Chowdhery et al., PaLM, 2022, appendix B).

@@ -27,7 +27,7 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """Task with a batch size."""
+    """A task with a batch size."""
 
     name: str
     task: str
@@ -35,7 +35,7 @@ class Workload:
     steps: int
     args: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
-    "Number of tokens in a row; 0 if rows are images."
+    "The number of tokens in a row, or 0 if rows are images."
 
     def settings(self, folder: str, device: torch.device, **more: str) -> Settings:
         """Return settings for one worker, no checkpoint before the end, and four records per second."""

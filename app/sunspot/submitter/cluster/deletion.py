@@ -162,7 +162,7 @@ def find_contents(access: RunAccess) -> RunContents:
     state, reason = snapshot.state()
     going = bool(snapshot.job and snapshot.job.deleting)
     if any(job.live for job in snapshot.cluster.jobs) or not (state.terminal or going):
-        unseen = f" (the cluster was not asked: {snapshot.cluster.trouble})" if snapshot.cluster.trouble else ""
+        unseen = f" (the cluster was not searched: {snapshot.cluster.trouble})" if snapshot.cluster.trouble else ""
         advice = f"`sunspot stop {access.arguments}` saves and ends it, then delete it"
         raise ConflictError(f"{run.name} is live, and nothing was removed: {state}, {reason}{unseen}; {advice}")
     own, foreign = _list(run)

@@ -1,4 +1,4 @@
-"""Connects to a run's cluster and storage, and reads the run from both, once or repeatedly."""
+"""Connects to a run's cluster and storage, and reads the run from both."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ REFUSAL_PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
 """Seconds to wait before each retry after an API server rejects a request that it accepted before. The user's
 credentials might have been rotated, or a webhook might have failed."""
 
-PODS_HIDDEN = "this user may not list its pods, which would say why"
+PODS_HIDDEN = "this user is not allowed to list its pods, which would show why"
 
 OUTAGE_EVERY_S = 30.0
 """Seconds between two warnings that the API server or storage is still unreachable."""
@@ -112,11 +112,11 @@ class RunSnapshot:
         if self.job_snapshot:
             return judge(self.job_snapshot, self.storage)
         if self.storage.trouble and not self.storage.state:
-            return RunState.SILENT, "it has no RayJob, and its storage cannot be read, so nothing is known of it"
+            return RunState.SILENT, "it has no RayJob, and its storage cannot be read, so its state is unknown"
         if self.cluster.gone:
             return self.cluster.gone.judge(self.storage.stop_wanted)
         if not self.storage.state:
-            return RunState.LOST, "its RayJob is gone, and storage knows nothing of it"
+            return RunState.LOST, "its RayJob is gone, and storage has no record of it"
         return self.storage.state, self.storage.reason
 
 
@@ -157,7 +157,7 @@ class RunAccess:
         return replace(seen, gone=find_gone_job(self.cluster, self.run, storage.state, storage.status))
 
     def with_nodes(self, snapshot: RunSnapshot) -> RunSnapshot:
-        """Add all nodes of the cluster, which show which pods are lost and why pods are unscheduled.
+        """Add all nodes of the cluster. They show which pods are lost and why pods are unscheduled.
 
         If this user cannot list nodes, the API server's message is recorded in `hidden`.
         """
@@ -183,11 +183,11 @@ class RunAccess:
         if snapshot.storage.deleting:
             raise ConflictError(f"{self.run.name} is {RunState.DELETING}: {snapshot.state()[1]}")
         if snapshot.cluster.trouble:
-            warn(f"only storage was asked: {snapshot.cluster.trouble}")
+            warn(f"only storage was read: {snapshot.cluster.trouble}")
         return snapshot
 
     def require_known(self, snapshot: RunSnapshot) -> None:
-        """Raise `NotFoundError` if the run does not exist, or the error that prevented the search for it."""
+        """Raise `NotFoundError` if the run does not exist, or the recorded error if this could not be determined."""
         if snapshot.known:
             return
         if snapshot.storage.trouble:
@@ -198,7 +198,7 @@ class RunAccess:
             raise ClusterError(trouble)
         if not self.cluster and not is_configured():
             raise NotFoundError(describe_absence(self.run))
-        nor = f" (the cluster was not asked: {trouble})" if trouble else ""
+        nor = f" (the cluster was not searched: {trouble})" if trouble else ""
         if self.cluster:
             nor = f", nor in namespace {self.cluster.namespace} of {self.cluster.server}"
         raise NotFoundError(f"no run {self.run.name} in {storage}{nor}; check the name, --storage and --namespace")
@@ -217,8 +217,8 @@ class RunAccess:
 def reach_run(target: Target, changed_by: str = "") -> RunAccess:
     """Connect to the cluster, if there is one, and open the run.
 
-    The storage is that of the target or of SUNSPOT_STORAGE_PATH. Without either, it is the one that the run's RayJob
-    names. `changed_by` is the name of a command that writes or deletes. Raises `SettingsError` like `trust_job`.
+    The storage location is the target's or SUNSPOT_STORAGE_PATH. Without either, it is taken from the run's RayJob.
+    `changed_by` is the name of a command that writes or deletes. Raises `SettingsError` like `trust_job`.
     """
     cluster, cluster_error = try_connect(target.context, target.namespace)
     run = named_run(target.run, target.storage)
@@ -232,11 +232,11 @@ def reach_run(target: Target, changed_by: str = "") -> RunAccess:
 
 
 def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
-    """Return the run in the storage that its RayJob names; `default` is the run in the storage of the settings.
+    """Return the run in its RayJob's storage location. `default` is the run in the configured location.
 
-    Anyone who can create RayJobs can name any storage in one, so the RayJob's storage is only used for reading, and
-    only if it is a bucket, because a path may lead to a different folder on this machine than in the pods. Raises
-    `SettingsError` for a path, and, if the run is `changed_by` a command, for any storage other than that of `default`.
+    Anyone who can create RayJobs can set any location in one, so the location is only used for reading. It must also be
+    a bucket, because a path can lead to a different folder on this machine than in the pods. Raises `SettingsError` for
+    a path. If the run is `changed_by` a command, raises it for any location other than that of `default`.
     """
     path = settings_of(job.raw).get(STORAGE_PATH)
     if path is None or path.rstrip("/") == default.storage.locate("").rstrip("/"):
@@ -244,13 +244,13 @@ def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
     run = named_run(default.name, path)
     if run.storage.is_bucket and not changed_by:
         return run
-    why = "that is a path in its pods, which may be another folder here"
+    why = "that is a path in its pods, which might be another folder on this machine"
     if changed_by:
         why = f"`sunspot {changed_by}` would change files there"
     again = f"`sunspot {changed_by or 'status'} {run.name} --storage {shlex.quote(path)}`"
     raise SettingsError(
         f"only the RayJob {job.name} says that the run {run.name} is kept in {path}, and {why}. If that is the right "
-        f"place, name it: {again}, or set {STORAGE_PATH}"
+        f"location, pass it with {again}, or set {STORAGE_PATH}"
     )
 
 
@@ -270,7 +270,7 @@ def require_answers(snapshot: RunSnapshot) -> None:
 
 
 def warn_of_hidden(snapshot: RunSnapshot) -> None:
-    """Warn of each kind of object that this user cannot list.
+    """Warn about each kind of object that this user cannot list.
 
     Nodes are left out, because most users cannot list them.
     """
@@ -301,7 +301,7 @@ def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterSnapshot:
 
 
 def explain_missing_output(run: Run, context: str | None, namespace: str | None) -> str:
-    """Return the cluster's reason why a run has written nothing to storage, or an empty string."""
+    """Return the reason, according to the cluster, why a run has written nothing to storage, or an empty string."""
     cluster, error = try_connect(context, namespace)
     if not cluster:
         return ""

@@ -1,4 +1,4 @@
-"""Combines data from the cluster and storage into records for `status` and `list`."""
+"""Combines data from the cluster and from storage into records for `status` and `list`."""
 
 import contextlib
 import time

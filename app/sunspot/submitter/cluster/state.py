@@ -4,8 +4,9 @@ These sources can contradict each other. KubeRay gives a RayJob two states, its 
 run's processes write another one to storage (`sunspot.run.status`). Three rules decide:
 
 1. The driver's final status takes precedence.
-2. Only `jobDeploymentStatus` shows whether the operator will continue. `jobStatus` can describe the previous try.
-3. A status in storage counts for a RayJob only if that RayJob owns it. A later owner has taken the run over.
+2. Only `jobDeploymentStatus` shows whether the operator will continue. `jobStatus` can describe the previous attempt.
+3. A stored status counts for a RayJob only if that RayJob wrote it. If a later owner wrote it, that owner has taken
+   the run over.
 """
 
 import re
@@ -28,7 +29,7 @@ OPERATOR_OVERDUE_S = 30
 """Seconds after which a new RayJob counts as ignored. A running operator handles it within seconds."""
 
 WARNING_FRESH_S = 600
-"""Age in seconds from which warnings are ignored."""
+"""Age in seconds above which warnings are ignored."""
 
 CLOCK_SKEW_S = 60
 """Largest expected difference in seconds between the clocks of nodes and of the API server."""
@@ -49,7 +50,7 @@ FAILURES = {
     "SubmissionFailed": "the job could not be submitted to the head",
     "AppFailed": "the program failed",
 }
-"""Explanations of the operator's reasons for a failure."""
+"""Explanations of the operator's failure reasons, keyed by reason."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def was_written_by(stored: RunSeen, job: JobView) -> bool:
 
 
 def owns(job: JobView, owner: str) -> bool:
-    """Return True if an owner in storage is this RayJob. Only parts known for both are compared."""
+    """Return True if an owner in storage is this RayJob. Parts that are unknown for either are not compared."""
     found, own = Owner.parse(owner), Owner.parse(settings_of(job.raw).get(JOB_ID) or job.name)
     same_submission = found.submission == own.submission
     same_namespace = found.namespace in ("", job.raw["metadata"].get("namespace"))
@@ -126,12 +127,12 @@ def owns(job: JobView, owner: str) -> bool:
 
 
 def _judge_job(seen: JobSnapshot, last: Status | None, stored: RunSeen) -> tuple[RunState, str]:
-    """Return the state according to the operator and the run's processes. `last` can be from an earlier try."""
+    """Return the state according to the operator and the run's processes. `last` can be from an earlier attempt."""
     job = seen.job
     deployment, ray = job.deployment_status, job.job_status
     own = last if last and last.time >= job.try_began else None
     if deployment == "ValidationFailed":
-        return RunState.FAILED, f"the operator refuses the manifest: {job.message}"
+        return RunState.FAILED, f"the operator rejects the manifest: {job.message}"
     if deployment == "Failed":
         return RunState.FAILED, _failure(seen, own)
     if deployment == "Complete":
@@ -163,9 +164,9 @@ def _judge_job(seen: JobSnapshot, last: Status | None, stored: RunSeen) -> tuple
 
 
 def _starting(seen: JobSnapshot, own: Status | None) -> tuple[RunState, str]:
-    """Return the state of a job with a driver that is about to start, at first or after the loss of the head."""
+    """Return the state of a job with a driver that is about to start, for the first time or after the head was lost."""
     if own is None:
-        return RunState.STARTING, "its pods are ready; the driver is about to begin"
+        return RunState.STARTING, "its pods are ready; the driver is about to start"
     if not own.state.terminal and not _silence(own, seen.now):  # the operator has not noticed the restart yet
         return own.state, own.reason or describe_work(own)
     return RunState.RETRYING, f"its head was lost, and the job starts again; {explain_pods(seen)}"
@@ -186,7 +187,7 @@ def _running(seen: JobSnapshot, own: Status | None, stored: RunSeen) -> tuple[Ru
     if silence and stored.trouble:
         return state, f"its Ray job runs; {explain_trouble(seen.job, stored)}{and_why}"
     if silence:
-        return RunState.SILENT, f"{silence}, although its Ray job runs: it may be frozen, cut off or gone{and_why}"
+        return RunState.SILENT, f"{silence}, although its Ray job runs; it might be frozen, cut off or gone{and_why}"
     several_groups = len(seen.job.training_groups) > 1  # one group can wait for pods while another one trains
     default = (
         describe_work(own, find_unmet_request(own, seen.job))
@@ -218,10 +219,10 @@ def _completed(job: JobView, own: Status | None, stored: RunSeen) -> tuple[RunSt
 
 
 def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str]:
-    """Return the state after a failed try, before the operator has decided on another one."""
+    """Return the state after a failed attempt, before the operator has decided whether to start another."""
     reason = _last_words(own) or job.message or "its Ray job failed"
     if job.failed + 1 < job.tries and not job.failed_for_good:
-        return RunState.RETRYING, f"try {job.failed + 1} of {job.tries} failed: {reason}; the next one follows"
+        return RunState.RETRYING, f"attempt {job.failed + 1} of {job.tries} failed: {reason}; the next one follows"
     return RunState.FAILED, reason
 
 
@@ -263,7 +264,7 @@ def explain_pods(seen: JobSnapshot) -> str:
     wanted, ready = count_workers(seen)
     if ready < wanted:
         return f"{plural(wanted, 'worker pod')} wanted, {ready} running; the others are starting"
-    return "its pods are ready; the driver is about to begin"
+    return "its pods are ready; the driver is about to start"
 
 
 def summarize_pod_problems(seen: JobSnapshot) -> str:
@@ -286,7 +287,7 @@ def summarize_pod_problems(seen: JobSnapshot) -> str:
     [(reason, _)] = reasons.most_common(1) or [(f"a pod cannot be created: {problems[0]}", 1)]
     wanted, ready = count_workers(seen)
     if len(job.training_groups) > 1:
-        return f"{plural(wanted - ready, 'more worker pod')} asked for: {reason}"
+        return f"{plural(wanted - ready, 'more worker pod')} requested: {reason}"
     return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {reason}"
 
 
@@ -303,7 +304,7 @@ def find_unmet_request(own: Status, job: JobView) -> WorkerRange | None:
 
 
 def count_workers(seen: JobSnapshot) -> tuple[int, int]:
-    """Return how many training pods the job needs now, and how many are ready."""
+    """Return the number of training pods that the job needs now, and the number that are ready."""
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in seen.job.training_groups]
     return max(seen.job.least_workers, len(workers)), sum(pod.ready for pod in workers)
 
@@ -312,29 +313,29 @@ def count_workers(seen: JobSnapshot) -> tuple[int, int]:
 
 
 def describe_failed_tries(job: JobView, stored: RunSeen) -> str:
-    """Return a sentence with the number of failed tries and the reason, if it is known."""
+    """Return a sentence with the number of failed attempts and, if known, the reason."""
     status, failed = stored.status, max(job.failed, 1)
     if status and was_written_by(stored, job):
-        return f"try {failed} of {job.tries} failed{_because(status, job)}"
+        return f"attempt {failed} of {job.tries} failed{_because(status, job)}"
     have = "have" if failed > 1 else "has"
     unwritten = "" if stored.trouble else " before they could write" if failed > 1 else " before it could write"
     to_storage = " to storage" if unwritten else ""
-    return f"{failed} of {job.tries} tries {have} failed{unwritten}{to_storage}{_because(None, job)}"
+    return f"{failed} of {job.tries} attempts {have} failed{unwritten}{to_storage}{_because(None, job)}"
 
 
 def explain_trouble(job: JobView, stored: RunSeen) -> str:
-    """Return what an unreadable storage location means for a live run."""
+    """Return an explanation of what unreadable storage means for a live run."""
     if stored.refused:
-        return "its storage refuses this reader, so nothing is known of its progress"
+        return "this user has no access to its storage, so its progress is unknown"
     limit_s = storage_timeout_s(job)
     return (
-        "storage does not answer, so nothing is known of its progress; if the run's own processes are cut off as well, "
+        "storage does not answer, so its progress is unknown; if the run's own processes are cut off as well, "
         f"they keep training for up to {limit_s:g} s ({STORAGE_TIMEOUT})"
     )
 
 
 def storage_timeout_s(job: JobView) -> float:
-    """Return for how many seconds a run keeps training while storage is unavailable."""
+    """Return the number of seconds for which a run keeps training while storage is unavailable."""
     given = settings_of(job.raw).get(PREFIX + STORAGE_TIMEOUT)
     return float(given or Settings.model_fields["storage_timeout_s"].default)
 
@@ -349,7 +350,7 @@ def _last_words(own: Status | None) -> str:
 
 
 def _silence(status: Status, now: float) -> str:
-    """Return how long a run has been silent, or an empty string if it is not silent or has ended."""
+    """Return a text with the duration of a run's silence, or an empty string if it is not silent or has ended."""
     if status.state.terminal or now - status.seen <= SILENT_AFTER_S:
         return ""
     return describe_silence(status.seen, now)
