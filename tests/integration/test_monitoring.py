@@ -145,7 +145,7 @@ def test_the_operator_is_found_by_its_network_policy_label() -> None:
     assert keep["regex"] in json.dumps(load("rules.yaml"))
 
 
-def test_the_head_names_all_of_its_ports() -> None:
+def test_the_head_declares_all_of_its_ports() -> None:
     """The operator makes the head's Service from the ports that it names, or from a default list only if it names
     none.
     """
@@ -157,7 +157,7 @@ def test_the_head_names_all_of_its_ports() -> None:
             assert ports == {"metrics": 8080}
 
 
-def test_prometheus_may_scrape_every_pod() -> None:
+def test_prometheus_is_allowed_to_scrape_every_pod() -> None:
     policy = load("network.yaml")
     for group in groups():
         template = group["template"]

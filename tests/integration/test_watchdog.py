@@ -178,7 +178,7 @@ def test_a_rank_has_more_time_for_its_first_step(run: Run) -> None:
     assert event["detail"].startswith("rank 1: no step for 4 s")
 
 
-def test_a_rank_ends_if_it_hears_nothing_before_the_claim(run: Run) -> None:
+def test_a_rank_that_hears_nothing_before_its_claim_is_ended(run: Run) -> None:
     """Such a rank gets no additional time for a first step, and its hang is recorded with the previous attempt."""
     claim(run, [], Attempt(1, "job", None, 0))
     waits = """

@@ -36,7 +36,7 @@ def plan_of(rows: int, **settings: Any) -> Plan:
 
 
 @given(st.integers(2, 500), st.integers(2, 90), st.integers(1, 9), st.integers(0, 20))
-def test_passes_do_not_grow_when_workers_are_lost(rows: int, batch: int, workers: int, micro: int) -> None:
+def test_losing_workers_does_not_enlarge_forward_passes(rows: int, batch: int, workers: int, micro: int) -> None:
     """This holds for any number of remaining workers, out of nine."""
     plan = plan_of(rows, num_workers=9, global_batch_size=batch, micro_batch_size=micro, compile="default")
 
@@ -91,7 +91,7 @@ def only_graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counters["stats"]
 
 
-def test_one_graph_serves_all_steps(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
+def test_all_steps_use_the_same_compiled_graph(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
     """The last step of the epoch is a short one."""
     settings = {"task": "tests.tasks.tiny", "global_batch_size": 7000, "epochs": 1, "learning_rate": 0.1}
     plain = train_rank(plan_without_evaluation(Settings(**settings)), group)
@@ -104,7 +104,9 @@ def test_one_graph_serves_all_steps(group: dist.ProcessGroup, only_graphs: Count
         np.testing.assert_allclose(compiled[name].numpy(), weights, rtol=0, atol=1e-5)
 
 
-def test_one_graph_serves_any_number_of_workers(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
+def test_any_number_of_workers_uses_the_same_compiled_graph(
+    group: dist.ProcessGroup, only_graphs: Counter[str]
+) -> None:
     """The evaluation has one more graph."""
     settings = Settings(task="tests.tasks.tiny", num_workers="2..8", global_batch_size=64, compile="default")
     learner = make_worker(plan_without_evaluation(settings), group).learner
@@ -119,7 +121,7 @@ def test_one_graph_serves_any_number_of_workers(group: dist.ProcessGroup, only_g
     assert only_graphs["unique_graphs"] == 2
 
 
-def test_blocks_compile_themselves_under_fsdp(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
+def test_blocks_are_compiled_individually_under_fsdp(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
     gpt = {
         "task": "sunspot.tasks.gpt",
         "task_args": {"layers": 2, "width": 50, "heads": 2, "context": 16},

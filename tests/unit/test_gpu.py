@@ -111,7 +111,7 @@ def test_find_gpu_problem_explains_why_torch_finds_no_gpu(
     assert bool(problem) == bool(told)
 
 
-def test_a_failed_check_has_its_fix_in_a_field_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_stores_its_fix_in_a_separate_field(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {"cuda": "13.2"})
     check = try_gpus(1)
     assert (check.result, check.fix[:22]) == (Result.FAILED, "install it on the node")
@@ -138,7 +138,7 @@ def test_a_failed_check_has_its_fix_in_a_field_of_its_own(monkeypatch: pytest.Mo
     ],
     ids=["all work", "one is gone", "one is dead", "two are", "full ones work", "one that is not promised"],
 )
-def test_each_promised_gpu_is_checked(
+def test_every_requested_gpu_is_checked(
     monkeypatch: pytest.MonkeyPatch, gpus: int, broken: dict[int, tuple[str, int]], told: str
 ) -> None:
     driver = pretend(monkeypatch, {"cuda": "13.2"}, cuda=13000, gpus=gpus, broken=broken)

@@ -459,7 +459,7 @@ def expect_counterexample(machine: type[Decisions], text: str) -> None:
         run_state_machine_as_test(seed(0)(machine), settings=chosen)
 
 
-def test_a_choice_that_always_prefers_staying_nodes_leaves_the_newest_state_behind(
+def test_always_preferring_staying_nodes_loses_the_newest_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Membership, "_choose", choose_staying_members)
@@ -484,16 +484,16 @@ def bring_back_a_stale_process(machine: Decisions) -> None:
     machine.teardown()
 
 
-def test_a_group_finds_the_copies_in_memory_even_if_a_member_has_an_older_state() -> None:
+def test_a_group_finds_in_memory_copies_even_if_a_member_has_an_older_state() -> None:
     bring_back_a_stale_process(Decisions())
 
 
-def test_the_model_notices_if_an_older_state_hides_the_copies() -> None:
+def test_the_model_detects_an_older_state_that_hides_the_copies() -> None:
     with pytest.raises(AssertionError, match="a newer in-memory copy is skipped"):
         bring_back_a_stale_process(CopiesHidden())
 
 
-def test_the_model_notices_if_the_state_of_a_process_that_missed_a_group_counts(
+def test_the_model_detects_a_stale_state_that_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(copies, "was_in_every_group", lambda *_: True)
@@ -501,7 +501,7 @@ def test_the_model_notices_if_the_state_of_a_process_that_missed_a_group_counts(
         bring_back_a_stale_process(Decisions())
 
 
-def test_the_group_waits_for_a_member_that_reconnects_in_the_middle_of_a_step() -> None:
+def test_the_group_waits_for_a_member_that_reconnects_during_a_step() -> None:
     """The member has the newest state, and a group of the two newcomers would go back to a copy."""
     membership = Membership(2)
     for name in ("first", "second"):
@@ -524,6 +524,6 @@ def test_the_group_waits_for_a_member_that_reconnects_in_the_middle_of_a_step() 
     assert processes == ["first", "third", "fourth"], "the member stays rank 0, and completes its commits"
 
 
-def test_the_model_notices_if_the_group_does_not_wait_for_a_reconnected_member(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_detects_a_group_that_does_not_wait_for_a_reconnected_member(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "_returned", lambda self: set())
     expect_counterexample(Decisions, "the group waits for a reconnected member")

@@ -70,14 +70,14 @@ def test_a_run_ends_after_consecutive_windows_with_a_loss_that_is_not_finite(
     )
 
 
-def test_single_rows_and_steps_that_a_loss_scaler_skips_do_not_end_a_run(group: dist.ProcessGroup) -> None:
+def test_nan_rows_and_steps_skipped_by_a_loss_scaler_do_not_end_a_run(group: dist.ProcessGroup) -> None:
     """The mean of each window is NaN, but its newest step is not."""
     watch = watched(group, limit=1)
     assert not any(look(watch, step, NAN, newest=0.5) for step in range(10, 100, 10))
     assert watch.state == {}
 
 
-def test_without_a_metric_called_loss_all_names_that_end_with_loss_are_checked(group: dist.ProcessGroup) -> None:
+def test_all_metrics_ending_with_loss_are_checked_if_none_is_named_loss(group: dist.ProcessGroup) -> None:
     record = {"step": 10, "steps": 10, "generator_loss": NAN, "ratio": NAN}
     newest = {"generator_loss": torch.tensor([NAN]), "ratio": torch.tensor([NAN])}
     for more, windows in (({}, 1), ({"loss": 1.0}, 0)):
@@ -86,7 +86,7 @@ def test_without_a_metric_called_loss_all_names_that_end_with_loss_are_checked(g
         assert watch.state.get("nan_windows", 0) == windows
 
 
-def test_counting_of_nan_windows_continues_after_a_restart(group: dist.ProcessGroup) -> None:
+def test_the_count_of_nan_windows_continues_after_a_restart(group: dist.ProcessGroup) -> None:
     before: dict[str, Any] = {}
     ended = []
     for step in (10, 20, 30):
@@ -97,7 +97,7 @@ def test_counting_of_nan_windows_continues_after_a_restart(group: dist.ProcessGr
     assert before[NAN_SINCE] == 1
 
 
-def test_without_a_limit_a_run_only_warns(group: dist.ProcessGroup) -> None:
+def test_a_run_without_a_nan_limit_only_warns(group: dist.ProcessGroup) -> None:
     model = nn.Linear(2, 2)
     watch = watched(group, model, limit=0)
     nn.init.constant_(model.weight, NAN)
@@ -106,7 +106,7 @@ def test_without_a_limit_a_run_only_warns(group: dist.ProcessGroup) -> None:
     assert (watch.state["nan_since"], watch.state["nan_windows"], watch.state["nan_weights"]) == (1, 9, 0)
 
 
-def test_weights_that_the_newest_step_has_broken_are_found_when_they_are_saved(group: dist.ProcessGroup) -> None:
+def test_weights_broken_by_the_newest_step_are_found_on_save(group: dist.ProcessGroup) -> None:
     """The loss does not show such weights before the next step."""
     model = nn.Linear(2, 2)
     watch = watched(group, model)
@@ -141,7 +141,7 @@ def test_weights_that_are_infinite_from_the_beginning_are_accepted(group: dist.P
     assert has_finite_weights(model)
 
 
-def test_weights_that_broke_just_before_a_loss_are_not_accepted(group: dist.ProcessGroup) -> None:
+def test_weights_broken_just_before_losing_a_worker_are_rejected(group: dist.ProcessGroup) -> None:
     """The next group continues from a state in place or from a copy in memory, whose weights were not checked."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, NAN)
@@ -175,7 +175,7 @@ def test_a_model_without_parameters_is_checked_by_its_state() -> None:
     assert has_finite_weights(nn.Identity())
 
 
-def test_all_ranks_decide_the_same(tmp_path: Path) -> None:
+def test_all_ranks_agree_on_a_nan_loss(tmp_path: Path) -> None:
     """A rank without rows in the newest step decides like the others."""
 
     def act(group: dist.ProcessGroup) -> tuple[dict[str, float], bool]:

@@ -403,7 +403,7 @@ def test_buffers_left_by_an_aborted_collective_are_not_copied(
     assert not checkpoints._committer.busy
 
 
-def test_a_copy_that_is_needed_waits_for_the_previous_copy(run: Run, memory: NodeMemory) -> None:
+def test_a_required_copy_waits_for_the_previous_copy(run: Run, memory: NodeMemory) -> None:
     """The newest copy must be that of the last step, from which all workers resume under FSDP."""
     survivor = Survivor(run, memory)
     survivor.form_group()

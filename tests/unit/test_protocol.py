@@ -599,7 +599,7 @@ def test_no_interleaving_breaks_the_protocol() -> None:
     explore(Protocol, examples(80, 4000))
 
 
-def test_no_interleaving_breaks_the_protocol_in_a_directory() -> None:
+def test_no_interleaving_breaks_the_protocol_with_storage_in_a_directory() -> None:
     explore(OverDirectory, examples(15, 500))
 
 
@@ -650,7 +650,7 @@ def test_a_process_does_not_restart_a_run_that_was_deleted_while_it_trained() ->
 
 
 @pytest.mark.parametrize("starts", [1, 2, 3])
-def test_a_deletion_that_is_carried_out_late_spares_the_restarted_run(starts: int) -> None:
+def test_a_delayed_delete_request_spares_the_restarted_run(starts: int) -> None:
     """The deletion reaches the claim of the newest attempt, of its base, or of the base's base (`make test-all`)."""
     with replay() as protocol:
         protocol.begin(operations=60)
@@ -667,7 +667,7 @@ def test_a_deletion_that_is_carried_out_late_spares_the_restarted_run(starts: in
             protocol.land(0)
 
 
-def test_a_deletion_that_continues_late_spares_the_restarted_run() -> None:
+def test_a_deletion_that_was_frozen_spares_the_restarted_run() -> None:
     """The deletion was frozen after it had listed the claim, while another process completed it."""
     with replay() as protocol:
         protocol.begin(operations=60)
@@ -692,7 +692,7 @@ def test_a_group_keeps_all_its_steps_while_its_run_is_deleted() -> None:
         protocol.advance(0, 40)
 
 
-def test_a_group_does_not_continue_from_a_state_that_another_has_continued() -> None:
+def test_two_groups_never_continue_from_the_same_state() -> None:
     """Its claim was carried out without an answer. The other group deletes the checkpoints before its own."""
     with replay() as protocol:
         protocol.begin(operations=120)
@@ -713,7 +713,7 @@ def expect_counterexample(machine: type[Protocol], text: str, start: int = 0) ->
         explore(seed(start)(machine), 1000, phases=[Phase.generate], database=None, report_multiple_bugs=False)
 
 
-def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_chosen_before_the_claim_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     def claim_with_start(run: Run, attempt: Attempt) -> None:
         if not claim(run, read_attempts(run), attempt):
             raise SupersededError("another process was faster")

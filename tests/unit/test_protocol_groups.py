@@ -293,7 +293,7 @@ def test_no_interleaving_of_groups_breaks_the_protocol() -> None:
     explore(Groups, examples(6, 1000))
 
 
-def test_commits_are_refused_without_need_if_only_the_newest_attempt_may_commit(
+def test_allowing_only_the_newest_attempt_to_commit_rejects_valid_commits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "ensure_committer", by_attempt)
@@ -310,12 +310,12 @@ def let_commit(monkeypatch: pytest.MonkeyPatch, rule: Callable[[str, Attempt, li
     monkeypatch.setattr(sunspot.run.checkpoints, "may_commit", rule)
 
 
-def test_a_process_that_is_no_longer_rank_0_may_not_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_no_longer_rank_0_must_not_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     let_commit(monkeypatch, lambda name, attempt, attempts: leads_to_newest(name, lineage(attempts)))
     expect_counterexample(Groups, "is of another")
 
 
-def test_a_step_after_the_start_of_the_next_group_may_not_be_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_beyond_the_next_groups_start_must_not_be_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     def same_process(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
         return all(each.metadata.processes[:1] == attempt.metadata.processes[:1] for each in attempts[attempt.number :])
 
@@ -323,7 +323,7 @@ def test_a_step_after_the_start_of_the_next_group_may_not_be_committed(monkeypat
     expect_counterexample(Behind, "does not lead to the newest attempt")
 
 
-def test_nothing_may_be_deleted_while_the_next_group_chooses_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_must_not_be_deleted_while_a_group_chooses_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     ensure = sunspot.run.checkpoints.ensure_committer
 
     def as_chosen(run: Run, attempt: Attempt, name: str) -> Attempt:

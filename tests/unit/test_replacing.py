@@ -60,7 +60,7 @@ def test_only_workers_that_do_not_answer_are_replaced(time: list[float]) -> None
     assert (dead.ended, whole.ended, time[0]) == (True, False, 0.0)
 
 
-def test_a_busy_worker_is_not_replaced_for_its_silence(time: list[float]) -> None:
+def test_a_silent_but_busy_worker_is_not_replaced(time: list[float]) -> None:
     """The worker holds the GIL for half a minute, while another one is being replaced."""
     busy, frozen = Worker("busy", None), Worker("frozen", None)
 

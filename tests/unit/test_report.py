@@ -141,7 +141,7 @@ def test_a_window_of_one_step_causes_no_spike(run: Run) -> None:
     assert "lowest 90 at 80, highest 95 at 160" in steps
 
 
-def test_windows_that_stay_short_are_drawn() -> None:
+def test_short_windows_are_drawn_if_no_longer_ones_follow() -> None:
     history = History()
     for step, (rows, loss) in enumerate([(100.0, 1.0), *[(10.0, 0.5)] * 5]):
         history.add({"attempt": 1, "step": step, "rows": rows, "loss": loss}, "loss")
@@ -565,7 +565,7 @@ def test_the_security_policy_blocks_scripts_and_remote_images(browser: Browser, 
     assert browser.run("return document.title") == "run: failed"
 
 
-def test_a_metric_can_be_named_few() -> None:
+def test_a_metric_named_few_does_not_hide_means() -> None:
     """A metric with this name does not hide means over enough rows."""
     history = History()
     for step in (1, 2):

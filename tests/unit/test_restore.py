@@ -210,7 +210,7 @@ def test_a_checkpoint_that_any_rank_finds_damaged_is_skipped_by_all(run: Run, mo
     assert read_attempts(run)[-1] == found.attempt
 
 
-def test_a_checkpoint_is_not_read_before_it_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_an_attempt_does_not_read_checkpoint_files(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(run, start(run, "me"), 5)
     opened: list[str] = []
     monkeypatch.setattr(LocalStorage, "digest", lambda *arguments: opened.append(arguments[1]) or (0, ""))
@@ -225,7 +225,7 @@ def test_storage_wins_at_the_same_step_if_only_it_is_evaluated(run: Run) -> None
     assert begin_start(run, copy(1, 5, evaluated=True)).copy
 
 
-def test_the_base_cannot_be_deleted_while_it_is_verified(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_starting_checkpoint_is_not_deleted_while_it_is_verified(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The previous owner commits and deletes expired checkpoints while its successor reads the newest one."""
     first = start(run, "other")
     base = commit(run, first, 5)
@@ -248,7 +248,7 @@ def test_the_base_cannot_be_deleted_while_it_is_verified(run: Run, monkeypatch: 
     assert find_faults(run, checkpoint) == []
 
 
-def test_a_process_that_dies_before_its_choice_costs_no_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_before_choosing_a_start_costs_no_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(run, start(run, "other"), 5)
 
     def die(*_: Any) -> None:
@@ -461,7 +461,7 @@ def test_a_loaded_state_has_its_metrics_and_pending_work(
         pytest.param("with its node", 9, id="lost a node"),
     ],
 )
-def test_a_copy_from_which_no_group_takes_a_step_is_skipped(ends: str, step: int, run: Run) -> None:
+def test_a_copy_is_skipped_after_two_groups_took_no_step_from_it(ends: str, step: int, run: Run) -> None:
     commit(run, start(run, "me"), 5)
     nodes = machines(copy(1, 9), None)
     heartbeats = []
@@ -634,7 +634,7 @@ class Harmful:
 
 
 @pytest.mark.parametrize("kind", ["a pickle", "a pickle in torch's form", "a list", "text", "nothing"])
-def test_a_file_without_weights_is_refused_and_runs_no_code(kind: str, tmp_path: Path) -> None:
+def test_a_file_without_weights_is_rejected_and_runs_no_code(kind: str, tmp_path: Path) -> None:
     path, proof = tmp_path / "weights.pt", tmp_path / "proof"
     match kind:
         case "a pickle":
@@ -661,7 +661,7 @@ def test_init_from_reads_weights_in_the_working_directory(tmp_path: Path, monkey
         read_init(Settings(init_from="other.pt"), None)
 
 
-def test_all_ranks_load_the_checkpoint_that_rank_0_chose_of_a_live_run(
+def test_all_ranks_load_the_live_runs_checkpoint_that_rank_0_chose(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other run commits a newer checkpoint between the times at which two ranks read it."""
@@ -681,7 +681,7 @@ def test_all_ranks_load_the_checkpoint_that_rank_0_chose_of_a_live_run(
     assert ranks == [1, 1]
 
 
-def test_a_file_that_changes_while_ranks_read_it_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_ranks_read_it_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     settings = Settings(init_from=str(file))
     with pytest.raises(SettingsError, match=r"weights\.pt: no such file"):

@@ -251,7 +251,7 @@ def test_memory_is_reserved_in_the_background_without_delaying_training(monkeypa
     assert trainee.take(3)
 
 
-def test_a_copy_that_is_needed_does_not_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_required_copy_does_not_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee()
     reserve = os.posix_fallocate
     reserving = list[bool]()

@@ -183,7 +183,7 @@ def test_a_stop_request_does_not_hide_the_runs_end() -> None:
 
 
 @pytest.mark.parametrize("ray", JOB_STATUSES)
-def test_a_failure_is_not_final_while_tries_are_left(ray: str) -> None:
+def test_a_failure_is_not_final_while_retries_are_left(ray: str) -> None:
     tries = {"spec": {"backoffLimit": 2}}
     failed = status(RunState.FAILED, reason="the disk is full")
     assert judge(job("Running", ray, failed=1, **tries), status=failed, now=NOW)[0] is RunState.RETRYING
@@ -200,7 +200,7 @@ BEFORE_STORAGE = "2 of 3 tries have failed before they could write to storage"
 
 
 @pytest.mark.parametrize("deployment", ["Retrying", "", "Initializing", "Running"])
-def test_failed_tries_that_storage_does_not_record_are_counted(deployment: str) -> None:
+def test_failed_attempts_missing_from_storage_are_counted(deployment: str) -> None:
     ray = {"Retrying": "FAILED", "Running": "RUNNING"}.get(deployment, "")
     state, reason = judge(job(deployment, ray, **TRIES))
     assert (state, reason.partition(";")[0]) == (RunState.RETRYING, BEFORE_STORAGE)
@@ -460,7 +460,7 @@ def test_a_warning_explains_a_pod_whose_status_does_not(
     assert "quota" not in judge(job("Initializing", ""), [view(p) for p in pods], [overcome], now=NOW)[1]
 
 
-def test_pods_of_an_earlier_try_do_not_count() -> None:
+def test_pods_of_an_earlier_attempt_do_not_count() -> None:
     earlier = pod("run-1-w-head", "run-1-w", head=True)
     assert "about to be created" in judge(job("Initializing", ""), [view(earlier)], now=NOW)[1]
 

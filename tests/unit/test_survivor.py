@@ -112,7 +112,7 @@ def test_all_members_continue_with_the_metrics_and_rows_of_one_member(tmp_path: 
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_a_group_builds_together_or_not_at_all(live: bool) -> None:
+def test_all_members_of_a_group_build_a_model_or_none_does(live: bool) -> None:
     """A prepared process and a process that came when no group trained would wait for each other in collectives."""
     prepared, other = (on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0) for _ in range(2))
     prepared.prepare(Mock)
@@ -121,7 +121,7 @@ def test_a_group_builds_together_or_not_at_all(live: bool) -> None:
     assert [bool(each.learner) for each in (prepared, other)] == [live, live]
 
 
-def test_forming_stops_if_the_group_is_closed_before_it_has_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_closed_before_it_has_a_socket_stops_forming(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member was lost right after it was admitted to the group, when there is no socket to cut yet."""
     monkeypatch.setattr(survivors, "FORM_LIMIT_S", 600)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -133,7 +133,7 @@ def test_forming_stops_if_the_group_is_closed_before_it_has_a_socket(monkeypatch
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_gpu_takes_no_step_with_sums_of_an_aborted_group(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_sums_of_an_aborted_group_are_never_applied(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Aborted NCCL collectives end without an error, with arbitrary sums."""
     survivor = on_device("cuda", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     aborted = list[bool]()
@@ -211,7 +211,7 @@ def test_a_replacement_reports_a_fatal_error_if_no_trained_worker_is_left(
 
 @pytest.mark.parametrize("others_train", [True, False])
 @pytest.mark.parametrize("others_first", [True, False])
-def test_members_that_cannot_connect_give_up_soon(
+def test_members_that_cannot_connect_fail_promptly(
     others_first: bool, others_train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One member hangs but sends heartbeats. A collective may take far longer than forming a group.
@@ -234,7 +234,7 @@ def test_members_that_cannot_connect_give_up_soon(
     )
 
 
-def test_a_process_that_repeatedly_counts_as_lost_gives_up() -> None:
+def test_a_process_that_is_repeatedly_presumed_lost_stops_retrying() -> None:
     """The process held the GIL for too long while it built its model, and would do so again."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor._client = Mock(connections=1)
@@ -253,7 +253,7 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize(("others_train", "trained"), [(True, False), (True, True), (False, False)])
-def test_a_replacement_that_cannot_train_ends_alone(
+def test_a_replacement_that_cannot_train_ends_only_itself(
     others_train: bool, trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)

@@ -50,7 +50,7 @@ from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
 
 
-def test_small_micro_batches_are_refused_with_batch_norm() -> None:
+def test_small_micro_batches_are_rejected_with_batch_norm() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     for rows, refused in [(1, True), (2, True), (3, False), (0, False)]:
         settings = Settings(micro_batch_size=rows)
@@ -59,7 +59,7 @@ def test_small_micro_batches_are_refused_with_batch_norm() -> None:
         refuse_small_micro_batches(model[0], settings)
 
 
-def test_changed_versions_are_an_event(tmp_path: Path, warned: list[str]) -> None:
+def test_changed_library_versions_are_recorded_as_an_event(tmp_path: Path, warned: list[str]) -> None:
     def events(*before: dict[str, str]) -> list[tuple[str, str]]:
         run = open_run(str(tmp_path / uuid.uuid4().hex), "run")
         versions = [*before, {"numpy": "2.4.6", "torch": "2.9.0", "ray": "2.60.0"}]
@@ -144,7 +144,7 @@ def test_workers_whose_parameters_differ_all_return_to_a_copy(
     assert survivor.keep.call_count == handed_over
 
 
-def test_a_skipped_evaluation_is_an_event(tmp_path: Path, warned: list[str]) -> None:
+def test_a_skipped_evaluation_is_recorded_as_an_event(tmp_path: Path, warned: list[str]) -> None:
     run = open_run(str(tmp_path), "run")
     events = Journal(run, "events", 1)
     record_left_out(20, events)
@@ -155,7 +155,7 @@ def test_a_skipped_evaluation_is_an_event(tmp_path: Path, warned: list[str]) -> 
 
 
 @pytest.mark.parametrize("rounded", [True, False])
-def test_precision_decides_about_tf32(rounded: bool) -> None:
+def test_tf32_is_switched_for_matrix_products_and_convolutions(rounded: bool) -> None:
     """This includes convolutions, for which torch uses TF32 by default."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
@@ -285,7 +285,7 @@ def test_a_node_that_freezes_while_a_group_starts_counts_as_a_hang(
     assert seen == [True, True]
 
 
-def test_warnings_of_a_worker_reach_the_driver(
+def test_a_workers_warnings_reach_the_driver(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def agree_on_start(*_: object) -> Any:

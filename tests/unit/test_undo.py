@@ -62,7 +62,7 @@ def learner_of(way: str, group: dist.ProcessGroup) -> Learner:
         ("state that grows", False),
     ],
 )
-def test_a_broken_step_is_taken_back_or_reported_as_impossible(
+def test_an_interrupted_step_is_undone_or_reported_as_impossible_to_undo(
     way: str, taken_back: bool, group: dist.ProcessGroup
 ) -> None:
     """Taking the step again leads to the weights of an undisturbed run."""
@@ -140,7 +140,7 @@ def test_buffers_that_a_loop_changes_between_two_steps_are_kept(replaced: bool) 
     assert torch.equal(model.average, torch.ones(2, 2))
 
 
-def test_a_teacher_that_moves_in_each_pass_is_named_if_a_step_has_more_passes() -> None:
+def test_a_teacher_updated_in_each_pass_is_named_if_a_step_has_more_passes() -> None:
     """A step has more forward passes with fewer workers."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
     undo = StepUndo(model, torch.optim.SGD(model["student"].parameters(), 0.1))
