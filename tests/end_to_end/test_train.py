@@ -1,4 +1,4 @@
-"""Complete runs of the training program on real Ray workers, which check the consumed rows and how runs resume."""
+"""Tests of complete runs on real Ray workers, which check the consumed rows and how runs resume."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def applied(namespace: str, kind: str, spec: dict[str, Any]) -> Iterator[dict[st
 
 
 def try_pods(rendered: Rendered) -> str:
-    """Return the API server's refusals of the pods of a run, which are created one by one."""
+    """Create a run's pods one by one, and return the API server's errors."""
     return ask("apply", "--dry-run=server", "-f", "-", text=yaml.safe_dump_all(pods_of(rendered))).stderr
 
 
@@ -169,7 +169,7 @@ def test_the_api_servers_quota_error_is_understood(namespace: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "refuses"),
     [
-        ({"hard": {"requests.memory": "9Gi"}}, False),  # which is why the whole run is compared with it
+        ({"hard": {"requests.memory": "9Gi"}}, False),  # so the whole run is compared with it
         ({"hard": {"limits.cpu": "100"}}, True),
         ({"hard": {"pods": "0"}, "scopes": ["NotBestEffort"]}, True),
         ({"hard": {"pods": "0"}, "scopes": ["BestEffort"]}, False),

@@ -1,4 +1,4 @@
-"""PARALLEL=fsdp trains the same weights as ddp, and writes sharded checkpoints that load at any world size."""
+"""Tests that PARALLEL=fsdp trains the same weights as ddp and writes checkpoints that load at any world size."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_last_checkpoint_also_has_the_whole_model(groups: Path) -> None:
     ],
 )
 def test_a_group_that_loses_a_node_continues_from_memory(name: str, step: int, groups: Path) -> None:
-    """Node b of a, b and c is lost. Two steps later, the weights equal those of a group without a loss."""
+    """Node b of three is lost. Two steps later, the weights equal those of an undisturbed group."""
     lost, uninterrupted = (torch.load(groups / f"{each}.pt") for each in (name, "uninterrupted"))
     assert lost["from"] == step
     assert_close(lost["model"], uninterrupted["model"], **(TOLERANCE if name == "smaller" else {"rtol": 0, "atol": 0}))
@@ -281,7 +281,7 @@ def test_small_adjacent_pieces_are_read_together(monkeypatch: pytest.MonkeyPatch
 
 
 class LlamaRMSNorm(nn.Module):
-    """Normalization layer as in models of Hugging Face, which is not a class of torch."""
+    """A normalization layer like in Hugging Face models, which is not a torch class."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ def test_the_commands_accept_sharded_checkpoints(copied: Run, sunspot: Command, 
 
 
 class Halves:
-    """Model of which each of two ranks has half of the rows, saved without a process group."""
+    """A model with half of its rows on each of two ranks, saved without a process group."""
 
     def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch, wait_s: float = 2) -> None:
         """Create the model. A rank waits for the other part for `wait_s` in addition to the time that its own part

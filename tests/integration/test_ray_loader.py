@@ -1,4 +1,4 @@
-"""LOADER=ray in a real Ray cluster: one stream, from which each worker gets its own rows."""
+"""Tests of LOADER=ray on a real Ray cluster, where one stream gives each worker its own rows."""
 
 from __future__ import annotations
 

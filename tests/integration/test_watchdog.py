@@ -1,4 +1,4 @@
-"""A rank that hangs reports where it is stuck, and ends itself. A rank that makes progress, or may wait, does not."""
+"""Tests that a hung rank reports where it is stuck and ends itself, but that a working or waiting rank does not."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def start_rank(
 
 
 def run_rank(run: Run, train: str, **options: Any) -> tuple[int, str, float]:
-    """Return the exit code, the output, and the seconds that it took."""
+    """Return the exit code, the output, and the duration in seconds."""
     began = time.monotonic()
     process = start_rank(run, train, **options)
     output = wait_for(process)

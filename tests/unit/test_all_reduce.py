@@ -1,4 +1,4 @@
-"""The all-reduce between two pods: timed between two real processes, and judged by given figures."""
+"""Tests of the all-reduce between two pods: its time between two real processes, and its verdict on given figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness import REPOSITORY
 
 
 def test_two_pods_connect_and_time_an_all_reduce(tmp_path: Path) -> None:
-    """The processes are started as `sunspot doctor` starts them, but on this machine."""
+    """`sunspot doctor` starts the same processes in pods."""
     environment = {**os.environ, "SUNSPOT_STORAGE_PATH": str(tmp_path / "runs")}
     command = [sys.executable, "-m", "sunspot.train.pod_probe", "--meeting", "here"]
     pods = [

@@ -1,4 +1,4 @@
-"""The plain baseline learns with torch alone, and refuses settings that it would ignore."""
+"""Tests that the plain baseline learns with torch alone and rejects settings that it would ignore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sunspot check`: the problems that it finds in a task, and the lines that it names."""
+"""Tests of `sunspot check`: the problems that it finds in a task, and the lines that it reports."""
 
 from __future__ import annotations
 

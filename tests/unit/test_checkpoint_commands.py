@@ -1,4 +1,4 @@
-"""Tests of the objects that `sunspot checkpoints` reads, downloads, removes and keeps."""
+"""Tests of which objects `sunspot checkpoints` reads, downloads, removes and keeps."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def test_objects_are_deleted_in_batches_or_singly_if_the_server_requires_it(
     assert not files_of(bucket_run)
 
 
-# ------------------------------------------------------------------------------------------------------ what it refuses
+# ------------------------------------------------------------------------------------------------------ rejected runs
 
 
 @pytest.mark.parametrize("deployment", ["", "Initializing", "Running", "Suspended"])

@@ -1,4 +1,4 @@
-"""Tests of fine-tuning small pretrained models: trained weights, checkpoints, programs that load them, and refusals."""
+"""Tests of fine-tuning small pretrained models: trained weights, checkpoints and their readers, and rejected input."""
 
 from __future__ import annotations
 

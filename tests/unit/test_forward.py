@@ -1,4 +1,4 @@
-"""COMPILE: one graph serves passes of any number of rows, and the model's names and gradients stay the same."""
+"""Tests of COMPILE: all passes share one graph, and the model's names and gradients stay the same."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_padding_rows_do_not_affect_the_step(group: dist.ProcessGroup) -> None:
 
 @pytest.fixture
 def only_graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Compile models only to graphs, because generating code takes a compiler and a minute.
+    """Compile models only to graphs, because generating code requires a compiler and takes a minute.
 
     Return the compiler's counters.
     """
@@ -159,7 +159,7 @@ def test_a_lightning_module_is_compiled() -> None:
     ],
 )
 def test_accumulated_gradients_are_not_kept_in_a_cuda_graphs_memory(micro: int, survivors: str, mode: str) -> None:
-    """A worker that outlives the other one accumulates the gradients of two passes."""
+    """The remaining worker accumulates the gradients of two passes."""
     model, modes = nn.Linear(1, 1), []
     model.compile = lambda mode, dynamic: modes.append(mode)
     plan = plan_of(1000, micro_batch_size=micro, compile="max-autotune", survivors=survivors)

@@ -1,4 +1,4 @@
-"""The problems that are reported of a GPU that torch cannot use, with stand-ins for NVIDIA's driver."""
+"""Tests of the problem reported for a GPU that torch cannot use, with a fake NVIDIA driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sunspot.train.gpu import find_gpu_problem, try_gpus
 
 
 class Driver:
-    """NVIDIA's driver for a version of CUDA, with some GPUs. `broken` has the failing call and its code for a GPU."""
+    """A fake NVIDIA driver for one version of CUDA. `broken` maps a GPU to the call that fails and its error code."""
 
     def __init__(
         self, cuda: int, code: int = 0, gpus: int = 1, broken: dict[int, tuple[str, int]] | None = None
@@ -73,7 +73,7 @@ class Driver:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, build: dict[str, Any], **driver: Any) -> Driver:
-    """Pretend that this build of torch and this driver, if any, are installed."""
+    """Pretend that this build of torch is installed, and this driver, if any."""
     loaded = Driver(**{"cuda": 0, **driver})
 
     def load(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The steps by which a process becomes a worker of the run, each tested alone."""
+"""Tests of each step by which a process becomes a worker of the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config(run: Run, monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
 
 
 def survivor_that(**behaviour: Any) -> Any:
-    """Return a survivor's stand-in, which has trained before and keeps no state."""
+    """Return a fake survivor that has trained before and keeps no state."""
     return MagicMock(**{"others_train": False, "replaces": False, "kept": None, **behaviour})
 
 

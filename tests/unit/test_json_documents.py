@@ -1,4 +1,4 @@
-"""The JSON documents of `sunspot status` and `sunspot list`, whole: their keys, the order of the keys, and the values.
+"""Tests of the complete JSON documents of `sunspot status` and `sunspot list`, including the order of their keys.
 
 After an intended change, write the golden file again and read the diff:
 WRITE_GOLDEN=1 python -m pytest tests/unit/test_json_documents.py -k golden

@@ -1,4 +1,4 @@
-"""The members of the group and the state from which it continues, while processes die, join, freeze or are late.
+"""A model of a group's members and its starting state while processes die, join, freeze or are late.
 
 Hypothesis drives the real `Membership` and the real choice of a start with processes that have states. A group is
 always followed by another, two groups never train at the same time, and the newest live state is never left behind.
@@ -46,7 +46,7 @@ IDENTITY_OF_ROWS = Rows("data", 100, 10, "order", "NumPy")
 
 @dataclass(eq=False)
 class Process:
-    """Worker process from the membership server's point of view. It does what it is asked, perhaps late or never."""
+    """A worker process as the membership server sees it. It does what it is asked, possibly late or never."""
 
     name: str
     node: str
@@ -156,7 +156,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.processes and not self.stopped)
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
-        """Let the server take a process for lost, although it may be alive."""
+        """Let the server presume that a process is lost, although it might be alive."""
         process = self.draw(data)
         if not process.cut:
             process.cut = True
@@ -165,7 +165,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: any(process.cut and not process.frozen for process in self.processes.values()))
     @rule(data=st.data())
     def come_back(self, data: st.DataObject) -> None:
-        """Let a process find that it was taken for lost, and reconnect in the middle of its step."""
+        """Let a process that was presumed lost reconnect in the middle of its step."""
         cut = [name for name, process in self.processes.items() if process.cut and not process.frozen]
         process = self.processes[data.draw(st.sampled_from(sorted(cut)))]
         self.connect(process, waits_to_join=False)
@@ -320,7 +320,7 @@ class Decisions(RuleBasedStateMachine):
         return process.name in self.processes and process.trains_in == number and not process.frozen
 
     def can_step(self) -> list[Process]:
-        """Return the members, by rank, of the group that claimed last. Return none if the group cannot take a step."""
+        """Return the members of the newest group that claimed, by rank, or nothing if it cannot take a step."""
         group = self.groups.get(self.claimed, [])
         return group if all(self.forms(process, self.claimed) for process in group) else []
 
@@ -412,7 +412,7 @@ class Decisions(RuleBasedStateMachine):
         assert len(can_step) <= 1
 
     def teardown(self) -> None:
-        """Check that once nothing happens, all living processes that may be in a group are in the same group."""
+        """Check that all live processes that can be in a group end up in the same group."""
         for process in self.processes.values():
             process.frozen = False
         for _ in range(20):
@@ -426,14 +426,14 @@ class Decisions(RuleBasedStateMachine):
 
 
 class CopiesHidden(Decisions):
-    """Model in which a live state hides the in-memory copies, even if that state cannot be used."""
+    """A model in which a live state hides the in-memory copies, even if that state cannot be used."""
 
     def find_copies(self, inventories: list[NodeInventory]) -> list[NodeInventory]:
         return inventories if any(inventory.live for inventory in inventories) else super().find_copies(inventories)
 
 
 def choose_staying_members(self: Membership, candidates: Collection[str]) -> tuple[Member, ...]:
-    """Leave out all draining nodes if there are others, which the server must not do."""
+    """Leave out all draining nodes if there are others. The server must not do this."""
     living = [member for uid, member in self._members.items() if uid in set(candidates)]
     return tuple([member for member in living if member.node not in self._draining] or living)
 
@@ -443,7 +443,7 @@ TestDecisions.settings = settings(max_examples=100, stateful_step_count=40, dead
 
 
 def expect_counterexample(machine: type[Decisions], text: str) -> None:
-    """Expect that some order of events breaks a faulty model. This seed finds it soon."""
+    """Expect that some order of events breaks a faulty model. This seed finds it quickly."""
     chosen = settings(
         max_examples=1000,
         stateful_step_count=40,

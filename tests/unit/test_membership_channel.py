@@ -1,4 +1,4 @@
-"""A process counts as lost at once if it has ended, and after a while if it is silent."""
+"""Tests that a process counts as lost at once if it has ended, and after a while if it is silent."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_closing_the_server_ends_its_threads() -> None:
 
 
 def test_a_change_announced_right_after_a_group_is_not_missed() -> None:
-    """The training thread may be slower than the listening thread."""
+    """The training thread can be slower than the listening thread."""
     client = MembershipClient(MembershipAddress("nowhere", 0, 0, b""), Member("one", "node"), lambda: None)
     ours, theirs = Pipe()
     link = client._link = Link(ours, "one-1")
@@ -144,7 +144,7 @@ def test_the_other_members_are_told_about_a_lost_process(server: MembershipServe
 
 
 def test_a_process_presumed_lost_reconnects_before_its_step_completes() -> None:
-    """A process that is alone in its group may stay in a step for long, and the driver gives up if no process is left.
+    """A process alone in its group can spend a long time in a step, and the driver aborts if no process is left.
 
     The process reconnects even if its collectives could not be broken.
     """
@@ -171,7 +171,7 @@ def test_a_process_presumed_lost_reconnects_before_its_step_completes() -> None:
 def test_a_process_that_leaves_while_connecting_does_not_count_as_alive(
     server: MembershipServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its group would wait for its request to join."""
+    """Otherwise, its group would wait for its request to join."""
     client = MembershipClient(server.address, Member("one", "node"), lambda: None)
 
     def open_and_leave(*given: Any) -> Connection:

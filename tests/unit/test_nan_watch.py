@@ -1,4 +1,4 @@
-"""A loss or weights that are NaN or infinite: their detection, the checkpoints that are kept, and the run's end."""
+"""Tests of NaN or infinite losses and weights: their detection, the checkpoints kept, and the run's end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def watched(
 
 
 def look(watch: NanWatch, step: int, loss: float, newest: float | None = None, saves: bool = False) -> bool:
-    """Close a window of ten steps, and return True if the run ends."""
+    """Close a window of ten steps, and return whether the run ends."""
     last = torch.tensor([loss if newest is None else newest, 1.0])
     watch.look({"step": step, "steps": 10, "loss": loss}, [{"loss": last}], saves)
     return watch.verdict(last=False) is not None
@@ -107,7 +107,7 @@ def test_a_run_without_a_nan_limit_only_warns(group: dist.ProcessGroup) -> None:
 
 
 def test_weights_broken_by_the_newest_step_are_found_on_save(group: dist.ProcessGroup) -> None:
-    """The loss does not show such weights before the next step."""
+    """The loss reveals such weights only in the next step."""
     model = nn.Linear(2, 2)
     watch = watched(group, model)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_weights_broken_by_the_newest_step_are_found_on_save(group: dist.Process
 
 
 def test_weights_that_are_infinite_from_the_beginning_are_accepted(group: dist.ProcessGroup) -> None:
-    """They may be a mask that is a parameter. Frozen parameters and buffers are not checked anyway."""
+    """They can be a mask that is stored as a parameter. Frozen parameters and buffers are never checked."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, -INF)
     watch = watched(group, model)
@@ -142,7 +142,7 @@ def test_weights_that_are_infinite_from_the_beginning_are_accepted(group: dist.P
 
 
 def test_weights_broken_just_before_losing_a_worker_are_rejected(group: dist.ProcessGroup) -> None:
-    """The next group continues from a state in place or from a copy in memory, whose weights were not checked."""
+    """The weights of a live state or a copy in memory were not checked before the next group continues from it."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, NAN)
     watch = watched(group, model, {"loss": 1.0}, weights_checked=False)
@@ -262,7 +262,7 @@ STEP = [0, 0]
 
 @pytest.fixture
 def diverging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the settings of a run of twelve steps whose loss is NaN from the sixth on. Each step is a window."""
+    """Return the settings of a run of twelve one-step windows. The loss is NaN from the sixth step on."""
     (tmp_path / "diverges.py").write_text(DIVERGES)
     monkeypatch.syspath_prepend(tmp_path)
     STEP[:] = [0, 6]

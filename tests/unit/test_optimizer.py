@@ -1,4 +1,4 @@
-"""Settings of the optimizer: schedule, weight decay and clipping work in the same way at any number of workers."""
+"""Tests that schedule, weight decay and clipping work in the same way on any number of workers."""
 
 from __future__ import annotations
 

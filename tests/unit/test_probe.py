@@ -1,4 +1,4 @@
-"""The check before training that every node can use the run's storage, with a stand-in for Ray."""
+"""Tests of the check before training that every node can use the run's storage, with a fake Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replacement of lost workers by Ray, and the end of a trainer without workers."""
+"""Tests of how Ray replaces lost workers, and of the end of a trainer without workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sunspot.train.group import only_driver_remains
 
 
 class Worker:
-    """Ray worker that answers, is dead, or never answers."""
+    """A Ray worker that answers, is dead, or never answers."""
 
     def __init__(self, name: str, answer: object) -> None:
         self.name = name
@@ -36,7 +36,7 @@ class Worker:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replace Ray and the clock, so that half a second passes in each wait."""
+    """Replace Ray and the clock. Half a second passes in each wait."""
     now = [0.0]
 
     def wait(asked: list[Worker], num_returns: int, timeout: float) -> tuple[list[Worker], list[Worker]]:

@@ -445,7 +445,7 @@ def test_a_logarithmic_axis_has_room_for_all_values(values: list[float]) -> None
     assert len(axis.ticks) <= 14
 
 
-# ----------------------------------------------------------------------------------------------------------------- verb
+# -------------------------------------------------------------------------------------------------------------- command
 
 
 def test_the_report_command_writes_a_file(

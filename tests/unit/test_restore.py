@@ -1,4 +1,4 @@
-"""The state from which a worker group starts, chosen among storage and the nodes' memory, and the cost of a restart."""
+"""Tests of which state a worker group starts from, in storage or in the nodes' memory, and of a restart's cost."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def test_a_run_without_an_intact_checkpoint_is_not_started_over(run: Run) -> Non
 
 
 def test_a_checkpoint_that_is_being_deleted_is_not_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deletion removes files while they are read, and then removes the claim, too."""
+    """A deletion removes files while they are read, and it also removes the claim."""
     damaged_run(run)
     find = sunspot.elastic.claim.find_newest_good
 
@@ -508,7 +508,7 @@ def test_a_pause_does_not_count_as_lost_time() -> None:
 
 
 def test_a_lost_run_is_paused_until_it_is_started_again() -> None:
-    """Its nodes are gone by then, unless the operator has only replaced its head."""
+    """Its nodes are gone by that time, unless the operator has only replaced its head."""
     lost = Status(RunState.RUNNING, "before", time=50.0, step=14)
     now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=PastRecords(other=lost))
     receipt = make_receipt(now, TrainingState(taken=40.0), first_incident(now), 9010.0)
@@ -570,7 +570,7 @@ def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(
     assert first_incident(later) == Incident(), "the previous group was this driver's, so the cause is known"
 
 
-def test_a_driver_ended_at_the_step_that_it_saved_after_its_last_status(run: Run) -> None:
+def test_an_incident_gives_the_last_saved_step_instead_of_an_older_status(run: Run) -> None:
     first = start(run, "old-1", at=10.0, world_size=2, driver="1" * 8, tier="beginning")
     write_status(run, Status(RunState.FAILED, "old-1", step=827, attempt=1, driver="1" * 8))
     commit(run, first, 846)
@@ -613,7 +613,7 @@ def test_storage_retries_end_after_the_timeout(monkeypatch: pytest.MonkeyPatch, 
         retry_storage(0.05, "reading", refuse)
 
 
-def test_the_steps_of_a_loss_and_a_preemption_name_functions_that_exist() -> None:
+def test_functions_named_in_the_elastic_package_docstring_are_callable() -> None:
     names = re.findall(r"^ ?\d+\. (\w+(?:\.\w+)+)", sunspot.elastic.__doc__ or "", re.MULTILINE)
     assert len(names) == 7 + 10
     for name in names:
@@ -624,7 +624,7 @@ def test_the_steps_of_a_loss_and_a_preemption_name_functions_that_exist() -> Non
 
 
 class Harmful:
-    """Object whose pickle creates a file when it is loaded."""
+    """An object with a pickle that creates a file when it is loaded."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof

@@ -316,7 +316,7 @@ def test_the_message_of_the_program_takes_precedence_over_the_operators() -> Non
 
 
 def test_a_rejected_job_is_not_reported_as_taken_over() -> None:
-    """The run's own job came first. It keeps training, or has ended."""
+    """The run's own job came first and keeps training or has ended."""
     failed = job("Failed", "FAILED", message="\nerror: begun with other settings")
     for state in (RunState.RUNNING, RunState.SUCCEEDED):
         first = status(state, owner="run-0", began=CREATED - 60)

@@ -1,4 +1,4 @@
-"""The end of a driver: the table of results that it prints, and the report that it stores."""
+"""Tests of a driver's end: the table of results that it prints, and the report that it stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUS = Status(RunState.SUCCEEDED, "job", step=10, total_steps=10)
 
 
 def output_of_end(run: Run, capsys: pytest.CaptureFixture[str], error: BaseException | None = None) -> str:
-    """Return what a driver prints when it ends, with `error` if it is given. The error passes unchanged."""
+    """Return what a driver prints when it ends, because of `error` if given. The same error is raised."""
     capsys.readouterr()
     if error is None:
         with report_result(run, "00000000"):

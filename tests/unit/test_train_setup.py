@@ -1,4 +1,4 @@
-"""The start of a worker, from its group to its first step, and the problems that are found on the way."""
+"""Tests of a worker's start, from its group to its first step, and of the problems found on the way."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_changed_library_versions_are_recorded_as_an_event(tmp_path: Path, warne
 def test_an_evaluation_that_is_always_interrupted_does_not_stop_the_training(
     before: list[int], total: int, left_out: bool, tmp_path: Path
 ) -> None:
-    """Only the last evaluation is always repeated, because no step waits for it."""
+    """Only the last evaluation is repeated without limit, because no step has to wait for it."""
     attempts = [Attempt(number, "me", None, step) for number, step in enumerate(before, start=1)]
     start = StartPoint(Attempt(9, "me", None, 20), attempts)
     assert leaves_out_evaluation(start, total) == left_out
@@ -130,7 +130,7 @@ def test_a_final_state_that_is_only_in_memory_is_evaluated_and_saved_again(
 def test_workers_whose_parameters_differ_all_return_to_a_copy(
     handed_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last bits differ after each change on processors of different kinds, which is not a failure."""
+    """The last bits differ after each change on different kinds of processors, which is not a failure."""
     for name in ("load_weights", "load_rest", "same_parameters"):
         monkeypatch.setattr(build, name, MagicMock(return_value=False))
     survivor, nothing = MagicMock(), cast(Any, None)
@@ -156,7 +156,7 @@ def test_a_skipped_evaluation_is_recorded_as_an_event(tmp_path: Path, warned: li
 
 @pytest.mark.parametrize("rounded", [True, False])
 def test_tf32_is_switched_for_matrix_products_and_convolutions(rounded: bool) -> None:
-    """This includes convolutions, for which torch uses TF32 by default."""
+    """Torch uses TF32 for convolutions by default."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         set_tf32(rounded)
@@ -265,7 +265,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
 def test_a_node_that_freezes_while_a_group_starts_counts_as_a_hang(
     copy: Any, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds while it agrees on the start, sends its copy, or reads from storage, which has its own limit."""
+    """The node can freeze while the group agrees on the start, sends copies, or reads from storage."""
     watched, seen = Watched(), list[bool]()
 
     def load_start(*_: object) -> Any:
@@ -303,7 +303,7 @@ def test_a_workers_warnings_reach_the_driver(
 
 
 class SlowStorage(LocalStorage):
-    """A storage whose writes take some time."""
+    """A storage location with slow writes."""
 
     def __init__(self, root: Path, write_s: float) -> None:
         super().__init__(str(root))
@@ -315,7 +315,7 @@ class SlowStorage(LocalStorage):
 
 
 def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contextlib.ExitStack) -> Worker:
-    """Return a worker whose group restarts, with `left_s` seconds of a notice left."""
+    """Return a worker of a group that restarts, with `left_s` seconds of a notice left."""
     deadline = None if left_s is None else time.time() + DEADLINE_MARGIN_S + left_s
     commands = MagicMock(poll=lambda: Command(restart=True, deadline=deadline))
     place = WorkerPlace(group)
@@ -365,7 +365,7 @@ def test_the_last_lines_and_metrics_are_stored_before_a_restart(
 def test_workers_end_once_all_output_is_stored_or_the_notice_is_over(
     write_s: float, left_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only rank 0 knows of the notice, and the output of rank 1 takes long."""
+    """Only rank 0 knows about the notice, and storing the output of rank 1 takes long."""
     monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
 
     def act(group: dist.ProcessGroup) -> float:

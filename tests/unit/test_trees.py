@@ -1,4 +1,4 @@
-"""Tests of trees as a task, without Ray: resumes, metrics, model files, and refusals."""
+"""Tests of trees as a task, without Ray: resuming, metrics, model files, and rejected input."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def test_an_unreadable_status_is_treated_as_missing(cluster: FakeCluster, run: R
     assert sunspot("status", "run") == 0
 
 
-# --------------------------------------------------------------------------------------------- a head that is given up
+# --------------------------------------------------------------------------------------------- an abandoned head
 
 
 def give_up_head(cluster: FakeCluster) -> None:
