@@ -527,7 +527,7 @@ def test_a_lost_node_costs_only_the_steps_since_the_copies_in_memory(
         process = program.start(**settings)
 
         def kept() -> bool:
-            """Return True if both parts of the state are on both nodes."""
+            """Return True if both nodes have both parts of the state."""
             copies = Counter(held.step for held in find_parts(run.location))
             return any(step > 20 and count == 4 for step, count in copies.items())
 

@@ -26,7 +26,7 @@ GROUPS, WORKERS = (1000,) * 20, 3
 
 @dataclass(frozen=True)
 class WatchedSource:
-    """Rows whose `value` is twice their id. Each read of a group leaves a file in `folder`."""
+    """Rows with a `value` of twice their ID. Each read of a group leaves a file in `folder`."""
 
     folder: str
     row_groups: tuple[int, ...] = GROUPS

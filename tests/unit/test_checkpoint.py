@@ -552,7 +552,7 @@ def test_the_best_and_the_newest_checkpoints_are_kept(values: list[float | None]
 
 
 class SlowStorage(LocalStorage):
-    """Rejects or delays the files of some steps until `let_go` is set."""
+    """A storage location that rejects or delays the files of some steps until `let_go` is set."""
 
     steps: tuple[int, ...] = ()
     refuses = False

@@ -383,7 +383,7 @@ def test_a_damaged_run_can_be_deleted(sunspot: Command, run: Run, cluster: FakeC
     assert not cluster.jobs
 
 
-# ----------------------------------------------------------------------------------------------------- half-way, never
+# ------------------------------------------------------------------------------------------------------ interruptions
 
 
 def test_manifests_are_deleted_before_files_and_records_last(run: Run) -> None:

@@ -202,7 +202,7 @@ def test_an_adapter_loads_only_onto_its_base(base: str, texts: str, tmp_path: Pa
         )
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------ rejected input
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def plan_of(settings: Settings, total_steps: int = STEPS) -> Plan:
 
 
 def rates_of(module: Any, settings: Settings, total_steps: int = STEPS) -> LearningRates:
-    """Return the learning rates of a task whose model is a single layer."""
+    """Return the learning rates of a task with a single-layer model."""
     task = PlainTask(module, settings)
     optimizer, _ = build.build_optimizer(settings, task, nn.Linear(2, 2))
     return LearningRates(plan_of(settings, total_steps), task, optimizer)

@@ -135,7 +135,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.can_step())
     @rule(data=st.data())
     def die_in_step(self, data: st.DataObject) -> None:
-        """Let a member die within a step that the others have taken completely, in part, or not at all."""
+        """Let a member die during a step that the others have completed, partly completed, or not begun."""
         group = self.can_step()
         died = data.draw(st.sampled_from(range(len(group))))
         others = [process for rank, process in enumerate(group) if rank != died]
@@ -198,9 +198,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.can_step())
     @rule(late=st.booleans(), copied=st.booleans())
     def step(self, late: bool, copied: bool) -> None:
-        """Let the group take a step. With `late`, rank 0 completes the step and leaves before the others have completed
-        it.
-        """
+        """Let the group take a step. With `late`, rank 0 completes the step and leaves before the others do."""
         group = self.can_step()
         leaves = group[0].changes
         first = group[:1] if late and leaves else group

@@ -161,7 +161,7 @@ def test_large_weights_of_any_type_are_finite(dtype: torch.dtype) -> None:
 
 
 class Foreign(nn.Module):
-    """A model of another library, such as Keras, whose weights are only in its extra state."""
+    """A model of another library, such as Keras, with weights only in its extra state."""
 
     def get_extra_state(self) -> Any:
         return {"model": [torch.tensor([1.0, NAN])], "rounds": 3}

@@ -2,8 +2,8 @@
 
 Up to three processes at a time run the real code for claims, commits, retention, copies in memory, restoring, deletion
 and `checkpoints gc`, and take turns at every storage operation (tests/harness/interleaving.py). Hypothesis chooses the
-order and the faults. A state lists the taker of each of its steps, so that restored states and audits can be compared
-with what happened.
+order and the faults. A state lists which process took each of its steps, so that restored states and audits can be
+checked.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ RUN = "run"
 def rows_of(taker: int, step: int) -> list[int]:
     """Return the rows that a step consumes.
 
-    Each taker has its own order, so that mixing two takers shows in the rows.
+    Each process has its own row order, which reveals mixed steps of two processes.
     """
     epoch, place = divmod(step - 1, STEPS_PER_EPOCH)
     order = random.Random(1000 * taker + epoch).sample(range(ROWS), ROWS)
@@ -137,7 +137,7 @@ def rows_of(taker: int, step: int) -> list[int]:
 
 
 def consumed(state: list[int]) -> list[Epoch]:
-    """Return the epochs that an audit must report for a state, which lists the taker of each step."""
+    """Return the epochs that an audit must report for a state."""
     epochs = []
     for first in range(0, len(state), STEPS_PER_EPOCH):
         taken = state[first : first + STEPS_PER_EPOCH]
@@ -342,7 +342,7 @@ class Protocol(RuleBasedStateMachine):
             except SupersededError:
                 process.superseded = True
                 return
-            found = None  # a group whose members have a state looks for no copy
+            found = None  # a group with a live state looks for no copy
 
     def restore(self, run: Run, start: StartPoint, found: LoadedSnapshot | None) -> tuple[list[int], Any]:
         """Return the state to resume from, and its rows that are not in storage."""
@@ -506,7 +506,7 @@ class Protocol(RuleBasedStateMachine):
                 )
 
     def check_audit(self) -> None:
-        """Check that the audit of the newest checkpoint reports what happened."""
+        """Check that the newest checkpoint's audit reports the rows that its steps consumed."""
         self.nothing_is_wrong()
         if not read_attempts(self.run) or deletion_begun(self.run):
             return
@@ -546,7 +546,7 @@ class OverDirectory(Protocol):
 
 
 class OverGrowingFiles(Protocol):
-    """The protocol with storage whose uploads write into the object's own file."""
+    """The protocol with uploads that write directly into the object's file."""
 
     def make_storage(self) -> Storage:
         return MemoryStorage(grows=True)

@@ -106,7 +106,7 @@ def test_the_report_shows_the_runs_figures(run: Run) -> None:
     assert (figures["test_accuracy"], figures["accuracy"]) == (0.9805, 0.9917)
     assert (figures["test_loss"], figures["loss"]) == (0.0586, 0.0393)
     assert (figures["steps"], figures["time"], figures["throughput"]) == (188, 245, 256)
-    # 2 workers for 245 s; lost: the first 12 s, and from step 94 to the first step after it.
+    # There are 2 workers for 245 s. The first 12 s are lost, and the time from step 94 to the first step after it.
     assert figures["goodput"] == pytest.approx(1 - (12 + 51) / 245)
     assert figures["incidents"] == 1
     for words in ("✓ Succeeded", "Held-out accuracy 98.05 %", "Steps 188 of 188", "Time 4 min 5 s", "Goodput 74 %"):

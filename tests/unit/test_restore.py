@@ -695,7 +695,7 @@ def test_a_file_that_changes_while_ranks_read_it_is_rejected(tmp_path: Path) -> 
 
 
 def commit_weights(run: Run, step: int) -> None:
-    """Commit a checkpoint whose only weight is its step."""
+    """Commit a checkpoint with its step as the only weight."""
     attempts = read_attempts(run)
     attempt = attempts[-1] if attempts else start(run, "another")
     name = checkpoint_name(step, attempt.number, attempt.nonce)

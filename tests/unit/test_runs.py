@@ -554,7 +554,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Following:
-    """`sunspot logs -f` in a thread of this process, and what it has printed so far."""
+    """`sunspot logs -f` in a thread of this process, and its output so far."""
 
     def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.out, self.err = "", ""

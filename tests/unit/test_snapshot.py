@@ -278,7 +278,7 @@ def test_slots_are_limited_and_never_overwritten_while_in_use() -> None:
         if snapshot and step in (3, 5):
             held.append(snapshot)
             expected = trainee.state()
-        if step == 15:  # even if copies are slow, one after step 5 is taken
+        if step == 15:  # even slow copies include one after step 5
             trainee.snapshots.wait_until_complete()
         trainee.train()
     trainee.snapshots.wait_until_complete()

@@ -217,7 +217,7 @@ def test_a_job_fails_if_its_driver_failed_permanently() -> None:
     own = status(RunState.FAILED, reason="SignatureDoesNotMatch")
     assert judge(view, status=own) == (RunState.FAILED, "SignatureDoesNotMatch")
     assert judge(job("Complete", "STOPPED", message="Job was intentionally stopped."))[0] is RunState.STOPPED
-    drained = status(RunState.STOPPED, age=250)  # written by the previous try, when its node was reclaimed
+    drained = status(RunState.STOPPED, age=250)  # written by the previous attempt when its node was reclaimed
     again = job("Complete", "STOPPED", message=message, failed=1, startTime=timestamp(NOW - 200))
     assert judge(again, status=drained) == (RunState.FAILED, "SignatureDoesNotMatch; check the key")
     behind = job("Running", "STOPPED", message=message, spec={"backoffLimit": 2})
