@@ -144,7 +144,7 @@ def test_a_run_grows_onto_a_new_node_without_repeating_a_step(
 def test_a_frozen_run_is_silent_and_writes_nothing_after_it_wakes_up(
     job: str, program: Program, make_data: MakeData
 ) -> None:
-    """All processes are frozen, as if their network were cut, while others take over and finish. Then they continue."""
+    """All processes are frozen while others take over and finish, and then continue."""
     settings = {**SLOW, "DATASET": make_data(20_000, row_group=1000), "NUM_WORKERS": 1, "CHECKPOINT_EVERY_STEPS": 50}
     settings["JOB_ID"] = job
     old = program.start(**settings)

@@ -457,7 +457,7 @@ def test_doctor_warns_if_pods_would_share_a_nodes_gpus(fit: FakeCluster) -> None
 @pytest.mark.parametrize(
     ("text", "number"), [("250m", 0.25), ("5Gi", 5 * 2**30), ("2", 2), ("1e3", 1000), ("3k", 3000), (4, 4)]
 )
-def test_quantities_are_parsed(text: Any, number: float) -> None:
+def test_kubernetes_quantities_are_parsed(text: Any, number: float) -> None:
     assert parse_quantity(text) == number
 
 

@@ -27,7 +27,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_are_not_broken(page: Path) -> None:
+def test_links_in_the_docs_are_not_broken(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith(("http://", "https://")):
             continue

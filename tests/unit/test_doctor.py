@@ -494,7 +494,7 @@ def test_a_long_first_step_is_not_reported(run: Run, sunspot: Command) -> None:
 
 
 def test_doctor_does_not_report_missing_room_right_after_a_loss(run: Run, sunspot: Command) -> None:
-    """The driver started long ago, and its workers have just been lost."""
+    """The driver started long ago, but its workers were lost just now."""
     begin(run)
     now, reason = time.time(), "no sign of life from its workers"
     for heartbeat, severity in ((now - 20, "note"), (None, "warning")):

@@ -71,7 +71,7 @@ def test_one_error_names_all_nodes_that_cannot_use_the_storage(
     assert "no answer" in warning
 
 
-def test_a_defect_of_the_check_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_bug_in_the_storage_check_is_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def answer(node: str) -> str:
         raise ray.exceptions.RayTaskError("probe_here", "", ValueError("a defect"))
 

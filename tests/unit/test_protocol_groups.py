@@ -102,7 +102,7 @@ class Groups(Protocol):
         self.world.carry_out = look_and_carry_out  # type: ignore[method-assign]
 
     def living(self, number: int) -> Process:
-        """Choose a live process by a number and by the trace's length, which has many values."""
+        """Choose a live process by a number and the length of the trace."""
         living = self.world.living
         return living[(number + len(self.world.trace)) % len(living)]
 

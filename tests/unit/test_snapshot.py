@@ -269,7 +269,7 @@ def test_a_required_copy_does_not_wait_for_its_memory(monkeypatch: pytest.Monkey
     assert not any(reserving), "each slot is made in a thread, before it is needed"
 
 
-def test_slots_are_limited_and_never_overwritten_while_in_use() -> None:
+def test_copy_slots_are_limited_and_never_overwritten_while_in_use() -> None:
     trainee = Trainee()
     trainee.train()
     held: list[Snapshot] = []
