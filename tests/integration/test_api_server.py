@@ -101,7 +101,7 @@ def test_the_api_server_accepts_every_example(example: str, namespace: str, tmp_
         "rayjob: {spec: {rayClusterSpec: {gcsFaultToleranceOptions: {backend: rocksdb, storage: {size: 1Gi}}}}}",
     ],
 )
-def test_other_keys_are_accepted(more: str, namespace: str, tmp_path: Path) -> None:
+def test_the_api_server_accepts_other_profile_keys(more: str, namespace: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"extends: on-demand\n{more}\n")
     assert_accepted(render(str(path), {"NUM_WORKERS": "2..4"}, namespace=namespace))
