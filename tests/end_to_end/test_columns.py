@@ -1,4 +1,4 @@
-"""Complete runs on declared columns: both loaders, any number of workers, and unusable rows."""
+"""Tests of complete runs on declared columns: both loaders, any number of workers, and unusable rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINEAR = {"TASK": "tests.tasks.table", "GLOBAL_BATCH_SIZE": 20, "EPOCHS": 2, "LE
 
 
 def write_numbers(folder: Path, rows: int, **changed: Any) -> str:
-    """A label that is a linear function of five numbers, in two files."""
+    """Write two files of rows with five numbers and a label that is a linear function of them."""
     random = np.random.default_rng(0)
     size, place = random.normal(size=rows), random.normal(size=(rows, 2, 2))
     columns = {"size": size, "place": place.tolist(), "label": size + place.sum(axis=(1, 2)), **changed}

@@ -1,4 +1,4 @@
-"""`sunspot demo`, from its first process to its report, with a task of short steps."""
+"""Test of the complete `sunspot demo` with a task of short steps."""
 
 from __future__ import annotations
 

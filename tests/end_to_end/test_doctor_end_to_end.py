@@ -79,7 +79,7 @@ def test_doctor_reports_a_run_without_faults_as_healthy(program: Program, make_d
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group that may use a fifth of a CPU."""
+    """A control group that can use a fifth of a CPU."""
     version_1 = GROUPS / "cpu"
     folder = (version_1 if version_1.is_dir() else GROUPS) / f"sunspot-test-{os.getpid()}"
     try:

@@ -1,5 +1,4 @@
-"""Test of a complete LoRA run: it is killed, rejects another base model, resumes on more workers, and is loaded by
-peft."""
+"""Test of a complete LoRA run that is killed, resumed on more workers, and loaded by peft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a finished run: what it prints and keeps, and how a copy continues when it is changed or damaged."""
+"""Tests of a finished run: its output, its files, and how a changed or damaged copy continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a run whose task exists only in an archive, with the driver and all of Ray's processes."""
+"""Tests of a run with a task that exists only in an archive, including all of Ray's processes."""
 
 from __future__ import annotations
 

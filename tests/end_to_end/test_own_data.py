@@ -1,4 +1,4 @@
-"""Complete runs on common data formats, trained with both loaders, resumed, audited, and predicted with class names."""
+"""Tests of complete runs on common data formats: training, resuming, auditing, and predicting class names."""
 
 from __future__ import annotations
 

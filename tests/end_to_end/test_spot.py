@@ -144,7 +144,7 @@ def test_a_run_grows_onto_a_new_node_without_repeating_a_step(
 def test_a_frozen_run_is_silent_and_writes_nothing_after_it_wakes_up(
     job: str, program: Program, make_data: MakeData
 ) -> None:
-    """All processes are frozen, as if their network were cut, while others take over and finish. Then they continue."""
+    """All processes are frozen while others take over and finish, and then continue."""
     settings = {**SLOW, "DATASET": make_data(20_000, row_group=1000), "NUM_WORKERS": 1, "CHECKPOINT_EVERY_STEPS": 50}
     settings["JOB_ID"] = job
     old = program.start(**settings)
@@ -215,7 +215,7 @@ def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(program: Progra
 def test_hanging_storage_ends_the_run_at_the_time_limit(
     program: Program, make_data: MakeData, s3_proxy: FaultProxy, s3_bucket: str
 ) -> None:
-    """Every answer arrives in small pieces, so that no socket read reaches its own time limit."""
+    """Every response arrives in small pieces, so no single socket read times out."""
     slow = {**SLOW, "DATASET": make_data(60_000, row_group=1000), "NUM_WORKERS": 2, "CHECKPOINT_EVERY_STEPS": 50}
     process = program.start(**slow, STORAGE_TIMEOUT_S=5, STORAGE_PATH=f"s3://{s3_bucket}/runs")
     wait_for_step(open_run(f"s3://{s3_bucket}/runs", "run"), 50, process)

@@ -31,7 +31,7 @@ SLOW = {
 
 def test_a_stopped_run_does_not_train_until_it_is_resumed(finished_run: FinishedRun) -> None:
     run = finished_run.run
-    first, second = read_attempts(run)  # the start before it was resumed made no attempt
+    first, second = read_attempts(run)  # the start before `resume` made no attempt
     assert (first.step, finished_run.state_when_stopped) == (0, RunState.STOPPED)
     how = "to continue, run `sunspot resume run`"
     assert f"stopped by `sunspot stop` at step {second.step} of {STEPS}; {how}" in finished_run.stopped
@@ -140,7 +140,7 @@ def test_deleting_a_run_ends_its_training_and_leaves_no_files(program: Program, 
         REPORT_EVERY_S=0.5,
     )
     wait_for_step(run, 5, process)
-    for group in deletion_order(run, sorted(files())):  # like a machine that does not see the process
+    for group in deletion_order(run, sorted(files())):  # like on a machine that cannot see the process
         run.storage.delete_many(group)
     output = process.communicate(timeout=100)[0]
     assert process.returncode == 6, output

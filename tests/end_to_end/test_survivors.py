@@ -36,7 +36,7 @@ SURVIVING = {**SLOW, "SURVIVORS": "auto"}
 
 
 @pytest.mark.slow
-def test_the_others_keep_training_and_a_killed_worker_is_replaced(
+def test_the_other_workers_keep_training_and_a_killed_worker_is_replaced(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)

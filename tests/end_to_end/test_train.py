@@ -1,4 +1,4 @@
-"""Complete runs of the training program on real Ray workers, which check the consumed rows and how runs resume."""
+"""Tests of complete runs on real Ray workers, which check the consumed rows and how runs resume."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_error_for_bad_rows_names_the_rows(program: Program, tmp_path: Path)
 def test_a_killed_run_in_s3_resumes_elsewhere_from_an_intact_checkpoint(
     program: Program, make_data: MakeData, s3_proxy: FaultProxy, s3_bucket: str, tmp_path: Path
 ) -> None:
-    """Storage fails now and then, the newest checkpoint is damaged, and one of two nodes is gone."""
+    """Storage fails occasionally, the newest checkpoint is damaged, and one of two nodes is gone."""
 
     def of_a_checkpoint(method: str) -> Callable[[s3.Request], bool]:
         return lambda request: request.method == method and "/checkpoints/" in request.path

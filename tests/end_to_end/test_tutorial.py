@@ -1,4 +1,4 @@
-"""Tests of docs/tutorial.ipynb: it runs from top to bottom, and its stored outputs make sense to every reader."""
+"""Tests of docs/tutorial.ipynb: all cells run in order, and the stored outputs do not mention the machine."""
 
 from __future__ import annotations
 

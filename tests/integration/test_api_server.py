@@ -80,13 +80,13 @@ def assert_accepted(rendered: Rendered) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_every_profile_is_accepted(profile: str, namespace: str) -> None:
+def test_the_api_server_accepts_every_profile(profile: str, namespace: str) -> None:
     for settings in ({}, in_pods(profile, "1..2")):
         assert_accepted(render(profile, settings, namespace=namespace))
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_every_example_is_accepted(example: str, namespace: str, tmp_path: Path) -> None:
+def test_the_api_server_accepts_every_example(example: str, namespace: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(example)
     assert_accepted(render(str(path), {}, namespace=namespace))
@@ -101,7 +101,7 @@ def test_every_example_is_accepted(example: str, namespace: str, tmp_path: Path)
         "rayjob: {spec: {rayClusterSpec: {gcsFaultToleranceOptions: {backend: rocksdb, storage: {size: 1Gi}}}}}",
     ],
 )
-def test_other_keys_are_accepted(more: str, namespace: str, tmp_path: Path) -> None:
+def test_the_api_server_accepts_other_profile_keys(more: str, namespace: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"extends: on-demand\n{more}\n")
     assert_accepted(render(str(path), {"NUM_WORKERS": "2..4"}, namespace=namespace))
@@ -115,7 +115,7 @@ def test_other_keys_are_accepted(more: str, namespace: str, tmp_path: Path) -> N
         ("head: {pod: {spec: {hostNetwork: 'yes'}}}", "hostNetwork"),
     ],
 )
-def test_an_unknown_field_or_a_wrong_type_is_refused(patch: str, field: str, namespace: str, tmp_path: Path) -> None:
+def test_an_unknown_field_or_a_wrong_type_is_rejected(patch: str, field: str, namespace: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"extends: kind\n{patch}")
     with pytest.raises(AssertionError, match=field):
@@ -124,12 +124,12 @@ def test_an_unknown_field_or_a_wrong_type_is_refused(patch: str, field: str, nam
 
 @pytest.mark.parametrize("components", [[], ["runs-apart"]])
 @pytest.mark.parametrize("base", ["base", "base-gke", "base-eks", "base-aks"])
-def test_every_overlay_is_accepted(base: str, components: list[str], namespace: str, tmp_path: Path) -> None:
+def test_the_api_server_accepts_every_overlay(base: str, components: list[str], namespace: str, tmp_path: Path) -> None:
     kubectl("apply", "--dry-run=server", "--validate=strict", "-k", customize(tmp_path, namespace, base, *components))
 
 
 @pytest.mark.parametrize("folder", ["ui", "gitops/wait"])
-def test_every_deployment_is_accepted(folder: str, namespace: str, tmp_path: Path) -> None:
+def test_the_api_server_accepts_every_deployment(folder: str, namespace: str, tmp_path: Path) -> None:
     said = kubectl("apply", "--dry-run=server", "--validate=strict", "-k", customize(tmp_path, namespace, folder))
     assert "PodSecurity" not in said
 
@@ -152,11 +152,11 @@ def applied(namespace: str, kind: str, spec: dict[str, Any]) -> Iterator[dict[st
 
 
 def try_pods(rendered: Rendered) -> str:
-    """Return the API server's refusals of the pods of a run, which are created one by one."""
+    """Create a run's pods one by one, and return the API server's errors."""
     return ask("apply", "--dry-run=server", "-f", "-", text=yaml.safe_dump_all(pods_of(rendered))).stderr
 
 
-def test_the_refusal_of_a_quota_is_understood(namespace: str) -> None:
+def test_the_api_servers_quota_error_is_understood(namespace: str) -> None:
     rendered = render("kind", {"NUM_WORKERS": "2"}, namespace=namespace)
     with applied(namespace, "ResourceQuota", {"hard": {"requests.memory": "4Gi", "pods": "9"}}):
         said = try_pods(rendered)
@@ -169,7 +169,7 @@ def test_the_refusal_of_a_quota_is_understood(namespace: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "refuses"),
     [
-        ({"hard": {"requests.memory": "9Gi"}}, False),  # which is why the whole run is compared with it
+        ({"hard": {"requests.memory": "9Gi"}}, False),  # so the whole run is compared with it
         ({"hard": {"limits.cpu": "100"}}, True),
         ({"hard": {"pods": "0"}, "scopes": ["NotBestEffort"]}, True),
         ({"hard": {"pods": "0"}, "scopes": ["BestEffort"]}, False),
@@ -177,7 +177,7 @@ def test_the_refusal_of_a_quota_is_understood(namespace: str) -> None:
         ({"hard": {"requests.nvidia.com/gpu": "0"}}, False),
     ],
 )
-def test_the_api_server_and_the_check_of_quotas_agree(namespace: str, spec: dict[str, Any], refuses: bool) -> None:
+def test_the_quota_check_agrees_with_the_api_server(namespace: str, spec: dict[str, Any], refuses: bool) -> None:
     rendered = render("kind", {"NUM_WORKERS": "2"}, namespace=namespace)
     with applied(namespace, "ResourceQuota", spec) as quota:
         said = try_pods(rendered)
@@ -198,7 +198,7 @@ def test_the_api_server_and_the_check_of_quotas_agree(namespace: str, spec: dict
         {"type": "Pod", "max": {"cpu": "4"}},
     ],
 )
-def test_the_api_server_and_the_check_of_limit_ranges_agree(namespace: str, item: dict[str, Any]) -> None:
+def test_the_limit_range_check_agrees_with_the_api_server(namespace: str, item: dict[str, Any]) -> None:
     rendered = render("kind", {"NUM_WORKERS": "2"}, namespace=namespace)
     with applied(namespace, "LimitRange", {"limits": [item]}) as limits:
         refused = ask("apply", "--dry-run=server", "-f", "-", text=yaml.safe_dump_all(pods_of(rendered)))

@@ -44,7 +44,7 @@ def as_bytes(content: Any) -> bytes:
 
 
 class Trap:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Tests of LoRA in worker groups under ddp and fsdp, on changing numbers of ranks: losses, checkpoints, and resumes."""
+"""Tests of LoRA in worker groups under ddp and fsdp on changing numbers of ranks: losses, checkpoints, resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PARALLEL=fsdp trains the same weights as ddp, and writes sharded checkpoints that load at any world size."""
+"""Tests that PARALLEL=fsdp trains the same weights as ddp and writes checkpoints that load at any world size."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *
         torch.testing.assert_close(tensor, other[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_fsdp_trains_the_weights_of_ddp(groups: Path) -> None:
+def test_fsdp_trains_the_same_weights_as_ddp(groups: Path) -> None:
     """The ranks have different numbers of rows, add up gradients over several passes, and load a checkpoint of the
     other kind.
     """
@@ -141,14 +141,14 @@ def test_the_last_checkpoint_also_has_the_whole_model(groups: Path) -> None:
     ],
 )
 def test_a_group_that_loses_a_node_continues_from_memory(name: str, step: int, groups: Path) -> None:
-    """Node b of a, b and c is lost. Two steps later, the weights equal those of a group without a loss."""
+    """Node b of three is lost. Two steps later, the weights equal those of an undisturbed group."""
     lost, uninterrupted = (torch.load(groups / f"{each}.pt") for each in (name, "uninterrupted"))
     assert lost["from"] == step
     assert_close(lost["model"], uninterrupted["model"], **(TOLERANCE if name == "smaller" else {"rtol": 0, "atol": 0}))
 
 
 @pytest.mark.parametrize("name", ["to-fsdp", "to-ddp"])
-def test_the_last_checkpoint_may_have_safetensors(name: str, groups: Path) -> None:
+def test_the_last_checkpoint_can_include_safetensors(name: str, groups: Path) -> None:
     run, final = of(groups, name)
     files = sorted(file for file in final.files if file.endswith(".safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -172,7 +172,7 @@ def test_the_last_checkpoint_may_have_safetensors(name: str, groups: Path) -> No
     assert one.keys() == safetensors.torch.load_file(f"{folder}/{files[0]}").keys()
 
 
-def test_a_file_that_is_not_valid_safetensors_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_safetensors_file_is_rejected(tmp_path: Path) -> None:
     for name, content in [("a.safetensors", b"?"), ("b.safetensors.index.json", b"[]")]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(SettingsError, match="give a state_dict"):
@@ -281,7 +281,7 @@ def test_small_adjacent_pieces_are_read_together(monkeypatch: pytest.MonkeyPatch
 
 
 class LlamaRMSNorm(nn.Module):
-    """Normalization layer as in models of Hugging Face, which is not a class of torch."""
+    """A normalization layer like in Hugging Face models, which is not a torch class."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ def test_the_commands_accept_sharded_checkpoints(copied: Run, sunspot: Command, 
 
 
 class Halves:
-    """Model of which each of two ranks has half of the rows, saved without a process group."""
+    """A model with half of its rows on each of two ranks, saved without a process group."""
 
     def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch, wait_s: float = 2) -> None:
         """Create the model. A rank waits for the other part for `wait_s` in addition to the time that its own part
@@ -384,7 +384,7 @@ def test_a_checkpoint_exists_only_with_every_part(run: Run, monkeypatch: pytest.
     assert str(passed_over) == "step-00000002-attempt-0001: incomplete, it has no manifest"
 
 
-def test_a_part_may_take_twice_as_long_as_the_part_of_rank_0(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_can_take_twice_as_long_as_rank_0s_part(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     halves, write_part = Halves(run, monkeypatch, wait_s=0.1), ShardWriter.write_part
     slowly = lambda writer, snapshot: (time.sleep(2 - writer._rank), write_part(writer, snapshot))[1]  # noqa: E731
     monkeypatch.setattr(ShardWriter, "write_part", slowly)
@@ -463,7 +463,7 @@ def test_any_file_can_be_used_as_text(tmp_path: Path) -> None:
     ("arguments", "named"),
     [({"depth": 3}, "depth=3"), ({"width": 30, "heads": 4}, "heads=4"), ({"tied": 1}, "tied=1"), ({"layers": 0}, "=0")],
 )
-def test_model_sizes_that_do_not_fit_are_refused(arguments: dict[str, Any], named: str) -> None:
+def test_model_sizes_that_do_not_fit_are_rejected(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         gpt.read_sizes(Settings(task_args=arguments))
 
@@ -483,7 +483,9 @@ GPT = {
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_at_another_world_size_with_the_weights_of_ddp(program: Program, tmp_path: Path) -> None:
+def test_a_killed_run_continues_at_another_world_size_with_the_same_weights_as_ddp(
+    program: Program, tmp_path: Path
+) -> None:
     text = tmp_path / "text"
     text.write_bytes(read_text(REFERENCE)[:150_000])
     # The run continues from storage, as if its nodes were gone, too. From memory, unwritten records would be missing.
@@ -525,7 +527,7 @@ def test_a_lost_node_costs_only_the_steps_since_the_copies_in_memory(
         process = program.start(**settings)
 
         def kept() -> bool:
-            """Return True if both parts of the state are on both nodes."""
+            """Return True if both nodes have both parts of the state."""
             copies = Counter(held.step for held in find_parts(run.location))
             return any(step > 20 and count == 4 for step, count in copies.items())
 

@@ -1,4 +1,4 @@
-"""Tasks that are LightningModules: complete runs on real Ray workers, and modules that are refused."""
+"""Tests of LightningModules as tasks: complete runs on real Ray workers, and rejected modules."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_schedules_resume_at_the_step_of_the_checkpoint(step: int, source: Empty
 
 
 def test_a_module_has_the_same_rates_as_in_lightning_itself() -> None:
-    """This holds from any step, and for epochs of ten steps, which are not a multiple of a scheduler's frequency."""
+    """A run can resume at any step. An epoch's ten steps are not a multiple of a scheduler's frequency."""
     import lightning
 
     from sunspot.adapters.lightning import LightningTask

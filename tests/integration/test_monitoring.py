@@ -1,4 +1,4 @@
-"""A run's metrics for Prometheus, and the alerts and the Grafana dashboard that use them."""
+"""Tests of a run's Prometheus metrics, and of the alerts and Grafana dashboard that use them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def promtool(*words: str, text: str = "") -> None:
 
 @pytest.fixture
 def rules(tmp_path: Path) -> Path:
-    """Return the path of the rules as Prometheus reads them. The operator's object has them as its spec."""
+    """Return the path of the rules as Prometheus reads them, which are the spec of the operator's object."""
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump(load("rules.yaml")["spec"], sort_keys=False))
     return path
@@ -145,8 +145,8 @@ def test_the_operator_is_found_by_its_network_policy_label() -> None:
     assert keep["regex"] in json.dumps(load("rules.yaml"))
 
 
-def test_the_head_names_all_of_its_ports() -> None:
-    """The operator makes the head's Service from the ports that it names, or from a default list only if it names
+def test_the_head_declares_all_of_its_ports() -> None:
+    """The operator makes the head's Service from the ports that it declares, or from a default list if it declares
     none.
     """
     for group in groups():
@@ -157,7 +157,7 @@ def test_the_head_names_all_of_its_ports() -> None:
             assert ports == {"metrics": 8080}
 
 
-def test_prometheus_may_scrape_every_pod() -> None:
+def test_prometheus_is_allowed_to_scrape_every_pod() -> None:
     policy = load("network.yaml")
     for group in groups():
         template = group["template"]
@@ -287,7 +287,7 @@ class Series(NamedTuple):
 
 def scrape(run: str) -> tuple[list[Series], str]:
     """Return a run's series that this machine's Ray exports, and their text without Ray's own labels."""
-    # Ray may consider a node alive that an earlier test lost.
+    # Ray might still consider a node alive that an earlier test lost.
     [node] = [node for node in ray.nodes() if HEAD in node["Resources"]]
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     lines = urllib.request.urlopen(url, timeout=30).read().decode().splitlines()
@@ -333,7 +333,7 @@ def test_the_dashboard_uses_only_existing_rules() -> None:
 def test_a_real_run_exports_every_metric_of_the_dashboard_and_the_alerts(
     program: Program, make_data: Callable[..., str], tmp_path: Path
 ) -> None:
-    """The values are those of the run, and Prometheus's own check of names and units finds no fault."""
+    """The values match the run, and Prometheus's own check of names and units finds no fault."""
     data = make_data(rows=320, test_rows=32)
     every = {f"ray_sunspot_{name}" for name in (*COUNTERS, *GAUGES, *RUN_GAUGES, INCIDENTS, RUN_ACTIVE)}
     every |= {f"ray_sunspot_step_duration_seconds_{part}" for part in ("bucket", "sum", "count")}

@@ -1,4 +1,4 @@
-"""LOADER=ray in a real Ray cluster: one stream, from which each worker gets its own rows."""
+"""Tests of LOADER=ray on a real Ray cluster, where one stream gives each worker its own rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROUPS, WORKERS = (1000,) * 20, 3
 
 @dataclass(frozen=True)
 class WatchedSource:
-    """Rows whose `value` is twice their id. Each read of a group leaves a file in `folder`."""
+    """Rows with a `value` of twice their ID. Each read of a group leaves a file in `folder`."""
 
     folder: str
     row_groups: tuple[int, ...] = GROUPS

@@ -101,7 +101,7 @@ class Shown:
 
     @property
     def points(self) -> Points:
-        """All metrics except those sent at the end of the run."""
+        """All metrics except the ones sent at the end of the run."""
         return {
             name: sorted((point.step, point.timestamp, point.value) for point in self._of(name))
             for name in self.data.metrics
@@ -119,7 +119,7 @@ class Shown:
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-def test_nothing_is_delivered_without_a_service(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_delivered_without_a_tracking_service(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     process.refuse_unusable(Settings())
     with process.tracked(run, Settings()):
@@ -127,7 +127,7 @@ def test_nothing_is_delivered_without_a_service(run: Run, monkeypatch: pytest.Mo
     assert not run.storage.exists(run.key("tracking"))
 
 
-def test_an_unusable_service_is_reported_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unusable_tracking_service_is_reported_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from sunspot.train.__main__ import main
 
     monkeypatch.setenv("SUNSPOT_TRACKING", "mlflow")
@@ -298,7 +298,7 @@ def test_a_run_that_replaces_a_deleted_run_gets_a_new_tracking_run(run: Run, ser
     assert len(Shown(run, "again").runs) == 2
 
 
-def test_rejected_records_are_reported(run: Run, server: Server, warned: list[str]) -> None:
+def test_records_rejected_by_the_tracking_service_are_reported(run: Run, server: Server, warned: list[str]) -> None:
     attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     endless = {**record(10, BEGUN + 10), "m" * 300: 1.0}
     report(run, attempt, record(5, BEGUN + 5), endless, {**record(15, BEGUN + 15), "top@1": float("nan")})

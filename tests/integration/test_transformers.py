@@ -1,4 +1,4 @@
-"""Tasks with a Trainer of transformers at changing numbers of ranks: losses, rows, checkpoints and refusals."""
+"""Tests of tasks with a transformers Trainer on changing numbers of ranks, and of rejected trainers."""
 
 from __future__ import annotations
 

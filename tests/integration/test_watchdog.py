@@ -1,4 +1,4 @@
-"""A rank that hangs reports where it is stuck, and ends itself. A rank that makes progress, or may wait, does not."""
+"""Tests that a hung rank reports where it is stuck and ends itself, but that a working or waiting rank does not."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def start_rank(
 
 
 def run_rank(run: Run, train: str, **options: Any) -> tuple[int, str, float]:
-    """Return the exit code, the output, and the seconds that it took."""
+    """Return the exit code, the output, and the duration in seconds."""
     began = time.monotonic()
     process = start_rank(run, train, **options)
     output = wait_for(process)
@@ -178,7 +178,7 @@ def test_a_rank_has_more_time_for_its_first_step(run: Run) -> None:
     assert event["detail"].startswith("rank 1: no step for 4 s")
 
 
-def test_a_rank_ends_if_it_hears_nothing_before_the_claim(run: Run) -> None:
+def test_a_rank_that_hears_nothing_before_its_claim_is_ended(run: Run) -> None:
     """Such a rank gets no additional time for a first step, and its hang is recorded with the previous attempt."""
     claim(run, [], Attempt(1, "job", None, 0))
     waits = """

@@ -1,4 +1,4 @@
-"""The all-reduce between two pods: timed between two real processes, and judged by given figures."""
+"""Tests of the all-reduce between two pods: its time between two real processes, and its verdict on given figures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sunspot.train.all_reduce import Timing, judge, try_all_reduce
 from tests.harness import REPOSITORY
 
 
-def test_two_pods_meet_and_time_an_all_reduce(tmp_path: Path) -> None:
-    """The processes are started as `sunspot doctor` starts them, but on this machine."""
+def test_two_pods_connect_and_time_an_all_reduce(tmp_path: Path) -> None:
+    """`sunspot doctor` starts the same processes in pods."""
     environment = {**os.environ, "SUNSPOT_STORAGE_PATH": str(tmp_path / "runs")}
     command = [sys.executable, "-m", "sunspot.train.pod_probe", "--meeting", "here"]
     pods = [
@@ -80,7 +80,7 @@ def test_a_pod_that_cannot_reach_the_other_one_names_its_address(
         (Timing(0.005, 0.001), 8, True, Result.OK, "by NCCL over a network it did not name, 8 GPUs in each"),
     ],
 )
-def test_slow_or_tcp_networks_are_warned_of(
+def test_slow_or_tcp_networks_cause_a_warning(
     timing: Timing, gpus: int, devices: bool, result: Result, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(all_reduce, "RDMA", tmp_path if devices else tmp_path / "none")

@@ -100,7 +100,7 @@ def test_lists_of_any_type_are_read(tmp_path: Path, stored: pa.DataType) -> None
     ],
     ids=["list", "list view", "struct"],
 )
-def test_nested_views_are_read(tmp_path: Path, values: list[Any], stored: pa.DataType) -> None:
+def test_nested_arrow_views_are_read(tmp_path: Path, values: list[Any], stored: pa.DataType) -> None:
     found = read(tmp_path, plain(values, stored), Column("int64", longest=99, decode=codes_of_json))
     assert [bytes(row[row > 0].tolist()).decode() for row in found["label"]] == [
         json.dumps(values[number]) for number in (0, 1, 1)

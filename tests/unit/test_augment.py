@@ -1,4 +1,4 @@
-"""Augmentation changes a row in the same way at any number of workers, and differently in each epoch."""
+"""Tests that augmentation does not depend on the number of workers and differs in each epoch."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Autoscaler:
         self.instances: list[AutoscalerInstance] = []
 
     def add(self, group: str, count: int, status: int = Instance.RAY_RUNNING, idle_s: float = 0) -> None:
-        """Add pods: running, with a worker unless they have been idle, or still pending (ALLOCATED)."""
+        """Add pods, which either run (with a worker, unless they are idle) or are still pending (ALLOCATED)."""
         total = self.types[group].resources
         for _ in range(count):
             name = f"{group}/{len(self.instances)}"

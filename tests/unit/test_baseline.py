@@ -1,4 +1,4 @@
-"""The plain baseline learns with torch alone, and refuses settings that it would ignore."""
+"""Tests that the plain baseline learns with torch alone and rejects settings that it would ignore."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_baseline_learns(few_digits: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("setting", ["MAX_STEPS=2", "TASK=sunspot.tasks.gpt", "STORAGE_PATH=s3://models/runs"])
-def test_a_setting_that_the_baseline_would_ignore_is_refused(
+def test_a_setting_that_the_baseline_would_ignore_is_rejected(
     setting: str, few_digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, _, value = f"SUNSPOT_{setting}".partition("=")

@@ -1,4 +1,4 @@
-"""Nodes with broken GPUs are left out, at the start of a run and when a GPU breaks during training."""
+"""Tests that nodes with broken GPUs are left out, both at the start of a run and during training."""
 
 from __future__ import annotations
 
@@ -143,9 +143,9 @@ def test_a_run_ends_if_it_needs_a_gpu_that_broke(cluster: Cluster, training: Bro
 
 
 def test_a_needed_gpu_is_used_again_if_it_works_or_had_no_error(cluster: Cluster, training: BrokenInTraining) -> None:
-    """MAX_FAILURES limits the number of tries then."""
+    """MAX_FAILURES limits the number of attempts in that case."""
     assert not training({A: 214, B: 220})
-    cluster.broken = "ab"  # the GPUs of a node that is about to go may not answer either
+    cluster.broken = "ab"  # the GPUs of a node that is about to end might not answer, either
     assert not training({A: None, B: None})
     assert not cluster.done
 

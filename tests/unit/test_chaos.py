@@ -303,7 +303,7 @@ def test_the_error_for_missing_pod_permissions_names_the_role(
     assert 'User "me" cannot delete pods; ask for the Role sunspot-chaos of k8s/base' in sunspot.err
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------------------- rejected runs
 
 
 def borrow(training: Training) -> None:

@@ -1,4 +1,4 @@
-"""`sunspot check`: the problems that it finds in a task, and the lines that it names."""
+"""Tests of `sunspot check`: the problems that it finds in a task, and the lines that it reports."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_an_error_before_any_row_was_read_describes_no_rows() -> None:
     assert "with the rows" not in str(caught.value)
 
 
-def test_missing_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_dataset_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SunspotError, match="nowhere"):
         check_task(tmp_path, TASK, monkeypatch, DATASET=str(tmp_path / "nowhere"))
 

@@ -552,7 +552,7 @@ def test_the_best_and_the_newest_checkpoints_are_kept(values: list[float | None]
 
 
 class SlowStorage(LocalStorage):
-    """Rejects or delays the files of some steps until `let_go` is set."""
+    """A storage location that rejects or delays the files of some steps until `let_go` is set."""
 
     steps: tuple[int, ...] = ()
     refuses = False
@@ -988,7 +988,7 @@ def test_files_not_verified_by_storage_are_read_back(s3_run: Run, s3_proxy: Faul
 
 
 def test_a_checkpoint_of_many_files_is_deleted_in_three_requests(s3_run: Run, s3_proxy: FaultProxy) -> None:
-    """One deletes the manifest, one lists the other files, and one deletes them. 64 ranks make 193 files."""
+    """The requests delete the manifest, list the other files, and delete these. 64 ranks write 193 files."""
     files = [MANIFEST, *(f"__{number}_0.distcp" for number in range(20))]
     for file in files:
         s3_run.storage.write(s3_run.key("checkpoints", "step-00000001-attempt-0001", file), b"content")

@@ -1,4 +1,4 @@
-"""Tests of the objects that `sunspot checkpoints` reads, downloads, removes and keeps."""
+"""Tests of which objects `sunspot checkpoints` reads, downloads, removes and keeps."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def leave_incomplete(run: Run, attempt: Attempt, step: int) -> str:
 
 
 @pytest.mark.parametrize("file", ["model.pt", "optimizer.pt", MANIFEST])
-def test_a_flipped_byte_is_found(run: Run, sunspot: StorageCommand, digests: list[str], file: str) -> None:
+def test_listing_checkpoints_finds_a_flipped_byte(
+    run: Run, sunspot: StorageCommand, digests: list[str], file: str
+) -> None:
     attempt = start(run, "job")
     whole, flipped = commit(run, attempt, 3), commit(run, attempt, 5)
     flip_byte(path_of(run, flipped, file))

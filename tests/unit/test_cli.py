@@ -315,7 +315,7 @@ def test_a_run_without_checkpoints_has_an_empty_list(run: Run, sunspot: StorageC
     assert (sunspot("checkpoints", "verify", "run", "--json").json, sunspot("checkpoints", "ls", "run").code) == ([], 0)
 
 
-def test_damaged_checkpoints_are_listed_as_such(run: Run, sunspot: StorageCommand) -> None:
+def test_damaged_checkpoints_are_listed_as_damaged(run: Run, sunspot: StorageCommand) -> None:
     attempt = start(run, "job")
     whole, changed, broken = (commit(run, attempt, step) for step in (3, 5, 7))
     damage(run, changed)

@@ -457,7 +457,7 @@ def test_doctor_warns_if_pods_would_share_a_nodes_gpus(fit: FakeCluster) -> None
 @pytest.mark.parametrize(
     ("text", "number"), [("250m", 0.25), ("5Gi", 5 * 2**30), ("2", 2), ("1e3", 1000), ("3k", 3000), (4, 4)]
 )
-def test_quantities_are_parsed(text: Any, number: float) -> None:
+def test_kubernetes_quantities_are_parsed(text: Any, number: float) -> None:
     assert parse_quantity(text) == number
 
 
@@ -494,9 +494,7 @@ def test_rejected_multipart_uploads_fail_the_check(sunspot: Command, fit: FakeCl
     assert s3.leftover_uploads(sunspot.run.storage.bucket) == []
 
 
-def test_doctor_warns_of_a_bucket_that_keeps_deleted_objects(
-    sunspot: Command, fit: FakeCluster, s3_bucket: str
-) -> None:
+def test_doctor_warns_if_a_bucket_keeps_deleted_objects(sunspot: Command, fit: FakeCluster, s3_bucket: str) -> None:
     client = s3.plain_client()
     client.put_bucket_versioning(Bucket=s3_bucket, VersioningConfiguration={"Status": "Enabled"})
     client.delete_bucket_lifecycle(Bucket=s3_bucket)

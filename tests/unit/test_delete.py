@@ -277,7 +277,7 @@ def test_objects_are_deleted_in_batches_or_singly_if_the_server_requires_it(
     assert not files_of(bucket_run)
 
 
-# ------------------------------------------------------------------------------------------------------ what it refuses
+# ------------------------------------------------------------------------------------------------------ rejected runs
 
 
 @pytest.mark.parametrize("deployment", ["", "Initializing", "Running", "Suspended"])
@@ -383,7 +383,7 @@ def test_a_damaged_run_can_be_deleted(sunspot: Command, run: Run, cluster: FakeC
     assert not cluster.jobs
 
 
-# ----------------------------------------------------------------------------------------------------- half-way, never
+# ------------------------------------------------------------------------------------------------------ interruptions
 
 
 def test_manifests_are_deleted_before_files_and_records_last(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The wait for GPU memory of the previous worker group, with stand-ins for CUDA and the clock."""
+"""Tests of waiting until the previous worker group has freed its GPU memory, with a fake CUDA and clock."""
 
 from __future__ import annotations
 

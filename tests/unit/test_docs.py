@@ -27,7 +27,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_are_not_broken(page: Path) -> None:
+def test_links_in_the_docs_are_not_broken(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith(("http://", "https://")):
             continue
@@ -103,7 +103,7 @@ def test_quoted_messages_match_the_program() -> None:
             assert part.rstrip("?") in sources, message
 
 
-def test_the_paths_of_a_loss_and_a_notice_name_functions_that_exist() -> None:
+def test_functions_named_in_the_elastic_package_docstring_exist() -> None:
     page = ast.get_docstring(ast.parse((REPOSITORY / "app/sunspot/elastic/__init__.py").read_text())) or ""
     steps = re.split(r"^ *\d+\. ", page, flags=re.M)[1:]
     assert len(steps) == 7 + 13

@@ -63,7 +63,7 @@ def warning(about: str, reason: str, said: str, age: float = 30) -> dict[str, An
 
 @pytest.fixture
 def job(cluster: FakeCluster) -> dict[str, Any]:
-    """A RayJob whose pods are about to be created."""
+    """A RayJob with pods that are about to be created."""
     job = rayjob(JOB, preRunningDeadlineSeconds=600)
     group = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     container = {"name": "ray", "resources": {"requests": {"cpu": "64", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}}
@@ -494,7 +494,7 @@ def test_a_long_first_step_is_not_reported(run: Run, sunspot: Command) -> None:
 
 
 def test_doctor_does_not_report_missing_room_right_after_a_loss(run: Run, sunspot: Command) -> None:
-    """The driver started long ago, and its workers have just been lost."""
+    """The driver started long ago, but its workers were lost just now."""
     begin(run)
     now, reason = time.time(), "no sign of life from its workers"
     for heartbeat, severity in ((now - 20, "note"), (None, "warning")):
@@ -945,7 +945,7 @@ def test_running_out_of_memory_at_the_end_is_the_first_finding(run: Run, sunspot
     assert found["out of memory"]["severity"] == "error"
 
 
-# ------------------------------------------------------------------------------------------------------ what it cannot
+# ------------------------------------------------------------------------------------------------------ missing access
 
 
 def test_doctor_exits_with_code_3_for_an_unknown_run(cluster: FakeCluster, sunspot: Command) -> None:

@@ -70,7 +70,7 @@ def test_a_run_with_all_its_workers_is_healthy(job: FakeCluster, run: Run, sunsp
 
 
 def test_pods_on_lost_nodes_do_not_count_as_running(job: FakeCluster, run: Run, sunspot: Command) -> None:
-    """Kubernetes calls pods on such nodes Running until it deletes them."""
+    """The phase of such pods is Running until Kubernetes deletes them."""
     train(run, 3, 1)
     put_nodes(job, 2, gone=3)
     found = findings(sunspot)

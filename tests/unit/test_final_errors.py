@@ -1,4 +1,4 @@
-"""Errors that would occur on any cluster end a RayJob at once. Other errors leave the RayJob its retries."""
+"""Tests that errors that would occur on any cluster end a RayJob at once, and that other errors can be retried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of fine-tuning small pretrained models: trained weights, checkpoints, programs that load them, and refusals."""
+"""Tests of fine-tuning small pretrained models: trained weights, checkpoints and their readers, and rejected input."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_an_adapter_loads_only_onto_its_base(base: str, texts: str, tmp_path: Pa
         )
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------ rejected input
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""COMPILE: one graph serves passes of any number of rows, and the model's names and gradients stay the same."""
+"""Tests of COMPILE: all passes share one graph, and the model's names and gradients stay the same."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan_of(rows: int, **settings: Any) -> Plan:
 
 
 @given(st.integers(2, 500), st.integers(2, 90), st.integers(1, 9), st.integers(0, 20))
-def test_passes_do_not_grow_when_workers_are_lost(rows: int, batch: int, workers: int, micro: int) -> None:
+def test_losing_workers_does_not_enlarge_forward_passes(rows: int, batch: int, workers: int, micro: int) -> None:
     """This holds for any number of remaining workers, out of nine."""
     plan = plan_of(rows, num_workers=9, global_batch_size=batch, micro_batch_size=micro, compile="default")
 
@@ -74,7 +74,7 @@ def test_padding_rows_do_not_affect_the_step(group: dist.ProcessGroup) -> None:
 
 @pytest.fixture
 def only_graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Compile models only to graphs, because generating code takes a compiler and a minute.
+    """Compile models only to graphs, because generating code requires a compiler and takes a minute.
 
     Return the compiler's counters.
     """
@@ -91,7 +91,7 @@ def only_graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counters["stats"]
 
 
-def test_one_graph_serves_all_steps(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
+def test_all_steps_use_the_same_compiled_graph(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
     """The last step of the epoch is a short one."""
     settings = {"task": "tests.tasks.tiny", "global_batch_size": 7000, "epochs": 1, "learning_rate": 0.1}
     plain = train_rank(plan_without_evaluation(Settings(**settings)), group)
@@ -104,7 +104,9 @@ def test_one_graph_serves_all_steps(group: dist.ProcessGroup, only_graphs: Count
         np.testing.assert_allclose(compiled[name].numpy(), weights, rtol=0, atol=1e-5)
 
 
-def test_one_graph_serves_any_number_of_workers(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
+def test_any_number_of_workers_uses_the_same_compiled_graph(
+    group: dist.ProcessGroup, only_graphs: Counter[str]
+) -> None:
     """The evaluation has one more graph."""
     settings = Settings(task="tests.tasks.tiny", num_workers="2..8", global_batch_size=64, compile="default")
     learner = make_worker(plan_without_evaluation(settings), group).learner
@@ -119,7 +121,7 @@ def test_one_graph_serves_any_number_of_workers(group: dist.ProcessGroup, only_g
     assert only_graphs["unique_graphs"] == 2
 
 
-def test_blocks_compile_themselves_under_fsdp(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
+def test_blocks_are_compiled_individually_under_fsdp(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
     gpt = {
         "task": "sunspot.tasks.gpt",
         "task_args": {"layers": 2, "width": 50, "heads": 2, "context": 16},
@@ -157,7 +159,7 @@ def test_a_lightning_module_is_compiled() -> None:
     ],
 )
 def test_accumulated_gradients_are_not_kept_in_a_cuda_graphs_memory(micro: int, survivors: str, mode: str) -> None:
-    """A worker that outlives the other one accumulates the gradients of two passes."""
+    """The remaining worker accumulates the gradients of two passes."""
     model, modes = nn.Linear(1, 1), []
     model.compile = lambda mode, dynamic: modes.append(mode)
     plan = plan_of(1000, micro_batch_size=micro, compile="max-autotune", survivors=survivors)

@@ -1,4 +1,4 @@
-"""The problems that are reported of a GPU that torch cannot use, with stand-ins for NVIDIA's driver."""
+"""Tests of the problem reported for a GPU that torch cannot use, with a fake NVIDIA driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sunspot.train.gpu import find_gpu_problem, try_gpus
 
 
 class Driver:
-    """NVIDIA's driver for a version of CUDA, with some GPUs. `broken` has the failing call and its code for a GPU."""
+    """A fake NVIDIA driver for one version of CUDA. `broken` maps a GPU to the call that fails and its error code."""
 
     def __init__(
         self, cuda: int, code: int = 0, gpus: int = 1, broken: dict[int, tuple[str, int]] | None = None
@@ -73,7 +73,7 @@ class Driver:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, build: dict[str, Any], **driver: Any) -> Driver:
-    """Pretend that this build of torch and this driver, if any, are installed."""
+    """Pretend that this build of torch is installed, and this driver, if any."""
     loaded = Driver(**{"cuda": 0, **driver})
 
     def load(name: str) -> Any:
@@ -111,7 +111,7 @@ def test_find_gpu_problem_explains_why_torch_finds_no_gpu(
     assert bool(problem) == bool(told)
 
 
-def test_a_failed_check_has_its_fix_in_a_field_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_stores_its_fix_in_a_separate_field(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {"cuda": "13.2"})
     check = try_gpus(1)
     assert (check.result, check.fix[:22]) == (Result.FAILED, "install it on the node")
@@ -138,7 +138,7 @@ def test_a_failed_check_has_its_fix_in_a_field_of_its_own(monkeypatch: pytest.Mo
     ],
     ids=["all work", "one is gone", "one is dead", "two are", "full ones work", "one that is not promised"],
 )
-def test_each_promised_gpu_is_checked(
+def test_every_requested_gpu_is_checked(
     monkeypatch: pytest.MonkeyPatch, gpus: int, broken: dict[int, tuple[str, int]], told: str
 ) -> None:
     driver = pretend(monkeypatch, {"cuda": "13.2"}, cuda=13000, gpus=gpus, broken=broken)

@@ -1,4 +1,4 @@
-"""The number of workers requested from each node group, as time passes and nodes come and go."""
+"""Tests of how many workers are requested from each node group as nodes come and go."""
 
 from __future__ import annotations
 

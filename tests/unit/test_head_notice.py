@@ -1,4 +1,4 @@
-"""Notices reach the workers. If the head is preempted, they save once and keep training."""
+"""Tests that workers save once and keep training if the head is preempted."""
 
 from __future__ import annotations
 

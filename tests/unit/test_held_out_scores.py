@@ -1,4 +1,4 @@
-"""Metrics of all held-out rows: the arguments of a task's `compute_metrics`, and its results."""
+"""Tests of metrics over all held-out rows: the arguments and results of a task's `compute_metrics`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class HeldOutRows:
 
 @pytest.fixture
 def plan_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Plan]:
-    """Write the task with one more function, and return the plan of a run of it."""
+    """Write the task with one more function, and return the plan of its run."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(text: str) -> Plan:

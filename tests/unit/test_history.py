@@ -35,7 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_merging_segments_loses_no_records(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few objects are left, all records are readable at any time, and each byte is written only a few times."""
+    """Few objects remain, all records are readable at any time, and each byte is written only a few times."""
     sizes: list[int] = []
     write, delete = run.storage.write, run.storage.delete_many
     monkeypatch.setattr(run.storage, "write", lambda key, data: (write(key, data), sizes.append(len(data))))

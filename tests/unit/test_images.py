@@ -77,7 +77,7 @@ def test_jpeg_images_of_every_mode_are_decoded(decode: Decode, mode: str) -> Non
 
 @both
 @pytest.mark.parametrize("form", ["EPS", "GIF", "TIFF", "BMP", "PPM", "ICO", "PCX", "PDF", "WEBP"])
-def test_other_formats_are_rejected(decode: Decode, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_image_formats_are_rejected(decode: Decode, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import EpsImagePlugin
 
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kwargs: pytest.fail("ran Ghostscript"))
@@ -86,7 +86,7 @@ def test_other_formats_are_rejected(decode: Decode, form: str, monkeypatch: pyte
 
 
 @both
-def test_animations_are_rejected(decode: Decode) -> None:
+def test_animated_images_are_rejected(decode: Decode) -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     with pytest.raises(SunspotError, match=r"an animation of \d+ frames; use a single image"):
         decode(save("PNG", save_all=True, append_images=frames))
@@ -153,7 +153,7 @@ def encode(image: Image.Image, form: str, **options: object) -> bytes:
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "TIFF in LZW"])
 @pytest.mark.parametrize("orientation", [1, *TO_STORED])
-def test_images_are_turned_upright(orientation: int, form: str) -> None:
+def test_images_are_rotated_by_their_exif_orientation(orientation: int, form: str) -> None:
     turn = TO_STORED.get(orientation)
     stored = bright_top().transpose(Image.Transpose[turn]) if turn else bright_top()
     exif = Image.Exif()
@@ -173,7 +173,7 @@ def test_unreadable_exif_data_are_ignored(exif: bytes) -> None:
     assert pixels[:, :3].min() > 200
 
 
-def test_images_are_turned_upright_despite_other_invalid_exif_data() -> None:
+def test_images_are_rotated_despite_other_invalid_exif_data() -> None:
     resolution = struct.pack("<HHII", 0x011A, 10, 1, 38)  # a signed fraction, -1 / 0
     orientation = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
     entries = struct.pack("<IH", 8, 2) + orientation + resolution + bytes(4) + struct.pack("<ii", -1, 0)
@@ -245,7 +245,7 @@ def test_images_that_would_lose_information_are_rejected(content: bytes, said: s
 
 
 @pytest.mark.parametrize("content", [pages(0), pages(1), pages(0, 1, 1), pages(0, 4)])
-def test_smaller_versions_and_masks_do_not_count_as_pages(content: bytes) -> None:
+def test_thumbnails_and_masks_do_not_count_as_tiff_pages(content: bytes) -> None:
     assert decode_picture(content, (1, 8, 8), scales=True).shape == (1, 8, 8)
 
 

@@ -120,7 +120,7 @@ def test_a_receipt_is_described_in_one_line(fields: dict[str, Any], line: str) -
 def test_goodput_counts_the_time_lost_to_an_incident() -> None:
     attempts = [attempt(1, 100, workers=3), attempt(2, 150, workers=2)]
     begin = receipt(1, 100, 110, cause=Cause.BEGIN)
-    # 3 workers for 50 s and 2 for 50 s; lost: 3 for 10 s, then 3 for 5 s and 2 for 15 s.
+    # There are 3 workers for 50 s and 2 for 50 s. 3 of them lose 10 s, then 3 lose 5 s and 2 lose 15 s.
     assert goodput(attempts, [begin, receipt(2, 145, 165)], 200) == pytest.approx(1 - (30 + 15 + 30) / 250)
 
 

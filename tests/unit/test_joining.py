@@ -1,4 +1,4 @@
-"""The steps by which a process becomes a worker of the run, each tested alone."""
+"""Tests of each step by which a process becomes a worker of the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config(run: Run, monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
 
 
 def survivor_that(**behaviour: Any) -> Any:
-    """Return a survivor's stand-in, which has trained before and keeps no state."""
+    """Return a fake survivor that has trained before and keeps no state."""
     return MagicMock(**{"others_train": False, "replaces": False, "kept": None, **behaviour})
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_claimed_once_an_error_has_ended_the_run(
     assert not agree.called
 
 
-def test_a_group_without_a_start_does_not_train(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_agrees_on_no_start_does_not_train(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "agree_on_start", lambda *_: (None, None))
     with Joining(config) as joined:
         assert joined.claim(PLACE) is None
@@ -88,7 +88,7 @@ def test_a_claim_gives_each_rank_its_node_and_the_attempt(
         assert setup.place.nodes == ["node-a", "node-b"]
 
 
-def test_building_loads_the_state_that_was_found_and_frees_it(
+def test_building_a_worker_loads_and_frees_the_state_that_was_found(
     config: WorkerConfig, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found, state = object(), SimpleNamespace(tier="storage")

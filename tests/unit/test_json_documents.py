@@ -1,4 +1,4 @@
-"""The JSON documents of `sunspot status` and `sunspot list`, whole: their keys, the order of the keys, and the values.
+"""Tests of the complete JSON documents of `sunspot status` and `sunspot list`, including the order of their keys.
 
 After an intended change, write the golden file again and read the diff:
 WRITE_GOLDEN=1 python -m pytest tests/unit/test_json_documents.py -k golden
@@ -43,7 +43,7 @@ def settle(value: Any, key: str = "") -> Any:
 
 
 def make_live(run: Run, cluster: FakeCluster) -> None:
-    """Write a run with two attempts that trains in the cluster and whose RayJob has one of two worker pods."""
+    """Write a live run with two attempts. Its RayJob has one of two worker pods."""
     begin(run)
     first = start(run, "run-1", tier="beginning", world_size=2, at=time.time() - 100)
     write_receipt(run, first, 0, Cause.BEGIN)

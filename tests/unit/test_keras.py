@@ -1,4 +1,4 @@
-"""Tests of a Keras model as a task, without Ray: resumes, gradients, model files, and refusals."""
+"""Tests of a Keras model as a task, without Ray: resuming, gradients, model files, and rejected input."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_resumed_keras_model_equals_that_of_an_uninterrupted_run(task: Any, dr
 
 
 def test_all_rows_of_a_step_have_the_same_weight(task: Any) -> None:
-    """Check that the losses are those of each row before the step, and that they fall."""
+    """The losses are those of each row before the step, and they decrease."""
     model, rows = build(), make_rows()
     expected = model.losses(rows, model(rows))
     losses, outputs = model.take_step(rows, 0.01, 1 / ROWS)
@@ -114,7 +114,7 @@ def test_all_rows_of_a_step_have_the_same_weight(task: Any) -> None:
 
 
 def test_rows_without_weight_do_not_affect_a_step(task: Any) -> None:
-    """Check a worker without rows: it takes the step with padding, and its layers' own losses count."""
+    """A worker without rows takes the step with padding rows. Only its layers' own losses count."""
     rows, models = make_rows(), [build(), build()]
     for number, model in enumerate(models):
         padding = {name: column[2 * number : 2 * number + 2] for name, column in rows.items()}
@@ -124,7 +124,7 @@ def test_rows_without_weight_do_not_affect_a_step(task: Any) -> None:
 
 
 def test_the_keras_loop_waits_for_the_copy_before_it_changes_variables(task: Any) -> None:
-    """Check a copy of the state in progress, and a commit that has failed for good."""
+    """Training also ends with the error of a commit that has failed for good."""
     rows, model = make_rows(), build()
     adapter = load_task(settings_for())
     optimizer = adapter.build_optimizer(model, settings_for())

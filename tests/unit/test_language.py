@@ -15,7 +15,7 @@ from scripts.language import find_faults
         ("# It starts anew.\n", (1, "write again")),
     ],
 )
-def test_a_fault_is_found_with_its_line(code: str, fault: tuple[int, str]) -> None:
+def test_a_style_fault_is_reported_with_its_line(code: str, fault: tuple[int, str]) -> None:
     [(line, text)] = find_faults(code, is_python=True)
     assert line == fault[0]
     assert fault[1] in text

@@ -1,4 +1,4 @@
-"""The learning rates of each step are those of a plain PyTorch loop, from whichever step a run resumes."""
+"""Tests that each step has the learning rates of a plain PyTorch loop, no matter where a run resumes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plan_of(settings: Settings, total_steps: int = STEPS) -> Plan:
 
 
 def rates_of(module: Any, settings: Settings, total_steps: int = STEPS) -> LearningRates:
-    """Return the learning rates of a task whose model is a single layer."""
+    """Return the learning rates of a task with a single-layer model."""
     task = PlainTask(module, settings)
     optimizer, _ = build.build_optimizer(settings, task, nn.Linear(2, 2))
     return LearningRates(plan_of(settings, total_steps), task, optimizer)
@@ -83,7 +83,7 @@ def module_of(**functions: Any) -> ModuleType:
 @pytest.mark.parametrize("kind", scheduled.SCHEDULERS)
 @pytest.mark.parametrize("makes", ["SGD", "AdamW of tensors"])
 def test_each_group_has_the_same_options_as_in_a_plain_loop_at_every_step(kind: str, makes: str) -> None:
-    """This holds from whichever step a run resumes, and with any rates in its checkpoint."""
+    """This holds for any step from which a run resumes, and for any rates in its checkpoint."""
 
     def build_adam(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         groups = [{"params": [model.weight], "lr": torch.tensor(0.02)}, {"params": [model.bias]}]

@@ -1,4 +1,4 @@
-"""The members of the group and the state from which it continues, while processes die, join, freeze or are late.
+"""A model of a group's members and its starting state while processes die, join, freeze or are late.
 
 Hypothesis drives the real `Membership` and the real choice of a start with processes that have states. A group is
 always followed by another, two groups never train at the same time, and the newest live state is never left behind.
@@ -46,7 +46,7 @@ IDENTITY_OF_ROWS = Rows("data", 100, 10, "order", "NumPy")
 
 @dataclass(eq=False)
 class Process:
-    """Worker process from the membership server's point of view. It does what it is asked, perhaps late or never."""
+    """A worker process as the membership server sees it. It does what it is asked, possibly late or never."""
 
     name: str
     node: str
@@ -135,7 +135,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.can_step())
     @rule(data=st.data())
     def die_in_step(self, data: st.DataObject) -> None:
-        """Let a member die within a step that the others have taken completely, in part, or not at all."""
+        """Let a member die during a step that the others have completed, partly completed, or not begun."""
         group = self.can_step()
         died = data.draw(st.sampled_from(range(len(group))))
         others = [process for rank, process in enumerate(group) if rank != died]
@@ -156,7 +156,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.processes and not self.stopped)
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
-        """Let the server take a process for lost, although it may be alive."""
+        """Let the server presume that a process is lost, although it might be alive."""
         process = self.draw(data)
         if not process.cut:
             process.cut = True
@@ -165,7 +165,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: any(process.cut and not process.frozen for process in self.processes.values()))
     @rule(data=st.data())
     def come_back(self, data: st.DataObject) -> None:
-        """Let a process find that it was taken for lost, and reconnect in the middle of its step."""
+        """Let a process that was presumed lost reconnect in the middle of its step."""
         cut = [name for name, process in self.processes.items() if process.cut and not process.frozen]
         process = self.processes[data.draw(st.sampled_from(sorted(cut)))]
         self.connect(process, waits_to_join=False)
@@ -198,9 +198,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.can_step())
     @rule(late=st.booleans(), copied=st.booleans())
     def step(self, late: bool, copied: bool) -> None:
-        """Let the group take a step. With `late`, rank 0 completes the step and leaves before the others have completed
-        it.
-        """
+        """Let the group take a step. With `late`, rank 0 completes the step and leaves before the others do."""
         group = self.can_step()
         leaves = group[0].changes
         first = group[:1] if late and leaves else group
@@ -320,7 +318,7 @@ class Decisions(RuleBasedStateMachine):
         return process.name in self.processes and process.trains_in == number and not process.frozen
 
     def can_step(self) -> list[Process]:
-        """Return the members, by rank, of the group that claimed last. Return none if the group cannot take a step."""
+        """Return the members of the newest group that claimed, by rank, or nothing if it cannot take a step."""
         group = self.groups.get(self.claimed, [])
         return group if all(self.forms(process, self.claimed) for process in group) else []
 
@@ -412,7 +410,7 @@ class Decisions(RuleBasedStateMachine):
         assert len(can_step) <= 1
 
     def teardown(self) -> None:
-        """Check that once nothing happens, all living processes that may be in a group are in the same group."""
+        """Check that all live processes that can be in a group end up in the same group."""
         for process in self.processes.values():
             process.frozen = False
         for _ in range(20):
@@ -426,14 +424,14 @@ class Decisions(RuleBasedStateMachine):
 
 
 class CopiesHidden(Decisions):
-    """Model in which a live state hides the in-memory copies, even if that state cannot be used."""
+    """A model in which a live state hides the in-memory copies, even if that state cannot be used."""
 
     def find_copies(self, inventories: list[NodeInventory]) -> list[NodeInventory]:
         return inventories if any(inventory.live for inventory in inventories) else super().find_copies(inventories)
 
 
 def choose_staying_members(self: Membership, candidates: Collection[str]) -> tuple[Member, ...]:
-    """Leave out all draining nodes if there are others, which the server must not do."""
+    """Leave out all draining nodes if there are others. The server must not do this."""
     living = [member for uid, member in self._members.items() if uid in set(candidates)]
     return tuple([member for member in living if member.node not in self._draining] or living)
 
@@ -443,7 +441,7 @@ TestDecisions.settings = settings(max_examples=100, stateful_step_count=40, dead
 
 
 def expect_counterexample(machine: type[Decisions], text: str) -> None:
-    """Expect that some order of events breaks a faulty model. This seed finds it soon."""
+    """Expect that some order of events breaks a faulty model. This seed finds it quickly."""
     chosen = settings(
         max_examples=1000,
         stateful_step_count=40,
@@ -459,7 +457,7 @@ def expect_counterexample(machine: type[Decisions], text: str) -> None:
         run_state_machine_as_test(seed(0)(machine), settings=chosen)
 
 
-def test_a_choice_that_always_prefers_staying_nodes_leaves_the_newest_state_behind(
+def test_always_preferring_staying_nodes_loses_the_newest_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Membership, "_choose", choose_staying_members)
@@ -484,16 +482,16 @@ def bring_back_a_stale_process(machine: Decisions) -> None:
     machine.teardown()
 
 
-def test_a_group_finds_the_copies_in_memory_even_if_a_member_has_an_older_state() -> None:
+def test_a_group_finds_in_memory_copies_even_if_a_member_has_an_older_state() -> None:
     bring_back_a_stale_process(Decisions())
 
 
-def test_the_model_notices_if_an_older_state_hides_the_copies() -> None:
+def test_the_model_detects_an_older_state_that_hides_the_copies() -> None:
     with pytest.raises(AssertionError, match="a newer in-memory copy is skipped"):
         bring_back_a_stale_process(CopiesHidden())
 
 
-def test_the_model_notices_if_the_state_of_a_process_that_missed_a_group_counts(
+def test_the_model_detects_a_stale_state_that_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(copies, "was_in_every_group", lambda *_: True)
@@ -501,7 +499,7 @@ def test_the_model_notices_if_the_state_of_a_process_that_missed_a_group_counts(
         bring_back_a_stale_process(Decisions())
 
 
-def test_the_group_waits_for_a_member_that_reconnects_in_the_middle_of_a_step() -> None:
+def test_the_group_waits_for_a_member_that_reconnects_during_a_step() -> None:
     """The member has the newest state, and a group of the two newcomers would go back to a copy."""
     membership = Membership(2)
     for name in ("first", "second"):
@@ -524,6 +522,6 @@ def test_the_group_waits_for_a_member_that_reconnects_in_the_middle_of_a_step() 
     assert processes == ["first", "third", "fourth"], "the member stays rank 0, and completes its commits"
 
 
-def test_the_model_notices_if_the_group_does_not_wait_for_a_reconnected_member(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_detects_a_group_that_does_not_wait_for_a_reconnected_member(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "_returned", lambda self: set())
     expect_counterexample(Decisions, "the group waits for a reconnected member")

@@ -1,4 +1,4 @@
-"""A process counts as lost at once if it has ended, and after a while if it is silent."""
+"""Tests that a process counts as lost at once if it has ended, and after a while if it is silent."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def beat(connection: Connection, until: threading.Event) -> None:
         connection.send("beat")
 
 
-def test_a_silent_connection_keeps_nobody_waiting(server: MembershipServer) -> None:
+def test_a_silent_connection_does_not_delay_other_processes(server: MembershipServer) -> None:
     address = server.address
     with socket.create_connection((address.host, address.port)):
         client = MembershipClient(address, Member("one", "node"), lambda: None)
@@ -81,13 +81,13 @@ def test_a_silent_connection_keeps_nobody_waiting(server: MembershipServer) -> N
         client.close()
 
 
-def test_a_process_without_the_key_is_refused(server: MembershipServer) -> None:
+def test_a_process_without_the_key_is_rejected(server: MembershipServer) -> None:
     with pytest.raises(AuthenticationError):
         Client((server.address.host, server.address.port), authkey=b"another")
     assert not server._connections
 
 
-def test_the_server_hears_which_state_a_process_has(server: MembershipServer) -> None:
+def test_a_process_tells_the_server_which_state_it_has(server: MembershipServer) -> None:
     """Otherwise, the server would prefer a staying newcomer to the only member that has the state."""
     leaving, staying = enter(server, "leaving", node="old", step=7), enter(server, "staying")
     for connection in (leaving, staying):
@@ -102,14 +102,14 @@ def test_the_server_hears_which_state_a_process_has(server: MembershipServer) ->
         assert [member.uid for member in server.snapshot().generation.members] == ["leaving", "staying"]
 
 
-def test_a_server_that_is_closed_leaves_no_thread() -> None:
+def test_closing_the_server_ends_its_threads() -> None:
     with open_server(2):
         pass
     wait_until(lambda: not [each for each in threading.enumerate() if each.name == "members"], seconds=5)
 
 
-def test_a_change_that_is_announced_right_after_the_group_counts() -> None:
-    """The training thread may be slower than the listening thread."""
+def test_a_change_announced_right_after_a_group_is_not_missed() -> None:
+    """The training thread can be slower than the listening thread."""
     client = MembershipClient(MembershipAddress("nowhere", 0, 0, b""), Member("one", "node"), lambda: None)
     ours, theirs = Pipe()
     link = client._link = Link(ours, "one-1")
@@ -125,7 +125,7 @@ def test_a_change_that_is_announced_right_after_the_group_counts() -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "silent"])
-def test_the_other_members_hear_of_a_lost_process(server: MembershipServer, ends: bool) -> None:
+def test_the_other_members_are_told_about_a_lost_process(server: MembershipServer, ends: bool) -> None:
     first, second = enter(server, "first"), enter(server, "second")
     done = threading.Event()
     beating = threading.Thread(target=beat, args=(first, done))
@@ -143,8 +143,8 @@ def test_the_other_members_hear_of_a_lost_process(server: MembershipServer, ends
         second.close()
 
 
-def test_a_process_that_was_taken_for_lost_reconnects_before_its_step_is_done() -> None:
-    """A process that is alone in its group may stay in a step for long, and the driver gives up if no process is left.
+def test_a_process_presumed_lost_reconnects_before_its_step_completes() -> None:
+    """A process alone in its group can spend a long time in a step, and the driver aborts if no process is left.
 
     The process reconnects even if its collectives could not be broken.
     """
@@ -168,10 +168,10 @@ def test_a_process_that_was_taken_for_lost_reconnects_before_its_step_is_done() 
         client.close()
 
 
-def test_a_process_that_leaves_while_it_connects_does_not_count_as_alive(
+def test_a_process_that_leaves_while_connecting_does_not_count_as_alive(
     server: MembershipServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its group would wait for its request to join."""
+    """Otherwise, its group would wait for its request to join."""
     client = MembershipClient(server.address, Member("one", "node"), lambda: None)
 
     def open_and_leave(*given: Any) -> Connection:
@@ -185,7 +185,7 @@ def test_a_process_that_leaves_while_it_connects_does_not_count_as_alive(
     wait_until(lambda: ask_living(server.address) == [], seconds=0.9)
 
 
-def test_a_process_that_builds_its_model_may_be_silent_for_longer(server: MembershipServer) -> None:
+def test_a_process_can_be_silent_for_longer_while_it_builds_its_model(server: MembershipServer) -> None:
     builder, other = enter(server, "builder"), enter(server, "other")
     builder.send(HeartbeatLimit(60.0))
     wait_until(lambda: server.snapshot().generation.number == 1, seconds=5)
@@ -195,7 +195,7 @@ def test_a_process_that_builds_its_model_may_be_silent_for_longer(server: Member
         wait_until(lambda: ask_living(server.address) == [], seconds=5)
 
 
-def test_a_process_waits_only_for_a_limited_time_for_a_stopped_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_stopped_driver_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's kernel accepts the connection, but the driver never answers."""
     monkeypatch.setattr(membership_channel, "RECONNECT_S", 0.3)
     monkeypatch.setattr(membership_channel, "ANSWER_S", 0.2)
@@ -226,7 +226,7 @@ def test_unauthenticated_connections_are_limited_in_number_and_time(
         stranger.close()
 
 
-def test_failures_to_accept_a_connection_are_not_repeated_without_a_pause() -> None:
+def test_the_server_pauses_after_failing_to_accept_a_connection() -> None:
     """Each attempt to accept fails at once if the process can open no more files."""
     tried = list[float]()
 
@@ -248,7 +248,7 @@ def test_the_store_and_the_listener_are_bound_to_one_address(server: MembershipS
             socket.create_connection(("127.0.0.2", port), 5)
 
 
-def test_the_key_is_not_shown(server: MembershipServer) -> None:
+def test_the_repr_of_an_address_hides_the_key(server: MembershipServer) -> None:
     assert repr(server.address.key) not in repr(server.address)
 
 
@@ -283,7 +283,7 @@ def test_the_store_keeps_only_the_addresses_of_the_newest_generation(server: Mem
     ],
     ids=["silent", "ended", "killed", "no answer", "no route"],
 )
-def test_a_machine_that_does_not_answer_counts_as_a_lost_node(
+def test_an_unresponsive_machine_counts_as_a_lost_node(
     server: MembershipServer, error: Exception | None, cause: Cause
 ) -> None:
     member = Member("first", "node")

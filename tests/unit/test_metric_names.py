@@ -49,7 +49,7 @@ def test_reserved_and_unprintable_names_are_rejected(name: object, fault: str) -
 @pytest.mark.parametrize(
     "name", ["accuracy", "Step", "lr", "f1/cat", "rewards/chosen", "naïve", "last_step", "testing"]
 )
-def test_other_metric_names_are_accepted(name: str) -> None:
+def test_unreserved_metric_names_are_accepted(name: str) -> None:
     assert not find_fault(name)
 
 

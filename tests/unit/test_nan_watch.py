@@ -1,4 +1,4 @@
-"""A loss or weights that are NaN or infinite: their detection, the checkpoints that are kept, and the run's end."""
+"""Tests of NaN or infinite losses and weights: their detection, the checkpoints kept, and the run's end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def watched(
 
 
 def look(watch: NanWatch, step: int, loss: float, newest: float | None = None, saves: bool = False) -> bool:
-    """Close a window of ten steps, and return True if the run ends."""
+    """Close a window of ten steps, and return whether the run ends."""
     last = torch.tensor([loss if newest is None else newest, 1.0])
     watch.look({"step": step, "steps": 10, "loss": loss}, [{"loss": last}], saves)
     return watch.verdict(last=False) is not None
@@ -70,14 +70,14 @@ def test_a_run_ends_after_consecutive_windows_with_a_loss_that_is_not_finite(
     )
 
 
-def test_single_rows_and_steps_that_a_loss_scaler_skips_do_not_end_a_run(group: dist.ProcessGroup) -> None:
+def test_nan_rows_and_steps_skipped_by_a_loss_scaler_do_not_end_a_run(group: dist.ProcessGroup) -> None:
     """The mean of each window is NaN, but its newest step is not."""
     watch = watched(group, limit=1)
     assert not any(look(watch, step, NAN, newest=0.5) for step in range(10, 100, 10))
     assert watch.state == {}
 
 
-def test_without_a_metric_called_loss_all_names_that_end_with_loss_are_checked(group: dist.ProcessGroup) -> None:
+def test_all_metrics_ending_with_loss_are_checked_if_none_is_named_loss(group: dist.ProcessGroup) -> None:
     record = {"step": 10, "steps": 10, "generator_loss": NAN, "ratio": NAN}
     newest = {"generator_loss": torch.tensor([NAN]), "ratio": torch.tensor([NAN])}
     for more, windows in (({}, 1), ({"loss": 1.0}, 0)):
@@ -86,7 +86,7 @@ def test_without_a_metric_called_loss_all_names_that_end_with_loss_are_checked(g
         assert watch.state.get("nan_windows", 0) == windows
 
 
-def test_counting_of_nan_windows_continues_after_a_restart(group: dist.ProcessGroup) -> None:
+def test_the_count_of_nan_windows_continues_after_a_restart(group: dist.ProcessGroup) -> None:
     before: dict[str, Any] = {}
     ended = []
     for step in (10, 20, 30):
@@ -97,7 +97,7 @@ def test_counting_of_nan_windows_continues_after_a_restart(group: dist.ProcessGr
     assert before[NAN_SINCE] == 1
 
 
-def test_without_a_limit_a_run_only_warns(group: dist.ProcessGroup) -> None:
+def test_a_run_without_a_nan_limit_only_warns(group: dist.ProcessGroup) -> None:
     model = nn.Linear(2, 2)
     watch = watched(group, model, limit=0)
     nn.init.constant_(model.weight, NAN)
@@ -106,8 +106,8 @@ def test_without_a_limit_a_run_only_warns(group: dist.ProcessGroup) -> None:
     assert (watch.state["nan_since"], watch.state["nan_windows"], watch.state["nan_weights"]) == (1, 9, 0)
 
 
-def test_weights_that_the_newest_step_has_broken_are_found_when_they_are_saved(group: dist.ProcessGroup) -> None:
-    """The loss does not show such weights before the next step."""
+def test_weights_broken_by_the_newest_step_are_found_on_save(group: dist.ProcessGroup) -> None:
+    """The loss reveals such weights only in the next step."""
     model = nn.Linear(2, 2)
     watch = watched(group, model)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_weights_that_the_newest_step_has_broken_are_found_when_they_are_saved(g
 
 
 def test_weights_that_are_infinite_from_the_beginning_are_accepted(group: dist.ProcessGroup) -> None:
-    """They may be a mask that is a parameter. Frozen parameters and buffers are not checked anyway."""
+    """They can be a mask that is stored as a parameter. Frozen parameters and buffers are never checked."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, -INF)
     watch = watched(group, model)
@@ -141,8 +141,8 @@ def test_weights_that_are_infinite_from_the_beginning_are_accepted(group: dist.P
     assert has_finite_weights(model)
 
 
-def test_weights_that_broke_just_before_a_loss_are_not_accepted(group: dist.ProcessGroup) -> None:
-    """The next group continues from a state in place or from a copy in memory, whose weights were not checked."""
+def test_weights_broken_just_before_losing_a_worker_are_rejected(group: dist.ProcessGroup) -> None:
+    """The weights of a live state or a copy in memory were not checked before the next group continues from it."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, NAN)
     watch = watched(group, model, {"loss": 1.0}, weights_checked=False)
@@ -161,7 +161,7 @@ def test_large_weights_of_any_type_are_finite(dtype: torch.dtype) -> None:
 
 
 class Foreign(nn.Module):
-    """A model of another library, such as Keras, whose weights are only in its extra state."""
+    """A model of another library, such as Keras, with weights only in its extra state."""
 
     def get_extra_state(self) -> Any:
         return {"model": [torch.tensor([1.0, NAN])], "rounds": 3}
@@ -175,7 +175,7 @@ def test_a_model_without_parameters_is_checked_by_its_state() -> None:
     assert has_finite_weights(nn.Identity())
 
 
-def test_all_ranks_decide_the_same(tmp_path: Path) -> None:
+def test_all_ranks_agree_on_a_nan_loss(tmp_path: Path) -> None:
     """A rank without rows in the newest step decides like the others."""
 
     def act(group: dist.ProcessGroup) -> tuple[dict[str, float], bool]:
@@ -262,7 +262,7 @@ STEP = [0, 0]
 
 @pytest.fixture
 def diverging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the settings of a run of twelve steps whose loss is NaN from the sixth on. Each step is a window."""
+    """Return the settings of a run of twelve one-step windows. The loss is NaN from the sixth step on."""
     (tmp_path / "diverges.py").write_text(DIVERGES)
     monkeypatch.syspath_prepend(tmp_path)
     STEP[:] = [0, 6]

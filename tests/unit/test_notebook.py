@@ -1,4 +1,4 @@
-"""Tests of docs/notebook.ipynb: all cells run on a cluster whose driver and workers are a loop in this process."""
+"""Tests of docs/notebook.ipynb: all cells run, with a loop in this process as the cluster's driver and workers."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_unknown_fields_are_ignored(run: Run) -> None:
     assert (status.step, status.heartbeat) == (3, 5.0)
 
 
-def test_reading_a_too_large_object_raises_an_error(run: Run) -> None:
+def test_reading_an_oversized_object_raises_an_error(run: Run) -> None:
     run.storage.write("run/object.json", b" " * (MAX_OBJECT_BYTES + 1))
     with pytest.raises(DamageError, match=r"object.json cannot be used: it is larger than 16 MiB"):
         read_content(run.storage, "run/object.json")

@@ -1,4 +1,4 @@
-"""Settings of the optimizer: schedule, weight decay and clipping work in the same way at any number of workers."""
+"""Tests that schedule, weight decay and clipping work in the same way on any number of workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY = {"task": "tests.tasks.tiny", "global_batch_size": 25, "learning_rate": 0.
 
 
 @given(st.sampled_from(["linear", "cosine", "constant"]), st.integers(0, 30), st.integers(1, 40))
-def test_a_rate_rises_to_its_peak_and_falls_from_there(schedule: str, warmup: int, total: int) -> None:
+def test_the_learning_rate_rises_to_its_peak_and_then_falls(schedule: str, warmup: int, total: int) -> None:
     settings = Settings(schedule=schedule, warmup_steps=warmup)
     factors = [learning_rate_factor(settings, step, total) for step in range(total)]
     assert all(0 < factor <= 1 for factor in factors)
@@ -42,7 +42,7 @@ def test_a_rate_rises_to_its_peak_and_falls_from_there(schedule: str, warmup: in
 
 
 @given(st.floats(0, 1, exclude_min=True, exclude_max=True), st.integers(1, 1000))
-def test_a_fraction_of_the_steps_is_a_warm_up(share: float, total: int) -> None:
+def test_the_warm_up_takes_a_fraction_of_the_steps(share: float, total: int) -> None:
     steps = Settings(warmup_steps=math.ceil(share * total))
     for step in range(total):
         found = learning_rate_factor(Settings(warmup_steps=share), step, total)

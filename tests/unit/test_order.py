@@ -15,7 +15,7 @@ row_groups = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda
 
 
 @given(rows, batches)
-def test_steps_cover_every_position_once(rows: int, batch: int) -> None:
+def test_the_steps_of_an_epoch_cover_every_position_once(rows: int, batch: int) -> None:
     steps = Steps(rows, batch)
     bounds = [steps.bounds(step) for step in range(steps.per_epoch)]
     assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]

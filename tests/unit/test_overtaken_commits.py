@@ -50,7 +50,7 @@ class Survivor:
     def form_group(
         self, start: str | None = None, tier: str = IN_PLACE, committed: float | None = None, others: str = "another"
     ) -> None:
-        """Begin the next attempt, from the checkpoint `start` or in place, together with the process `others`."""
+        """Begin the next attempt together with the process `others`, from the checkpoint `start` or in place."""
         self.leave()
         attempts = read_attempts(self.run)
         start = start or (self.checkpoints.name_at(self.step) if self.checkpoints else None)
@@ -104,7 +104,7 @@ def memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeMemory
 
 
 class SlowStorage:
-    """Delays each upload until `go` is called, and counts the uploads in progress."""
+    """A storage location that delays uploads until `go` is called, and counts the uploads in progress."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = list[str]()
@@ -403,7 +403,7 @@ def test_buffers_left_by_an_aborted_collective_are_not_copied(
     assert not checkpoints._committer.busy
 
 
-def test_a_copy_that_is_needed_waits_for_the_previous_copy(run: Run, memory: NodeMemory) -> None:
+def test_a_required_copy_waits_for_the_previous_copy(run: Run, memory: NodeMemory) -> None:
     """The newest copy must be that of the last step, from which all workers resume under FSDP."""
     survivor = Survivor(run, memory)
     survivor.form_group()

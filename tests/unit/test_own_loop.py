@@ -1,4 +1,4 @@
-"""A task's own loop takes the steps of the default loop at any number of workers, and invalid loops are refused."""
+"""Tests that a task's own loop takes the same steps as the default loop, and that invalid loops are rejected."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_custom_loop_takes_the_same_steps_as_the_default_loop(
 def test_an_infinite_loss_of_a_padding_row_changes_nothing(
     parallel: str, micro: int, tmp_path: Path, own: Callable[..., str]
 ) -> None:
-    """Idle ranks get the first row twice. Its loss may be infinite, and 0 times infinity is not 0."""
+    """Idle ranks get the first row twice. Its loss can be infinite, and 0 times infinity is not 0."""
     infinite = own("""
 import torch
 from sunspot.tasks.images import loss as measure
@@ -216,7 +216,7 @@ def train(run):
 
 
 def test_a_task_keeps_the_modes_that_it_sets_on_modules(own: Callable[..., str], group: dist.ProcessGroup) -> None:
-    """But a model that is completely in evaluation mode was loaded like that, and is put into training mode."""
+    """A model that is completely in evaluation mode was loaded that way, so it is put into training mode."""
     task = own("""
 import tests.tasks.tiny
 from sunspot.tasks.images import loss
@@ -333,7 +333,7 @@ def test_held_out_rows_require_a_loss(examples: None) -> None:
 
 
 def test_the_script_that_became_a_task_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It also resumes from its checkpoint, with the same rates, and with a model of the same initial loss."""
+    """It also resumes from its checkpoint with the same rates. The model's initial loss is the same, too."""
     from tests.tasks import nano, nano_script
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():

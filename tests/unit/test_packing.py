@@ -28,7 +28,7 @@ def pack(folder: Path, lists: list[list[int]], length: int, row_group_size: int 
     return source
 
 
-def test_lists_are_concatenated(tmp_path: Path) -> None:
+def test_packing_concatenates_lists(tmp_path: Path) -> None:
     source = pack(tmp_path, [[1, 2, 3], [], [4, 5, 6, 7], [8]], length=4)
     found = everything(source)
     np.testing.assert_array_equal(found["x"], [[1, 2, 3, 4], [5, 6, 7, -1], [8, -1, -1, -1]])

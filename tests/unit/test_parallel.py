@@ -111,7 +111,7 @@ def test_a_single_worker_does_not_wait() -> None:
 def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[list[int], list[StepActions]]:
     """Return the steps at which rank 0 was asked, and the agreed actions after each step.
 
-    The steps take `lengths` seconds. Rank 0 has each of the `wishes` from its step on, until it is asked.
+    The steps take `lengths` seconds. Each of the `wishes` is pending from its step until rank 0 is asked.
     """
     asked: list[int] = []
 

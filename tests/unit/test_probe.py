@@ -1,4 +1,4 @@
-"""The check before training that every node can use the run's storage, with a stand-in for Ray."""
+"""Tests of the check before training that every node can use the run's storage, with a fake Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def probe_fakes(monkeypatch: pytest.MonkeyPatch, folder: Path, count: int, answe
     return fake
 
 
-def test_a_thousand_nodes_are_asked_in_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_thousand_nodes_are_checked_in_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def answer(node: str) -> str:
         time.sleep(0.02)
         return ""
@@ -71,7 +71,7 @@ def test_one_error_names_all_nodes_that_cannot_use_the_storage(
     assert "no answer" in warning
 
 
-def test_a_defect_of_the_check_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_bug_in_the_storage_check_is_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def answer(node: str) -> str:
         raise ray.exceptions.RayTaskError("probe_here", "", ValueError("a defect"))
 
@@ -79,5 +79,5 @@ def test_a_defect_of_the_check_itself_is_not_hidden(monkeypatch: pytest.MonkeyPa
         probe_fakes(monkeypatch, tmp_path, 3, answer)
 
 
-def test_a_cluster_of_one_node_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cluster_of_one_node_is_not_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert probe_fakes(monkeypatch, tmp_path, 0, lambda node: pytest.fail("asked")).most_at_once == 0

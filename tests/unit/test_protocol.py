@@ -1,9 +1,9 @@
-"""A model of processes that share a run: no order, fault or death of them loses or mixes what counts.
+"""A model of processes that share a run. No order of operations, fault or death loses or mixes their results.
 
 Up to three processes at a time run the real code for claims, commits, retention, copies in memory, restoring, deletion
 and `checkpoints gc`, and take turns at every storage operation (tests/harness/interleaving.py). Hypothesis chooses the
-order and the faults. A state lists the taker of each of its steps, so that restored states and audits can be compared
-with what happened.
+order and the faults. A state lists which process took each of its steps, so that restored states and audits can be
+checked.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ RUN = "run"
 def rows_of(taker: int, step: int) -> list[int]:
     """Return the rows that a step consumes.
 
-    Each taker has its own order, so that mixing two takers shows in the rows.
+    Each process has its own row order, which reveals mixed steps of two processes.
     """
     epoch, place = divmod(step - 1, STEPS_PER_EPOCH)
     order = random.Random(1000 * taker + epoch).sample(range(ROWS), ROWS)
@@ -137,7 +137,7 @@ def rows_of(taker: int, step: int) -> list[int]:
 
 
 def consumed(state: list[int]) -> list[Epoch]:
-    """Return the epochs that an audit must report for a state, which lists the taker of each step."""
+    """Return the epochs that an audit must report for a state."""
     epochs = []
     for first in range(0, len(state), STEPS_PER_EPOCH):
         taken = state[first : first + STEPS_PER_EPOCH]
@@ -149,7 +149,7 @@ def consumed(state: list[int]) -> list[Epoch]:
 
 
 class Protocol(RuleBasedStateMachine):
-    """Jobs that start, train and die on two nodes, while their run is tidied up, deleted and begun again."""
+    """Jobs that start, train and die on two nodes while their run is cleaned up, deleted and restarted."""
 
     schedules: ClassVar[int] = 0
     operations: ClassVar[int] = 0
@@ -223,7 +223,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.living)
     @rule(process=st.integers(0, 2), operations=st.sampled_from([1, 2, 3, 5, 10, 20, 40]))
     def advance(self, process: int, operations: int) -> None:
-        """Let a process carry out some operations."""
+        """Let a process perform some operations."""
         chosen = self.living(process)
         for _ in range(operations):
             if chosen.next:
@@ -254,7 +254,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.late)
     @rule(number=st.integers(0, 3))
     def land(self, number: int) -> None:
-        """Carry out a late operation, unless it commits what retention has deleted, which takes minutes longer."""
+        """Perform a delayed operation, unless it commits what retention has deleted, which takes minutes longer."""
         self.world.land(number % len(self.world.late), but=self.retired)
 
     @precondition(lambda self: self.committed and self.deletions < self.most_deletions)
@@ -293,7 +293,7 @@ class Protocol(RuleBasedStateMachine):
     # --------------------------------------------------------------------------------------------------- processes
 
     def owner_of(self, job: str) -> str:
-        """Return the owner for which a start of a job claims the run."""
+        """Return the owner as which a job's driver claims the run."""
         return job
 
     def train(self, process: Process, owner: str, node: int) -> None:
@@ -342,7 +342,7 @@ class Protocol(RuleBasedStateMachine):
             except SupersededError:
                 process.superseded = True
                 return
-            found = None  # a group whose members have a state looks for no copy
+            found = None  # a group with a live state looks for no copy
 
     def restore(self, run: Run, start: StartPoint, found: LoadedSnapshot | None) -> tuple[list[int], Any]:
         """Return the state to resume from, and its rows that are not in storage."""
@@ -356,7 +356,7 @@ class Protocol(RuleBasedStateMachine):
     def take_steps(
         self, run: Run, attempt: Attempt, taker: int, state: list[int], memory: NodeMemory, windows: Any
     ) -> tuple[LiveState, Any]:
-        """Train until the group has lost another process, and return the state with which this one continues."""
+        """Train until the group loses another process, and return the state from which this one continues."""
         ledger = Ledger(None, attempt.label, attempt.step, windows, on=True)
         committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitCoordinator(), {}, ledger)
         for step in range(attempt.step + 1, attempt.step + 1 + GROUP_STEPS):
@@ -385,7 +385,7 @@ class Protocol(RuleBasedStateMachine):
         return LiveState(manifest.name, evaluated=True), windows
 
     def remove(self, process: Process) -> None:
-        """Run `sunspot delete` until it succeeds or gives up."""
+        """Run `sunspot delete` until it succeeds or stops retrying."""
         run = Run(process.storage, RUN)
         for _ in range(3):
             try:
@@ -402,7 +402,7 @@ class Protocol(RuleBasedStateMachine):
                 removal.remove()
 
     def prove(self, process: Process) -> None:
-        """Run `sunspot audit`. It may find faults in files that are changing, but must not call wrong rows clean."""
+        """Run `sunspot audit`, which can find faults in changing files but must not accept wrong rows."""
         try:
             proof = prove(Run(process.storage, RUN))
         except (StorageError, NotFoundError, DamageError):
@@ -506,7 +506,7 @@ class Protocol(RuleBasedStateMachine):
                 )
 
     def check_audit(self) -> None:
-        """Check that the audit of the newest checkpoint reports what happened."""
+        """Check that the newest checkpoint's audit reports the rows that its steps consumed."""
         self.nothing_is_wrong()
         if not read_attempts(self.run) or deletion_begun(self.run):
             return
@@ -546,7 +546,7 @@ class OverDirectory(Protocol):
 
 
 class OverGrowingFiles(Protocol):
-    """The protocol with storage whose uploads write into the object's own file."""
+    """The protocol with uploads that write directly into the object's file."""
 
     def make_storage(self) -> Storage:
         return MemoryStorage(grows=True)
@@ -599,7 +599,7 @@ def test_no_interleaving_breaks_the_protocol() -> None:
     explore(Protocol, examples(80, 4000))
 
 
-def test_no_interleaving_breaks_the_protocol_in_a_directory() -> None:
+def test_no_interleaving_breaks_the_protocol_with_storage_in_a_directory() -> None:
     explore(OverDirectory, examples(15, 500))
 
 
@@ -627,7 +627,7 @@ def start_until_third_claim(protocol: Protocol) -> Process:
 
 
 def test_no_group_continues_in_a_run_whose_deletion_has_begun() -> None:
-    """The record of how the first attempt began was gone, and so its steps no longer counted (`make test-all`)."""
+    """The record of the first attempt's start was gone, so its steps no longer counted (`make test-all`)."""
     with replay() as protocol:
         job = start_until_third_claim(protocol)
         protocol.delete()
@@ -638,7 +638,7 @@ def test_no_group_continues_in_a_run_whose_deletion_has_begun() -> None:
 
 
 def test_a_process_does_not_restart_a_run_that_was_deleted_while_it_trained() -> None:
-    """The claim of its next group got no answer, and was tried again after everything was deleted."""
+    """Its next group's claim got no response and was retried after everything was deleted."""
     with replay() as protocol:
         job = start_until_third_claim(protocol)
         job.go(Fate(Effect.NEVER, Answer.ERROR))
@@ -650,7 +650,7 @@ def test_a_process_does_not_restart_a_run_that_was_deleted_while_it_trained() ->
 
 
 @pytest.mark.parametrize("starts", [1, 2, 3])
-def test_a_deletion_that_is_carried_out_late_spares_the_restarted_run(starts: int) -> None:
+def test_a_delayed_delete_request_spares_the_restarted_run(starts: int) -> None:
     """The deletion reaches the claim of the newest attempt, of its base, or of the base's base (`make test-all`)."""
     with replay() as protocol:
         protocol.begin(operations=60)
@@ -667,7 +667,7 @@ def test_a_deletion_that_is_carried_out_late_spares_the_restarted_run(starts: in
             protocol.land(0)
 
 
-def test_a_deletion_that_continues_late_spares_the_restarted_run() -> None:
+def test_a_deletion_that_was_frozen_spares_the_restarted_run() -> None:
     """The deletion was frozen after it had listed the claim, while another process completed it."""
     with replay() as protocol:
         protocol.begin(operations=60)
@@ -681,7 +681,7 @@ def test_a_deletion_that_continues_late_spares_the_restarted_run() -> None:
 
 
 def test_a_group_keeps_all_its_steps_while_its_run_is_deleted() -> None:
-    """Or it does not continue at all. The deletion had removed its first claim, but not its last one."""
+    """The group might also not continue at all. The deletion had removed its first claim but not its last one."""
     with replay() as protocol:
         protocol.begin(operations=0)
         for number in range(1, 4):
@@ -692,8 +692,8 @@ def test_a_group_keeps_all_its_steps_while_its_run_is_deleted() -> None:
         protocol.advance(0, 40)
 
 
-def test_a_group_does_not_continue_from_a_state_that_another_has_continued() -> None:
-    """Its claim was carried out without an answer. The other group deletes the checkpoints before its own."""
+def test_two_groups_never_continue_from_the_same_state() -> None:
+    """One group's claim succeeded but its response was lost. The other group deletes older checkpoints."""
     with replay() as protocol:
         protocol.begin(operations=120)
         protocol.fail(0, ("create", "attempts/0003"), Fate(Effect.NOW, Answer.ERROR))
@@ -705,7 +705,7 @@ def test_a_group_does_not_continue_from_a_state_that_another_has_continued() -> 
 
 
 def expect_counterexample(machine: type[Protocol], text: str, start: int = 0) -> None:
-    """Expect an invariant to be broken without one of the protocol's measures; the seed `start` finds it quickly."""
+    """Expect a broken invariant without one of the protocol's measures. The seed `start` finds it quickly."""
     # Hypothesis would also draw constants from the source of all loaded modules, so that the schedules would depend on
     # which tests run.
     without_constants = patch.object(HypothesisProvider, "_maybe_draw_constant", return_value=None)
@@ -713,7 +713,7 @@ def expect_counterexample(machine: type[Protocol], text: str, start: int = 0) ->
         explore(seed(start)(machine), 1000, phases=[Phase.generate], database=None, report_multiple_bugs=False)
 
 
-def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_chosen_before_the_claim_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     def claim_with_start(run: Run, attempt: Attempt) -> None:
         if not claim(run, read_attempts(run), attempt):
             raise SupersededError("another process was faster")

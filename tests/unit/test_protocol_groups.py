@@ -1,8 +1,8 @@
-"""Model of process groups that share a run, and that lose or gain members or continue while commits are running.
+"""A model of process groups that share a run, and that change or continue while commits are running.
 
 It extends tests/unit/test_protocol.py, whose processes are groups of one that commit before they continue. Here, a
 group saves at its end, and the commit runs while the next groups train, in a thread of the process that was rank 0.
-That process may continue, be cut off while its commit still runs, or be gone.
+That process can continue, be cut off while its commit still runs, or be gone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ STEPS = 2
 
 @dataclass
 class Member:
-    """Process of a group."""
+    """A process of a group."""
 
     name: str
     node: int
@@ -74,7 +74,7 @@ class Member:
 
 @dataclass
 class CommitThread:
-    """Commit thread with the state that it commits, and the attempts that it saw at its last check."""
+    """A commit thread with the state that it commits, and the attempts that it saw at its last check."""
 
     attempt: Attempt
     name: str
@@ -82,7 +82,7 @@ class CommitThread:
 
 
 class Groups(Protocol):
-    """Model of jobs whose groups change in place while they commit."""
+    """A model of jobs with groups that change in place while they commit."""
 
     changes: ClassVar[list[str]] = [
         *("lose first", "cut off first", "lose last", "join", "fall behind", "forget", "freeze", "thaw")
@@ -102,7 +102,7 @@ class Groups(Protocol):
         self.world.carry_out = look_and_carry_out  # type: ignore[method-assign]
 
     def living(self, number: int) -> Process:
-        """Choose a living process by a number and by the length of the trace, because there are many of them."""
+        """Choose a live process by a number and the length of the trace."""
         living = self.world.living
         return living[(number + len(self.world.trace)) % len(living)]
 
@@ -250,7 +250,7 @@ class Groups(Protocol):
     # -------------------------------------------------------------------------------------------------- invariants
 
     def changed(self, process: Process, operation: Operation, late: bool) -> None:
-        """Check that a commit thread only writes and deletes what the attempts that it has seen allow."""
+        """Check that a commit thread only makes changes that are allowed by the attempts it has seen."""
         commit = self.commits.get(process)
         folder, _, file = operation.key.removeprefix(f"{RUN}/").rpartition("/")
         if commit and not late and file == MANIFEST and folder.startswith("checkpoints/"):
@@ -266,7 +266,7 @@ class Groups(Protocol):
         super().changed(process, operation, late)
 
     def refused(self, commit: CommitThread) -> None:
-        """Check that the refused commit does not lead to the newest attempt, or that another process has been rank 0
+        """Check that the rejected commit does not lead to the newest attempt, or that another process has been rank 0
         since.
         """
         attempts = read_attempts(self.run)
@@ -293,7 +293,7 @@ def test_no_interleaving_of_groups_breaks_the_protocol() -> None:
     explore(Groups, examples(6, 1000))
 
 
-def test_commits_are_refused_without_need_if_only_the_newest_attempt_may_commit(
+def test_allowing_only_the_newest_attempt_to_commit_rejects_valid_commits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "ensure_committer", by_attempt)
@@ -310,12 +310,12 @@ def let_commit(monkeypatch: pytest.MonkeyPatch, rule: Callable[[str, Attempt, li
     monkeypatch.setattr(sunspot.run.checkpoints, "may_commit", rule)
 
 
-def test_a_process_that_is_no_longer_rank_0_may_not_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_letting_a_former_rank_0_commit_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     let_commit(monkeypatch, lambda name, attempt, attempts: leads_to_newest(name, lineage(attempts)))
     expect_counterexample(Groups, "is of another")
 
 
-def test_a_step_after_the_start_of_the_next_group_may_not_be_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committing_beyond_the_next_groups_start_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     def same_process(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
         return all(each.metadata.processes[:1] == attempt.metadata.processes[:1] for each in attempts[attempt.number :])
 
@@ -323,7 +323,7 @@ def test_a_step_after_the_start_of_the_next_group_may_not_be_committed(monkeypat
     expect_counterexample(Behind, "does not lead to the newest attempt")
 
 
-def test_nothing_may_be_deleted_while_the_next_group_chooses_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_while_a_group_chooses_its_start_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     ensure = sunspot.run.checkpoints.ensure_committer
 
     def as_chosen(run: Run, attempt: Attempt, name: str) -> Attempt:

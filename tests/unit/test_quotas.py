@@ -1,4 +1,4 @@
-"""Tests of ResourceQuotas and LimitRanges against runs that fit never, later or only in part."""
+"""Tests of ResourceQuotas and LimitRanges for runs that never fit, fit later, or fit only in part."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ RECEIPT = Receipt(
 
 
 class Run:
-    """Run with the groups that a test gives it."""
+    """A run with the groups that a test gives it."""
 
     job = "job"
     namespace = "sunspot"

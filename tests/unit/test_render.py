@@ -572,7 +572,7 @@ def test_the_run_uses_a_drain_set_in_the_profile(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("drain", ["9999", "30", "28s", ""])
 def test_a_drain_longer_than_the_grace_period_is_rejected(drain: str, tmp_path: Path) -> None:
-    """Workers would otherwise rely on time that they do not have."""
+    """Otherwise, workers would rely on time that they do not have."""
     for notice in ("notice_s: 30", "namespace: sunspot"):  # the second uses the notice of k8s/rayjob.yaml
         profile = own_profile(tmp_path, f"{notice}\nenv: {{RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '{drain}'}}")
         assert re.search(f"DRAIN_TIMEOUT_S={drain} .*below 30, .*set notice_s", refusal(profile, {}))
@@ -1027,7 +1027,7 @@ def test_a_job_for_an_existing_cluster_creates_no_pods() -> None:
     assert (settings.learning_rate, settings.job_id) == (1e-5, rendered.name)
 
 
-# ------------------------------------------------------------------------------------------------------------- refused
+# ------------------------------------------------------------------------------------------------------------- rejected
 
 
 @pytest.mark.parametrize(

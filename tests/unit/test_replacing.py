@@ -1,4 +1,4 @@
-"""The replacement of lost workers by Ray, and the end of a trainer without workers."""
+"""Tests of how Ray replaces lost workers, and of the end of a trainer without workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sunspot.train.group import only_driver_remains
 
 
 class Worker:
-    """Ray worker that answers, is dead, or never answers."""
+    """A Ray worker that answers, is dead, or never answers."""
 
     def __init__(self, name: str, answer: object) -> None:
         self.name = name
@@ -36,7 +36,7 @@ class Worker:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replace Ray and the clock, so that half a second passes in each wait."""
+    """Replace Ray and the clock. Half a second passes in each wait."""
     now = [0.0]
 
     def wait(asked: list[Worker], num_returns: int, timeout: float) -> tuple[list[Worker], list[Worker]]:
@@ -60,7 +60,7 @@ def test_only_workers_that_do_not_answer_are_replaced(time: list[float]) -> None
     assert (dead.ended, whole.ended, time[0]) == (True, False, 0.0)
 
 
-def test_a_busy_worker_is_not_replaced_for_its_silence(time: list[float]) -> None:
+def test_a_silent_but_busy_worker_is_not_replaced(time: list[float]) -> None:
     """The worker holds the GIL for half a minute, while another one is being replaced."""
     busy, frozen = Worker("busy", None), Worker("frozen", None)
 

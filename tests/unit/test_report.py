@@ -106,7 +106,7 @@ def test_the_report_shows_the_runs_figures(run: Run) -> None:
     assert (figures["test_accuracy"], figures["accuracy"]) == (0.9805, 0.9917)
     assert (figures["test_loss"], figures["loss"]) == (0.0586, 0.0393)
     assert (figures["steps"], figures["time"], figures["throughput"]) == (188, 245, 256)
-    # 2 workers for 245 s; lost: the first 12 s, and from step 94 to the first step after it.
+    # There are 2 workers for 245 s. The first 12 s are lost, and the time from step 94 to the first step after it.
     assert figures["goodput"] == pytest.approx(1 - (12 + 51) / 245)
     assert figures["incidents"] == 1
     for words in ("✓ Succeeded", "Held-out accuracy 98.05 %", "Steps 188 of 188", "Time 4 min 5 s", "Goodput 74 %"):
@@ -141,7 +141,7 @@ def test_a_window_of_one_step_causes_no_spike(run: Run) -> None:
     assert "lowest 90 at 80, highest 95 at 160" in steps
 
 
-def test_windows_that_stay_short_are_drawn() -> None:
+def test_short_windows_are_drawn_if_no_longer_ones_follow() -> None:
     history = History()
     for step, (rows, loss) in enumerate([(100.0, 1.0), *[(10.0, 0.5)] * 5]):
         history.add({"attempt": 1, "step": step, "rows": rows, "loss": loss}, "loss")
@@ -445,7 +445,7 @@ def test_a_logarithmic_axis_has_room_for_all_values(values: list[float]) -> None
     assert len(axis.ticks) <= 14
 
 
-# ----------------------------------------------------------------------------------------------------------------- verb
+# -------------------------------------------------------------------------------------------------------------- command
 
 
 def test_the_report_command_writes_a_file(
@@ -565,7 +565,7 @@ def test_the_security_policy_blocks_scripts_and_remote_images(browser: Browser, 
     assert browser.run("return document.title") == "run: failed"
 
 
-def test_a_metric_can_be_named_few() -> None:
+def test_a_metric_named_few_does_not_hide_means() -> None:
     """A metric with this name does not hide means over enough rows."""
     history = History()
     for step in (1, 2):

@@ -181,7 +181,7 @@ def test_a_nan_loss_is_reported_when_it_begins_and_ends(
 
 @pytest.mark.parametrize("another", [True, False], ids=["another driver", "the next group of this driver"])
 def test_a_loop_ends_once_another_driver_owns_the_run(another: bool, tmp_path: Path) -> None:
-    """Some loops rarely commit, and errors in the thread that writes the status are ignored."""
+    """Some loops rarely commit, and the thread that writes the status ignores errors."""
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning", driver="mine")
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)

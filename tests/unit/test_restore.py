@@ -1,4 +1,4 @@
-"""The state from which a worker group starts, chosen among storage and the nodes' memory, and the cost of a restart."""
+"""Tests of which state a worker group starts from, in storage or in the nodes' memory, and of a restart's cost."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_that_any_rank_finds_damaged_is_skipped_by_all(run: Run, mo
     assert read_attempts(run)[-1] == found.attempt
 
 
-def test_a_checkpoint_is_not_read_before_it_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_an_attempt_does_not_read_checkpoint_files(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(run, start(run, "me"), 5)
     opened: list[str] = []
     monkeypatch.setattr(LocalStorage, "digest", lambda *arguments: opened.append(arguments[1]) or (0, ""))
@@ -225,7 +225,7 @@ def test_storage_wins_at_the_same_step_if_only_it_is_evaluated(run: Run) -> None
     assert begin_start(run, copy(1, 5, evaluated=True)).copy
 
 
-def test_the_base_cannot_be_deleted_while_it_is_verified(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_starting_checkpoint_is_not_deleted_while_it_is_verified(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The previous owner commits and deletes expired checkpoints while its successor reads the newest one."""
     first = start(run, "other")
     base = commit(run, first, 5)
@@ -248,7 +248,7 @@ def test_the_base_cannot_be_deleted_while_it_is_verified(run: Run, monkeypatch: 
     assert find_faults(run, checkpoint) == []
 
 
-def test_a_process_that_dies_before_its_choice_costs_no_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_before_choosing_a_start_costs_no_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(run, start(run, "other"), 5)
 
     def die(*_: Any) -> None:
@@ -316,7 +316,7 @@ def test_a_run_without_an_intact_checkpoint_is_not_started_over(run: Run) -> Non
 
 
 def test_a_checkpoint_that_is_being_deleted_is_not_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deletion removes files while they are read, and then removes the claim, too."""
+    """A deletion removes files while they are read, and it also removes the claim."""
     damaged_run(run)
     find = sunspot.elastic.claim.find_newest_good
 
@@ -461,7 +461,7 @@ def test_a_loaded_state_has_its_metrics_and_pending_work(
         pytest.param("with its node", 9, id="lost a node"),
     ],
 )
-def test_a_copy_from_which_no_group_takes_a_step_is_skipped(ends: str, step: int, run: Run) -> None:
+def test_a_copy_is_skipped_after_two_groups_took_no_step_from_it(ends: str, step: int, run: Run) -> None:
     commit(run, start(run, "me"), 5)
     nodes = machines(copy(1, 9), None)
     heartbeats = []
@@ -508,7 +508,7 @@ def test_a_pause_does_not_count_as_lost_time() -> None:
 
 
 def test_a_lost_run_is_paused_until_it_is_started_again() -> None:
-    """Its nodes are gone by then, unless the operator has only replaced its head."""
+    """Its nodes are gone by that time, unless the operator has only replaced its head."""
     lost = Status(RunState.RUNNING, "before", time=50.0, step=14)
     now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=PastRecords(other=lost))
     receipt = make_receipt(now, TrainingState(taken=40.0), first_incident(now), 9010.0)
@@ -570,7 +570,7 @@ def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(
     assert first_incident(later) == Incident(), "the previous group was this driver's, so the cause is known"
 
 
-def test_a_driver_ended_at_the_step_that_it_saved_after_its_last_status(run: Run) -> None:
+def test_an_incident_gives_the_last_saved_step_instead_of_an_older_status(run: Run) -> None:
     first = start(run, "old-1", at=10.0, world_size=2, driver="1" * 8, tier="beginning")
     write_status(run, Status(RunState.FAILED, "old-1", step=827, attempt=1, driver="1" * 8))
     commit(run, first, 846)
@@ -613,7 +613,7 @@ def test_storage_retries_end_after_the_timeout(monkeypatch: pytest.MonkeyPatch, 
         retry_storage(0.05, "reading", refuse)
 
 
-def test_the_steps_of_a_loss_and_a_preemption_name_functions_that_exist() -> None:
+def test_functions_named_in_the_elastic_package_docstring_are_callable() -> None:
     names = re.findall(r"^ ?\d+\. (\w+(?:\.\w+)+)", sunspot.elastic.__doc__ or "", re.MULTILINE)
     assert len(names) == 7 + 10
     for name in names:
@@ -624,7 +624,7 @@ def test_the_steps_of_a_loss_and_a_preemption_name_functions_that_exist() -> Non
 
 
 class Harmful:
-    """Object whose pickle creates a file when it is loaded."""
+    """An object with a pickle that creates a file when it is loaded."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -634,7 +634,7 @@ class Harmful:
 
 
 @pytest.mark.parametrize("kind", ["a pickle", "a pickle in torch's form", "a list", "text", "nothing"])
-def test_a_file_without_weights_is_refused_and_runs_no_code(kind: str, tmp_path: Path) -> None:
+def test_a_file_without_weights_is_rejected_and_runs_no_code(kind: str, tmp_path: Path) -> None:
     path, proof = tmp_path / "weights.pt", tmp_path / "proof"
     match kind:
         case "a pickle":
@@ -661,7 +661,7 @@ def test_init_from_reads_weights_in_the_working_directory(tmp_path: Path, monkey
         read_init(Settings(init_from="other.pt"), None)
 
 
-def test_all_ranks_load_the_checkpoint_that_rank_0_chose_of_a_live_run(
+def test_all_ranks_load_the_live_runs_checkpoint_that_rank_0_chose(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other run commits a newer checkpoint between the times at which two ranks read it."""
@@ -681,7 +681,7 @@ def test_all_ranks_load_the_checkpoint_that_rank_0_chose_of_a_live_run(
     assert ranks == [1, 1]
 
 
-def test_a_file_that_changes_while_ranks_read_it_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_ranks_read_it_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     settings = Settings(init_from=str(file))
     with pytest.raises(SettingsError, match=r"weights\.pt: no such file"):
@@ -695,7 +695,7 @@ def test_a_file_that_changes_while_ranks_read_it_is_refused(tmp_path: Path) -> N
 
 
 def commit_weights(run: Run, step: int) -> None:
-    """Commit a checkpoint whose only weight is its step."""
+    """Commit a checkpoint with its step as the only weight."""
     attempts = read_attempts(run)
     attempt = attempts[-1] if attempts else start(run, "another")
     name = checkpoint_name(step, attempt.number, attempt.nonce)

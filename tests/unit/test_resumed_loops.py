@@ -1,4 +1,4 @@
-"""Runs with their own loops and averaged weights are killed in a step and resume at another number of workers.
+"""Tests of runs with their own loops and averaged weights that are killed and resume on other numbers of workers.
 
 The ranks are forked processes that write real checkpoints, without Ray.
 """

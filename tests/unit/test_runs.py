@@ -392,7 +392,7 @@ def test_an_unreadable_run_is_named_and_the_others_are_listed(run: Run, sunspot:
     assert "lost+found" not in listed.err, "it belongs to the disk"
 
 
-def test_an_empty_storage_lists_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_listing_empty_storage_returns_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listed = StorageCommand(str(tmp_path / "nowhere"), capsys)("list", "--json")
     assert (listed.code, listed.json, listed.err) == (0, [], "")
 
@@ -554,7 +554,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Following:
-    """`sunspot logs -f` in a thread of this process, and what it has printed so far."""
+    """`sunspot logs -f` in a thread of this process, and its output so far."""
 
     def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.out, self.err = "", ""

@@ -46,7 +46,7 @@ def problems(**settings: str) -> list[str]:
         ("choice(a, b,c)", "choice", ("a", "b", "c")),
     ],
 )
-def test_expressions_are_parsed(text: str, function: str, arguments: tuple[object, ...]) -> None:
+def test_search_expressions_are_parsed(text: str, function: str, arguments: tuple[object, ...]) -> None:
     found = dimension(text)
     assert (found.function, found.arguments) == (function, arguments)
 
@@ -56,7 +56,7 @@ def test_task_arguments_are_parsed_as_json() -> None:
 
 
 @pytest.mark.parametrize("text", ["0.1", "", "s3://bucket/uniform(0,1)", "runs/choice", "mean(1,2)"])
-def test_other_values_are_not_expressions(text: str) -> None:
+def test_ordinary_values_are_not_search_expressions(text: str) -> None:
     assert parse("TASK_ARGS.x", text) is None
 
 
@@ -74,7 +74,7 @@ def test_randint_excludes_its_upper_bound(seed: int, trial: int, low: int, more:
     assert dimension(f"randint({low},{low + more})", "EPOCHS").draw(seed, trial) in range(low, low + more)
 
 
-def test_draws_cover_the_whole_space() -> None:
+def test_random_draws_cover_the_whole_search_space() -> None:
     rates = [dimension("loguniform(1e-4,1e-2)").draw(0, trial) for trial in range(1, 401)]
     assert 160 < sum(rate < 1e-3 for rate in rates) < 240, "one order of magnitude is as likely as the other"
     widths = [dimension("choice(8,16,32)", "TASK_ARGS.width").draw(0, trial) for trial in range(1, 301)]
@@ -146,7 +146,7 @@ def test_all_problems_of_a_search_are_reported_at_once() -> None:
     assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search can only vary TASK, " in lines[1]
 
 
-def test_extreme_values_are_checked() -> None:
+def test_extreme_values_in_a_search_are_checked() -> None:
     assert problems(EPOCHS="choice(1,2,3,4,5,6,7,8,0)", TRIALS="1") == ["SUNSPOT_EPOCHS=0: set it to an integer >= 1"]
     assert problems(LEARNING_RATE="uniform(-1,1)") == [
         "SUNSPOT_LEARNING_RATE=-1.0: set it to a number above 0, e.g. 1e-3"

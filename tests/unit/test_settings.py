@@ -104,14 +104,14 @@ def test_all_problems_are_reported_at_once_without_importing_torch_or_ray() -> N
         ("XYZZY", "`python -m sunspot.train --help` lists all settings"),
     ],
 )
-def test_an_unknown_setting_is_answered_with_a_suggestion(name: str, hint: str) -> None:
+def test_the_error_for_an_unknown_setting_contains_a_hint(name: str, hint: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({name: "1"})
     assert str(refused.value).endswith(f"\n  SUNSPOT_{name.upper()}: no such setting; {hint}")
 
 
 @pytest.mark.parametrize("file", ["my_task.py", "tasks/my_task.py"])
-def test_a_file_path_as_task_is_answered_with_its_module(file: str) -> None:
+def test_the_error_for_a_file_path_as_task_suggests_its_module(file: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({"TASK": file})
     assert str(refused.value).endswith(f"SUNSPOT_TASK={file}: give a module, without .py: SUNSPOT_TASK=my_task")
@@ -199,7 +199,7 @@ def test_names_from_other_programs_lead_to_settings_options_and_commands() -> No
         ("TEST_DATASET", "rows.parquet"),
     ],
 )
-def test_an_error_shows_the_wrong_value(variable: str, value: str) -> None:
+def test_a_settings_error_shows_the_wrong_value(variable: str, value: str) -> None:
     with pytest.raises(SettingsError, match="1 problem in the settings") as refused:
         load_settings({variable: value})
     assert f"SUNSPOT_{variable}={value}: " in str(refused.value)

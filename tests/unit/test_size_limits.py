@@ -69,7 +69,7 @@ def page_of(run: Run) -> str:
 # ------------------------------------------------------------------------------------------------------------- segments
 
 
-def test_a_too_large_segment_counts_as_damaged_and_is_not_read(run: Run) -> None:
+def test_an_oversized_segment_counts_as_damaged_and_is_not_read(run: Run) -> None:
     trained(run)
     sparse(write_lines(run, "metrics", b""), MAX_SEGMENT_BYTES + 1)
     sparse(write_lines(run, "events", b""), 700 << 30)
@@ -82,7 +82,7 @@ def test_a_too_large_segment_counts_as_damaged_and_is_not_read(run: Run) -> None
     assert "Loss over steps" in page, "the rest is shown"
 
 
-def test_merging_never_makes_a_segment_too_large(run: Run) -> None:
+def test_merging_never_creates_an_oversized_segment(run: Run) -> None:
     journal = Journal(run, "events", 1)
     for number in range(40):
         for _ in range(20):
@@ -104,7 +104,7 @@ def test_large_segments_are_not_read_all_at_once(run: Run) -> None:
     assert groups == [3, 1, 1]
 
 
-def test_a_too_large_output_segment_is_replaced_by_a_note(run: Run, sunspot: Command) -> None:
+def test_an_oversized_output_segment_is_replaced_by_a_note(run: Run, sunspot: Command) -> None:
     begin(run)
     for stream in ("driver-20261125T000000000Z", "driver-20261126T000000000Z"):
         writer = LogWriter(run, stream)
@@ -276,7 +276,7 @@ def test_a_long_table_says_how_many_rows_are_left_out() -> None:
     assert wide.count("<td") < 25_000
 
 
-def test_thousands_of_settings_and_exhibits_are_cut(run: Run) -> None:
+def test_a_report_shows_only_some_of_thousands_of_settings_and_exhibits(run: Run) -> None:
     trained(run)
     write_shown(
         run, TaskExhibit(NEWEST, 188, [Exhibit(f"part {number}", "text") for number in range(MAX_PARTS + 5000)])

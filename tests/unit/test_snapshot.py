@@ -251,7 +251,7 @@ def test_memory_is_reserved_in_the_background_without_delaying_training(monkeypa
     assert trainee.take(3)
 
 
-def test_a_copy_that_is_needed_does_not_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_required_copy_does_not_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee()
     reserve = os.posix_fallocate
     reserving = list[bool]()
@@ -269,7 +269,7 @@ def test_a_copy_that_is_needed_does_not_wait_for_its_memory(monkeypatch: pytest.
     assert not any(reserving), "each slot is made in a thread, before it is needed"
 
 
-def test_slots_are_limited_and_never_overwritten_while_in_use() -> None:
+def test_copy_slots_are_limited_and_never_overwritten_while_in_use() -> None:
     trainee = Trainee()
     trainee.train()
     held: list[Snapshot] = []
@@ -278,7 +278,7 @@ def test_slots_are_limited_and_never_overwritten_while_in_use() -> None:
         if snapshot and step in (3, 5):
             held.append(snapshot)
             expected = trainee.state()
-        if step == 15:  # even if copies are slow, one after step 5 is taken
+        if step == 15:  # even slow copies include one after step 5
             trainee.snapshots.wait_until_complete()
         trainee.train()
     trainee.snapshots.wait_until_complete()

@@ -183,7 +183,7 @@ def test_a_stop_request_does_not_hide_the_runs_end() -> None:
 
 
 @pytest.mark.parametrize("ray", JOB_STATUSES)
-def test_a_failure_is_not_final_while_tries_are_left(ray: str) -> None:
+def test_a_failure_is_not_final_while_retries_are_left(ray: str) -> None:
     tries = {"spec": {"backoffLimit": 2}}
     failed = status(RunState.FAILED, reason="the disk is full")
     assert judge(job("Running", ray, failed=1, **tries), status=failed, now=NOW)[0] is RunState.RETRYING
@@ -200,7 +200,7 @@ BEFORE_STORAGE = "2 of 3 attempts have failed before they could write to storage
 
 
 @pytest.mark.parametrize("deployment", ["Retrying", "", "Initializing", "Running"])
-def test_failed_tries_that_storage_does_not_record_are_counted(deployment: str) -> None:
+def test_failed_attempts_missing_from_storage_are_counted(deployment: str) -> None:
     ray = {"Retrying": "FAILED", "Running": "RUNNING"}.get(deployment, "")
     state, reason = judge(job(deployment, ray, **TRIES))
     assert (state, reason.partition(";")[0]) == (RunState.RETRYING, BEFORE_STORAGE)
@@ -217,7 +217,7 @@ def test_a_job_fails_if_its_driver_failed_permanently() -> None:
     own = status(RunState.FAILED, reason="SignatureDoesNotMatch")
     assert judge(view, status=own) == (RunState.FAILED, "SignatureDoesNotMatch")
     assert judge(job("Complete", "STOPPED", message="Job was intentionally stopped."))[0] is RunState.STOPPED
-    drained = status(RunState.STOPPED, age=250)  # written by the previous try, when its node was reclaimed
+    drained = status(RunState.STOPPED, age=250)  # written by the previous attempt when its node was reclaimed
     again = job("Complete", "STOPPED", message=message, failed=1, startTime=timestamp(NOW - 200))
     assert judge(again, status=drained) == (RunState.FAILED, "SignatureDoesNotMatch; check the key")
     behind = job("Running", "STOPPED", message=message, spec={"backoffLimit": 2})
@@ -316,7 +316,7 @@ def test_the_message_of_the_program_takes_precedence_over_the_operators() -> Non
 
 
 def test_a_rejected_job_is_not_reported_as_taken_over() -> None:
-    """The run's own job came first. It keeps training, or has ended."""
+    """The run's own job came first and keeps training or has ended."""
     failed = job("Failed", "FAILED", message="\nerror: begun with other settings")
     for state in (RunState.RUNNING, RunState.SUCCEEDED):
         first = status(state, owner="run-0", began=CREATED - 60)
@@ -461,7 +461,7 @@ def test_a_warning_explains_a_pod_whose_status_does_not(
     assert "quota" not in judge(job("Initializing", ""), [view(p) for p in pods], [overcome], now=NOW)[1]
 
 
-def test_pods_of_an_earlier_try_do_not_count() -> None:
+def test_pods_of_an_earlier_attempt_do_not_count() -> None:
     earlier = pod("run-1-w-head", "run-1-w", head=True)
     assert "about to be created" in judge(job("Initializing", ""), [view(earlier)], now=NOW)[1]
 

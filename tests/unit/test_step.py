@@ -1,4 +1,4 @@
-"""The code around an optimizer step: its random numbers, and the evaluation at the end of an epoch."""
+"""Tests of the code around an optimizer step: its random numbers, and the evaluation at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HELD_OUT = 50
 def evaluating(
     group: dist.ProcessGroup, world_size: int, batches: Iterator[Batch] | None = None, **settings: Any
 ) -> Any:
-    """Return a stand-in for a learner on one of `world_size` workers. Its `passes` are the row counts of its passes."""
+    """Return a fake learner on one of `world_size` workers. Its `passes` lists the row count of each pass."""
     passes: list[int] = []
 
     def test(batch_size: int) -> Iterator[Batch]:
@@ -160,7 +160,7 @@ def test_a_notice_interrupts_an_evaluation_on_all_ranks(
 def test_a_rank_without_rows_sends_heartbeats_while_others_evaluate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held-out rows may be unevenly divided, and an evaluation may take longer than HANG_TIMEOUT_S."""
+    """Held-out rows can be divided unevenly, and an evaluation can take longer than HANG_TIMEOUT_S."""
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
 
     def act(group: dist.ProcessGroup) -> tuple[dict[str, float] | None, int]:
@@ -250,7 +250,7 @@ def test_the_end_of_an_epoch_is_saved_before_its_evaluation(
 
 
 def test_an_epoch_is_evaluated_even_if_a_worker_is_lost_at_its_end(group: dist.ProcessGroup) -> None:
-    """The group ends before its members have agreed on what is due after the step."""
+    """The group ends before its members have agreed on what to do after the step."""
     worker = Recorded(evaluating(group, 1), Command())
     worker._decisions = Mock(agree=Mock(side_effect=RuntimeError("Connection closed by peer")))
     with pytest.raises(RuntimeError):
@@ -303,7 +303,7 @@ def test_a_run_ends_after_several_evaluations_without_an_improvement(
 
 
 def test_an_evaluation_uses_the_same_buffers_as_a_checkpoint(tmp_path: Path) -> None:
-    """These are the buffers of rank 0, such as batch norm's averages, of which each rank has its own before."""
+    """These are rank 0's buffers, such as batch norm's averages. Before, they differ between ranks."""
 
     def act(group: dist.ProcessGroup) -> tuple[float, dict[str, float] | None]:
         learner = evaluating(group, 2)
@@ -395,7 +395,7 @@ def test_seeds_differ_for_every_step_and_rank() -> None:
 
 @pytest.mark.parametrize("needs_others", [False, True])
 def test_a_warm_up_step_leaves_no_trace(needs_others: bool) -> None:
-    """Only the optimizer's state stays, which the others' state replaces. The loss replaces a buffer in this test."""
+    """Only the optimizer's state remains, until the others' state replaces it. The loss replaces a buffer here."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model[0].register_buffer("center", torch.zeros(2))
     source: Any = SimpleNamespace(row_groups=(60,), read=lambda group, rows: {"x": np.ones((len(rows), 2), np.float32)})

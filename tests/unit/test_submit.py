@@ -722,7 +722,7 @@ def test_an_owner_with_a_just_deleted_rayjob_is_not_alive_elsewhere(cluster: Fak
 
 
 def test_an_ended_rayjob_does_not_hide_an_owner_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
-    """The old owner's RayJob has ended with 6, and `submit` does not take the run back without --take-over."""
+    """The RayJob of the old owner has ended, and `submit` exits with 6 unless --take-over is given."""
     sunspot.submit()
     name, before = only_job(cluster), owner(cluster)
     cluster.set_status(name, "Failed", "FAILED", reason="AppFailed")

@@ -1,4 +1,4 @@
-"""The end of a driver: the table of results that it prints, and the report that it stores."""
+"""Tests of a driver's end: the table of results that it prints, and the report that it stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUS = Status(RunState.SUCCEEDED, "job", step=10, total_steps=10)
 
 
 def output_of_end(run: Run, capsys: pytest.CaptureFixture[str], error: BaseException | None = None) -> str:
-    """Return what a driver prints when it ends, with `error` if it is given. The error passes unchanged."""
+    """Return what a driver prints when it ends, because of `error` if given. The same error is raised."""
     capsys.readouterr()
     if error is None:
         with report_result(run, "00000000"):
@@ -70,7 +70,7 @@ def test_a_misspelt_metric_is_reported(run: Run, capsys: pytest.CaptureFixture[s
     )
 
 
-def test_a_failed_run_shows_its_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_of_a_failed_run_shows_its_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     trained(run)
     status = read_status(run)
     assert status
@@ -82,7 +82,7 @@ def test_a_failed_run_shows_its_checkpoint(run: Run, capsys: pytest.CaptureFixtu
     assert b"no good" in run.storage.read(run.key("report.html"))
 
 
-def test_a_run_without_a_checkpoint_says_so(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_says_that_a_run_has_no_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     trained(run)
     for name in ("step-00000094-attempt-0001", "step-00000188-attempt-0002"):
         delete_checkpoint(run, name)
@@ -92,20 +92,20 @@ def test_a_run_without_a_checkpoint_says_so(run: Run, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("error", [ConflictError("other settings"), SupersededError("another"), KeyboardInterrupt()])
-def test_a_process_that_does_not_own_the_run_prints_nothing(
+def test_a_process_that_does_not_own_the_run_prints_no_summary(
     run: Run, capsys: pytest.CaptureFixture[str], error: BaseException
 ) -> None:
     assert output_of_end(trained(run), capsys, error) == ""
     assert not run.storage.exists(run.key("report.html"))
 
 
-def test_a_deleted_run_is_not_restored_by_its_report(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_does_not_recreate_a_deleted_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert output_of_end(run, capsys, SunspotError("no good")) == ""
     assert not run.storage.list(run.name)
 
 
 @pytest.mark.parametrize("error", [None, SunspotError("no good")])
-def test_a_report_that_cannot_be_written_changes_nothing(
+def test_a_report_that_cannot_be_written_does_not_change_the_outcome(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException | None
 ) -> None:
     def refuse(key: str, data: bytes) -> None:
@@ -118,7 +118,7 @@ def test_a_report_that_cannot_be_written_changes_nothing(
     assert "warning: the report could not be written: run/report.html: no space left" in out
 
 
-def test_a_defect_in_the_report_changes_nothing(
+def test_a_bug_in_the_report_does_not_change_the_outcome(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sunspot.train.driver.read_report", lambda *about: 1 / 0)

@@ -1,4 +1,4 @@
-"""A process that outlives its group: the state that it keeps, and the next group that it forms."""
+"""Tests of a process that outlives its group: the state that it keeps, and the next group that it forms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
 
 
 def test_a_received_newer_state_does_not_keep_the_name_of_the_old_one(tmp_path: Path) -> None:
-    """Its group may end before it trains. It would then claim the older step with the newer step's parameters."""
+    """Otherwise, it would claim the older step with the newer step's parameters if its group ended before training."""
 
     def act(group: Any) -> LiveState | None:
         rank = dist.get_rank()
@@ -82,7 +82,7 @@ def test_a_process_that_hangs_while_it_prepares_alone_is_ended(
 
 
 def test_a_process_that_received_a_state_can_offer_it_before_its_group_trains() -> None:
-    """Otherwise all would return to a copy if the only other process with the state died right then."""
+    """Otherwise, all would return to a copy if the only other process with the state died right then."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     attempt = Attempt(3, "job", FURTHEST.checkpoint, 5, nonce="11111111")
     survivor.keep(attempt, TrainingState(metrics={"loss": 1.0}, taken=7.0, ledger=("window",), tier=IN_PLACE))
@@ -97,7 +97,7 @@ def test_a_process_that_received_a_state_can_offer_it_before_its_group_trains() 
 
 
 def test_all_members_continue_with_the_metrics_and_rows_of_one_member(tmp_path: Path) -> None:
-    """A loss may end an evaluation on only some members. One of them would then stop the run early, alone."""
+    """A loss can end an evaluation on only some members, and one of them might then stop the run early."""
 
     def act(group: Any) -> Any:
         rank = dist.get_rank()
@@ -112,8 +112,8 @@ def test_all_members_continue_with_the_metrics_and_rows_of_one_member(tmp_path: 
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_a_group_builds_together_or_not_at_all(live: bool) -> None:
-    """A prepared process and a process that came when no group trained would wait for each other in collectives."""
+def test_all_members_of_a_group_build_a_model_or_none_does(live: bool) -> None:
+    """Otherwise, a prepared process and a process that came when no group trained would wait for each other."""
     prepared, other = (on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0) for _ in range(2))
     prepared.prepare(Mock)
     for each in (prepared, other):
@@ -121,7 +121,7 @@ def test_a_group_builds_together_or_not_at_all(live: bool) -> None:
     assert [bool(each.learner) for each in (prepared, other)] == [live, live]
 
 
-def test_forming_stops_if_the_group_is_closed_before_it_has_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_closed_before_it_has_a_socket_stops_forming(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member was lost right after it was admitted to the group, when there is no socket to cut yet."""
     monkeypatch.setattr(survivors, "FORM_LIMIT_S", 600)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -133,7 +133,7 @@ def test_forming_stops_if_the_group_is_closed_before_it_has_a_socket(monkeypatch
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_gpu_takes_no_step_with_sums_of_an_aborted_group(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_sums_of_an_aborted_group_are_never_applied(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Aborted NCCL collectives end without an error, with arbitrary sums."""
     survivor = on_device("cuda", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     aborted = list[bool]()
@@ -145,7 +145,7 @@ def test_a_gpu_takes_no_step_with_sums_of_an_aborted_group(broken: bool, monkeyp
 
 
 def test_a_worker_alone_in_its_group_stops_when_the_group_is_closed(tmp_path: Path) -> None:
-    """No collective fails in a group of one, because none waits for another process."""
+    """No collective fails in a group of one, because no process waits for another."""
 
     def act(group: Any) -> int:
         worker = make_worker(plan_without_evaluation(Settings(max_steps=8)), group)
@@ -211,12 +211,12 @@ def test_a_replacement_reports_a_fatal_error_if_no_trained_worker_is_left(
 
 @pytest.mark.parametrize("others_train", [True, False])
 @pytest.mark.parametrize("others_first", [True, False])
-def test_members_that_cannot_connect_give_up_soon(
+def test_members_that_cannot_connect_fail_promptly(
     others_first: bool, others_train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One member hangs but sends heartbeats. A collective may take far longer than forming a group.
+    """One member hangs but sends heartbeats. A collective can take far longer than forming a group.
 
-    The first member that gives up closes the group for the others.
+    The first member that fails closes the group for the others.
     """
     monkeypatch.setattr(survivors, "FORM_LIMIT_S", 0.3)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -234,7 +234,7 @@ def test_members_that_cannot_connect_give_up_soon(
     )
 
 
-def test_a_process_that_repeatedly_counts_as_lost_gives_up() -> None:
+def test_a_process_that_is_repeatedly_presumed_lost_stops_retrying() -> None:
     """The process held the GIL for too long while it built its model, and would do so again."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor._client = Mock(connections=1)
@@ -249,11 +249,11 @@ def test_a_process_that_repeatedly_counts_as_lost_gives_up() -> None:
 
 
 class Ended(BaseException):
-    """Raised instead of ending the process."""
+    """An exception raised instead of ending the process."""
 
 
 @pytest.mark.parametrize(("others_train", "trained"), [(True, False), (True, True), (False, False)])
-def test_a_replacement_that_cannot_train_ends_alone(
+def test_a_replacement_that_cannot_train_ends_only_itself(
     others_train: bool, trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)

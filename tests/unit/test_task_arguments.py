@@ -32,7 +32,7 @@ GIVEN = {"hiden": 32, "width": 64}
         (json.dumps, ""),
     ],
 )
-def test_unread_keys_are_listed(read: Callable[[Any], object], said: str) -> None:
+def test_unread_task_arguments_are_listed(read: Callable[[Any], object], said: str) -> None:
     given = TaskArguments(GIVEN)
     read(given)
     assert given.describe_unread() == said

@@ -1,4 +1,4 @@
-"""The start of a worker, from its group to its first step, and the problems that are found on the way."""
+"""Tests of a worker's start, from its group to its first step, and of the problems found on the way."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
 
 
-def test_small_micro_batches_are_refused_with_batch_norm() -> None:
+def test_small_micro_batches_are_rejected_with_batch_norm() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     for rows, refused in [(1, True), (2, True), (3, False), (0, False)]:
         settings = Settings(micro_batch_size=rows)
@@ -59,7 +59,7 @@ def test_small_micro_batches_are_refused_with_batch_norm() -> None:
         refuse_small_micro_batches(model[0], settings)
 
 
-def test_changed_versions_are_an_event(tmp_path: Path, warned: list[str]) -> None:
+def test_changed_library_versions_are_recorded_as_an_event(tmp_path: Path, warned: list[str]) -> None:
     def events(*before: dict[str, str]) -> list[tuple[str, str]]:
         run = open_run(str(tmp_path / uuid.uuid4().hex), "run")
         versions = [*before, {"numpy": "2.4.6", "torch": "2.9.0", "ray": "2.60.0"}]
@@ -89,7 +89,7 @@ def test_changed_versions_are_an_event(tmp_path: Path, warned: list[str]) -> Non
 def test_an_evaluation_that_is_always_interrupted_does_not_stop_the_training(
     before: list[int], total: int, left_out: bool, tmp_path: Path
 ) -> None:
-    """Only the last evaluation is always repeated, because no step waits for it."""
+    """Only the last evaluation is repeated without limit, because no step has to wait for it."""
     attempts = [Attempt(number, "me", None, step) for number, step in enumerate(before, start=1)]
     start = StartPoint(Attempt(9, "me", None, 20), attempts)
     assert leaves_out_evaluation(start, total) == left_out
@@ -130,7 +130,7 @@ def test_a_final_state_that_is_only_in_memory_is_evaluated_and_saved_again(
 def test_workers_whose_parameters_differ_all_return_to_a_copy(
     handed_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last bits differ after each change on processors of different kinds, which is not a failure."""
+    """The last bits differ after each change on different kinds of processors, which is not a failure."""
     for name in ("load_weights", "load_rest", "same_parameters"):
         monkeypatch.setattr(build, name, MagicMock(return_value=False))
     survivor, nothing = MagicMock(), cast(Any, None)
@@ -144,7 +144,7 @@ def test_workers_whose_parameters_differ_all_return_to_a_copy(
     assert survivor.keep.call_count == handed_over
 
 
-def test_a_skipped_evaluation_is_an_event(tmp_path: Path, warned: list[str]) -> None:
+def test_a_skipped_evaluation_is_recorded_as_an_event(tmp_path: Path, warned: list[str]) -> None:
     run = open_run(str(tmp_path), "run")
     events = Journal(run, "events", 1)
     record_left_out(20, events)
@@ -155,8 +155,8 @@ def test_a_skipped_evaluation_is_an_event(tmp_path: Path, warned: list[str]) -> 
 
 
 @pytest.mark.parametrize("rounded", [True, False])
-def test_precision_decides_about_tf32(rounded: bool) -> None:
-    """This includes convolutions, for which torch uses TF32 by default."""
+def test_tf32_is_switched_for_matrix_products_and_convolutions(rounded: bool) -> None:
+    """Torch uses TF32 for convolutions by default."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         set_tf32(rounded)
@@ -265,7 +265,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
 def test_a_node_that_freezes_while_a_group_starts_counts_as_a_hang(
     copy: Any, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds while it agrees on the start, sends its copy, or reads from storage, which has its own limit."""
+    """The node can freeze while the group agrees on the start, sends copies, or reads from storage."""
     watched, seen = Watched(), list[bool]()
 
     def load_start(*_: object) -> Any:
@@ -285,7 +285,7 @@ def test_a_node_that_freezes_while_a_group_starts_counts_as_a_hang(
     assert seen == [True, True]
 
 
-def test_warnings_of_a_worker_reach_the_driver(
+def test_a_workers_warnings_reach_the_driver(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def agree_on_start(*_: object) -> Any:
@@ -303,7 +303,7 @@ def test_warnings_of_a_worker_reach_the_driver(
 
 
 class SlowStorage(LocalStorage):
-    """A storage whose writes take some time."""
+    """A storage location with slow writes."""
 
     def __init__(self, root: Path, write_s: float) -> None:
         super().__init__(str(root))
@@ -315,7 +315,7 @@ class SlowStorage(LocalStorage):
 
 
 def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contextlib.ExitStack) -> Worker:
-    """Return a worker whose group restarts, with `left_s` seconds of a notice left."""
+    """Return a worker of a group that restarts, with `left_s` seconds of a notice left."""
     deadline = None if left_s is None else time.time() + DEADLINE_MARGIN_S + left_s
     commands = MagicMock(poll=lambda: Command(restart=True, deadline=deadline))
     place = WorkerPlace(group)
@@ -365,7 +365,7 @@ def test_the_last_lines_and_metrics_are_stored_before_a_restart(
 def test_workers_end_once_all_output_is_stored_or_the_notice_is_over(
     write_s: float, left_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only rank 0 knows of the notice, and the output of rank 1 takes long."""
+    """Only rank 0 knows about the notice, and storing the output of rank 1 takes long."""
     monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
 
     def act(group: dist.ProcessGroup) -> float:

@@ -1,4 +1,4 @@
-"""Tests of trees as a task, without Ray: resumes, metrics, model files, and refusals."""
+"""Tests of trees as a task, without Ray: resuming, metrics, model files, and rejected input."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_resumed_trees_equal_those_of_an_uninterrupted_run(library: str, classes
     assert resumed.to_bytes() == whole.to_bytes() != state["_extra_state"].numpy().tobytes()
 
 
-def test_trees_learn(library: str) -> None:
+def test_a_tree_task_learns(library: str) -> None:
     task = load_task(settings_for(library))
     rows = make_rows()
     trees = build(library)

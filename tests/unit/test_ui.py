@@ -49,7 +49,7 @@ from tests.harness.waiting import wait_until
 
 
 class Counting(LocalStorage):
-    """A storage that counts requests, and can hang or fail on demand."""
+    """A storage location that counts requests, and can hang or fail on demand."""
 
     def __init__(self, storage_path: str) -> None:
         super().__init__(storage_path)

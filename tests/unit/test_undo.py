@@ -1,4 +1,4 @@
-"""A step that a worker cannot complete is taken back, or the worker finds out that this is impossible."""
+"""Tests that a step that a worker cannot complete is undone, or that the worker detects that this is impossible."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def learner_of(way: str, group: dist.ProcessGroup) -> Learner:
         ("state that grows", False),
     ],
 )
-def test_a_broken_step_is_taken_back_or_reported_as_impossible(
+def test_an_interrupted_step_is_undone_or_reported_as_impossible_to_undo(
     way: str, taken_back: bool, group: dist.ProcessGroup
 ) -> None:
-    """Taking the step again leads to the weights of an undisturbed run."""
+    """Repeating the step leads to the weights of an undisturbed run."""
     calm, broken = (learner_of(way, group) for _ in range(2))
     train(outliving(calm, 0))
     early_changes.broken_off_at.add(BROKEN_AT)
@@ -92,7 +92,7 @@ def test_parameters_that_change_too_early_are_named(group: dist.ProcessGroup) ->
 
 
 def follow(model: Any) -> None:
-    """Move the teacher of a model, as a forward pass may."""
+    """Move a model's teacher, like a forward pass can."""
     with torch.no_grad():
         model.teacher.weight.lerp_(model.student.weight, 0.1)
 
@@ -123,7 +123,7 @@ def test_changes_by_an_evaluation_or_a_loop_between_two_steps_are_kept() -> None
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["in place", "replaced"])
 def test_buffers_that_a_loop_changes_between_two_steps_are_kept(replaced: bool) -> None:
-    """Such a buffer may be an average of the weights that is updated after `run.step()`."""
+    """Such a buffer can be an average of the weights that is updated after `run.step()`."""
     model: Any = torch.nn.Linear(2, 2)
     model.register_buffer("average", torch.zeros(2, 2))
     undo = StepUndo(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -140,8 +140,8 @@ def test_buffers_that_a_loop_changes_between_two_steps_are_kept(replaced: bool) 
     assert torch.equal(model.average, torch.ones(2, 2))
 
 
-def test_a_teacher_that_moves_in_each_pass_is_named_if_a_step_has_more_passes() -> None:
-    """A step has more forward passes with fewer workers."""
+def test_a_teacher_updated_in_each_pass_is_named_if_a_step_has_more_passes() -> None:
+    """A step has more forward passes if there are fewer workers."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
     undo = StepUndo(model, torch.optim.SGD(model["student"].parameters(), 0.1))
     undo.keep()
@@ -161,7 +161,7 @@ def test_a_teacher_that_moves_in_each_pass_is_named_if_a_step_has_more_passes() 
 
 @pytest.mark.parametrize("more_than_tensors", [False, True])
 def test_an_optimizer_gets_back_the_state_before_its_step(more_than_tensors: bool) -> None:
-    """A parameter gets its first gradient in the step that is taken back. A list in the state cannot be put back."""
+    """A parameter gets its first gradient in the step that is undone. A list in the state cannot be restored."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "ab"})
     first, last = (torch.optim.Adam(part.parameters(), 0.1) for part in model.values())
     undo = StepUndo(model, first)

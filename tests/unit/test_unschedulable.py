@@ -176,7 +176,7 @@ def test_labels_of_some_nodes_are_not_called_missing_everywhere() -> None:
     assert labels.evidence.startswith("2 nodes without what pod w-1 selects (gpu=l4)")
 
 
-def test_an_unknown_message_is_shown_unchanged() -> None:
+def test_an_unknown_scheduler_message_is_shown_unchanged() -> None:
     [finding] = explain({"no nodes available to schedule pods": ["w-1"]})
     assert "no nodes available to schedule pods" in finding.evidence
 

@@ -317,7 +317,7 @@ def test_an_unreadable_status_is_treated_as_missing(cluster: FakeCluster, run: R
     assert sunspot("status", "run") == 0
 
 
-# --------------------------------------------------------------------------------------------- a head that is given up
+# --------------------------------------------------------------------------------------------- an abandoned head
 
 
 def give_up_head(cluster: FakeCluster) -> None:
@@ -613,7 +613,7 @@ def test_status_works_without_storage(
 
 
 def put_job_kept_in(path: str, cluster: FakeCluster) -> None:
-    """Add a running RayJob whose settings name this storage path."""
+    """Add a running RayJob with this storage path in its settings."""
     job = rayjob(JOB)
     container = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     container["env"].append({"name": "SUNSPOT_STORAGE_PATH", "value": path})
