@@ -34,8 +34,8 @@ def refuse_names(names: Iterable[object], who: str) -> None:
         fault = find_fault(name)
         if fault:
             raise SettingsError(
-                f"{who} a metric with the name {shown(name)}: {fault}. Choose another name; reserved are "
-                f"{', '.join(sorted({LOSS, *RECORD_NAMES}))}, and all that begin with {HELD_OUT}"
+                f"{who} a metric with the name {shown(name)}: {fault}. Choose another name; the reserved "
+                f"names are {', '.join(sorted({LOSS, *RECORD_NAMES}))}, and all that begin with {HELD_OUT}"
             )
 
 

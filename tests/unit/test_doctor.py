@@ -1144,7 +1144,7 @@ def test_doctor_fails_if_neither_cluster_nor_storage_answers(cluster: FakeCluste
     assert sunspot("doctor", "run") == 4
 
 
-def test_findings_that_explain_most_come_first() -> None:
+def test_findings_are_sorted_by_how_much_they_explain() -> None:
     def finding(name: Diagnosis, severity: Severity, cost: float = 0.0) -> Finding:
         return Finding(name, severity, "seen", "do", cost=cost)
 

@@ -92,7 +92,7 @@ def test_another_trainer_follows_in_survivor_mode_unless_the_run_has_failed(
 
 
 @pytest.mark.parametrize("survivor_mode", [False, True])
-def test_a_failed_controller_is_replaced_a_few_times_and_the_counts_stay(survivor_mode: bool) -> None:
+def test_a_failed_controller_is_replaced_a_few_times_without_changing_the_counts(survivor_mode: bool) -> None:
     outcome = GroupOutcome(find_reason(CONTROLLER, restart=False, one_machine=True), CONTROLLER, None)
     start: TrainerStart | None = TrainerStart(counts=TWICE)
     starts = 0

@@ -49,7 +49,7 @@ class TreesTask(Task):
     uncalled = UNCALLED
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt a task's module. Raises `SettingsError` if a setting is set that trees ignore."""
+        """Adapt a task's module. Raises `SettingsError` if the settings include one that trees ignore."""
         super().__init__(module, settings, UNREAD_SETTINGS)
 
     def find_ray_trainer(self, settings: Settings, source: Source) -> str:

@@ -98,7 +98,10 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
         self.optimizers = [self._run.optimizer]
 
     def training_step(self, batch: Any, *index: int) -> Any:
-        """Make the first forward pass. Gradients are zeroed next, so `backward` makes the other passes."""
+        """Run the first forward pass only.
+
+        The Trainer zeroes gradients after this call, so `backward` runs the remaining passes.
+        """
         self._batch = batch
         self._whole = slice(0, self._run.pass_rows)
         self._passes = self._run.passes()

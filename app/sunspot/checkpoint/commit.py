@@ -246,9 +246,9 @@ class CheckpointCommitter:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Begin no further commits, because the group has ended. The commit in progress continues.
+        """Stop starting commits, because the group has ended. A commit in progress still finishes.
 
-        If rank 0 has begun a commit, this rank still adds its part, even if it has not begun yet.
+        If rank 0 has already begun a commit, this rank adds its part even if it had not started on that commit.
         """
         begun = -math.inf if self._coordinator.leads else self._coordinator.last_step()
         with self._changed:

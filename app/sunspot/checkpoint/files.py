@@ -127,7 +127,7 @@ def upload_shard(run: Run, name: str, file: str, tensors: dict[str, torch.Tensor
 
 
 def upload_index(run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> Files:
-    """Upload the index, which maps tensors to files. A single file needs no index."""
+    """Upload the index that maps tensors to files. If there is only one file, upload nothing."""
     shards = plan_shards(tensors)
     if len(shards) == 1:
         return {}

@@ -157,7 +157,7 @@ class ReadPlan:
 
 
 def group_adjacent(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """Group sorted pieces so that one request of at most REQUEST_BYTES reads each group.
+    """Group adjacent pieces so that each group can be read with one request of at most REQUEST_BYTES.
 
     A larger piece forms its own group.
     """

@@ -108,8 +108,8 @@ class Snapshot:
 class OptimizerOnlyParameters:
     """Finds the parameters that only optimizer steps change.
 
-    These are the parameters that have a gradient in the second step, and that its forward pass does not change, even
-    through `.data`.
+    The second training step decides. A parameter qualifies if it has a gradient in that step, and if the step's forward
+    pass does not change it, not even through `.data`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -265,7 +265,7 @@ class Snapshots:
         self.spent_s += seconds
 
     def wait_for_copy(self) -> None:
-        """Block until this thread can change the state, directly or by queueing work on the GPU."""
+        """Block until it is safe for this thread to change the state, directly or by queueing work on the GPU."""
         if self._copying:
             began = time.perf_counter()
             end = self._copying.result()

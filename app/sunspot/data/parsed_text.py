@@ -183,7 +183,7 @@ def _explain_csv(content: bytes, error: Exception) -> str:
 
 
 def _explain_text(content: bytes) -> str:
-    """Return why the content is not UTF-8 text, with the fix, or an empty string if it is."""
+    """Explain why the content is not UTF-8 text, and how to fix it. Returns an empty string if it is."""
     if not content.strip():
         return "the file is empty; add rows, or remove the file"
     packed = [kind for start, kind in MAGIC_BYTES.items() if content.startswith(start)]

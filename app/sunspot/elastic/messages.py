@@ -1,4 +1,4 @@
-"""Messages that driver, workers and Ray Train's controller exchange through the control channel (control.py).
+"""Messages that the driver, the workers and Ray Train's controller exchange through the control channel (control.py).
 
 Times are in seconds since the epoch.
 """

@@ -174,7 +174,7 @@ class UsageBoard:
         self._store.add(self._key(number, "ranks"), 1)
 
     def find_unused(self) -> set[int]:
-        """Return the numbers of the parameters that no rank has used. Call this after gradients are averaged."""
+        """Return the indices of the parameters that no rank used. Call this after gradients are averaged."""
         unused, self._unused = self._unused or set(), None
         ranks, number = range(self._group.size()), self._passes[-1]
         if self._store.add(self._key(number, "ranks"), 0) < len(ranks):

@@ -157,9 +157,10 @@ def _ask_who_lives(find_living: Callable[[], Collection[str]]) -> Collection[str
 
 
 def unwrap_health_check(error: Exception) -> Exception:
-    """Return the error that Ray's health check of a worker has found, or any other error unchanged.
+    """Return the error that Ray's health check found in a worker, or any other error unchanged.
 
-    A worker that does not answer counts as lost.
+    A health check that times out is returned as the loss of the worker.
+
     """
     if type(error).__name__ == "WorkerHealthCheckTimeoutError":
         return RayActorError(error_msg=str(error))

@@ -286,10 +286,10 @@ def label_of(checkpoint: str) -> str:
 
 
 def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") -> None:
-    """Raise `SupersededError` if `owner` has lost the run to another owner, which is permanent.
+    """Raise `SupersededError` if another owner has taken over the run. `owner` can never get it back.
 
-    Also raises it if this start of `driver` has lost the run to a later start of the same job. The operator restarts
-    the driver if the head does not answer, but the old driver may only be frozen, even before its first claim.
+    Also raises it if a later start of the same job has replaced this start of `driver`. The operator restarts the
+    driver if the head does not answer, but the old driver can still be alive and merely frozen.
     """
     if not attempts:
         return
@@ -337,7 +337,7 @@ def next_number(attempts: Sequence[Attempt]) -> int:
 
 
 def record_start(run: Run, attempt: Attempt) -> None:
-    """Record the start that a claimed `attempt` has chosen. Raises the errors of `ensure_owner`."""
+    """Record the start point chosen by a claimed `attempt`. Raises the same errors as `ensure_owner`."""
     key = run.key("attempts", _start_file(attempt))
     run.storage.create(key, with_checksum(asdict(attempt)))
     try:

@@ -167,7 +167,7 @@ class DriverStatusWriter:
                 self._refresh()
 
     def note_end(self, why: str) -> None:
-        """Record why the newest worker group ended, for the status until a worker writes its own."""
+        """Record why the newest worker group ended. The driver's status shows this until a worker writes a status."""
         self._group_ended = why
 
     def _refresh(self) -> None:

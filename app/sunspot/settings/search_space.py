@@ -128,8 +128,8 @@ class Search:
 def load_search(variables: Mapping[str, str]) -> Search:
     """Return the search that the environment's or a job's variables describe.
 
-    A search without an expression has no trials. Raises `SettingsError`, listing all problems of the expressions, their
-    extreme values, or the trials.
+    A search without an expression has no trials. Raises `SettingsError`, which lists every problem with the
+    expressions, their extreme values or the trials.
     """
     given = _ours(variables)
     settings, dimensions, expressions = load_common(given)

@@ -50,7 +50,7 @@ class EpochLayout:
     def rows_of(self, step: int) -> int:
         """Return the number of rows that a step consumes.
 
-        An epoch's last step consumes the remaining rows, which can be fewer than in other steps, or one more.
+        An epoch's last step consumes all remaining rows: at most as many as any other step, or one row more.
         """
         before = (step - 1) % self.steps_per_epoch
         return self.rows - before * self.batch if before == self.steps_per_epoch - 1 else self.batch

@@ -76,7 +76,7 @@ def augment(task: Task, batch: Batch, seed: int, epoch: int, draw: Callable[...,
 
 
 def _augment_rows(by_row: Callable[[Batch], Batch], batch: Batch, seed: int, epoch: int) -> Batch:
-    """Return the changed columns of all rows. A row's random numbers follow from the seed, the epoch and its id."""
+    """Augment each row separately. A row's random numbers depend only on the seed, the epoch and its id."""
     changed = []
     for place, row in enumerate(batch["row"].tolist()):
         seed_generators(seed, epoch, row, ROW_STREAM)

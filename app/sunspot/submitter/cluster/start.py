@@ -213,7 +213,7 @@ def _explain_absence(access: RunAccess, submitted: SubmissionRecord) -> str:
 
 
 def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | None]:
-    """Return a snapshot that treats the RayJob of this name as the newest, and that RayJob."""
+    """Return the RayJob called `name` or None, after a snapshot that treats it as the newest."""
     snapshot = access.observe()
     require_answers(snapshot)
     job = next((job for job in snapshot.cluster.jobs if job.name == name), None)
