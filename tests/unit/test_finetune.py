@@ -241,7 +241,7 @@ def test_damaged_weights_and_tokenizers_are_named(base: str, texts: str, tmp_pat
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
     settings = settings_of(str(folder), texts)
     task: Any = load_task(settings)
-    with refusal(SettingsError, str(folder), "transformers cannot load it"):
+    with refusal(SettingsError, str(folder), "transformers cannot load the model"):
         task.build_model(settings, EmptySource((32,), 2))
     state = load_file(f"{base}/model.safetensors")
     del state["model.norm.weight"]

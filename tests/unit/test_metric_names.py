@@ -42,7 +42,7 @@ def test_reserved_and_unprintable_names_are_rejected(name: object, fault: str) -
     with pytest.raises(SettingsError) as refused:
         refuse_names(["accuracy", name], "its loss returns")
     assert fault in str(refused.value)
-    assert "reserved are attempt, " in str(refused.value)
+    assert "reserved names are attempt, " in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
 

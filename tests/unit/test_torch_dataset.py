@@ -346,7 +346,7 @@ def test_find_sources_must_return_two_sources(text: str, says: str, task: Callab
     [
         ("def build_dataset(settings): ...\ndef find_sources(settings): ...", "both build_dataset and find_sources"),
         ("def build_dataset(): ...", r"build_dataset\(\), defined at .*, is called as build_dataset\(settings\)"),
-        ("def compute_metrics(scores, rows): ...", "gets the scores of predict"),
+        ("def compute_metrics(scores, rows): ...", "needs the scores from predict"),
         ("def compute_metrics(scores): ...\nfrom tests.tasks.tiny import predict", r"compute_metrics\(scores, rows\)"),
         (
             "from tests.tasks.tiny import predict\ndel loss\n"
