@@ -185,7 +185,7 @@ class PricedMachine(Machine):
     price: Price | None = _takes(PRICE)
     "Price of one pod per hour, in any currency."
     on_demand_price: Price | None = _takes(PRICE)
-    "On-demand price of the same pod, used to compute the savings from spot nodes."
+    "Price per hour of the same pod on an on-demand node. The savings from spot nodes are computed from it."
 
 
 class Head(PricedMachine):
