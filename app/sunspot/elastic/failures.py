@@ -184,31 +184,31 @@ class FailureJudge:
             killed, figures = find_killed_for_memory(error)
             if killed:
                 self._control.send(ControlChannel.explain_loss, figures)
-        all_lost = self._survivor_mode and all(lost)  # the others keep training
+        only_lost = self._survivor_mode and all(lost)  # no worker raised an error, so the others keep training
         short = find_short_of_memory(errors, end.errors)
-        replacements = min(len(lost), end.failed_replacements) if all_lost else 0
+        replacements = min(len(lost), end.failed_replacements) if only_lost else 0
         lost_members = sum(lost) - replacements
         what = describe(end, errors)
-        continues, why, counts = self._judge(end, lost_members, all_lost, short)
+        continues, why, counts = self._judge(end, lost_members, only_lost, short)
         self._control.send(ControlChannel.set_counts, counts, replacements)
-        if all_lost:  # Ray's ranks are not those of the group that trains
+        if only_lost:  # Ray's ranks are not those of the group that trains
             what = f"{plural(len(errors), 'worker')} lost: {reason(next(iter(errors.values()))).rstrip('.')}"
         if continues:
             continues, why = self._leave_out_broken(find_suspects(end, errors), why)
-        following = ControlChannel.log if all_lost else ControlChannel.start_next_group
+        following = ControlChannel.log if only_lost else ControlChannel.start_next_group
         self._control.send(following if continues else ControlChannel.give_up, f"{what}{why}")
         return continues
 
-    def _judge(self, end: GroupEnd, lost: int, all_lost: bool, short: set[str]) -> tuple[bool, str, FailureCounts]:
+    def _judge(self, end: GroupEnd, lost: int, only_lost: bool, short: set[str]) -> tuple[bool, str, FailureCounts]:
         """Decide whether another group starts, and count the failure of this one.
 
-        `lost` is the number of lost workers, excluding replacements that could not train. `all_lost` is True in
+        `lost` is the number of lost workers, excluding replacements that could not train. `only_lost` is True in
         survivor mode if no worker raised an error itself. `short` lists the nodes that ran out of memory. Returns the
         decision, its reason (or the number of failures left) and the new counts.
         """
         same_line = in_user_code_alike(end.errors)
         alike = same_line or same_message(end.errors)
-        counts = end.counts.since(end.progress.step if all_lost else end.progress.committed)
+        counts = end.counts.since(end.progress.step if only_lost else end.progress.committed)
         repeated = alike == counts.error
         counts = replace(counts, error=alike)
         if alike and (repeated or (same_line and not any(error.taken for error in end.errors))):
@@ -236,18 +236,18 @@ class FailureJudge:
             source = "once more from that copy" if counts.restores < RESTORES else "from storage"
             why = f"; it took no step from a copy in memory, so another group starts {source}"
             return True, f"{why}, without charging SUNSPOT_MAX_FAILURES", counts
-        if all_lost and not lost:
+        if only_lost and not lost:
             why = "; SUNSPOT_MAX_FAILURES is not charged for replacements that could not train, and others start"
             return True, why, counts
         counts = replace(counts, charged=counts.charged + 1)
-        if all_lost:
+        if only_lost:
             counts = replace(counts, lost=counts.lost + lost, workers=counts.workers or len(end.nodes))
         some_left = self._max > 0 and counts.lost < counts.workers
-        if counts.charged > self._max and not (all_lost and some_left):
+        if counts.charged > self._max and not (only_lost and some_left):
             since = f"since the previous failures (SUNSPOT_MAX_FAILURES={self._max})"
-            return False, f"; no new {'step' if all_lost else 'checkpoint'} {since}", counts
+            return False, f"; no new {'step' if only_lost else 'checkpoint'} {since}", counts
         remaining = max(0, self._max - counts.charged)
-        action = "a replacement starts" if all_lost and lost < len(end.nodes) else "starting again"
+        action = "a replacement starts" if only_lost and lost < len(end.nodes) else "starting again"
         return True, f"; {action}, {remaining} of {self._max} SUNSPOT_MAX_FAILURES left", counts
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
