@@ -1,4 +1,4 @@
-"""LOADER=torch: keeps all rows in memory, once per node, and takes each step's rows with a DataLoader.
+"""LOADER=torch: keeps all rows in memory, once per node, and takes each step's rows by their numbers.
 
 If the rows leave enough GPU memory for training, they are kept there. A step then sends only row numbers to the GPU.
 """

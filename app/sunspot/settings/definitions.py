@@ -239,7 +239,7 @@ class Settings(BaseModel):
     "Directory for torchvision's copy of MNIST."
 
     loader: Literal["torch", "ray"] = _setting("torch", "torch or ray")
-    "Loader of the rows. torch keeps them in memory behind a DataLoader, and ray streams them with Ray Data."
+    "Loader of the rows. torch keeps them in memory, and ray streams them with Ray Data."
     num_workers: WorkerCount = _setting("2", "an integer >= 1, such as 4, or a range, such as 2..8")
     "Number of training workers (the world size). A range makes the run elastic."
     use_gpu: Literal["auto", "true", "false"] = _setting("auto", "auto, true or false")
