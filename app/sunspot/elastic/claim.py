@@ -32,6 +32,7 @@ from sunspot.run.attempts import (
     IN_PLACE,
     Attempt,
     Metadata,
+    attempts_with_start,
     claim_next,
     ensure_owner,
     fatal_error,
@@ -355,11 +356,6 @@ def choose_start(
         other=read_status(run, other_than=attempt.driver),
     )
     return StartPoint(chosen, attempts_with_start(before), checkpoint, copy, nodes=nodes_in(inventories), past=past)
-
-
-def attempts_with_start(attempts: list[Attempt]) -> list[Attempt]:
-    """Return the attempts that have chosen their start."""
-    return [attempt for attempt in attempts if attempt.chosen]
 
 
 def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[tuple[int, int, float]]:

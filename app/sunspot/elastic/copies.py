@@ -6,7 +6,7 @@ from typing import NamedTuple
 from sunspot.checkpoint.memory_files import MemorySnapshot
 from sunspot.checkpoint.node_state import PartCopy
 from sunspot.checkpoint.replicas import ranks_by_node
-from sunspot.run.attempts import Attempt, attempt_of, lineage, step_of
+from sunspot.run.attempts import Attempt, attempt_of, attempts_with_start, lineage, step_of
 from sunspot.run.checkpoints import leads_to_newest
 
 RESTORES = 2
@@ -154,7 +154,7 @@ def exclude_crashing_copy(
     Returns the remaining inventories, and the name of the removed copy or an empty string. Groups that have lost a node
     do not count, because the loss may have ended the group, whatever the copy.
     """
-    last = [attempt for attempt in before if attempt.chosen][-RESTORES:]
+    last = attempts_with_start(before)[-RESTORES:]
     names = {attempt.starts_from if attempt.metadata.tier == "memory" else None for attempt in last}
     hosts = {host for attempt in last for host in attempt.metadata.nodes.values()}
     took_step = {attempt for inventory in inventories for attempt, _, _ in inventory.heartbeats}

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from sunspot.errors import DamageError, NotFoundError
 from sunspot.report.history import History
 from sunspot.run import Run
-from sunspot.run.attempts import Span, lineage, read_attempts
+from sunspot.run.attempts import Span, attempts_with_start, lineage, read_attempts
 from sunspot.run.checkpoints import (
     Checkpoint,
     best_first,
@@ -135,7 +135,7 @@ def read_report(run: Run, state: RunState, reason: str, read_bytes: bool = True)
             return default
 
     none: list[Any] = []
-    attempts = [a for a in read_part(lambda: read_attempts(run), none, "the list of its attempts") if a.chosen]
+    attempts = attempts_with_start(read_part(lambda: read_attempts(run), none, "the list of its attempts"))
     spans = lineage(attempts)
     damaged = defaultdict[str, list[str]](list)
     events = read_journal(run, "events", damaged=damaged["an event"])

@@ -17,7 +17,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, NamedTuple
 
@@ -231,6 +231,11 @@ def _read_attempt(run: Run, file: str) -> Attempt:
             f"{place} cannot be used: attempt {attempt.number} would start at step {attempt.step} of {origin}"
         )
     return attempt
+
+
+def attempts_with_start(attempts: Iterable[Attempt]) -> list[Attempt]:
+    """Return the attempts that have chosen their start."""
+    return [attempt for attempt in attempts if attempt.chosen]
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:

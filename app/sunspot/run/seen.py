@@ -9,7 +9,7 @@ from typing import Any
 from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError, RefusedStorageError, StorageError
 from sunspot.run import Run
-from sunspot.run.attempts import IN_PLACE, Attempt, lineage, read_attempts, recorded_setting
+from sunspot.run.attempts import IN_PLACE, Attempt, attempts_with_start, lineage, read_attempts, recorded_setting
 from sunspot.run.checkpoints import (
     Checkpoint,
     Retention,
@@ -125,9 +125,8 @@ class RunDetails(RunSeen):
     @property
     def rows_per_s(self) -> float | None:
         """The newest throughput, summed over all ranks."""
-        return (
-            self.status.rows_per_s if self.status and self.status.rows_per_s else self.newest_record.get("rows_per_s")
-        )
+        known = self.status.rows_per_s if self.status else None
+        return known or self.newest_record.get("rows_per_s")
 
     @property
     def seconds_left(self) -> float | None:
@@ -245,7 +244,7 @@ def read_details(run: Run) -> RunDetails:
         stop_wanted=summary.stop_requested,
         deleting=summary.deleting,
         identity=identity,
-        attempts=[attempt for attempt in found if attempt.chosen],
+        attempts=attempts_with_start(found),
         events=events,
         receipts=read_receipts(events),
         checkpoint=checkpoint,

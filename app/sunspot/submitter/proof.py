@@ -15,7 +15,7 @@ from sunspot.background import map_parallel
 from sunspot.errors import DamageError, NotFoundError
 from sunspot.formatting import plural
 from sunspot.run import Run
-from sunspot.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, step_of
+from sunspot.run.attempts import Attempt, Span, attempt_of, attempts_with_start, lineage, read_attempts, step_of
 from sunspot.run.audit import read_audit
 from sunspot.run.checkpoints import MANIFEST, classify, list_directories, verify
 from sunspot.run.history import list_journal, newest_record, read_journal
@@ -116,7 +116,7 @@ def prove(run: Run) -> Proof:
     """
     # List checkpoints before reading the attempts, so that the attempt of every checkpoint is known.
     directories = list_directories(run)
-    attempts = [attempt for attempt in read_attempts(run) if attempt.chosen]
+    attempts = attempts_with_start(read_attempts(run))
     spans = lineage(attempts)
     counted, _, _ = classify(directories, spans)
     with progress_note("reading every byte of the checkpoints"):

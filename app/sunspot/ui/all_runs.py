@@ -17,7 +17,7 @@ from sunspot.metric_names import HELD_OUT
 from sunspot.report.charts import Point
 from sunspot.report.history import can_draw
 from sunspot.run import Run
-from sunspot.run.attempts import read_attempts
+from sunspot.run.attempts import attempts_with_start, read_attempts
 from sunspot.run.cost import Spending
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import read_receipts
@@ -188,7 +188,7 @@ class Curve:
             time=time.time(),
             status=row.status,
             identity=None,
-            attempts=[attempt for attempt in attempts if attempt.chosen],
+            attempts=attempts_with_start(attempts),
             events=events,
             receipts=read_receipts(events),
             checkpoint=None,
