@@ -14,8 +14,11 @@ To write an adapter:
    copied the state. Or, if the library has a Trainer with a loop of its own, define `library_loop(worker)` with a
    `sunspot.train.run.LibraryRun` (lightning_loop.py). It calls `before_change` before each optimizer step, and
    `end_step` after each step.
-5. If a Ray trainer other than TorchTrainer must start the workers, define `find_ray_trainer`.
-6. List the module's functions that the library ignores in `uncalled`, and the settings that it ignores in `unread`.
+5. If a Ray trainer other than TorchTrainer must start the workers, define `find_ray_trainer`. A task with
+   `find_ray_trainer` or `library_loop` restarts all workers after a loss. With any other task, the workers that are
+   left keep training, so its `train(run)` must take every step through `run`.
+6. List the functions in a task's module that the library never calls in the class attribute `uncalled`. Pass the
+   settings that the library ignores to `Task.__init__` as `unread`. Both map a name to the reason.
 
 Adapters import from everything below `tune/`, and nothing imports them, because `load_task` finds them
 by name. A library is imported only for the tasks that use it.

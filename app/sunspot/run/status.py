@@ -87,7 +87,7 @@ class StatusKind(enum.StrEnum):
     """The kind of a status object. The value is the suffix of the object's name."""
 
     DRIVER = ""
-    "Written by the driver while rank 0 does not write. In older versions, both wrote this object."
+    "Written by the driver at its start, while rank 0 is silent, and while the run is finishing."
     WORKERS = "-workers"
     "Written by rank 0."
     ENDED = "-ended"

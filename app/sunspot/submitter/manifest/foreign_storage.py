@@ -24,9 +24,9 @@ def find_foreign_storage(manifest: Mapping[str, Any]) -> Iterator[str]:
     Without a Secret, pods have only the identity given by their cloud, which works only for that cloud's storage.
     """
     path = settings_of(manifest).get(STORAGE_PATH, "")
-    scheme, separator, place = path.partition("://")
+    scheme, _, place = path.partition("://")
     cluster = manifest["spec"].get("rayClusterSpec")
-    if not separator or not cluster or _has_secrets(ray_container(head_group(manifest))):
+    if scheme not in SCHEMES or not cluster or _has_secrets(ray_container(head_group(manifest))):
         return
     pods = [group["template"]["spec"] for group in cluster["workerGroupSpecs"]]
     labels = [label for pod in pods for label in pod.get("nodeSelector", {})]
