@@ -948,7 +948,9 @@ def test_an_invalid_aws_environment_is_reported(
     value: str,
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(StorageError, match=f"^s3://{s3_bucket}/runs: the AWS environment cannot be used: .*{value}"):
+    with pytest.raises(
+        StorageError, match=f"^s3://{s3_bucket}/runs: the AWS environment variables are not usable: .*{value}"
+    ):
         S3Storage(f"s3://{s3_bucket}/runs")
 
 

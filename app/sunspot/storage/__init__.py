@@ -37,8 +37,8 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 def open_storage(storage_path: str, follow_links: bool = False) -> Storage:
     """Open the storage at a local path or `scheme://bucket/prefix`.
 
-    Use `follow_links` only to read files chosen by the user, which can be links to any location, as in Hugging Face's
-    cache. Raises `SettingsError` for an unknown scheme, and `RefusedStorageError` if the backend's client is not
+    Set `follow_links` only to read files chosen by the user. They can be links to any location, for example in Hugging
+    Face's cache. Raises `SettingsError` for an unknown scheme, and `RefusedStorageError` if the backend's client is not
     installed.
     """
     url = SCHEME.match(storage_path)
