@@ -45,8 +45,8 @@ def read_identity(run: Run) -> Identity:
 def record_identity(run: Run, environment: Mapping[str, str], names: Iterable[str], rows: Rows | None = None) -> None:
     """Record the identity of a run: `rows`, and the settings `names` with their values in `environment`.
 
-    Raises `ConflictError` with a diff if the run began with another identity, and `DamageError` if the recorded one is
-    damaged. If ACCEPT accepts a new row order, it replaces the recorded one.
+    Raises `ConflictError` with a diff if the run began with another identity, and `DamageError` if the recorded
+    identity is damaged. If ACCEPT accepts a new row order, the new order replaces the recorded one.
     """
     settings = {variable: environment[variable] for variable in _variables(names)}
     if run.storage.create(run.key(FILE), with_checksum(asdict(Identity(settings, rows)))):
@@ -81,7 +81,7 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
 
 
 def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise `ConflictError` if the run began with other identity settings, or with other values of them."""
+    """Raise `ConflictError` if the run began with different identity settings, or with different values for them."""
     from sunspot.settings import differences
 
     identity = read_if_exists(lambda: read_identity(run))

@@ -40,7 +40,7 @@ class Cause(enum.StrEnum):
     "A worker was killed because its node, its container or its GPU had too little memory."
     HUNG = "hung rank"
     NO_ROWS = "no rows"
-    "Ranks waited for rows from Ray Data until they were ended like hung ranks."
+    "Ranks waited for rows from Ray Data until they were ended as hung ranks."
     DRIVER_LOST = "driver lost"
     "The previous driver ended without writing a status, because its head or node was lost."
     TAKEN_OVER = "taken over"
@@ -50,7 +50,7 @@ class Cause(enum.StrEnum):
 
     @property
     def incident(self) -> bool:
-        """True for an incident, and False for a deliberate start: the first one, a resume or a take-over."""
+        """True for an incident, and False for a deliberate start (the first start, a resume or a take-over)."""
         return self not in (Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER)
 
 
@@ -65,7 +65,7 @@ class Receipt:
     attempt: Count
     "The number of the new attempt."
     since: Count
-    "The attempt of the previous receipt, or 0 for the first receipt. Attempts in between took no steps."
+    "The attempt of the previous receipt, or 0 for the first receipt. Any attempts in between took no steps."
     cause: Cause
     detail: str
     "More about the cause, as readable text."
@@ -126,8 +126,8 @@ class Receipt:
     def phases(self) -> dict[str, float]:
         """Seconds from `beginning` to the end of each observed phase, in order.
 
-        Phases that ended before `beginning` are omitted. There can be some if a driver began while the group of a lost
-        driver was still training.
+        Phases that ended before `beginning` are omitted. This can happen if a driver began while a lost driver's group
+        was still training.
         """
         ends = {
             "old group gone": self.launched,
