@@ -761,7 +761,7 @@ def test_doctor_reports_a_damaged_checkpoint(run: Run, sunspot: Command) -> None
     run.storage.write(run.key("checkpoints", "step-00000005-attempt-0001", "model.pt"), b"?")
     damaged = findings(sunspot)["checkpoint damaged"]
     assert "step-00000005-attempt-0001" in damaged["evidence"]
-    assert damaged["advice"].startswith("the run continues from the one before")
+    assert damaged["advice"].startswith("the run continues from the checkpoint before")
 
 
 def ended(run: Run, *steps: int) -> list[Checkpoint]:
@@ -783,7 +783,7 @@ def test_doctor_reports_a_damaged_final_checkpoint(run: Run, sunspot: Command) -
     assert list(found) == ["checkpoint damaged", "low goodput"]
     assert found["checkpoint damaged"]["severity"] == "error"
     assert "starts from step 8, and repeats steps 9 to 10" in found["checkpoint damaged"]["advice"]
-    assert "continues from the one before" not in found["checkpoint damaged"]["advice"], "it has ended"
+    assert "continues from the checkpoint before" not in found["checkpoint damaged"]["advice"], "it has ended"
 
 
 def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -> None:

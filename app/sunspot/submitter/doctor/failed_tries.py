@@ -29,7 +29,7 @@ def find_failed_tries(snapshot: RunSnapshot, state: RunState) -> Iterator[Findin
 
 
 def find_unrecorded_end(state: RunState, reason: str) -> Iterator[Finding]:
-    """Yield a finding for a run that has ended according to the cluster, if storage has nothing to read."""
+    """Yield a finding for a run that has ended according to the cluster, if storage has no record of it."""
     if state is RunState.FAILED:
         yield Finding(
             Diagnosis.FAILED, Severity.ERROR, reason, "fix what the message names, and submit again", cost=1.0
