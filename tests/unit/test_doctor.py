@@ -493,7 +493,7 @@ def test_a_long_first_step_is_not_reported(run: Run, sunspot: Command) -> None:
     assert list(findings(sunspot)) == ["healthy"]
 
 
-def test_doctor_does_not_report_missing_room_right_after_a_loss(run: Run, sunspot: Command) -> None:
+def test_doctor_does_not_report_missing_resources_right_after_a_loss(run: Run, sunspot: Command) -> None:
     """The driver started long ago, but its workers were lost just now."""
     begin(run)
     now, reason = time.time(), "no sign of life from its workers"
@@ -629,7 +629,7 @@ def test_advice_mentions_a_checkpoint_only_if_one_exists(run: Run, sunspot: Comm
     assert findings(sunspot)["failed"]["advice"] == again
 
 
-def test_sunspot_errors_give_only_user_code_locations() -> None:
+def test_sunspot_errors_only_contain_locations_in_user_code() -> None:
     with pytest.raises(SettingsError) as raised:
         load_settings({"EPOCHS": "many"})
     assert describe_failure(raised.value, 1, 0, 0).file == os.path.relpath(__file__)
@@ -670,7 +670,7 @@ def test_a_run_that_ended_with_a_nan_loss_has_only_one_finding(run: Run, sunspot
     assert found["not finite"]["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
-def test_advice_on_an_old_run_with_a_nan_loss_gives_a_checkpoint(run: Run, sunspot: Command) -> None:
+def test_advice_on_an_older_versions_run_with_a_nan_loss_names_a_checkpoint(run: Run, sunspot: Command) -> None:
     """Earlier versions did not check weights, so a start resumes from the newest checkpoint."""
     attempt = trains(run, loss=math.nan)
     commit(run, attempt, 4, loss=1.0)
