@@ -278,7 +278,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "NetworkPolicy",
             lambda c: c.objects.discard(f"{NETWORK}/to-dns"),
             "warning",
-            "missing in sunspot, although k8s/base has it: to-dns",
+            "missing in sunspot, but part of k8s/base: to-dns",
             "kubectl apply -k k8s/base",
         ),
         (

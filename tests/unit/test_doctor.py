@@ -623,9 +623,11 @@ def test_advice_mentions_a_checkpoint_only_if_one_exists(run: Run, sunspot: Comm
     record_failure(run, Failure(1, 0, 6, "SettingsError", "SUNSPOT_TASK=mine: its loss is a mean", "..."))
     found = findings(sunspot)["failed"]
     assert found["evidence"] == "SUNSPOT_TASK=mine: its loss is a mean; rank 0, after step 6"
-    assert found["advice"] == "fix what the message names; then start the run again"
+    assert found["advice"] == "fix the problem that the message describes; then start the run again"
     commit(run, attempt, 5)
-    again = "fix what the message names; then start the run again: it continues from the last checkpoint"
+    again = (
+        "fix the problem that the message describes; then start the run again: it continues from the last checkpoint"
+    )
     assert findings(sunspot)["failed"]["advice"] == again
 
 
@@ -1044,7 +1046,7 @@ def test_a_live_run_with_unreadable_storage_is_explained(
         (
             "...\nerror: SignatureDoesNotMatch; check it",
             ": SignatureDoesNotMatch; check it",
-            "fix what the message names",
+            "fix the problem that the message describes",
         ),
         ("", "", "kubectl get rayjob run-1 --watch -o jsonpath='{.status.message}' prints the reason"),
     ],

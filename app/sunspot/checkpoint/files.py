@@ -242,7 +242,7 @@ def refuse_compressed(source: BinaryIO | str) -> None:
 
 
 def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
-    """Load a state_dict into a model. Raises `ConflictError`, which includes its `origin`, if it does not fit."""
+    """Load a state_dict from `origin` into a model. Raises `ConflictError` if it does not fit."""
     try:
         model.load_state_dict(state)
     except (RuntimeError, AttributeError, TypeError) as error:

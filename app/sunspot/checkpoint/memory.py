@@ -356,7 +356,7 @@ class NodeMemory:
         self._paused_until = math.inf
 
     def keep_parts_of(self, checkpoint: str | None) -> None:
-        """Remove all parts except those of `checkpoint`, which are kept until there is a newer copy."""
+        """Remove all parts except the parts of `checkpoint`, which are kept until there is a newer copy."""
         slots = {slot.file: slot for slot in self._slots}
         for held in list_snapshots(self.directory) if self.directory else ():
             if not held.parts:

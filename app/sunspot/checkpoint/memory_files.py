@@ -257,7 +257,7 @@ def room_for_copies(own: Path) -> int:
 
 
 def remove_others(own: Path) -> None:
-    """Remove the directories of exited processes of this run, and after STALE_S seconds those of other runs."""
+    """Remove the directories of this run's exited processes, and directories of other runs after STALE_S seconds."""
     with contextlib.suppress(OSError):  # another process might remove the same directory
         for directory in own.parent.iterdir():
             _remove_if_free(directory)

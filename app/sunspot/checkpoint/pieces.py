@@ -108,7 +108,7 @@ def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:
 
 
 def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
-    """Read pieces into whole tensors or DTensors, which are keyed by name. torch's planner finds the needed pieces.
+    """Read pieces into whole tensors or DTensors, keyed by name. Torch's planner finds the needed pieces.
 
     Only verified bytes are loaded. Apart from small gaps, no other bytes are read.
     """

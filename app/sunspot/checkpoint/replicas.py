@@ -78,7 +78,7 @@ class PartExchange:
         try:
             snapshot, problem = slot.mark(manifest, sidecar, changed, self._rank, self._world_size)
             if not self.replicate(slot, snapshot, sidecar):
-                problem = problem or "a worker could not keep its part, or that of another node"
+                problem = problem or "a worker could not keep its part, or another node's part"
             self._memory.finish_copy(slot, manifest.step, problem)
         except RuntimeError as error:
             self._memory.stop(f"parts cannot be exchanged: {shorten(error)}")

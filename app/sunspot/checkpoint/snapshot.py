@@ -61,7 +61,7 @@ class ChangeWatch:
 
 @dataclass(frozen=True)
 class SavedObjects:
-    """The objects to save, which training keeps changing."""
+    """The objects to save. Training keeps changing them."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer

@@ -64,7 +64,7 @@ def end_groups_at_once() -> list[Any]:
         from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
         from ray.train.v2._internal.execution.controller.state import RestartingState
     except ImportError as error:
-        warn_once(log, f"if too few nodes are left, preempted nodes may be replaced only after their notice: {error}")
+        warn_once(log, f"if too few nodes are left, preempted nodes might be replaced only after their notice: {error}")
         return []
 
     class EndAtOnce(ControllerCallback, WorkerGroupCallback):

@@ -140,5 +140,5 @@ def enter_folder(folder: str) -> None:
 
 
 def cores_here() -> int:
-    """Return the number of CPU cores that this process may use."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

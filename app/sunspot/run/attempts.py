@@ -44,7 +44,7 @@ from sunspot.run.status import list_statuses, newest_status
 log = logging.getLogger(__name__)
 
 CLAIM = re.compile(r"(0[0-9]{3}|[1-9][0-9]{3,8})\.json")
-"""Pattern for the name of the file in `attempts/` with which an attempt claims its number."""
+"""Pattern for the names of the files in `attempts/` that claim a number."""
 
 MAX_ATTEMPTS_CACHED = 10_000
 """Maximum number of attempts, over all runs, that a process keeps in memory. Each attempt takes a few kB."""
@@ -73,9 +73,9 @@ class Metadata:
     "The node group of each host, if the cluster names the group."
     world_size: SmallCount = 0
     driver: str = ""
-    "The start of the driver whose workers claimed the attempt (`status.new_driver`)."
+    "The driver start (`status.new_driver`) that started the workers of this attempt."
     after: tuple[str, ...] = ()
-    "Driver starts that had begun before this driver's start."
+    "Driver starts that began before this driver start."
     tier: str = ""
     "The source of the state: in place, memory, storage or beginning. Empty before the attempt has chosen one."
 
@@ -103,7 +103,7 @@ class Attempt:
 
     @property
     def driver(self) -> str:
-        """The start of the driver whose workers claimed the attempt."""
+        """The driver start that started the workers of this attempt."""
         return self.metadata.driver
 
     @property

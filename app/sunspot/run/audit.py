@@ -48,7 +48,7 @@ class AuditWriter:
         self._segments.write(first, last, _to_parquet(consumed))
 
     def merge(self) -> None:
-        """Merge small files. Storage errors are ignored; the next call merges the same files."""
+        """Merge small files. Storage errors are ignored, because the next call merges the same files."""
         self._segments.merge()
 
 

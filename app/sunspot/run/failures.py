@@ -123,7 +123,7 @@ BRING_ROWS = (
 
 
 NO_STACKS = "left no stacks: it was stopped, or lost with its node"
-"""The description of a rank that the others waited for, but whose watchdog reported nothing."""
+"""The description of a rank that the others waited for, if its watchdog reported nothing."""
 
 
 @dataclass(frozen=True)

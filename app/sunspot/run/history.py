@@ -294,7 +294,7 @@ def _began(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
 
 
 def _other_code(attempt: Attempt, before: Attempt | None) -> str:
-    """Return a note if the user code differs from that of the previous attempt, or an empty string if it does not."""
+    """Return a note if the user code differs from the previous attempt's code, or an empty string if it does not."""
     settings = [each.metadata.settings if each else {} for each in (before, attempt)]
     then, now = (code_in(each.get(CODE, ""))[:12] or "the image's" for each in settings)
     return f", with other code: {then} -> {now}" if before and now != then else ""

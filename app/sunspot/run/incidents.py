@@ -181,7 +181,7 @@ def describe_receipt(receipt: Receipt) -> str:
 def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
     """Return the worker-seconds between two times, counting each attempt's workers from its claim to the next one."""
     total = 0.0
-    claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks may disagree
+    claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks can disagree
     for attempt, claimed, until in zip(attempts, claims, [*claims, end][1:], strict=True):
         total += max(0.0, min(end, until) - max(begin, claimed)) * attempt.metadata.world_size
     return total

@@ -153,7 +153,7 @@ class SubmissionRecord:
     server: str = ""
     "The address of the cluster's API server."
     arguments: tuple[str, ...] = ()
-    "The arguments of `sunspot submit`, with which the job can be submitted again."
+    "The arguments of `sunspot submit` to submit the job again."
     manifest: dict[str, Any] = field(default_factory=dict)
     "The RayJob as it was applied."
     time: Timestamp = 0.0

@@ -48,7 +48,7 @@ class SearchResults:
     "The expression of each dimension."
     trials: tuple[Trial, ...]
     promoted: RunName | None = None
-    "The run whose checkpoint was promoted, or None before the promotion."
+    "The run with the promoted checkpoint, or None before the promotion."
     time: Timestamp = field(default_factory=time.time)
 
     def __post_init__(self) -> None:

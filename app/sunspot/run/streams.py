@@ -180,7 +180,7 @@ class StreamWriter:
         self.open.append(self._write(first, last, content))
 
     def merge(self) -> None:
-        """Merge small segments. Storage errors are ignored; the next call tries again."""
+        """Merge small segments. Storage errors are ignored, because the next call tries again."""
         with suppress(StorageError):
             self._merge()
             if self._merged:

@@ -17,7 +17,7 @@ To add a backend:
    settings/definitions.py. For datasets, add it to CLIENTS in data/dataset_files.py. For pods without a Secret, add it
    to SCHEMES in submitter/manifest/foreign_storage.py.
 6. Add an extra for the cloud's client to pyproject.toml, and the credentials to docs/storage.md.
-7. Add a fixture to tests/harness/clouds.py, with which tests/unit/test_storage.py tests the backend.
+7. Add a fixture to tests/harness/clouds.py, so that tests/unit/test_storage.py tests the backend.
 
 `open_storage` rejects any other scheme.
 """

@@ -188,8 +188,8 @@ class RetryWindow:
     def attempt(self, limit_s: float, what: str, work: Callable[[], Result]) -> Result:
         """Return the result of `work`, which runs in a separate thread. An error counts as a failed attempt.
 
-        The attempt may take the rest of `limit_s`, but at least a tenth of `limit_s`. Raises `StorageError` after this
-        time.
+        The attempt's time limit is the rest of `limit_s`, but at least a tenth of `limit_s`. Raises `StorageError`
+        after that time.
         """
         began = time.monotonic()
         deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what)

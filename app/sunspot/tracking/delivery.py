@@ -303,7 +303,7 @@ class Delivered:
     model: str = ""
     "The name of the checkpoint with the delivered model."
     ended: str = ""
-    "The delivered end of the run, in the form of `_end_of`."
+    "The end of the run that was delivered, as returned by `_end_of`."
 
 
 def read_tracking_run(run: Run, service: str) -> str | None:

@@ -76,7 +76,7 @@ def main() -> int:
         print(f"search {run.name} in {run.location}")
         for each in skipped:
             log.warning(f"skipped {each}")
-        # A search has no checkpoint before its end, so its driver may start again for every trial.
+        # A search has no checkpoint before its end, so its driver can start again for every trial.
         starts = settings.max_driver_starts * settings.trials
         with recorded_outcome(running.claimant, promoted, starts, running.stop_request) as outcome:
             train_and_promote(running, promoted, outcome)
@@ -92,7 +92,7 @@ class RunningSearch:
     errors: dict[int, str] = field(default_factory=dict)
     "The error of each ended trial, keyed by its number, or an empty string if it had none."
     promoted: str | None = None
-    "The name of the run whose checkpoint was promoted."
+    "The name of the run with the promoted checkpoint."
     stop_request: StopRequest = field(default_factory=StopRequest)
 
     def end_trial(self, number: int, error: str) -> None:

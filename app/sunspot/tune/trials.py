@@ -149,7 +149,8 @@ def run_trials(trials: Trials, at_once: int, stopped: Callable[[], bool], on_end
     os.environ.update(TUNE_ENVIRONMENT)
     trainable = tune.with_resources(
         tune.with_parameters(run_trial, trials=trials),
-        # The trials' drivers run on the head, because workers' nodes may be lost. They take no CPU from the workers.
+        # The trials' drivers run on the head, because the workers' nodes can be lost. The drivers take no CPU from the
+        # workers.
         tune.PlacementGroupFactory([{"CPU": 0, HEAD: 0.001}]),
     )
     with tempfile.TemporaryDirectory() as scratch:

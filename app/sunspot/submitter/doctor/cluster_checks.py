@@ -170,7 +170,7 @@ def _check_base(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
         missing = ", ".join(name for name in names if there[name] is False)
         hidden = ", ".join(name for name in names if there[name] is None)
         if missing:
-            seen = f"missing in {cluster.namespace}, although k8s/base has it: {missing}"
+            seen = f"missing in {cluster.namespace}, but part of k8s/base: {missing}"
             yield Check(kind, Result.WARNING, seen, "`kubectl apply -k k8s/base` creates it")
         elif hidden:
             yield Check(kind, Result.WARNING, f"this user cannot see {hidden}", "ask someone who can see it")

@@ -44,7 +44,7 @@ def find_pending(seen: JobSnapshot, state: RunState) -> list[Finding]:
     job = seen.job
     if job.deployment_status == "ValidationFailed":
         evidence = f"the operator rejects the manifest of {job.name}: {job.message}"
-        advice = "correct what the message names, and submit again"
+        advice = "fix the problem that the message describes, and submit again"
         return [Finding(Diagnosis.REFUSED, Severity.ERROR, evidence, advice, {"job": job.name})]
     late = job.failure if job.deployment_status == "Failed" else ""
     if job.terminal and late not in DEADLINES:
@@ -152,7 +152,9 @@ def _explain_refusal(job: JobView, problem: PodProblem, severity: Severity) -> F
         return Finding(Diagnosis.QUOTA, severity, evidence, advice, details)
     if "not found" in problem.evidence:
         return Finding(Diagnosis.MISSING, severity, evidence, CREATE_MISSING)
-    advice = "a policy of the namespace rejects it; correct what the policy names, or ask for a different policy"
+    advice = (
+        "a policy of the namespace rejects it; correct what the policy complains about, or ask for a different policy"
+    )
     return Finding(problem.kind, severity, evidence, advice)
 
 

@@ -29,7 +29,7 @@ MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
     "workerGroupSpecs": "groupName",
 }
-"""The key that identifies the items of each list (`patchMergeKey` in Kubernetes). Other lists are single values."""
+"""The key that identifies the items of each list (`patchMergeKey` in Kubernetes). Any other list is a single value."""
 
 CREDENTIAL_SHOWN = "anyone who can read the manifest, the Git repository or the storage could read a credential here"
 

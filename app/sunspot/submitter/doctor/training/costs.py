@@ -13,7 +13,7 @@ from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 RECENT_S = 300.0
-"""Number of seconds of the newest metric history that are examined to find out whether a run is slow."""
+"""Seconds of recent metric history that are examined to find out whether a run is slow."""
 
 MAX_DATA_WAIT = 0.3
 """Largest fraction of the step time that ranks can wait for rows without a finding. Below this fraction, faster reading

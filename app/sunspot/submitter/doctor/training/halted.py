@@ -31,9 +31,11 @@ def find_end(case: Case) -> Iterator[Finding]:
     if recent:
         yield _first_failure(case, recent, Severity.ERROR if ended else Severity.WARNING)
     elif case.state is RunState.FAILED:
-        advice = f"`sunspot logs {case.view.run.name}` prints the driver's output, and with `--rank 0` a worker's"
+        advice = (
+            f"`sunspot logs {case.view.run.name}` prints the driver's output, or with `--rank 0`, a worker's output"
+        )
         if not case.view.attempts and not case.view.status:
-            advice = "it wrote nothing to storage; fix what the message names, and submit again"
+            advice = "it wrote nothing to storage; fix the problem that the message describes, and submit again"
         free_space = advise_on_full_disk(case, case.reason)
         if free_space:
             advice = f"{free_space}; then start the run again{_where_it_resumes(case)}"
@@ -77,7 +79,7 @@ def _first_failure(case: Case, failures: list[Failure], severity: Severity) -> F
     again = f", in {plural(len(attempts), 'attempt')}" if len(attempts) > 1 else ""
     more = f"; then {', '.join(f'{times} {kind}' for kind, times in others.items())}" if others else ""
     evidence = f"{abridge(first.summary)}{place}; {who}{again}, after step {first.step}{more}"
-    fix = advise_on_full_disk(case, first.message) or "fix what the message names"
+    fix = advise_on_full_disk(case, first.message) or "fix the problem that the message describes"
     advice = f"{fix}; then start the run again{_where_it_resumes(case)}"
     if "OutOfMemory" in first.type or "out of memory" in first.message:
         advice = "lower SUNSPOT_MICRO_BATCH_SIZE, which does not change the result, or give the workers more memory"
