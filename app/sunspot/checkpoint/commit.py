@@ -349,7 +349,9 @@ class CheckpointCommitter:
             else:
                 if outage.tries:
                     self._record(
-                        "commits go on", step, f"none for {outage.seconds:.0f} s, {outage.tries} failed attempts"
+                        "commits go on",
+                        step,
+                        f"no commit for {outage.seconds:.0f} s, in {outage.tries} failed attempts",
                     )
                     self._outage = RetryWindow()
                 return

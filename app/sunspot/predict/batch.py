@@ -280,7 +280,7 @@ def count_correct(storage: Storage, parts: Sequence[OutputFile]) -> tuple[bool, 
             return int(pc.sum(pc.equal(table["label"], table["prediction"])).as_py())
         except NotFoundError as error:
             raise SunspotError(
-                f"{storage.locate(part.key)} was deleted meanwhile; run the same command to write it again"
+                f"{storage.locate(part.key)} was deleted in the meantime; run the same command to write it again"
             ) from error
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             raise DamageError(

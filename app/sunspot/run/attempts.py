@@ -73,7 +73,7 @@ class Metadata:
     "The node group of each host, if the cluster names the group."
     world_size: SmallCount = 0
     driver: str = ""
-    "The driver start (`status.new_driver`) that started the workers of this attempt."
+    "The driver start to which the attempt's workers belong (`status.new_driver`)."
     after: tuple[str, ...] = ()
     "Driver starts that began before this driver start."
     tier: str = ""
@@ -103,7 +103,7 @@ class Attempt:
 
     @property
     def driver(self) -> str:
-        """The driver start that started the workers of this attempt."""
+        """The driver start to which the attempt's workers belong."""
         return self.metadata.driver
 
     @property

@@ -301,7 +301,7 @@ def find_faults_in_listing(checkpoint: Checkpoint, listed: Mapping[str, Entry]) 
 
 
 def is_unchanged(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> bool:
-    """Return True if storage reports no write to any file since the commit, so that no file need be read."""
+    """Return True if no file was written since the commit, according to storage. Such files need not be read."""
     files = checkpoint.files.items()
     return all(file in listed and listed[file].version == each.get("version") for file, each in files)
 

@@ -70,12 +70,12 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
     change = f"{begun.shuffled_by} -> {rows.shuffled_by}"
     name = f"order-{rows.order}"
     if accepts(environment, name):
-        log.warning(f"from here on, the rows come in another order ({change})")
+        log.warning(f"from now on, the rows have a different order ({change})")
         run.storage.write(run.key(FILE), with_checksum(asdict(replace(identity, rows=rows))))
         return
     raise ConflictError(
-        f"{run.location}: its seed now gives another order of the rows than at its beginning ({change}), so the rest "
-        f"of the epoch would repeat some rows and leave out others. Continue with {begun.shuffled_by}, or accept the "
+        f"{run.location}: its seed now gives a different order of the rows than when the run began ({change}), so "
+        f"the rest of the epoch would repeat some rows and leave out others. Continue with {begun.shuffled_by}, or accept the "
         f"new order with {PREFIX}ACCEPT={name}"
     )
 

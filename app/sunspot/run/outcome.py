@@ -161,7 +161,9 @@ class DriverStatusWriter:
         write_status(run, begun)
 
     def refresh(self) -> None:
-        """Write the status if the workers have not written theirs recently, for example because they are starting."""
+        """Write the status if the workers have not written theirs recently, for example because they are still
+        starting.
+        """
         with self._writing:
             if not self._ended:
                 self._refresh()

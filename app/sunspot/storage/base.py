@@ -194,7 +194,8 @@ class Storage(ABC):
 
     def exists(self, key: str) -> bool:
         """Return True if the object exists."""
-        # HEAD is not used for buckets: its 404 has no body, so a missing bucket would look like a missing object.
+        # HEAD requests are not used for buckets. Their 404 has no body, so a missing bucket would look like a missing
+        # object.
         return any(entry.key == key for entry in self.list(key))
 
     def refresh(self, prefix: str) -> None:  # noqa: B027  # a no-op in most backends

@@ -119,7 +119,7 @@ def with_deadline(
     *arguments: Arguments.args,
     **named: Arguments.kwargs,
 ) -> Result:
-    """Return the result of `work(*arguments)`, which runs under a `ProgressDeadline` in a thread of its own.
+    """Return the result of `work(*arguments)`, which runs under a `ProgressDeadline` in a separate thread.
 
     `what` describes the work in messages. Raises `StorageError` once the deadline has passed.
     """
