@@ -75,8 +75,8 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
         return
     raise ConflictError(
         f"{run.location}: its seed now gives a different order of the rows than when the run began ({change}), so "
-        f"the rest of the epoch would repeat some rows and leave out others. Continue with {begun.shuffled_by}, or accept the "
-        f"new order with {PREFIX}ACCEPT={name}"
+        f"the rest of the epoch would repeat some rows and leave out others. Continue with {begun.shuffled_by}, or "
+        f"accept the new order with {PREFIX}ACCEPT={name}"
     )
 
 
