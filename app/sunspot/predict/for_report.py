@@ -74,7 +74,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
     try:
         load_predict(plan.settings)
     except SettingsError as error:
-        if not load_task(plan.settings).show:  # the report shows that instead
+        if not load_task(plan.settings).show:  # otherwise, the report shows the result of `show`
             print(f"  no predictions for the report: {error}", flush=True)
         return
     try:

@@ -43,7 +43,7 @@ from sunspot.storage.base import Entry
 from sunspot.storage.limits import with_deadline
 
 RECORD_S = 60.0
-"""Seconds to wait for storage to accept a driver's status. After that, the driver continues without it."""
+"""Seconds to wait for storage to accept a driver's status. After that, the driver continues anyway."""
 
 DRIVER_CHECK_EVERY_S = 5.0
 """Seconds between a driver's checks for the workers' status and the stop marker."""

@@ -201,8 +201,8 @@ class LocalStorage(Storage):
             self._real_root = _real_path(self.root)  # the storage path might have been created or moved since
         if not self._is_inside(real):
             raise OutsideStorageError(
-                f"{path} is or passes a link to {real}, outside of the storage path {self.root}, and is not followed; "
-                "replace the link with the files themselves, or mount their folder there"
+                f"{path} leads through a link to {real}, which is outside of the storage path {self.root}; such "
+                "links are not followed; replace the link with the files themselves, or mount their folder there"
             )
 
     def _is_inside(self, real: str) -> bool:

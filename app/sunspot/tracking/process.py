@@ -119,7 +119,7 @@ def _wait_for_end(process: subprocess.Popen[str]) -> None:
 
 
 def command(run: Run, settings: Settings) -> str:
-    """Return the command with which a user delivers the rest of a run, for messages."""
+    """Return the command that delivers the rest of a run, for messages."""
     return f"`python -m sunspot.tracking {run.name} --storage {shlex.quote(settings.storage_path)}`"
 
 

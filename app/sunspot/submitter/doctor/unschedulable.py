@@ -196,7 +196,7 @@ def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, alone: b
     else:
         evidence, advice, more = _explain_labels(pods, refusal, "no node has" if alone else f"{nodes} without")
     if refusal.others:
-        evidence += f"; the same nodes also: {', '.join(refusal.others)}"
+        evidence += f"; other obstacles on these nodes: {', '.join(refusal.others)}"
     return Finding(refusal.kind, severity, evidence, advice, details | more)
 
 
