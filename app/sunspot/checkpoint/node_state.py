@@ -1,9 +1,9 @@
 """Distributes the state from which a worker group starts to all workers of each node.
 
-One worker of each node reads and verifies a copy in the node's memory, or a checkpoint, and the other workers map its
-pages (`NodeState` for a whole state, `NodeParts` for a state in parts). A node without the copy gets it from another
-node (`share_pages`). A restore therefore reads each byte once per node, and needs memory for one additional state per
-node.
+One worker on each node reads and verifies a copy in the node's memory, or a checkpoint. The other workers map its
+pages. `NodeState` does this for a whole state, and `NodeParts` for a state in parts. A node without the copy gets it
+from another node (`share_pages`). A restore therefore reads each byte once per node, and needs memory for one
+additional state per node.
 """
 
 import itertools

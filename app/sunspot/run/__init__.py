@@ -50,7 +50,7 @@ The life of a run, with the module for each part:
 
     requests.py      a user submits a RayJob, asks the run to stop, or deletes it
     outcome.py       a driver begins, and writes the status (status.py) while no worker writes it
-    identity.py      the driver records the run's identity, or refuses to continue if the identity has changed
+    identity.py      the driver records the run's identity, or raises an error if it has changed
     attempts.py      a worker group claims an attempt, and records the checkpoint that it starts from
     history.py       the workers add metrics and events, including a receipt for each start (incidents.py)
     checkpoints.py   the workers record the rows that their steps consumed (audit.py), then commit a checkpoint

@@ -1,8 +1,8 @@
 """The journals of a run: its metric history, each rank's numbers, and its events.
 
 The ranks' numbers have a separate journal, because they would dominate the size of the metric history. Each of its
-records has the `attempt`, `step`, `time`, `steps` and `seconds` of a record in the metric history, and `ranks`, a
-mapping from names to the values of all ranks. Old records are combined (observe/ranks.py). A combined record has the
+records has the `attempt`, `step`, `time`, `steps` and `seconds` of a record in the metric history. It also has `ranks`,
+a mapping from names to the values of all ranks. Old records are combined (observe/ranks.py). A combined record has the
 time and step of its last record, and the number of its records in `records`.
 """
 

@@ -4,8 +4,8 @@ The driver writes one object while no worker writes its own, and another when it
 training (`StatusKind`). A search has no workers, so its driver writes its progress. `newest_status` chooses the object
 that counts. Training never depends on the status.
 
-Each driver start has separate objects for each of its attempts. If a process is frozen during a write until another
-process has taken over the run, or until the driver has ended, the write therefore only changes an object that no longer
+Each driver start has separate objects for each of its attempts. A process can be frozen during a write until another
+process has taken over the run, or until the driver has ended. The write then only changes an object that no longer
 counts. A check before the write could not guarantee this.
 """
 

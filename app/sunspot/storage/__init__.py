@@ -6,7 +6,7 @@
     local.py     a directory, local or on NFS
     bucket.py    the base class of the object stores in s3.py, google.py and azure.py
     limits.py    deadlines and retries for work on storage
-    prove.py     checks that storage works as runs require, and the measurements of `sunspot doctor`
+    prove.py     checks that storage meets the requirements of runs, and measures it for `sunspot doctor`
 """
 
 import importlib

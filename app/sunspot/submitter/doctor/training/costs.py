@@ -89,7 +89,7 @@ class RankThroughput:
         return statistics.median(self.waits) / self.step_s if self.step_s else 0.0
 
     def lag(self, rank: int) -> float:
-        """Return by how many seconds per step a rank is slower than the median of the others."""
+        """Return how many seconds per step a rank is slower than the median of the others."""
         return self.own[rank] - statistics.median(own for other, own in enumerate(self.own) if other != rank)
 
 
