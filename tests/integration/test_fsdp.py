@@ -375,7 +375,7 @@ def test_a_checkpoint_exists_only_with_every_part(run: Run, monkeypatch: pytest.
         halves.save(rank, 1)
     halves.checkpoints[0].drain()
     halves.save(0, 2)  # rank 1 is killed before its part is complete
-    with pytest.raises(RuntimeError, match="no part of ranks 1"):
+    with pytest.raises(RuntimeError, match="missing parts of ranks 1"):
         halves.checkpoints[0].drain()
     [checkpoint] = list_checkpoints(run)
     assert checkpoint.step == 1

@@ -218,7 +218,7 @@ class ShardWriter:
             entries = self._run.storage.list(self._run.key("checkpoints", name))
             there = {entry.key.rpartition("/")[2] for entry in entries}
             missing = [str(rank) for rank in range(self._world_size) if index.format(rank) not in there]
-            return f"no part of ranks {', '.join(missing)}" if missing else ""
+            return f"missing parts of ranks {', '.join(missing)}" if missing else ""
 
         self._wait(name, find_missing)
 

@@ -442,7 +442,7 @@ def fatal_error(claimant: Claimant, attempts: list[Attempt] | None = None) -> Ex
         refuse_if_superseded(attempts, owner, claimant.driver)
         refuse_if_deleted(run)
         if claimant.driver and not attempts and not newest_status(list_statuses(run), claimant.driver):
-            raise SupersededError(f"{run.location} was deleted while this job was training it or about to start")
+            raise SupersededError(f"{run.location} was deleted while this job was training it or about to train it")
     except ConflictError as error:
         return error
     return read_error(run, attempts[-1].number) if attempts and attempts[-1].owner == owner else None

@@ -70,7 +70,7 @@ NAN_WEIGHTS = "nan_weights"
 """The checkpoint metric that is 1 if the weights are not finite."""
 
 NAN_ACCEPTED = "nan_accepted"
-"""The checkpoint metric that is 1 if the run began with infinite weights. Its weights are then not checked."""
+"""The checkpoint metric that is 1 if the run began with infinite weights. The run then does not check its weights."""
 
 FILES_AT_ONCE = 2
 """Number of a checkpoint's files to read in parallel. Each read occupies a core for the SHA-256, and needs memory."""

@@ -44,7 +44,7 @@ class Cause(enum.StrEnum):
     DRIVER_LOST = "driver lost"
     "The previous driver ended without writing a status, because its head or node was lost."
     TAKEN_OVER = "taken over"
-    "This start took the run over from another one."
+    "This start took over the run from another start."
     RESUMED = "resumed"
     "The previous driver had ended for good."
 
@@ -218,4 +218,4 @@ def find_gaps(receipts: list[Receipt], stepped: Iterable[int]) -> list[str]:
     """Return a line for each missing receipt. `stepped` contains the attempts known to have taken a step."""
     wanted = {*stepped, *(receipt.since for receipt in receipts)} - {0}
     missing = wanted - {receipt.attempt for receipt in receipts}
-    return [f"no receipt of attempt {number}, which took steps" for number in sorted(missing)]
+    return [f"attempt {number} took steps, but has no receipt" for number in sorted(missing)]

@@ -78,7 +78,8 @@ def failure(name: str, error: Exception) -> Check:
 def prove(storage: Storage, prefix: str) -> None:
     """Check that objects below `prefix` can be created, read, listed and deleted, but not created twice.
 
-    If they could be created twice, two processes could own one run. Raises `StorageError` with the location `prefix`.
+    If they could be created twice, two processes could own the same run. Raises `StorageError`. The error mentions
+    `prefix` instead of the test object.
     """
     probe = f"/probe-{uuid.uuid4().hex}"
     try:

@@ -1,4 +1,4 @@
-"""Finds checkpoints that fail, come late, are damaged or gone, or take longer than a preemption notice."""
+"""Finds failed, late, damaged or missing checkpoints, and saves that take longer than a preemption notice."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ OLD_CHECKPOINT_S = 60.0
 
 
 def find_storage(case: Case) -> Iterator[Finding]:
-    """Find checkpoints that fail, come late, are damaged or gone, or take longer than a preemption notice."""
+    """Find failed, late, damaged or missing checkpoints, and saves that take longer than a preemption notice."""
     view = case.view
     status = view.status
     newest = case.newest
@@ -73,7 +73,7 @@ def _find_unusable(case: Case) -> Iterator[Finding]:
         names = [each.name for each in left]
         evidence = f"{plural(len(names), 'checkpoint')} without a manifest, left by killed commits: {', '.join(names)}"
         gc = f"`sunspot checkpoints gc {case.view.run.name}`"
-        advice = f"{gc} lists files that can be deleted, and with --yes deletes them"
+        advice = f"{gc} lists files that can be deleted; add --yes to delete them"
         yield Finding(Diagnosis.LEFTOVERS, Severity.NOTE, evidence, advice, {"checkpoints": names})
 
 
