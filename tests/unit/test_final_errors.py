@@ -87,4 +87,4 @@ def test_a_job_ends_in_the_same_way_if_ray_cannot_record_its_status(
 
     with pytest.raises(SettingsError):
         job.end_for_good(fail)()
-    assert "may start this job again" in warned[0]
+    assert "might start this job again" in warned[0]
