@@ -85,7 +85,7 @@ def test_forward_passes_are_no_larger_than_in_the_run() -> None:
     assert max(passes) == 8, "each rank takes 32 rows in four passes"
 
 
-def test_forward_passes_have_the_runs_precision(classifier: Classifier, finished_run: FinishedRun) -> None:
+def test_forward_passes_use_the_runs_precision(classifier: Classifier, finished_run: FinishedRun) -> None:
     images = torch.from_numpy(finished_run.rows()["image"][:7])
     with torch.inference_mode():
         with torch.autocast("cpu", torch.bfloat16):

@@ -108,7 +108,7 @@ def test_fsdp_trains_the_same_weights_as_ddp(groups: Path) -> None:
     assert not torch.allclose(before["head.weight"], after["head.weight"], atol=1e-3), "the weights have changed"
 
 
-def test_parts_load_at_any_world_size(groups: Path) -> None:
+def test_parts_can_be_loaded_at_any_world_size(groups: Path) -> None:
     run, final = of(groups, "fsdp")
     assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [2, 1, 3]
     assert_close(load_model(run, final), load_model(*of(groups, "ddp")), **TOLERANCE)
@@ -121,7 +121,7 @@ def test_parts_load_at_any_world_size(groups: Path) -> None:
         torch.testing.assert_close(ours["state"][number]["exp_avg"], values["exp_avg"], **TOLERANCE)
 
 
-def test_the_last_checkpoint_also_has_the_whole_model(groups: Path) -> None:
+def test_the_last_checkpoint_also_contains_the_whole_model(groups: Path) -> None:
     run, final = of(groups, "fsdp")
     _, early = of(groups, "fsdp", 2)
     assert "model.pt" in final.files
@@ -375,7 +375,7 @@ def test_a_checkpoint_exists_only_with_every_part(run: Run, monkeypatch: pytest.
         halves.save(rank, 1)
     halves.checkpoints[0].drain()
     halves.save(0, 2)  # rank 1 is killed before its part is complete
-    with pytest.raises(RuntimeError, match="no part of ranks 1"):
+    with pytest.raises(RuntimeError, match="missing parts of ranks 1"):
         halves.checkpoints[0].drain()
     [checkpoint] = list_checkpoints(run)
     assert checkpoint.step == 1

@@ -284,7 +284,7 @@ def test_tune_ends_once_a_stopped_search_has_no_running_trials() -> None:
     assert stopper.stop_all()
 
 
-def test_a_trial_reports_each_part_of_its_history_once(run: Run) -> None:
+def test_a_trial_reports_each_record_of_its_history_once(run: Run) -> None:
     attempt = start(begin(run), "job")
     history = HistoryReplay(run, "loss")
     assert history.new() == [], "nothing has begun"

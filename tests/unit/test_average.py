@@ -95,7 +95,7 @@ def live_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_averages_of_16_bit_weights_are_as_exact_as_those_of_32_bit_weights(dtype: torch.dtype) -> None:
+def test_averages_of_16_bit_weights_have_32_bit_precision(dtype: torch.dtype) -> None:
     average, model, optimizer = follow(dtype)
     expected, reference, its_optimizer = follow(torch.float32)
     exact = expected.exchange(live_state(reference, its_optimizer))["model"]["weight"]

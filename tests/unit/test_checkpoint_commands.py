@@ -89,7 +89,7 @@ def test_listing_checkpoints_finds_a_flipped_byte(
     assert digests == ([] if file == MANIFEST else [run.key("checkpoints", flipped.name, file)]), "nothing else is read"
 
 
-def test_a_run_that_was_copied_is_verified_by_its_bytes(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
+def test_a_copied_run_is_verified_by_its_bytes(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
     attempt = start(run, "job")
     for step in (3, 5):
         commit(run, attempt, step)
@@ -118,7 +118,7 @@ def test_the_newest_checkpoints_are_listed(run: Run, sunspot: StorageCommand) ->
     assert len(sunspot("checkpoints", "ls", "run", "--all", "--json").json) == 60
 
 
-def test_in_s3_a_row_costs_one_read_and_a_changed_object_is_read_completely(
+def test_listing_s3_checkpoints_reads_only_manifests_and_changed_objects(
     s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
@@ -155,7 +155,7 @@ def in_storage(run: Run, checkpoint: Checkpoint) -> dict[str, bytes]:
     return {name: run.storage.read(run.key("checkpoints", checkpoint.name, name)) for name in names}
 
 
-def test_the_newest_checkpoint_is_written_to_a_directory_of_its_name(
+def test_the_newest_checkpoint_is_downloaded_to_a_directory_with_its_name(
     run: Run, sunspot: StorageCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -429,7 +429,7 @@ def test_gc_uses_the_storages_clock(run: Run, sunspot: StorageCommand, monkeypat
     assert left(run) == {good.name, begun}, "this machine's clock is two days ahead"
 
 
-def test_gc_keeps_files_whose_manifest_would_still_count(run: Run, sunspot: StorageCommand) -> None:
+def test_gc_keeps_files_if_their_manifest_would_still_count(run: Run, sunspot: StorageCommand) -> None:
     """The next attempt started from a copy of that step in memory while the old process is about to commit the step."""
     attempt = start(run, "job")
     good = commit(run, attempt, 3)
@@ -467,7 +467,7 @@ def test_gc_ignores_an_attempt_that_began_after_the_listing(
     assert [checkpoint.name for checkpoint in list_checkpoints(run)] == [good.name, later.name]
 
 
-def test_gc_removes_no_checkpoint_while_an_attempt_is_choosing(run: Run, sunspot: StorageCommand) -> None:
+def test_gc_removes_nothing_while_an_attempt_is_choosing_its_start(run: Run, sunspot: StorageCommand) -> None:
     first = start(run, "job")
     for step in (3, 5):
         commit(run, first, step)

@@ -639,7 +639,7 @@ def test_every_attempt_that_took_a_step_needs_a_receipt(
     assert proved.json == [epoch(1), epoch(2, rows=BATCH)]
     assert proved.code == (7 if missing else 0)
     lines = proved.err.splitlines()
-    assert lines[:-1] == [f"no receipt of attempt {number}, which took steps" for number in missing]
+    assert lines[:-1] == [f"attempt {number} took steps, but has no receipt" for number in missing]
     if missing:
         assert lines[-1].endswith(f": {len(missing)} receipt{'s' if len(missing) > 1 else ''} missing")
 

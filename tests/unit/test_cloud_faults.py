@@ -204,7 +204,7 @@ def test_the_error_for_a_missing_account_includes_the_variable_to_set(monkeypatc
     with pytest.raises(StorageError, match="set AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING"):
         open_storage("az://container/runs")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "nonsense")
-    with pytest.raises(StorageError, match=r"AZURE_STORAGE_\* environment cannot be used"):
+    with pytest.raises(StorageError, match=r"AZURE_STORAGE_\* environment variables are not usable"):
         open_storage("az://container/runs")
 
 

@@ -493,7 +493,7 @@ def test_a_long_first_step_is_not_reported(run: Run, sunspot: Command) -> None:
     assert list(findings(sunspot)) == ["healthy"]
 
 
-def test_doctor_does_not_report_missing_room_right_after_a_loss(run: Run, sunspot: Command) -> None:
+def test_doctor_does_not_report_missing_resources_right_after_a_loss(run: Run, sunspot: Command) -> None:
     """The driver started long ago, but its workers were lost just now."""
     begin(run)
     now, reason = time.time(), "no sign of life from its workers"
@@ -623,13 +623,15 @@ def test_advice_mentions_a_checkpoint_only_if_one_exists(run: Run, sunspot: Comm
     record_failure(run, Failure(1, 0, 6, "SettingsError", "SUNSPOT_TASK=mine: its loss is a mean", "..."))
     found = findings(sunspot)["failed"]
     assert found["evidence"] == "SUNSPOT_TASK=mine: its loss is a mean; rank 0, after step 6"
-    assert found["advice"] == "fix what the message names; then start the run again"
+    assert found["advice"] == "fix the problem that the message describes; then start the run again"
     commit(run, attempt, 5)
-    again = "fix what the message names; then start the run again: it continues from the last checkpoint"
+    again = (
+        "fix the problem that the message describes; then start the run again: it continues from the last checkpoint"
+    )
     assert findings(sunspot)["failed"]["advice"] == again
 
 
-def test_sunspot_errors_give_only_user_code_locations() -> None:
+def test_sunspot_errors_only_contain_locations_in_user_code() -> None:
     with pytest.raises(SettingsError) as raised:
         load_settings({"EPOCHS": "many"})
     assert describe_failure(raised.value, 1, 0, 0).file == os.path.relpath(__file__)
@@ -670,7 +672,7 @@ def test_a_run_that_ended_with_a_nan_loss_has_only_one_finding(run: Run, sunspot
     assert found["not finite"]["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
-def test_advice_on_an_old_run_with_a_nan_loss_gives_a_checkpoint(run: Run, sunspot: Command) -> None:
+def test_advice_on_an_older_versions_run_with_a_nan_loss_names_a_checkpoint(run: Run, sunspot: Command) -> None:
     """Earlier versions did not check weights, so a start resumes from the newest checkpoint."""
     attempt = trains(run, loss=math.nan)
     commit(run, attempt, 4, loss=1.0)
@@ -761,7 +763,7 @@ def test_doctor_reports_a_damaged_checkpoint(run: Run, sunspot: Command) -> None
     run.storage.write(run.key("checkpoints", "step-00000005-attempt-0001", "model.pt"), b"?")
     damaged = findings(sunspot)["checkpoint damaged"]
     assert "step-00000005-attempt-0001" in damaged["evidence"]
-    assert damaged["advice"].startswith("the run continues from the one before")
+    assert damaged["advice"].startswith("the run continues from the checkpoint before")
 
 
 def ended(run: Run, *steps: int) -> list[Checkpoint]:
@@ -783,7 +785,7 @@ def test_doctor_reports_a_damaged_final_checkpoint(run: Run, sunspot: Command) -
     assert list(found) == ["checkpoint damaged", "low goodput"]
     assert found["checkpoint damaged"]["severity"] == "error"
     assert "starts from step 8, and repeats steps 9 to 10" in found["checkpoint damaged"]["advice"]
-    assert "continues from the one before" not in found["checkpoint damaged"]["advice"], "it has ended"
+    assert "continues from the checkpoint before" not in found["checkpoint damaged"]["advice"], "it has ended"
 
 
 def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -> None:
@@ -1044,7 +1046,7 @@ def test_a_live_run_with_unreadable_storage_is_explained(
         (
             "...\nerror: SignatureDoesNotMatch; check it",
             ": SignatureDoesNotMatch; check it",
-            "fix what the message names",
+            "fix the problem that the message describes",
         ),
         ("", "", "kubectl get rayjob run-1 --watch -o jsonpath='{.status.message}' prints the reason"),
     ],

@@ -59,7 +59,7 @@ def test_a_kuberay_job_in_its_own_cluster_is_recognized(
         (SunspotError, False),
     ],
 )
-def test_only_errors_that_occur_on_any_cluster_are_final(
+def test_only_errors_that_would_occur_on_any_cluster_are_final(
     kind: type[SunspotError], final: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
@@ -87,4 +87,4 @@ def test_a_job_ends_in_the_same_way_if_ray_cannot_record_its_status(
 
     with pytest.raises(SettingsError):
         job.end_for_good(fail)()
-    assert "may start this job again" in warned[0]
+    assert "might start this job again" in warned[0]

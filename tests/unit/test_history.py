@@ -78,7 +78,7 @@ def test_records_in_merged_segments_are_read_once(run: Run, small: None, monkeyp
     assert steps_in(run) == list(range(1, 76))
 
 
-def test_segments_merged_during_a_read_are_still_found(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_merged_during_a_read_are_still_found(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = written(run, 1, range(1, 109))
     listed, read = list_journal(run, "metrics"), run.storage.read
     given: list[int] = []

@@ -38,7 +38,7 @@ def test_the_identity_contains_the_settings_of_the_contract(name: str) -> None:
     assert name in IDENTITY
 
 
-def test_other_rows_with_the_same_layout_are_rejected(run: Run) -> None:
+def test_different_rows_with_the_same_layout_are_rejected(run: Run) -> None:
     start(run)
     with pytest.raises(ConflictError, match="the data behind sample: 100 rows -> 100 rows, or other content"):
         start(run, replace(ROWS, data="layout-other"))
@@ -58,7 +58,7 @@ def test_a_new_row_order_is_rejected_unless_accepted(run: Run, capsys: pytest.Ca
         start(run)
 
 
-def test_a_search_has_no_rows(run: Run) -> None:
+def test_the_identity_of_a_search_has_no_rows(run: Run) -> None:
     for _ in range(2):
         record_identity(run, load_settings().environment(), NAMES)
     assert [entry.key for entry in run.storage.list("run")] == ["run/run.json"]

@@ -232,5 +232,5 @@ def test_clock_skew_does_not_count_workers_twice() -> None:
 )
 def test_find_gaps_reports_missing_receipts(chain: dict[int, int], stepped: list[int], missing: list[int]) -> None:
     receipts = [receipt(number, 0, 1, since=since) for number, since in chain.items()]
-    expected = [f"no receipt of attempt {number}, which took steps" for number in missing]
+    expected = [f"attempt {number} took steps, but has no receipt" for number in missing]
     assert find_gaps(receipts, stepped) == expected

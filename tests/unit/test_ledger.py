@@ -26,7 +26,7 @@ def recorded(run: Run, attempt: int) -> dict[int, list[int]]:
     return rows
 
 
-def test_only_rows_that_are_in_storage_are_dropped(group: dist.ProcessGroup, run: Run) -> None:
+def test_the_ledger_drops_only_rows_that_are_in_storage(group: dist.ProcessGroup, run: Run) -> None:
     ledger = Ledger(group, "attempt-0001", 0, [], True)
     take(ledger, 1, 3)
     assert [window[:3] for window in ledger.gather(3)] == [("attempt-0001", 1, 3)]
@@ -51,7 +51,7 @@ def test_the_next_attempt_writes_the_previous_attempts_missing_rows(group: dist.
     assert sorted(recorded(run, 2)) == [5, 6]
 
 
-def test_no_rows_are_kept_without_audit(group: dist.ProcessGroup, run: Run) -> None:
+def test_the_ledger_keeps_no_rows_without_audit(group: dist.ProcessGroup, run: Run) -> None:
     ledger = Ledger(group, 1, 0, [], False)
     take(ledger, 1, 3)
     assert ledger.gather(3) == []

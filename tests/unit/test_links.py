@@ -79,7 +79,7 @@ def test_a_file_that_links_out_of_the_storage_path_is_not_read(storage: LocalSto
     (private / "key").write_bytes(SECRET * 1000)
     link = storage.root / "run/file"
     link.symlink_to(private / "key")
-    with pytest.raises(OutsideStorageError, match=f"{link} is or passes a link to {private}/key"):
+    with pytest.raises(OutsideStorageError, match=f"{link} leads through a link to {private}/key"):
         storage.read("run/file")
     [entry] = storage.list("run/file")
     assert entry.size == link.lstat().st_size
@@ -173,7 +173,9 @@ def test_a_log_that_is_a_link_is_not_shown(run: Run, sunspot: StorageCommand, pr
     segment.symlink_to(private / "key")
     answer = sunspot("logs", "run")
     assert (answer.code, answer.out) == (4, "")
-    assert answer.err.splitlines()[-1].startswith(f"error: {segment} is or passes a link to {private}/key, outside")
+    assert answer.err.splitlines()[-1].startswith(
+        f"error: {segment} leads through a link to {private}/key, which is outside"
+    )
     page = Site(run.storage).answer("/run/run").body.decode()
     assert SECRET.decode() not in page
     assert "outside of the storage path" in page
@@ -204,5 +206,8 @@ def test_gc_removes_nothing_behind_a_link(run: Run, sunspot: StorageCommand, pri
     kept.write_bytes(SECRET)
     answer = sunspot("checkpoints", "gc", "run", "--yes")
     assert (answer.code, answer.out) == (4, "")
-    assert f"error: {folder} is or passes a link to {private}/checkpoints, outside of the storage path" in answer.err
+    assert (
+        f"error: {folder} leads through a link to {private}/checkpoints, which is outside of the storage path"
+        in answer.err
+    )
     assert kept.read_bytes() == SECRET

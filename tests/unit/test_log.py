@@ -21,7 +21,7 @@ def test_warnings_are_marked_and_go_to_the_current_stream(capsys: pytest.Capture
     assert capsys.readouterr() == ("", "warning: no copies\n"), "printed twice, or beside a verb's JSON"
 
 
-def test_a_lost_driver_does_not_end_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_while_sending_a_warning_is_not_raised(capsys: pytest.CaptureFixture[str]) -> None:
     sent: list[str] = []
 
     def send(text: str) -> None:

@@ -91,7 +91,7 @@ def test_reading_an_oversized_object_raises_an_error(run: Run) -> None:
 
 
 @given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))
-def test_a_changed_record_does_not_match_its_checksum(record: dict[str, Any]) -> None:
+def test_parsing_a_changed_record_raises_damage_error(record: dict[str, Any]) -> None:
     record.pop("sha256", None)
     content = with_checksum(record)
     parse_verified(dict[str, Any], content, "it")
@@ -302,6 +302,6 @@ def test_an_audit_file_with_other_columns_is_rejected(run: Run) -> None:
         run.storage.delete(entry.key)
 
 
-def test_a_run_that_has_not_begun_has_no_identity(run: Run) -> None:
+def test_reading_the_identity_of_a_run_that_has_not_begun_raises_an_error(run: Run) -> None:
     with pytest.raises(NotFoundError):
         read_identity(run)

@@ -146,7 +146,7 @@ def incomplete(run: Run) -> list[str]:
     return [name for name, files in list_directories(run).items() if MANIFEST not in files]
 
 
-def test_twenty_commits_are_completed_after_their_groups_end(
+def test_commits_in_progress_are_completed_after_their_group_ends(
     run: Run, memory: NodeMemory, storage: SlowStorage
 ) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=99)
@@ -232,7 +232,7 @@ def test_a_commit_that_no_longer_counts_leaves_no_files(
     assert list(list_directories(run)) == [first]
 
 
-def test_a_stopped_commit_begins_no_further_parts(
+def test_a_stopped_commit_does_not_begin_another_part(
     run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     survivor = Survivor(run, memory)
@@ -307,7 +307,7 @@ def test_the_next_group_saves_if_the_newest_checkpoint_is_older_than_the_interva
     assert survivor.is_due() == due
 
 
-def test_a_process_that_becomes_rank_0_again_knows_others_commits(run: Run, memory: NodeMemory) -> None:
+def test_a_process_that_becomes_rank_0_again_knows_the_commits_of_others(run: Run, memory: NodeMemory) -> None:
     survivor = Survivor(run, memory, checkpoint_every_s=60.0)
     survivor.form_group()
     survivor.take_step()

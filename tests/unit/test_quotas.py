@@ -135,7 +135,7 @@ def test_a_limit_range_can_supply_a_required_limit() -> None:
     assert "limits.cpu: 6 needed (head 2 + 2 workers 4) of only 5" in found.seen
 
 
-def test_the_cheapest_groups_decide_how_many_workers_fit(tmp_path: Any) -> None:
+def test_the_cheapest_groups_determine_how_many_workers_fit(tmp_path: Any) -> None:
     profile = tmp_path / "two.yaml"
     profile.write_text("extends: kind\nworkers: [{memory: 8Gi, max: 2}, {memory: 4Gi, max: 2}]\n")
     found = check(quota({"requests.memory": "13Gi"}), "2..4", str(profile))
@@ -166,7 +166,7 @@ def test_pods_are_checked_against_limit_ranges(item: dict[str, Any], seen: str) 
     assert len({each.seen for each in found}) == len(found), "each problem is reported once"
 
 
-def test_init_containers_and_overhead_count_like_in_the_scheduler() -> None:
+def test_init_containers_and_overhead_count_like_the_scheduler_counts_them() -> None:
     def container(cpu: str, **more: Any) -> dict[str, Any]:
         return {"name": "c", "resources": {"requests": {"cpu": cpu}}, **more}
 

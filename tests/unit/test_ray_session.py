@@ -86,7 +86,7 @@ def test_a_session_on_a_cluster_gets_no_token_and_no_folder(
     assert "_temp_dir" not in call
 
 
-def test_a_long_folder_for_temporary_files_leaves_room_for_sockets(
+def test_socket_paths_fit_even_if_tmpdir_is_long(
     started: list[dict[str, Any]], temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = temporary / ("x" * 60)
@@ -211,7 +211,7 @@ def test_a_session_waits_for_a_head_that_starts_later(
     assert f"waiting up to 60 s for Ray at RAY_ADDRESS=127.0.0.1:{port}: " in caplog.text
 
 
-def test_a_cluster_error_gives_the_address(
+def test_a_cluster_error_includes_the_address(
     port: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")

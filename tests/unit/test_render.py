@@ -148,7 +148,7 @@ def test_the_example_raycluster_matches_the_example_rayjob() -> None:
     assert load(MANIFESTS / "raycluster.yaml")["spec"] == load(MANIFESTS / "rayjob.yaml")["spec"]["rayClusterSpec"]
 
 
-def test_the_manifests_use_the_locked_ray_version() -> None:
+def test_manifests_use_the_ray_version_from_the_lock_file() -> None:
     locked = re.findall(r"^ray==([\d.]+)", (REPOSITORY / "requirements" / "train.txt").read_text(), re.MULTILINE)
     assert [load(MANIFESTS / "rayjob.yaml")["spec"]["rayClusterSpec"]["rayVersion"]] == locked
 
@@ -541,7 +541,7 @@ def test_ray_detects_a_lost_node_before_its_connections_time_out(profile: str) -
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_drain_ends_before_the_node_does(profile: str) -> None:
+def test_the_drain_ends_before_the_node_is_removed(profile: str) -> None:
     notice = load_profile(profile, {}).notice_s
     assert notice is not None
     for pod in pods_of(render(profile, {})):
@@ -1268,7 +1268,7 @@ def test_yaml_output_contains_no_aliases(full: Rendered) -> None:
         (f"a/sunspot:latest@sha256:{'0' * 64}", True),
     ],
 )
-def test_an_image_that_can_change_gets_a_warning(reference: str, pinned: bool) -> None:
+def test_an_image_reference_that_can_change_causes_a_warning(reference: str, pinned: bool) -> None:
     problem = image_problem(reference)
     assert (problem == "") is pinned
     assert pinned or reference in problem

@@ -174,7 +174,7 @@ def test_a_copy_of_a_superseded_attempt_is_ignored(run: Run) -> None:
     assert choose_copy(read_attempts(run), machines(copy(1, 8), copy(2, 6))) == ChosenCopy(1, copy(2, 6))
 
 
-def test_a_damaged_checkpoint_does_not_beat_an_older_copy_in_memory(run: Run) -> None:
+def test_an_older_copy_in_memory_is_used_if_the_checkpoint_is_damaged(run: Run) -> None:
     first = start(run, "me")
     commit(run, first, 5)
     name = commit(run, first, 10).name
@@ -219,7 +219,7 @@ def test_starting_an_attempt_does_not_read_checkpoint_files(run: Run, monkeypatc
     assert opened == []
 
 
-def test_storage_wins_at_the_same_step_if_only_it_is_evaluated(run: Run) -> None:
+def test_a_checkpoint_is_preferred_to_a_copy_if_only_the_checkpoint_is_evaluated(run: Run) -> None:
     commit(run, start(run, "me"), 5)
     assert begin_start(run, copy(1, 5, evaluated=False)).copy is None
     assert begin_start(run, copy(1, 5, evaluated=True)).copy
@@ -248,7 +248,9 @@ def test_a_starting_checkpoint_is_not_deleted_while_it_is_verified(run: Run, mon
     assert find_faults(run, checkpoint) == []
 
 
-def test_a_process_that_dies_before_choosing_a_start_costs_no_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_before_choosing_its_start_costs_no_steps(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit(run, start(run, "other"), 5)
 
     def die(*_: Any) -> None:
@@ -266,7 +268,7 @@ def test_a_process_that_dies_before_choosing_a_start_costs_no_step(run: Run, mon
     assert [span.attempt for span in lineage(read_attempts(run))] == [3, 1]
 
 
-def test_a_copy_of_a_deleted_run_of_the_same_name_is_ignored(run: Run) -> None:
+def test_a_copy_from_a_deleted_run_with_the_same_name_is_ignored(run: Run) -> None:
     first = begin_start(run).attempt
     ours = copy(1, 3, nonce=first.nonce)
     assert begin_start(run, copy(1, 500, nonce="00000000"), ours).copy == ChosenCopy(1, ours)
@@ -570,7 +572,7 @@ def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(
     assert first_incident(later) == Incident(), "the previous group was this driver's, so the cause is known"
 
 
-def test_an_incident_gives_the_last_saved_step_instead_of_an_older_status(run: Run) -> None:
+def test_an_incident_shows_the_last_saved_step_instead_of_an_older_status(run: Run) -> None:
     first = start(run, "old-1", at=10.0, world_size=2, driver="1" * 8, tier="beginning")
     write_status(run, Status(RunState.FAILED, "old-1", step=827, attempt=1, driver="1" * 8))
     commit(run, first, 846)

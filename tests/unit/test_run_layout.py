@@ -132,7 +132,7 @@ def test_an_attempt_superseded_twice_reports_the_newest_owner(run: Run) -> None:
         ensure_owner(run, old)
 
 
-def test_the_ten_thousandth_attempt_is_followed_by_another(run: Run) -> None:
+def test_an_attempt_can_follow_attempt_9999(run: Run) -> None:
     nines = Attempt(9999, "job", None, 0)
     assert claim(run, [], nines)
     more = [start(run, "job"), start(run, "job")]
@@ -140,7 +140,7 @@ def test_the_ten_thousandth_attempt_is_followed_by_another(run: Run) -> None:
     assert read_attempts(run) == [nines, *more]
 
 
-def test_fencing_bypasses_the_nfs_cache(run: Run) -> None:
+def test_checking_for_a_newer_owner_bypasses_the_nfs_cache(run: Run) -> None:
     """Changing the directory makes the NFS client drop its outdated cache."""
     attempt = start(run, "job")
     folder = Path(run.storage.locate(run.key("attempts")))

@@ -90,7 +90,7 @@ def test_a_submitted_run_is_found_before_its_driver_starts(tmp_path: Path) -> No
         find_run("another", str(tmp_path))
 
 
-def test_a_damaged_status_does_not_hide_other_runs(run: Run) -> None:
+def test_runs_are_listed_even_if_one_has_a_damaged_status(run: Run) -> None:
     other = Run(run.storage, "other")
     write_status(run, RUNNING)
     run.storage.write(other.key("status/attempt-0000-00000000.json"), b'{"state": "dancing", "owner": "x"}')
@@ -197,7 +197,7 @@ def test_a_lost_run_is_listed_with_the_step_of_its_newest_checkpoint(
     assert row.status.checkpoint == (kept.name if ago > 5 else None)
 
 
-def test_the_state_takes_a_small_listing_and_a_read_while_the_status_is_recent(
+def test_reading_the_state_takes_a_listing_and_a_read_if_the_status_is_recent(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_status(run, replace(RUNNING, driver="0123abcd"))
@@ -380,7 +380,7 @@ def test_runs_are_listed_newest_first(run: Run, sunspot: StorageCommand) -> None
     assert sunspot("list", "--limit", "0").code == 2
 
 
-def test_an_unreadable_run_is_named_and_the_others_are_listed(run: Run, sunspot: StorageCommand) -> None:
+def test_an_unreadable_run_is_reported_and_the_others_are_listed(run: Run, sunspot: StorageCommand) -> None:
     begin(run)
     begin(open_run(sunspot.storage, "closed"))
     for name in ("closed/checkpoints", "lost+found"):
@@ -575,7 +575,9 @@ class Following:
 
 
 @pytest.mark.usefixtures("quick")
-def test_following_continues_over_a_restart_until_the_run_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_logs_continues_across_a_restart_until_the_run_ends(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_status(run, RUNNING)
     following = Following(run, monkeypatch)
     wait_until(lambda: "waiting for the first output" in following.err)
@@ -598,7 +600,7 @@ def test_following_continues_over_a_restart_until_the_run_ends(run: Run, monkeyp
 
 
 @pytest.mark.usefixtures("quick")
-def test_following_an_ended_run_prints_its_output_and_ends(run: Run, sunspot: StorageCommand) -> None:
+def test_following_the_logs_of_an_ended_run_prints_its_output_and_ends(run: Run, sunspot: StorageCommand) -> None:
     say(run, "driver-1", "one\n")
     write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
     answer: Answer = sunspot("logs", "run", "-f")
@@ -606,7 +608,7 @@ def test_following_an_ended_run_prints_its_output_and_ends(run: Run, sunspot: St
     assert "failed, no luck" in answer.err
 
 
-def test_following_ends_quietly_when_it_is_interrupted(
+def test_following_logs_ends_quietly_when_it_is_interrupted(
     run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(seconds: float) -> None:

@@ -137,7 +137,7 @@ def test_a_segment_is_abandoned_after_a_thousand_damaged_lines(run: Run) -> None
     ]
 
 
-def test_the_newest_record_is_found_from_the_end(run: Run) -> None:
+def test_the_newest_record_is_found_by_reading_backwards(run: Run) -> None:
     attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, attempt, *({"step": step, "time": BEGUN + step, "loss": 1.0} for step in range(1, 200)))
     found = newest_record(run, lineage(read_attempts(run)))
@@ -156,7 +156,7 @@ def test_reading_beyond_the_budget_raises_an_error() -> None:
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 
-def test_thousands_of_metrics_take_little_time_and_are_counted(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_a_report_with_thousands_of_metrics_is_fast_and_counts_them(run: Run, sunspot: Command, tmp_path: Path) -> None:
     trained(run)
     one = {"attempt": 1, "step": 5, "time": BEGUN + 20}
     write_lines(run, "metrics", (json.dumps({**one, **{f"{n}_loss": 1.0 for n in range(20_000)}}) + "\n").encode())
@@ -174,7 +174,7 @@ def test_thousands_of_metrics_take_little_time_and_are_counted(run: Run, sunspot
     assert time.monotonic() - began < 60
 
 
-def test_a_series_stores_only_its_numbers() -> None:
+def test_a_series_takes_no_space_for_missing_values() -> None:
     series = Series()
     for number in range(2000):
         series.add({"step": float(number), **{f"{number}_{each}": 1.0 for each in range(20)}})

@@ -116,7 +116,7 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_a_found_copy_contains_the_state_at_its_step(device: str) -> None:
+def test_find_snapshot_returns_the_state_at_the_copys_step(device: str) -> None:
     trainee = Trainee(device=device)
     trainee.train()
     expected = trainee.state()
@@ -460,7 +460,7 @@ def test_a_heartbeat_in_full_memory_does_not_end_the_process(monkeypatch: pytest
     assert "No space left on device" in warning
 
 
-def test_memory_that_cuda_cannot_pin_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_is_told_once_if_cuda_cannot_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Cudart:
         asked = 0
 
@@ -482,7 +482,7 @@ def test_memory_that_cuda_cannot_pin_is_reported_once(monkeypatch: pytest.Monkey
     assert "because their memory is not pinned: error 2: out of memory" in warning
 
 
-def test_a_copy_is_dropped_if_a_weight_changes_during_it(
+def test_a_copy_is_dropped_if_a_weight_changes_while_it_is_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights are clamped after some steps, although only the optimizer changed them in the second step."""

@@ -124,7 +124,7 @@ def test_each_start_of_a_jobs_driver_has_its_own_status(run: Run) -> None:
     assert found.state is RunState.RUNNING
 
 
-def test_workers_of_a_replaced_driver_cannot_claim_the_run(run: Run) -> None:
+def test_the_workers_of_a_replaced_driver_cannot_claim_the_run(run: Run) -> None:
     """Both drivers belong to one job, which owns all three attempts."""
     start(run, "job", driver="aaaaaaaa")
     start(run, "job", driver="aaaaaaaa")

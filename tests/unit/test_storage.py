@@ -377,7 +377,7 @@ def test_reading_a_missing_object_raises_not_found(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("storage", ["local", "s3", VERSITYGW, *CLOUDS, "s3 without a prefix"], indirect=True)
-def test_a_listing_is_sorted_and_limited_to_its_prefix(storage: Storage) -> None:
+def test_a_listing_is_sorted_and_contains_only_keys_below_its_prefix(storage: Storage) -> None:
     keys = ["run/b", "run/a/z", "run/a", "run2/a", "run-3", "run/B", "run/a.tmp", "run/ü %+"]
     keys.remove("run/a")  # a directory cannot also be a file
     for key in keys:
@@ -863,7 +863,7 @@ def test_prove_rejects_a_server_without_conditional_writes(
     assert s3_storage.list("") == []
 
 
-def test_errors_of_prove_mention_the_folder_instead_of_the_probe(tmp_path: Path) -> None:
+def test_prove_errors_mention_the_folder_instead_of_the_probe(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"/file/run: Not a directory; check that SUNSPOT_STORAGE_PATH can"):
         prove(open_storage(str(tmp_path / "file")), "run")
@@ -885,7 +885,7 @@ def test_prove_rejects_storage_that_does_not_delete(s3_storage: S3Storage, s3_pr
         ("InvalidRequest", True, False),
     ],
 )
-def test_rejected_credentials_of_a_pods_own_identity_are_retried(
+def test_requests_with_a_pods_own_identity_are_retried_if_rejected(
     code: str, keys: bool, final: bool, s3_storage: S3Storage, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3_storage.list("run")  # so that the client loads its credentials
@@ -948,7 +948,9 @@ def test_an_invalid_aws_environment_is_reported(
     value: str,
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(StorageError, match=f"^s3://{s3_bucket}/runs: the AWS environment cannot be used: .*{value}"):
+    with pytest.raises(
+        StorageError, match=f"^s3://{s3_bucket}/runs: the AWS environment variables are not usable: .*{value}"
+    ):
         S3Storage(f"s3://{s3_bucket}/runs")
 
 

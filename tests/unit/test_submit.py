@@ -190,7 +190,7 @@ def test_a_finished_run_is_reported_and_not_restarted(cluster: FakeCluster, suns
     assert sunspot.json["action"] == "created"
 
 
-def test_a_finished_run_that_was_deleted_from_storage_is_restarted(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_finished_run_is_restarted_if_it_was_deleted_from_storage(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Complete", "SUCCEEDED")
     assert sunspot.submit("--json") == 0
@@ -231,7 +231,7 @@ def test_the_replacement_waits_until_the_old_pods_are_gone(
     assert name in cluster.jobs
 
 
-def test_a_pod_on_a_frozen_node_is_not_waited_for(
+def test_submit_does_not_wait_for_a_pod_on_a_frozen_node(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sunspot.submitter.cluster.start.GONE_WITHIN_S", 0.1)
@@ -267,7 +267,9 @@ def refuse_unless_dry_run(handler: Any) -> None:
         handler.refuse(400, "the namespace of the provided object does not match")
 
 
-def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_waits_for_a_stopping_run_to_end(
+    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sunspot.submit()
     name = only_job(cluster)
     cluster.set_status(name, "Running", "RUNNING")
@@ -683,7 +685,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("place", ELSEWHERE)
-def test_a_run_that_is_alive_elsewhere_is_taken_over_only_with_take_over(
+def test_a_run_that_is_live_elsewhere_is_only_taken_over_with_take_over(
     cluster: FakeCluster, sunspot: Command, place: str
 ) -> None:
     cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
@@ -712,7 +714,7 @@ def test_a_run_with_a_silent_owner_is_taken_over_without_take_over(
     assert sunspot.json["action"] == "created"
 
 
-def test_an_owner_with_a_just_deleted_rayjob_is_not_alive_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
+def test_an_owner_whose_rayjob_was_just_deleted_is_not_live(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
     assert sunspot.submit() == 0
     write_status(sunspot.run, Status(RunState.RUNNING, f"{owner(cluster)}@sunspot/{cluster_identity('A')}"))

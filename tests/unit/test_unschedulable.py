@@ -169,7 +169,7 @@ def test_the_order_of_the_reasons_is_kept_among_all_findings() -> None:
     ]
 
 
-def test_labels_of_some_nodes_are_not_called_missing_everywhere() -> None:
+def test_a_label_missing_on_some_nodes_is_not_reported_for_all_nodes() -> None:
     said = {message(UNNAMED, LABELS): ["w-1"]}
     taint, labels = explain(said, [*PLAIN, node("l4", L4, ["team"])], nodeSelector=L4)
     assert taint.finding is TAINT

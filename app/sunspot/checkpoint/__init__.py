@@ -1,6 +1,6 @@
 """Saves the training state in shared memory and in storage while training continues, and reads it back.
 
-`CheckpointManager.save` (manager.py) is called in every worker. Four threads then lead to a manifest:
+Every worker calls `CheckpointManager.save` (manager.py). Four threads then take part until the manifest is written:
 
 training thread   `save` gathers the consumed rows (ledger.py) and calls `Snapshots.take` (snapshot.py). `take` gets a
                   slot in shared memory (`NodeMemory.free_slot`, memory.py), copies the tensors that the next forward

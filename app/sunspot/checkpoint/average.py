@@ -1,11 +1,11 @@
 """The exponential moving average (EMA) of a run's weights, which its checkpoints store in `model.pt`.
 
 Training continues from the trained weights, which a checkpoint stores as `trained` in each parameter's optimizer state.
-Checkpoints therefore keep their format, and under FSDP each worker has the average of its own part.
+The format of checkpoints therefore stays the same, and under FSDP each worker has the average of its own part.
 
 A 16-bit average would lose most of its updates, because they are smaller than its precision. The average of 16-bit
-weights therefore has 32 bits. `model.pt` stores it rounded to the weights' dtype, and the optimizer state stores it in
-full as `average`.
+weights therefore has 32 bits. `model.pt` stores the average rounded to the weights' dtype, and the optimizer state
+stores it with full precision as `average`.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ TRAINED = "trained"
 """Key of the trained weights in a parameter's optimizer state."""
 
 AVERAGE = "average"
-"""Key of the average in a parameter's optimizer state, if `model.pt` only contains it rounded."""
+"""Key of the average in a parameter's optimizer state, if `model.pt` contains only the rounded average."""
 
 NARROW = (torch.float16, torch.bfloat16)
 """Dtypes of weights that are averaged in float32."""
@@ -37,11 +37,11 @@ class WeightAverage:
         self._averages: list[torch.Tensor] = []
         "The average of each parameter. Empty before the first step."
         self._weights: dict[int, torch.Tensor] = {}
-        "The 16-bit weights, keyed by parameter number, while the model contains their averages."
+        "The 16-bit weights, keyed by parameter index, while the model contains their averages."
         optimizer.register_load_state_dict_pre_hook(self._load)
 
     def update(self, step: int) -> None:
-        """Add the weights after `step` steps to the average. During the first steps, the decay is smaller."""
+        """Add the weights after step `step` to the average. During the first steps, the decay is smaller."""
         if not self._decay:
             return
         if not self._averages:

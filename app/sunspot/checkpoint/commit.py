@@ -1,4 +1,4 @@
-"""Commits copies of the state to storage in a background thread.
+"""Commits copies of the training state to storage in a background thread.
 
 A checkpoint exists once its manifest is written, after all of its files were uploaded and verified. The thread commits
 one checkpoint at a time. If storage is slower than the checkpoint interval, a newer copy replaces a copy that is still
@@ -55,21 +55,21 @@ REMOVAL_S = 30.0
 """Time limit in seconds for removing an abandoned commit's uploads. The next commit removes the rest."""
 
 BEGUN = "sunspot-commit"
-"""Key in the group's store with the step of the snapshot that rank 0 has begun to commit."""
+"""Key in the group's store for the step of the newest snapshot that rank 0 has begun to commit."""
 
 WRITTEN = "sunspot-written-{}"
 """Key in the group's store that exists once all parts of a checkpoint are in storage."""
 
 
 class CommitCoordinator:
-    """Coordinates the ranks of a state in parts, so that all of them commit the same snapshots as rank 0.
+    """Makes all ranks of a state in parts commit the same snapshots as rank 0.
 
-    Rank 0 informs the others through the group's store. No thread waits in a collective for a rank that might have
+    Rank 0 informs the other ranks through the group's store. No thread waits in a collective for a rank that might have
     died, and only rank 0 lists the files in storage.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """`group` is None if this rank is the only worker or has the whole state."""
+        """Create the coordinator. `group` is None if this rank is the only worker or has the whole state."""
         self._group = group
         self.leads = group is None or dist.get_rank(group) == 0
         self.in_parts = group is not None
@@ -82,14 +82,14 @@ class CommitCoordinator:
         return any_rank(self._group, self.leads and waiting)[0] if self._group else waiting
 
     def announce_begun(self, step: int) -> None:
-        """Allow the other ranks to commit their snapshots at `step`. Has no effect except on rank 0."""
+        """Allow the other ranks to commit their snapshots at `step`. Does nothing on ranks other than 0."""
         if self._group and self.leads:
             self._group.get_group_store().set(BEGUN, str(step))
 
     def last_step(self) -> float:
         """Return the last step at which a snapshot can be committed.
 
-        This is infinity on rank 0. On other ranks, it is the step of the last commit that rank 0 has begun.
+        On rank 0, this is infinity. On other ranks, it is the step of the last commit that rank 0 has begun.
         """
         if self._group is None or self.leads:
             return math.inf
@@ -106,7 +106,7 @@ class CommitCoordinator:
         return self._read(WRITTEN.format(name)) is not None
 
     def _read(self, key: str) -> bytes | None:
-        """Return the value that rank 0 has stored under a key, or None."""
+        """Return the value that rank 0 stored under a key, or None."""
         assert self._group
         store = self._group.get_group_store()
         with suppress(dist.DistError):  # rank 0 and the group are lost
@@ -137,8 +137,8 @@ class CheckpointCommitter:
     ) -> None:
         """Create a committer. Its thread starts with the first `commit`.
 
-        `writer` writes a snapshot's files. `journals` and the rows in the `ledger` are written to storage before each
-        checkpoint, which relies on them. They are None if another rank writes them.
+        `writer` writes a snapshot's files. Each checkpoint relies on the `journals` and the rows in the `ledger`, so
+        they are written to storage first. Both are None if another rank writes them.
         """
         self._run = run
         self._attempt = attempt
@@ -148,7 +148,7 @@ class CheckpointCommitter:
         self._journals = journals
         self._ledger = ledger
         self._previous: CheckpointCommitter | None = None
-        "This process's committer for the previous group, until its commits have ended."
+        "This process's committer for the previous group, or None once its commits have ended."
         self._waiting: list[Snapshot] = []
         """The snapshots that wait for their commit, ordered by step.
 
@@ -157,7 +157,7 @@ class CheckpointCommitter:
         self._committing: Snapshot | None = None
         self._closing = False
         self._dropped = False
-        "True if the last snapshot that was to be committed is torn."
+        "True if the last snapshot that was due for a commit is torn."
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._outage = RetryWindow()
@@ -176,7 +176,7 @@ class CheckpointCommitter:
 
     @property
     def busy(self) -> bool:
-        """True while a snapshot of this or the previous group is not committed yet."""
+        """True while a snapshot of this group or the previous one is not committed yet."""
         return not self._idle or bool(self._previous and self._previous.busy)
 
     @property
@@ -189,14 +189,14 @@ class CheckpointCommitter:
         return not (self._committing or self._waiting)
 
     def follow(self, previous: "CheckpointCommitter") -> None:
-        """Wait for the commits of `previous`, this process's committer for the previous group, before each commit."""
+        """Make each commit wait for the commits of `previous`, this process's committer for the previous group."""
         self._previous = previous
 
     def stop_if_overtaken(self, attempts: list[Attempt]) -> bool:
         """Stop the commit in progress, or the next one, if it is no longer allowed. Return True if it is stopped.
 
         `attempts` are all attempts of the run. Committing a state in parts requires all processes of the group. This
-        does not wait until the commit has ended.
+        method does not wait for the commit to end.
         """
         snapshot = self._committing or next(iter(self._waiting), None)
         if not snapshot:
@@ -212,14 +212,17 @@ class CheckpointCommitter:
         """Queue a snapshot for its commit. If the state is in parts, all ranks must call this together."""
         with self._changed:
             if self._coordinator.replaces_newest(bool(self._waiting)):
-                self._waiting.pop().release()  # its commit has not begun, and the newest snapshot wins
+                self._waiting.pop().release()  # its commit has not begun, so the newer snapshot replaces it
             self._waiting.append(snapshot)
             self._changed.notify_all()
             if not self._thread.ident:
                 self._thread.start()
 
     def raise_if_failed(self) -> None:
-        """Raise the error that ended all commits, if another process owns the run or storage failed for too long."""
+        """Raise the error that ended all commits, if any.
+
+        This happens if another process owns the run, or if storage failed for too long.
+        """
         if self._error:
             raise self._error
 
@@ -277,7 +280,7 @@ class CheckpointCommitter:
                 return
 
     def _begin_next(self) -> Snapshot | None:
-        """Wait for the next snapshot that can be committed, and return it, or None if no more will come."""
+        """Wait for the next snapshot that can be committed, and return it, or None if there are no more snapshots."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
@@ -298,7 +301,7 @@ class CheckpointCommitter:
                 self._changed.wait(POLL_S)
 
     def _await_previous_group(self) -> None:
-        """Wait until the previous group's commits have ended, so that a process uploads one state at a time."""
+        """Wait until the previous group's commits have ended, because a process uploads only one state at a time."""
         previous = self._previous
         if previous:
             if previous._thread.ident:
@@ -346,7 +349,9 @@ class CheckpointCommitter:
             else:
                 if outage.tries:
                     self._record(
-                        "commits go on", step, f"none for {outage.seconds:.0f} s, {outage.tries} failed attempts"
+                        "commits go on",
+                        step,
+                        f"no commit for {outage.seconds:.0f} s, in {outage.tries} failed attempts",
                     )
                     self._outage = RetryWindow()
                 return
@@ -359,8 +364,8 @@ class CheckpointCommitter:
     def _commit(self, snapshot: Snapshot) -> None:
         """Write a checkpoint.
 
-        If the process is killed at any point, the checkpoint is either complete or missing, and the previous checkpoint
-        stays intact.
+        If the process is killed at any point, the checkpoint is either complete or does not exist, and the previous
+        checkpoint stays intact.
         """
         snapshot.copied.result()
         if self._drops(snapshot):
@@ -377,7 +382,7 @@ class CheckpointCommitter:
             if not self._coordinator.leads:
                 return
             ensure_committer(self._run, self._attempt, name)
-            if self._drops(snapshot):  # by now, changes that were in progress when the copy ended are known
+            if self._drops(snapshot):  # by now, any change that was in progress when the copy ended is known
                 delete_checkpoint(self._run, name)
                 return
             committed = replace(snapshot.manifest, files=files, time=time.time())
@@ -393,7 +398,7 @@ class CheckpointCommitter:
             raise SupersededError(f"attempt {self._attempt.number} has ended, and its newest checkpoint does not count")
 
     def _write_history(self) -> None:
-        """Write the journals and the consumed rows, on which a checkpoint relies."""
+        """Write the journals and the consumed rows, because a checkpoint relies on them."""
         if self._journals:
             self._journals.flush()
         if self._ledger:
@@ -427,7 +432,7 @@ class CheckpointCommitter:
         attempts = read_attempts(self._run)
         if not attempts:
             return []  # the run was just deleted, which the next commit will notice
-        now = time.time() + self._run.storage.ahead_s  # by the clock of the storage, which dates the files
+        now = time.time() + self._run.storage.ahead_s  # by the storage's clock, which dates the files
         abandoned = list[str]()
         committed = dict[str, Mapping[str, Entry]]()
         for name, files in directories.items():

@@ -1,7 +1,7 @@
 """Uploads and verifies a checkpoint's files, and loads files only if their bytes match the manifest.
 
 With WEIGHTS=safetensors, a finished run's last checkpoint also contains all weights as safetensors files of at most
-SHARD_BYTES, with Hugging Face's index. They are for other programs and for INIT_FROM, and never needed to resume.
+SHARD_BYTES, with Hugging Face's index. They are for other programs and for INIT_FROM, and are never needed to resume.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ Files = dict[str, dict[str, Any]]
 """The entries of files in a manifest (`Checkpoint.files`)."""
 
 SHARD_BYTES = 1 << 30
-"""Largest size of a file in bytes, unless a tensor is larger. While written, a file is in memory twice."""
+"""Maximum size of a file in bytes, unless a single tensor is larger. While a file is written, memory holds it twice."""
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 
-# PyTorch's CRC-32 of each tensor is the slowest part of `torch.save`, at 1.3 GB/s. It is not needed, because files are
-# verified by the SHA-256 in the manifest. The option is global, so it is set once instead of around each call.
+# At 1.3 GB/s, PyTorch's CRC-32 of each tensor is the slowest part of `torch.save`. The CRC is not needed, because files
+# are verified by the SHA-256 in the manifest. The option is global, so it is set once instead of around each call.
 torch.serialization.set_crc32_options(False)
 
 
@@ -75,7 +75,7 @@ class WholeStateWriter:
 def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> dict[str, Any]:
     """Stream a checkpoint's file to storage, verify it, and return its entry for the manifest.
 
-    Even an acknowledged upload can be lost. The file is read back unless storage has verified its bytes. Raises
+    The file is read back unless storage has verified its bytes, because even an acknowledged upload can be lost. Raises
     `DamageError` if the file is missing or has different bytes.
     """
     key = run.key("checkpoints", name, file)
@@ -94,12 +94,12 @@ def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> di
 
 
 def upload_state(run: Run, name: str, file: str, state: Any) -> dict[str, Any]:
-    """Like `upload`, for a state that is serialized with `torch.save`."""
+    """Upload a state that is serialized with `torch.save`, like `upload`."""
     return upload(run, name, file, lambda writer: torch.save(state, writer))  # type: ignore[arg-type]  # only write() is called
 
 
 def upload_bytes(run: Run, name: str, file: str, content: bytes) -> dict[str, Any]:
-    """Like `upload`, for a file with the given content."""
+    """Upload a file with the given content, like `upload`."""
     return upload(run, name, file, lambda writer: writer.write(content))
 
 
@@ -127,7 +127,7 @@ def upload_shard(run: Run, name: str, file: str, tensors: dict[str, torch.Tensor
 
 
 def upload_index(run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> Files:
-    """Upload the index that maps tensors to files. If there is only one file, upload nothing."""
+    """Upload the index that maps tensors to files. If there is only one file, return {} without an upload."""
     shards = plan_shards(tensors)
     if len(shards) == 1:
         return {}
@@ -140,7 +140,7 @@ def upload_index(run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> Fi
 
 
 def refuse_unloadable(states: Mapping[str, Any], task: str) -> None:
-    """Raise `SettingsError` if `states` could be saved, but not loaded by a restart.
+    """Raise `SettingsError` if `states` could be saved, but a restart could not load them.
 
     The error describes the first value that `unpack` would reject.
     """
@@ -242,7 +242,7 @@ def refuse_compressed(source: BinaryIO | str) -> None:
 
 
 def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
-    """Load a state_dict into a model. Raises `ConflictError` with its `origin` if it does not fit."""
+    """Load a state_dict from `origin` into a model. Raises `ConflictError` if it does not fit."""
     try:
         model.load_state_dict(state)
     except (RuntimeError, AttributeError, TypeError) as error:
@@ -252,7 +252,7 @@ def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
 
 
 def read_weights(storage: Storage, file: str, content: bytearray) -> Any:
-    """Return the state_dict in a file, given its content. For an index, the listed files are read too.
+    """Return the state_dict in a file with the given content. If it is an index, read the listed files too.
 
     Raises `ValueError` if the content is invalid.
     """

@@ -1,7 +1,7 @@
 """Renames weights saved by another program to match the names in the task's model.
 
-Other programs store tied weights under only one of their names (`save_model` of safetensors and `save_pretrained` of
-transformers), or prefix names (`DistributedDataParallel` and `torch.compile`).
+Some programs store tied weights under only one of their names (safetensors' `save_model` and transformers'
+`save_pretrained`). Others prefix the names (`DistributedDataParallel` and `torch.compile`).
 """
 
 import copy
@@ -20,7 +20,7 @@ COMPILED_PREFIX = "_orig_mod."
 
 
 def fit_names(model: torch.nn.Module, state: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return a state_dict with the model's names, as far as they can be inferred.
+    """Return a state_dict with the model's names, where they can be inferred.
 
     Raises `SettingsError` if the weights are in a nested state_dict, or if tied weights have different values.
     """
@@ -54,7 +54,7 @@ def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str,
 
 
 def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return a state_dict with all names of those tied weights of which `state` has at least one name.
+    """Return a state_dict with all names of each tied weight, if `state` contains at least one of its names.
 
     Raises `SettingsError` if tied weights have different values.
     """

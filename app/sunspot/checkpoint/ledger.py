@@ -1,9 +1,9 @@
-"""Gathers the rows that each optimizer step consumed (AUDIT), and keeps them until they are in storage.
+"""Gathers the IDs of the rows that each optimizer step consumed (AUDIT), and keeps them until they are in storage.
 
-Each node stores them with its copy of the state, so a group that resumes from the copy writes the rows that were not
-written before. All nodes have the same windows, because they gather and drop them together. If workers can outlive
-each other, they exchange a step's rows before the step changes parameters, so every worker that has taken the step
-knows all of its rows.
+Each node stores the rows with its copy of the state, so a group that resumes from the copy can write the rows that are
+not in storage yet. All nodes have the same windows, because they gather and drop windows together. If workers can
+outlive each other, they exchange a step's rows before the step changes parameters. Every worker that has taken the step
+then knows all of its rows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Ledger:
     def __init__(
         self, group: dist.ProcessGroup | None, attempt: str, start: int, inherited: Sequence[Any], on: bool
     ) -> None:
-        """Create the ledger of an attempt, given its label and the step after which it starts.
+        """Create the ledger of an attempt, given the attempt's label and the step after which it starts.
 
         `group` is None for a single worker. `inherited` are windows of earlier attempts that are not in storage yet.
         """
@@ -73,7 +73,7 @@ class Ledger:
         self._after = start
         self._mine: list[tuple[int, torch.Tensor]] = []
         self._everyones: list[torch.Tensor] = []
-        "The exchanged rows of the steps since the last window, int64 [N, 3] each."
+        "The exchanged rows of each step since the last window, int64 [N, 3]."
         self._exchange: RowExchange | None = None
         self._windows = [LedgerWindow(*window) for window in inherited]
         self._dropped = 0
@@ -103,7 +103,7 @@ class Ledger:
             self._mine.append((step, rows))
 
     def unwritten_windows(self, step: int) -> list[tuple[Any, ...]]:
-        """Return the windows up to `step` that might not be in storage yet. Does not contact other workers."""
+        """Return the windows up to `step` that might not be in storage yet, without contacting other workers."""
         with self._lock:
             windows = [tuple(window) for window in self._windows[max(0, self._written - self._dropped) :]]
             if self._everyones and step > self._after:

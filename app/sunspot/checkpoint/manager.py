@@ -36,13 +36,11 @@ AHEAD_OF_STORAGE = ("memory", IN_PLACE)
 """Tiers of attempts that start from a newer state than the newest checkpoint in storage."""
 
 COPIES_MEASURED = 3
-"""Number of copies in memory after which their cost is reported."""
+"""Number of copies in memory before their cost is reported."""
 
 NOTICE_MARGIN_S = 4.0
-"""Seconds between a notice and the save.
-
-It takes half a second until the driver polls, half a second until rank 0 polls, and then a step.
-"""
+"""Seconds between a notice and the save. Up to half a second passes until the driver polls, half a second until rank 0
+polls, and then the time of a step."""
 
 
 class CheckpointManager:
@@ -66,7 +64,7 @@ class CheckpointManager:
     ) -> None:
         """Create the manager for an attempt that trains `saved`.
 
-        Copies outlive this process only if `memory` is given. `windows` contains the restored windows of consumed rows.
+        Copies outlive this process only if `memory` is given. `windows` are the restored windows of consumed rows.
         `journals` are flushed before each commit.
         """
         self._run = run
@@ -123,7 +121,7 @@ class CheckpointManager:
         commits = list[float]()
         if previous and not previous.stop_if_overtaken(attempts):
             commits.append(previous.begun_at)
-        if committed is not None:  # possibly by another process, which has been rank 0 since
+        if committed is not None:  # possibly committed by another process that has been rank 0 since
             commits.append(time.monotonic() - max(0.0, time.time() - committed))
         if commits and self._attempt.metadata.tier in AHEAD_OF_STORAGE:
             self._timer = Timer(max(commits))
@@ -133,7 +131,10 @@ class CheckpointManager:
         return checkpoint_name(step, self._attempt.number, self._attempt.nonce)
 
     def begin_step(self, step: int, rows: torch.Tensor | None, step_rows: int) -> None:
-        """Begin to exchange the row IDs, int64 [B], that the workers take in a step of `step_rows` rows."""
+        """Begin to exchange this worker's row IDs, int64 [B], with the other workers.
+
+        `step_rows` is the total number of rows in the step.
+        """
         first, last = share(step_rows, self._place.world_size, 0)
         self._ledger.begin_exchange(step, rows, last - first)
 
@@ -141,7 +142,7 @@ class CheckpointManager:
         """Record that `step` was taken, and the row IDs, int64 [B], that this worker consumed.
 
         Raises `SettingsError` after the first step if a restart could not load the state. Also raises the error that
-        ended all commits, because some loops never call `wait_for_copy`.
+        ended all commits, if there was one, because some loops never call `wait_for_copy`.
         """
         if self._committer:
             self._committer.raise_if_failed()
@@ -158,7 +159,7 @@ class CheckpointManager:
         busy = self._sharded and self._committer is not None and self._committer.busy
         return StepActions(
             save=not busy and self._timer.due(self.save_every_s),
-            # Before the second step, all tensors would have to be copied at once.
+            # Before the second step, all tensors would have to be copied immediately.
             copy=self.in_memory
             and self._optimizer_only.ids is not None
             and self._interval.due(step, step_s, self._snapshots.costs),
@@ -181,9 +182,8 @@ class CheckpointManager:
         waits for the previous copy. Any other copy is skipped while the previous copy is in progress. Call
         `wait_for_copy` before parameters change.
         """
-        began = (
-            time.thread_time()
-        )  # waiting for slower workers is not counted, because the next gradients would wait too
+        # CPU time excludes the wait for slower workers. The next gradients would wait for them anyway.
+        began = time.thread_time()
         if self._place.group and self._settings.snapshot_cost:
             sync_buffers(self._saved.model)
             # An aborted NCCL collective leaves arbitrary values in buffers, which must not be copied.
@@ -202,7 +202,7 @@ class CheckpointManager:
             committer.commit(snapshot)
 
     def wait_for_copy(self) -> None:
-        """Block until parameters can change. Raises the error that ended all commits, if there was one.
+        """Block until it is safe to change parameters. Raises the error that ended all commits, if there was one.
 
         Call this once the gradients of the next optimizer step are known.
         """
@@ -219,10 +219,10 @@ class CheckpointManager:
     def close(self, *, finished: bool) -> None:
         """Wait until the newest copy in memory is complete on all workers.
 
-        If the run has `finished`, also wait for its commit, and remove the copies, which the next group would need.
+        If the run has `finished`, also wait for its commit and remove the copies, because no group will need them.
         """
         group = self._place.group
-        if finished:  # other ranks can wait long for rank 0, which finally writes the model as one file
+        if finished:  # other ranks can wait long, because rank 0 writes the whole model as one file
             run_on_all_ranks(group, self._committer.close if self._committer else lambda: None)
         self._snapshots.wait_until_complete()
         if group:
@@ -231,7 +231,7 @@ class CheckpointManager:
             self._memory.remove()
 
     def leave_group(self, step: int) -> list[tuple[Any, ...]]:
-        """Abandon the commits that have not begun, and return the windows of rows, up to `step`, for the next group.
+        """Abandon the commits that have not begun, and return the windows of rows up to `step` for the next group.
 
         This waits for the copy in progress, but not for other workers or storage, because the group has ended.
         """
@@ -248,7 +248,7 @@ class CheckpointManager:
 
     @property
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that this worker has committed, or None."""
+        """The newest checkpoint that this worker committed, or None."""
         newest = self._committer.newest if self._committer else None
         return newest.checkpoint if newest else None
 
@@ -282,7 +282,7 @@ class CheckpointManager:
 
     @property
     def memory_summary(self) -> str:
-        """A description of how often the state is copied to memory, and at what cost.
+        """A description of how often the state is copied to memory, and how much time that costs.
 
         Empty until the cost has been measured.
         """
@@ -321,21 +321,21 @@ class CheckpointManager:
         return {
             "step": manifest.step,
             "epoch": manifest.epoch,
-            # The loader's position and the random generators' states follow from these values and the step.
+            # These values and the step determine the loader's position and the states of the random generators.
             "loader": {"name": self._settings.loader, **dataclasses.asdict(self._plan.steps)},
             "rng": {"seed": self._settings.seed, "step": manifest.step},
             "settings": self._settings.environment(),
-            # The task builds its model for this data (EmptySource), so prediction only needs the checkpoint.
+            # With this record, the task can build its model (EmptySource), so prediction only needs the checkpoint.
             "data": ModelData.of(self._plan.source).record(),
             "versions": versions(),
         }
 
 
 class SnapshotInterval:
-    """The shortest interval between snapshots at which they cost at most a given fraction of the time."""
+    """The shortest interval between snapshots for which they cost at most a given fraction of the time."""
 
     def __init__(self, fraction: float, start: int) -> None:
-        """A `fraction` of 0 disables snapshots. The first interval begins at step `start`."""
+        """Begin the first interval at step `start`. A `fraction` of 0 disables snapshots."""
         self._fraction = fraction
         self._last = start
         self._times: deque[float] = deque(maxlen=20)
@@ -368,7 +368,7 @@ class SnapshotInterval:
 
 
 def exceeds_notice(commit_s: float | None, notice_s: float) -> bool:
-    """Return True if a commit of `commit_s` seconds takes longer than a notice of `notice_s` seconds leaves.
+    """Return True if a commit of `commit_s` seconds is too slow to finish within a notice of `notice_s` seconds.
 
     Returns False if either value is unknown.
     """

@@ -35,16 +35,14 @@ from sunspot.run.objects import with_checksum
 log = logging.getLogger(__name__)
 
 MAX_SLOTS = 4
-"""Largest number of slots.
-
-They are for the newest complete copy, the copy in progress, the copy being uploaded, and the copy waiting for upload.
-"""
+"""Maximum number of slots. There is one each for the newest complete copy, the copy in progress, the copy being
+uploaded, and the copy waiting for its upload."""
 
 MEMORY_FRACTION = 0.5
-"""Largest fraction of the free shared memory for a node's first two slots. Ray's object store uses it too."""
+"""Maximum fraction of the free shared memory for a node's first two slots. Ray's object store also needs some."""
 
 RETRY_S = 60.0
-"""Seconds after which a process without memory for copies tries again."""
+"""Seconds after which a process that found no memory for copies tries again."""
 
 FALLBACK = "after a loss, the run continues from the newest existing copy, or from storage"
 
@@ -53,7 +51,7 @@ Changed = Callable[[], Collection[int]]
 
 
 class Use(Enum):
-    """Why a slot is not free."""
+    """A reason why a slot is not free."""
 
     SEALING = "its copy is being made, or marked as complete"
     UPLOADING = "the commit thread reads it"
@@ -61,7 +59,7 @@ class Use(Enum):
 
 
 class Slot:
-    """Memory for one copy: a file in shared memory, or memory private to this process."""
+    """Memory for one copy, either a file in shared memory or memory that is private to this process."""
 
     def __init__(self, size: int, file: Path | None) -> None:
         self.size = size
@@ -89,7 +87,7 @@ class Slot:
         refusal = cudart.cudaHostRegister(address, self.size, 0)
         if not int(refusal):
             return ""
-        with contextlib.suppress(RuntimeError):  # otherwise CUDA reports the error in the next kernel
+        with contextlib.suppress(RuntimeError):  # clears the error, which the next kernel would otherwise report
             torch.zeros(1, device="cuda")
         return str(cudart.cudaGetErrorString(refusal))
 
@@ -101,7 +99,7 @@ class Slot:
     def mark(
         self, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple, part: int = 0, parts: int = 0
     ) -> tuple[MemorySnapshot | None, str]:
-        """Write the sidecar of the slot's complete copy, and then its marker.
+        """Write the sidecar of the slot's complete copy, then the marker.
 
         Returns the copy and an empty string, or None and the reason if it could not be marked. A slot without a file
         has no marker. `changed` is called after the checksum, so that it includes changes that were still in progress
@@ -157,23 +155,24 @@ class Slot:
 class NodeMemory:
     """This process's slots in its node's shared memory, for the run at `location`.
 
-    If `location` is None, or a directory cannot be created, slots are private to the process, and no copy outlives it.
+    If `location` is None, or a directory cannot be created, slots are private to the process, and no copy outlives the
+    process.
     """
 
     def __init__(self, location: str | None, warns: bool = True) -> None:
         """Lock a directory for this run, and find the previous process's copies in it.
 
-        Problems are logged as warnings if `warns` is True. One process per node is enough, because all processes of a
-        node have the same problems.
+        Problems are logged as warnings if `warns` is True. It suffices to set it in one process per node, because all
+        processes of a node have the same problems.
         """
         self._level = logging.WARNING if warns else logging.INFO
         self._slots: list[Slot] = []
         self._copies = 2
-        "The number of copies of all processes for which the node must have memory."
+        "The number of copies, of all processes, for which the node must have memory."
         self._inherited: set[Path] = set()
         "The files of the previous process's copies, which are kept until there is a newer copy."
         self._making: Future[str] | None = None
-        "The slot that is being created. The result is why there is no memory, or an empty string."
+        "The slot that is being created. The result is the reason why there is no memory, or an empty string."
         self._failing = False
         "True if the last log message says that copies cannot be kept."
         self._unpinned = False
@@ -213,8 +212,8 @@ class NodeMemory:
     def free_slot(self, size: int, needed: bool, device: torch.device | None = None) -> Slot | None:
         """Return a free slot of `size` bytes, or None if all are in use.
 
-        If no slot is free, a `needed` slot is created at once. Another slot is created in the background (`reserve`)
-        if no slot is free now, or if none will be free after this copy.
+        If no slot is free, a `needed` slot is created at once. Another slot is created in the background (`reserve`) if
+        no slot is free now, or if no slot will be left after this copy.
         """
         if self._making:
             if not needed and not self._making.done():
@@ -245,7 +244,7 @@ class NodeMemory:
     def _drop_unused(self, size: int) -> None:
         """Remove slots that no copy will use again.
 
-        These are slots of another size, because a state can grow, and private slots once shared memory is available.
+        These are slots of another size, because a state can grow, and private slots if shared memory is now available.
         """
         kept = []
         for slot in self._slots:
@@ -256,7 +255,10 @@ class NodeMemory:
         self._slots = kept
 
     def _make_slot(self, size: int, device: torch.device | None) -> str:
-        """Add a slot in shared memory unless there are enough. Return why there is no memory, or an empty string."""
+        """Add a slot in shared memory unless there are enough slots.
+
+        Returns the reason why there is no memory, or an empty string.
+        """
         if not self.directory or not self.shared or len(self._slots) >= MAX_SLOTS:
             return ""
         try:
@@ -290,7 +292,7 @@ class NodeMemory:
             self.pause(problem)
 
     def _free_file(self, kind: str, slots: Sequence[Slot]) -> Path:
-        """Return a file name that is not used by these slots or by the previous process's copies."""
+        """Return a file name that neither these slots nor the previous process's copies use."""
         assert self.directory
         taken = {slot.file for slot in slots} | self._inherited
         files = (self.directory / f"{kind}-{number}.data" for number in itertools.count())
@@ -354,7 +356,7 @@ class NodeMemory:
         self._paused_until = math.inf
 
     def keep_parts_of(self, checkpoint: str | None) -> None:
-        """Remove all parts except those of `checkpoint`, which are kept until there is a newer copy."""
+        """Remove all parts except the parts of `checkpoint`, which are kept until there is a newer copy."""
         slots = {slot.file: slot for slot in self._slots}
         for held in list_snapshots(self.directory) if self.directory else ():
             if not held.parts:
@@ -374,7 +376,7 @@ class NodeMemory:
                 self._inherited.discard(file)
 
     def remove(self) -> None:
-        """Remove this process's copies, because no process will resume from them."""
+        """Remove this process's copies. Call this if no process will resume from them."""
         if self._making:
             wait([self._making])
         if self.directory:

@@ -1,4 +1,5 @@
-"""Reads copies of the training state from files in a node's shared memory, which outlive the process that wrote them.
+"""Reads copies of the training state from files in a node's shared memory. The files outlive the process that wrote
+them.
 
 Each process of a run has its own directory, which it locks until it exits. The next process on the node takes over a
 directory that is not locked, with the files of the previous process:
@@ -76,7 +77,7 @@ class MemorySnapshot:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The data besides a copy's tensors that a restart needs."""
+    """The data that a restart needs in addition to a copy's tensors."""
 
     structure: Any
     "The state with each tensor replaced by an empty tensor on the meta device."
@@ -191,7 +192,7 @@ def _position(snapshot: MemorySnapshot) -> tuple[int, int]:
 
 
 def keep_newest(directory: Path) -> set[Path]:
-    """Remove all complete copies of the previous process except the newest, and return the remaining files.
+    """Remove all complete copies of the previous process except the newest. Return the remaining files.
 
     Two copies of a part are kept, because the newest copy that all workers have might be the second newest here.
     """
@@ -243,8 +244,8 @@ def _list_processes(location: str) -> list[Path]:
 def room_for_copies(own: Path) -> int:
     """Return the number of bytes available for the run's copies on this node, given a process's own directory.
 
-    This is the free space, plus the space of existing copies, which new copies replace. Shared memory counts towards
-    the container's memory, so its limit applies too.
+    This is the free space plus the space of existing copies, which new copies replace. Shared memory counts towards the
+    container's memory limit, so that limit applies too.
     """
     free = shutil.disk_usage(SHARED_MEMORY).free
     left = memory_left()
@@ -256,8 +257,8 @@ def room_for_copies(own: Path) -> int:
 
 
 def remove_others(own: Path) -> None:
-    """Remove the directories of exited processes of this run, and after STALE_S seconds those of other runs."""
-    with contextlib.suppress(OSError):  # another process might remove the same directory; the rest is removed later
+    """Remove the directories of this run's exited processes, and directories of other runs after STALE_S seconds."""
+    with contextlib.suppress(OSError):  # another process might remove the same directory
         for directory in own.parent.iterdir():
             _remove_if_free(directory)
         for run in own.parent.parent.iterdir():

@@ -1,9 +1,9 @@
 """Distributes the state from which a worker group starts to all workers of each node.
 
-One worker of each node reads and verifies a copy in the node's memory, or a checkpoint, and the other workers map its
-pages (`NodeState` for a whole state, `NodeParts` for a state in parts). A node without the copy gets it from another
-node (`share_pages`). A restore therefore reads each byte once per node, and needs the memory of one more state per
-node.
+One worker on each node reads and verifies a copy in the node's memory, or a checkpoint. The other workers map its
+pages. `NodeState` does this for a whole state, and `NodeParts` for a state in parts. A node without the copy gets it
+from another node (`share_pages`). A restore therefore reads each byte once per node, and needs memory for one
+additional state per node.
 """
 
 import itertools
@@ -40,8 +40,8 @@ def share_pages(
 ) -> dict[int, torch.Tensor]:
     """Return private mappings of the bytes of all `wanted` copies, keyed by number.
 
-    All workers must call this together. `own` contains the copies that this rank has read, keyed by number, and their
-    pages are closed at the end. If no rank of a node has a wanted copy, a rank of another node sends it.
+    All workers must call this together. `own` contains the copies that this rank has read, keyed by number. Their pages
+    are closed at the end. If no rank of a node has a wanted copy, a rank of another node sends it.
     """
     rank = dist.get_rank(group) if group else 0
     received = dict[int, Pages]()
@@ -92,13 +92,13 @@ class NodeState:
     """
 
     def __init__(self, run: Run, group: dist.ProcessGroup | None, nodes: list[str]) -> None:
-        """`nodes` identifies each rank's machine. `group` is None for a single worker."""
+        """Create the reader. `nodes` identifies each rank's machine. `group` is None for a single worker."""
         self._run = run
         self._group = group
         self._nodes = nodes
         self._rank = dist.get_rank(group) if group else 0
         self._reader = nodes.index(nodes[self._rank])
-        "The lowest rank of this node, which reads for all of the node's ranks."
+        "The lowest rank on this node, which reads for all of the node's ranks."
         self._files: dict[str, Pages] = {}
 
     @property
@@ -149,8 +149,8 @@ class NodeState:
     def share(self, chosen: MemorySnapshot, rank: int, found: LoadedSnapshot | None) -> tuple[torch.Tensor, Sidecar]:
         """Return the bytes and the sidecar of the `chosen` copy, on every rank.
 
-        The worker `rank` has the copy, and other workers may have it too. Each passes the copy that it has `found` on
-        its node. All workers call this together.
+        The worker `rank` has the copy, and other workers can have it too. Each worker passes the copy that it `found`
+        on its node. All workers must call this together.
         """
         has = found and (found.snapshot.checkpoint, found.snapshot.crc32) == (chosen.checkpoint, chosen.crc32)
         sidecar = gather_objects(found.sidecar if found and rank == self._rank else None, self._group)[rank]
@@ -166,7 +166,7 @@ class PartCopy(NamedTuple):
     """A copy of a part from which a group resumes."""
 
     rank: int
-    "The worker that reads the copy. Its node has the copy."
+    "The worker that reads the copy, which is on this worker's node."
     snapshot: MemorySnapshot
 
 
@@ -177,7 +177,7 @@ class NodeParts:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, nodes: list[str]) -> None:
-        """`nodes` identifies each rank's machine. `group` is None for a single worker."""
+        """Create the reader. `nodes` identifies each rank's machine. `group` is None for a single worker."""
         self._group = group
         self._nodes = nodes
         self._rank = dist.get_rank(group) if group else 0
@@ -189,7 +189,7 @@ class NodeParts:
         self._outline: Any = None
 
     def read(self, chosen: Sequence[PartCopy]) -> list[PartCopy]:
-        """Read this rank's share of the parts, and return the damaged ones. `chosen` contains all parts in order."""
+        """Read this rank's share of the parts, and return the damaged parts. `chosen` contains all parts in order."""
         self._chosen = chosen
         self._loaded = {}
         damaged = []
@@ -208,7 +208,7 @@ class NodeParts:
         indexes: dict[int, tuple[list[Piece], list[Piece]]] = {}
         for parts in gather_objects(mine, self._group):
             indexes |= parts
-        nearest = self._rank * len(indexes) // len(self._nodes)  # the part with most of this rank's pieces
+        nearest = self._rank * len(indexes) // len(self._nodes)  # the part with the most pieces for this rank
         self._pieces = [piece for sharded, _ in indexes.values() for piece in sharded] + indexes[nearest][1]
         first = self._loaded.get(0)
         sidecars = gather_objects(first and first.sidecar, self._group)
@@ -238,8 +238,8 @@ class NodeParts:
 def make_index(part: int, sidecar: Sidecar) -> tuple[list[Piece], list[Piece]]:
     """Return the positions of the tensors in a part's slot.
 
-    The first list contains pieces of sharded tensors. The second contains tensors that every part has completely, such
-    as buffers.
+    The first list contains pieces of sharded tensors. The second list contains tensors that are complete in every part,
+    such as buffers.
     """
     tensors = tensors_in(sidecar.structure)
     keys = keys_of(sidecar.structure, sidecar.names)

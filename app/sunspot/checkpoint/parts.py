@@ -13,8 +13,9 @@ The files have the format of torch.distributed.checkpoint, so any PyTorch progra
 
 Only rank 0 writes the tensors that are not sharded (buffers, the optimizer's step counts).
 
-Rank 0 checks in storage what the other ranks have written. If a rank dies, no other rank waits for it in a collective,
-and the directory has no manifest. All ranks commit the snapshots that rank 0 begins (`CommitCoordinator` in commit.py).
+Rank 0 checks in storage which files the other ranks have written. If a rank dies, no other rank waits for it in a
+collective, and the directory gets no manifest. All ranks commit the snapshots that rank 0 begins to commit
+(`CommitCoordinator` in commit.py).
 
 Torch modules that only checkpoints in parts need are imported on use, because importing them takes seconds.
 """
@@ -92,7 +93,7 @@ class ShardWriter:
         coordinator: CommitCoordinator,
         more_files: MoreFiles | None = None,
     ) -> None:
-        """`names` contains the parameters' names in the optimizer's order (`parameter_names`).
+        """Create a writer. `names` contains the parameters' names in the optimizer's order (`parameter_names`).
 
         `more_files` are only written to a finished run's last checkpoint.
         """
@@ -107,7 +108,7 @@ class ShardWriter:
         self._took_s = 0.0
         "Seconds that writing this rank's part took. Other ranks can take twice as long."
         self._written: list[str] = []
-        "The keys of this rank's indexes of the newest checkpoint in storage, which a retry does not write again."
+        """The keys of this rank's indexes in storage, for the newest checkpoint. A retry does not write them again."""
 
     def files(self, snapshot: Snapshot) -> Files:
         """Write this rank's part. On rank 0, wait for the other parts, and return all files."""
@@ -128,7 +129,7 @@ class ShardWriter:
         files = Files()
         pieces = list[Piece]()
         tensors = zip(keys_of(snapshot.state, self._names), tensors_in(snapshot.state), snapshot.places, strict=True)
-        # Tensors that are not sharded come first, because every rank reads those of rank 0, in one request.
+        # Tensors that are not sharded come first, because every rank reads rank 0's copy of them, in one request.
         in_order = sorted(tensors, key=lambda item: item[2] is not None)
         # Rank 0 writes the tensors that are not sharded. The last ranks have no part of a tensor with few rows.
         mine = [
@@ -193,7 +194,7 @@ class ShardWriter:
         return files
 
     def _write_once(self, name: str, index: str, write: Callable[[], dict[str, Any]]) -> None:
-        """Write files and then their index, which marks them as complete, unless an earlier attempt did so."""
+        """Write files, then their index, which marks them as complete. Does nothing if they were written before."""
         own = self._run.key("checkpoints", name, index.format(self._rank))
         if own not in self._written:
             began = time.monotonic()
@@ -217,12 +218,12 @@ class ShardWriter:
             entries = self._run.storage.list(self._run.key("checkpoints", name))
             there = {entry.key.rpartition("/")[2] for entry in entries}
             missing = [str(rank) for rank in range(self._world_size) if index.format(rank) not in there]
-            return f"no part of ranks {', '.join(missing)}" if missing else ""
+            return f"missing parts of ranks {', '.join(missing)}" if missing else ""
 
         self._wait(name, find_missing)
 
     def _wait(self, name: str, find_missing: Callable[[], str]) -> None:
-        """Wait until no part of a checkpoint is missing. Raises `RuntimeError` if that takes too long."""
+        """Wait until no part of a checkpoint is missing. Raises `RuntimeError` if this takes too long."""
         began = time.monotonic()
         limit_s = self._timeout_s + self._took_s
         warned = False
@@ -284,7 +285,7 @@ class ShardedContents(NamedTuple):
 
 
 def read_contents(run: Run, checkpoint: Checkpoint) -> ShardedContents:
-    """Return the contents of a checkpoint in parts. This sends one request per rank that wrote the checkpoint.
+    """Return the contents of a checkpoint in parts. Sends one request for each rank that wrote the checkpoint.
 
     Raises `DamageError` if a file does not match the manifest.
     """
@@ -337,7 +338,7 @@ def load_pieces(
     optimizer: torch.optim.Optimizer,
     read: Callable[[dict[str, torch.Tensor]], None],
 ) -> None:
-    """Load this rank's part of the checkpoint `name`. `read` fills tensors that are keyed by name."""
+    """Load this rank's part of the checkpoint `name`. `read` fills the given tensors, which are keyed by name."""
     pieces, outline = contents
     own = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     parameters = parameters_of(optimizer)

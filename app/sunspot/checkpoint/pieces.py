@@ -1,4 +1,4 @@
-"""Reads only the needed pieces of tensors from a checkpoint in parts, by their positions, and verifies their checksums.
+"""Reads only the needed pieces of tensors from a checkpoint in parts, and verifies their checksums.
 
 Torch modules that only checkpoints in parts need are imported on use, because importing them takes seconds.
 """
@@ -30,10 +30,10 @@ INDEX = "part-{:05d}.json"
 """File name of the index of a rank's part."""
 
 REQUEST_BYTES = 64 << 20
-"""Largest number of bytes per request, unless a piece is larger. Larger requests would not be faster."""
+"""Maximum number of bytes per request, unless a single piece is larger. Larger requests would not be faster."""
 
 REQUESTS_AT_ONCE = 4
-"""Number of requests that a rank sends at once. A node can have eight ranks."""
+"""Number of requests that a rank sends at once. It is small because a node can have eight ranks."""
 
 
 class Piece(NamedTuple):
@@ -55,14 +55,17 @@ class Piece(NamedTuple):
     "The checksum of the piece's bytes, which `torch.save` wrote."
 
     def allocate(self, device: str = "cpu") -> torch.Tensor:
-        """Allocate the whole tensor, without setting its values."""
+        """Allocate the whole tensor without initializing it."""
         return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
 
 
 def extent_of(
     name: str, part: torch.Tensor, place: TensorSlice | None
 ) -> tuple[str, str, list[int], list[int], list[int]]:
-    """Return the fields of a `Piece` up to `lengths`. The tensor is the part at `place`, or a whole tensor if None."""
+    """Return the fields of a `Piece` up to `lengths`.
+
+    `part` is the slice of the tensor at `place`, or the whole tensor if `place` is None.
+    """
     shape, offset = place or (part.shape, (0,) * part.ndim)
     return name, str(part.dtype).removeprefix("torch."), list(shape), list(offset), list(part.shape)
 
@@ -105,7 +108,7 @@ def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:
 
 
 def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
-    """Read pieces into whole tensors or DTensors, which are keyed by name. torch's planner finds the needed pieces.
+    """Read pieces into whole tensors or DTensors, keyed by name. Torch's planner finds the needed pieces.
 
     Only verified bytes are loaded. Apart from small gaps, no other bytes are read.
     """
@@ -159,7 +162,7 @@ class ReadPlan:
 def group_adjacent(pieces: Iterable[Piece]) -> list[list[Piece]]:
     """Group adjacent pieces so that each group can be read with one request of at most REQUEST_BYTES.
 
-    A larger piece forms its own group.
+    A larger piece forms a group of its own.
     """
     groups: list[list[Piece]] = []
     for piece in pieces:

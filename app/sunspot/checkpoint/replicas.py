@@ -1,4 +1,4 @@
-"""Keeps each part of a sharded state (PARALLEL=fsdp) in the memory of two nodes, so that no part is lost with a node.
+"""Keeps each part of a sharded state (PARALLEL=fsdp) in the memory of two nodes, so that losing a node loses no part.
 
 Each worker's seal thread sends its part to a worker on the next node while training continues. It uses a separate
 process group, and waits at most TIMEOUT_S for an unresponsive worker.
@@ -49,7 +49,7 @@ class PartExchange:
         here = nodes[self._rank]
         self._replica_rank = replicas[self._rank]
         self._peers = [rank for rank, replica in enumerate(replicas) if replica == self._rank != rank]
-        "The ranks on another node of which this worker also keeps the parts."
+        "The ranks on another node for which this worker also keeps the parts."
         self._newest: dict[int, Slot] = {}
         "The slots with each peer's newest part that belongs to a complete state, keyed by rank."
         self._next: dict[int, Slot] = {}
@@ -60,7 +60,7 @@ class PartExchange:
         memory.expect_copies(2 * (nodes.count(here) + kept))  # the newest and the next copy of each part
 
     def agree_to_copy(self, has_slot: bool) -> bool:
-        """Return True if all workers can copy their parts now, because parts of different steps are not a state.
+        """Return True if all workers can copy their parts now. Parts of different steps would not form a state.
 
         All workers must call this together, in the training thread. `has_slot` is False on a worker that cannot copy.
         """
@@ -70,7 +70,7 @@ class PartExchange:
         return not lacking
 
     def complete(self, slot: Slot, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple) -> None:
-        """Mark the copy of this worker's part, like `NodeMemory.complete`, and send the copy to another node.
+        """Mark the copy of this worker's part as complete, like `NodeMemory.complete`, and send it to another node.
 
         The copy becomes the newest once all parts exist twice. All workers must call this together, in their seal
         threads.
@@ -78,7 +78,7 @@ class PartExchange:
         try:
             snapshot, problem = slot.mark(manifest, sidecar, changed, self._rank, self._world_size)
             if not self.replicate(slot, snapshot, sidecar):
-                problem = problem or "a worker could not keep its part, or that of another node"
+                problem = problem or "a worker could not keep its part, or another node's part"
             self._memory.finish_copy(slot, manifest.step, problem)
         except RuntimeError as error:
             self._memory.stop(f"parts cannot be exchanged: {shorten(error)}")

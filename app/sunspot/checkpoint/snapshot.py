@@ -1,8 +1,8 @@
 """Copies the training state while training continues.
 
 Tensors that only the optimizer changes stay the same during the forward and backward passes. They are copied during
-these passes, and only the next optimizer step waits for the copy (`wait_for_copy`). Any other tensor of the model can
-change in the next forward pass (such as batch norm's averages), and is copied at once. If a tensor changes while it is
+these passes, and only the next optimizer step waits for the copy (`wait_for_copy`). Any other tensor of the model, such
+as batch norm's averages, can change in the next forward pass, and is copied at once. If a tensor changes while it is
 copied, the copy is torn and dropped, and from then on the tensor is copied at once. Code that changes parameters must
 therefore call `wait_for_copy` first. In train/run.py, `TrainingRun` does so in a hook for torch's optimizers. Loops
 that change parameters in another way have to notify it.
@@ -61,7 +61,7 @@ class ChangeWatch:
 
 @dataclass(frozen=True)
 class SavedObjects:
-    """The objects to save, which training keeps changing."""
+    """The objects to save. Training keeps changing them."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -76,7 +76,7 @@ class SavedObjects:
         return {"model": self.model.state_dict(keep_vars=True), "optimizer": self.optimizer.state_dict()}
 
     def with_average(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state in the form of checkpoints, with the average instead of the weights, if there is one."""
+        """Return the state in the form of checkpoints. If there is an average, it replaces the weights."""
         return self.average.exchange(state) if self.average else state
 
 
@@ -108,8 +108,8 @@ class Snapshot:
 class OptimizerOnlyParameters:
     """Finds the parameters that only optimizer steps change.
 
-    The second training step decides. A parameter qualifies if it has a gradient in that step, and if the step's forward
-    pass does not change it, not even through `.data`.
+    The second training step decides. A parameter qualifies if it has a gradient in that step and the step's forward
+    pass does not change the parameter, not even through `.data`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -117,12 +117,12 @@ class OptimizerOnlyParameters:
         self._after_first: list[tuple[int, torch.Tensor]] = []
         "Each parameter's `_fingerprint` after the first step."
         self.ids: set[int] | None = None
-        "The `id` of each such parameter, or None before the second step."
+        "The `id` of each qualifying parameter, or None before the second step."
         self.moved = set[int]()
         "The `id` of each parameter that the second forward pass changed without PyTorch's counter noticing."
 
     def begin_group(self) -> None:
-        """Discard recorded values that have not been compared, because the state might now be another worker's."""
+        """Discard recorded values that were not compared yet, because the state can now come from another worker."""
         if self.ids is None:
             self._after_first = []
 
@@ -162,7 +162,7 @@ class Snapshots:
         optimizer_only: OptimizerOnlyParameters,
         exchange: PartExchange | None = None,
     ) -> None:
-        """`exchange` stores each part on two nodes if the state is in parts."""
+        """Create the snapshots of one worker. `exchange` stores each part on two nodes if the state is in parts."""
         self._memory = memory
         self._saved = saved
         self._optimizer_only = optimizer_only
@@ -180,7 +180,7 @@ class Snapshots:
         self.spent_s = 0.0
         "Seconds for which all snapshots so far have delayed training."
         self._charged_s = 0.0
-        "The same, but without the newest snapshot."
+        "Seconds for which all snapshots except the newest have delayed training."
         self.size = 0
         "The size of a snapshot in bytes."
         self.costs: deque[float] = deque(maxlen=5)
@@ -216,13 +216,13 @@ class Snapshots:
         slot = self._memory.free_slot(self.size, needed, device)
         asked = time.perf_counter()
         agreed = self._exchange.agree_to_copy(slot is not None) if self._exchange else True
-        began += time.perf_counter() - asked  # not counted, because the gradients would wait too
+        began += time.perf_counter() - asked  # not counted, because gradients would wait, too
         if slot is None or not agreed:
             return None
         state = in_buffer(structure, slot.map)
         places = find_slices(tensors_in(source))
 
-        # Copy the tensors that the next forward pass may change now, and the others in the copy thread.
+        # Copy the tensors that the next forward pass can change now, and the other tensors in the copy thread.
         later: Pairs = []
         watched: list[torch.Tensor] = []
         for target, tensor in zip(tensors_in(state), tensors_in(source), strict=True):
@@ -238,7 +238,7 @@ class Snapshots:
         self._watch = ChangeWatch(watched)
         self._copying = self._copies.submit(self._copy, later, mark)
         copied = self._copies.submit(_wait_for_end, self._copying, source)
-        if mark:  # a slot that was created at once is not pinned yet, and nothing waits for that
+        if mark:  # a slot that was created at once is not pinned yet; the copy does not wait
             self._copies.submit(self._memory.pin, slot, mark.device)
         snapshot = Snapshot(manifest, extra_state or {}, state, slot, copied, self._watch, places)
 
@@ -319,7 +319,7 @@ class Snapshots:
 
 
 def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool:
-    """Block until everything is copied, keeping `source` alive. Return True if the CPU copied it."""
+    """Block until everything is copied, keeping `source` alive until then. Return True if the CPU copied it."""
     end = copying.result()
     if end:
         end.synchronize()
@@ -327,7 +327,10 @@ def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool
 
 
 def mark_queue(device: torch.device | None) -> torch.cuda.Event | None:
-    """Record an event in the GPU's current stream, after which the state can be copied. Return None without a GPU."""
+    """Record an event in the GPU's current stream, after which the state can be copied.
+
+    Returns None if there is no GPU.
+    """
     if device is None:
         return None
     mark = torch.cuda.Event()

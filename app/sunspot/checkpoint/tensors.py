@@ -1,4 +1,4 @@
-"""Arranges the tensors of a training state in a fixed order, in a buffer, and by name.
+"""Arranges a training state's tensors in a fixed order, in a buffer, or by name.
 
 Names have the form `model.NAME` or `optimizer.state.PARAMETER.NAME`.
 """
@@ -15,7 +15,7 @@ ALIGNMENT = 64
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return nested dicts, lists and tuples with every leaf replaced by `change(leaf)`, in a fixed order."""
+    """Return nested dicts, lists and tuples with every leaf replaced by `change(leaf)`. The order of calls is fixed."""
     if isinstance(value, Mapping):
         return {key: map_leaves(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -101,5 +101,5 @@ def make_outline(state: Mapping[str, Any], names: list[str]) -> Any:
 
 
 def fill(outline: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state of an outline. `tensors` are keyed by name."""
+    """Return the state of an outline, given its tensors keyed by name."""
     return map_leaves(outline, lambda item: tensors.get(item, item) if isinstance(item, str) else item)

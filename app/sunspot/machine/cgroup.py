@@ -104,7 +104,7 @@ def _read(file: Path) -> str:
 
 
 def _read_table(file: Path) -> dict[str, int]:
-    """Return the numbers in a file whose lines are a name and a number, keyed by name."""
+    """Return the numbers in a file with lines such as `anon 1234`, keyed by name."""
     return {name: int(number) for name, number in (line.split() for line in _read(file).splitlines())}
 
 

@@ -1,8 +1,8 @@
 """Base of the two HTTP servers: the live page of all runs, and the proxy of a run's Ray dashboard.
 
-A client can open connections and send nothing, so a request's head must arrive in time, and idle connections make room
-for new ones. Any web page can make a visitor's browser send requests here under its own site's name (DNS rebinding), so
-the servers check the Host header.
+A client can open connections and send nothing, so request headers must arrive in time, and idle connections make room
+for new ones. Any web page can make a visitor's browser send requests here under the page's own host name (DNS
+rebinding), so the servers check the Host header.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 HEAD_WITHIN_S = 60.0
-"""Seconds in which a connection must send a complete head before it is closed. Browsers open connections early."""
+"""Seconds within which a client must send complete request headers. Browsers open connections early."""
 
 MAX_HEAD = 64 << 10
-"""Maximum size of a request's head, in bytes."""
+"""Maximum size of the request headers, in bytes."""
 
 MAX_WAITING = 128
-"""Maximum number of connections without a complete head. A further connection closes the oldest one."""
+"""Maximum number of connections without complete headers. A further connection closes the oldest one."""
 
 MAX_CONNECTIONS = 512
 """Maximum number of connections, each with its own thread. Further connections are closed immediately."""
@@ -33,7 +33,7 @@ CHUNK = 64 << 10
 
 
 class LocalServer(ThreadingTCPServer):
-    """A server with one thread per connection. A connection's handler calls `read_head` first."""
+    """A server with one thread per connection. A connection's handler has to call `read_head` first."""
 
     daemon_threads = True
     block_on_close = False
@@ -42,7 +42,7 @@ class LocalServer(ThreadingTCPServer):
 
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
         self._waiting: dict[socket.socket, None] = {}
-        "Connections that have not sent a complete head, oldest first."
+        "Connections that have not sent complete headers, oldest first."
         self._lock = threading.Lock()
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(address, handler)
@@ -71,8 +71,10 @@ class LocalServer(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def read_head(self, connection: socket.socket) -> tuple[bytes, bytes]:
-        """Return a request's head and the bytes after it, or two empty values if no head arrives within
-        HEAD_WITHIN_S."""
+        """Return a request's headers and the bytes after them.
+
+        Returns two empty values if the headers do not arrive within HEAD_WITHIN_S.
+        """
         data = b""
         deadline = time.monotonic() + HEAD_WITHIN_S
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from sunspot.errors import SettingsError
 
 
 def private_folder(parent: Path | None = None) -> Path:
-    """Return this user's private folder below `parent`, by default the folder for temporary files.
+    """Return this user's private folder below `parent`, which defaults to the folder for temporary files.
 
     The folder is created if necessary. Raises `SettingsError` if that fails or if it belongs to another user.
     """
@@ -23,8 +23,8 @@ def private_folder(parent: Path | None = None) -> Path:
 def make_private_folder(parent: Path) -> Path:
     """Create this user's folder below `parent` unless it exists, and make it inaccessible to other users.
 
-    Raises `PermissionError` if another user has created a folder or a link of that name, and `OSError` if `parent` is
-    not writable.
+    Raises `PermissionError` if another user created a folder or a link with that name, and `OSError` if `parent` is not
+    writable.
     """
     folder = private_path(parent)
     with contextlib.suppress(FileExistsError):

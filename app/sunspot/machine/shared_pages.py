@@ -1,4 +1,4 @@
-"""Shares memory between processes. One process of a machine fills it, and the others map it instead of copying it."""
+"""Shares memory between processes. One process on a machine fills it, and the others map it instead of copying it."""
 
 import mmap
 import os
@@ -17,7 +17,7 @@ class Pages:
     """
 
     def __init__(self, size: int = 0) -> None:
-        """Create a file of `size` bytes, which use memory only once they are accessed. `write` appends to it."""
+        """Create a file of `size` bytes, to which `write` appends. The bytes use no memory until they are accessed."""
         self.close: Callable[[], object]
         try:
             self._descriptor = os.memfd_create("sunspot")

@@ -1,4 +1,4 @@
-"""Predicts files and datasets with a checkpoint's model, also from other programs.
+"""Predicts files and datasets with a checkpoint's model, in Sunspot or in other programs.
 
 1. `classifier.open_checkpoint` finds a checkpoint, verifies its files, and reads the recorded settings and data.
 
@@ -23,7 +23,7 @@ __all__ = ["ModelWorker", "model_worker"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and Ray only when a name is used, so that `python -m sunspot.predict --help` is fast."""
+    """Import torch and Ray only when a name is used, which keeps `python -m sunspot.predict --help` fast."""
     if name not in __all__:
         raise AttributeError(name)
     from sunspot.predict import actor

@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    """Predict files or a dataset, or answer prompts. Print text, or with --json one document."""
+    """Predict files or a dataset, or answer prompts. Print text, or a single document if --json is given."""
     check_arguments(arguments)
     task = find_task(arguments.task)
     given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset, "TASK": task}
@@ -109,7 +109,7 @@ def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
 
 
 def show_table(result: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each image. It includes the index if the file contains several images."""
+    """Yield a line for each image. The line includes the image's index if its file contains several images."""
     counts = Counter(image["file"] for image in result["images"])
     rows = [["file", "prediction", "probability"]]
     for image in result["images"]:

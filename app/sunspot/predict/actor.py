@@ -30,9 +30,9 @@ ModelWorker = ray.remote(Classifier)
 def model_worker(
     run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto", task: str = ""
 ) -> Iterator[Any]:
-    """Context manager that starts a `ModelWorker`, and stops it afterwards. Ray is started and stopped if needed.
+    """Context manager that starts a `ModelWorker` and stops it on exit. Starts and stops Ray if needed.
 
-    If the run trained your own task, pass its module as `task`, unless SUNSPOT_TASK or sunspot.toml contains it
+    If the run trained your own task, pass its module as `task`, unless SUNSPOT_TASK or sunspot.toml names it
     (`open_checkpoint`).
 
     The worker gets one core, and a GPU if Ray has one and `use_gpu` allows it. Raises whatever `Classifier` raises, and
@@ -60,7 +60,7 @@ def call_in_task(
 ) -> Any:
     """Call `act(plan, run, checkpoint, use_gpu)` in a Ray task with a training worker's resources.
 
-    With these resources, the task fits on a node. Raises whatever `act` raises, and `GaveUpError` if it has not
+    A node has room for a task with these resources. Raises whatever `act` raises, and `GaveUpError` if `act` has not
     returned after `limit_s` seconds.
     """
     with ray_session():
@@ -84,7 +84,7 @@ def _call(folder: str, act: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def wants_gpu(use_gpu: str) -> bool:
-    """Return True if a GPU should be requested. Ray would wait forever for a GPU that it does not have."""
+    """Return True if a GPU should be requested. Without a GPU, Ray would wait for one forever."""
     available = ray.cluster_resources().get("GPU", 0) >= 1
     if use_gpu == "true" and not available:
         raise SettingsError(f"{PREFIX}USE_GPU=true, but Ray has no GPU here; set it to auto")
@@ -110,7 +110,7 @@ def get_result(reference: Any, limit_s: float | None, what: str) -> Any:
 def absolute_path(location: str, name: bool = True) -> str:
     """Return an absolute path, because workers can have another working directory. URLs are returned unchanged.
 
-    If `name` is True, `location` can be a run's name. It is a path only if it contains a '/'.
+    If `name` is True, a `location` without a '/' is a run's name and is returned unchanged.
     """
     is_path = "://" not in location and ("/" in location or not name)
     return str(local_path(location)) if is_path else location

@@ -64,10 +64,8 @@ PART_BYTES = 32 << 20
 """Largest size in bytes of the images and probabilities for a file. Ray Data splits blocks above 128 MiB."""
 
 STALLED_S = 600
-"""Seconds without progress after which prediction fails.
-
-Either storage hangs, or the cluster lacks a core for a worker or a reader.
-"""
+"""Seconds without progress after which prediction fails. If that happens, storage hangs or the cluster lacks a core for
+a worker or a reader."""
 
 PROGRESS_EVERY_S = 10
 """Seconds between progress lines."""
@@ -186,7 +184,7 @@ def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
 def open_output(
     storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[OutputFile]
 ) -> set[OutputFile]:
-    """Claim an empty folder for the predictions, or check that it belongs to them. Return the existing parts."""
+    """Claim an empty folder, or check that it contains the same predictions. Return the existing parts."""
     present = {entry.key for entry in storage.list("")}
     if present and IDENTITY not in present:
         raise SettingsError(f"{storage.locate('')} is not empty, but contains no predictions; choose another --output")
@@ -282,7 +280,7 @@ def count_correct(storage: Storage, parts: Sequence[OutputFile]) -> tuple[bool, 
             return int(pc.sum(pc.equal(table["label"], table["prediction"])).as_py())
         except NotFoundError as error:
             raise SunspotError(
-                f"{storage.locate(part.key)} was deleted meanwhile; run the same command to write it again"
+                f"{storage.locate(part.key)} was deleted in the meantime; run the same command to write it again"
             ) from error
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             raise DamageError(

@@ -48,7 +48,7 @@ class ModelCheckpoint(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, str]:
-        """The arguments with which a `Classifier` in any process opens this checkpoint."""
+        """The arguments for a `Classifier` in any process to open this checkpoint."""
         if isinstance(self.run, CheckpointDirectory):
             return {"run": self.run.location, "task": self.settings.task}
         storage = self.run.storage.locate("")
@@ -74,8 +74,8 @@ class Classifier:
     ) -> None:
         """Load the checkpoint that `open_checkpoint` finds. `use_gpu` is a value of USE_GPU.
 
-        If `folder` is set, the process first changes to it, like the caller of a Ray process. Raises `SettingsError` if
-        the task has no `predict`, and `ConflictError` if the weights do not fit the task's model.
+        If `folder` is set, first change to it, because a Ray process starts in another folder than its caller. Raises
+        `SettingsError` if the task has no `predict`, and `ConflictError` if the weights do not fit the task's model.
         """
         enter_folder(folder)
         loaded = open_checkpoint(run, checkpoint, storage, task)
@@ -104,16 +104,16 @@ class Classifier:
     def predict(self, images: Images) -> tuple[np.ndarray, np.ndarray]:
         """Return the most probable class of each image, int64 [B], and all probabilities, float32 [B, classes].
 
-        A single image is a batch of one. Forward passes are at most as large as in the run, and have the run's
-        precision. Raises `SettingsError` if the images do not fit the model.
+        A single image counts as a batch of one. Forward passes use the run's precision and are no larger than in the
+        run. Raises `SettingsError` if the images do not fit the model.
         """
         return self.predict_rows({"image": self._as_batch(images).numpy()})
 
     @torch.inference_mode()
     def predict_rows(self, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Like `predict`, but for rows with the task's columns.
+        """Predict rows with the task's columns, like `predict`.
 
-        If there are no classes, return the model's output and an empty array [B, 0].
+        If there are no classes, this returns the model's output and an empty array [B, 0].
         """
         run = self._settings
         largest = largest_pass(run.global_batch_size, run.num_workers.most, run.micro_batch_size)
@@ -194,7 +194,7 @@ def refuse_foreign_task(task: str, own: str, where: str) -> None:
     """Raise `SettingsError` if a run's `task` is neither one of Sunspot's tasks nor the user's `own`.
 
     If `own` is empty, `find_task` finds the user's task. Importing a module executes it, and anyone who can write the
-    run's files could put the name of any module there.
+    run's files could make them name any module.
     """
     if task.startswith(OWN_TASKS):
         return

@@ -45,7 +45,7 @@ from sunspot.tasks import load_predict, load_task
 log = logging.getLogger(__name__)
 
 LIMIT_S = 120
-"""Time limit in seconds for loading the model and predicting rows. Predictions made until then are stored."""
+"""Time limit in seconds for loading the model and predicting rows. Predictions made within the limit are stored."""
 
 READ_ROWS = 1024
 """Largest number of rows that are predicted at a time."""
@@ -54,13 +54,13 @@ READ_BYTES = 16 << 20
 """Largest size in bytes of the rows that are predicted at a time."""
 
 MAX_CLASSES = 1000
-"""Largest number of classes. With more, nothing is stored, because the confusion matrix would take megabytes."""
+"""Maximum number of classes for which predictions are stored. Larger confusion matrices would take megabytes."""
 
 SAMPLE_RANGES = 4
 """Number of evenly spaced positions from which samples are taken, because rows might be sorted by label."""
 
 SHOWN_ROWS = 256
-"""Largest number of held-out rows that a task's `show` gets, or of training rows if nothing is held out."""
+"""Maximum number of held-out rows passed to a task's `show`, or of training rows if nothing is held out."""
 
 
 def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
@@ -74,7 +74,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
     try:
         load_predict(plan.settings)
     except SettingsError as error:
-        if not load_task(plan.settings).show:  # the report shows that instead
+        if not load_task(plan.settings).show:  # otherwise, the report shows the result of `show`
             print(f"  no predictions for the report: {error}", flush=True)
         return
     try:

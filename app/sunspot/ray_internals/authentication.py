@@ -6,7 +6,7 @@ ray._raylet.AuthenticationTokenLoader   keeps the first token that this process 
 
 
 def forget_token() -> None:
-    """Make this process use the token that is set now, even if it has used another one, for example in a notebook."""
+    """Make this process use the token that is currently set, even if it used another token before."""
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # a compiled module
 
     AuthenticationTokenLoader.instance().reset_cache()

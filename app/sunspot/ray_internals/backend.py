@@ -1,6 +1,6 @@
 """Sets up torch's process group as Ray Train does, either alone or in addition to another library's communication.
 
-ray.train.torch.config._TorchBackend   Ray's backend for torch. Its configuration is public, the backend is not.
+ray.train.torch.config._TorchBackend   Ray's backend for torch. Its configuration is public, but the backend is not.
 a group's execute_single_async         runs a function on one worker before the training function begins. A backend's
                                        hooks are public, but the group that they receive is not.
 """
@@ -15,12 +15,15 @@ from ray.train.torch import TorchConfig
 _TorchBackend: Any = TorchConfig().backend_cls  # Ray has no public name for it
 
 _processes_up: float | None = None
-"""Time at which all processes of the group answered, in seconds since the epoch. It is a module variable because Ray
-runs `note_processes_up` in the worker before the training function, and the two share no object."""
+"""The time at which all processes of the group answered, in seconds since the epoch.
+
+It is a module variable because Ray runs `note_processes_up` in the worker before the training function, and the two
+share no object.
+"""
 
 
 class Backend(_TorchBackend):
-    """Ray's torch backend, together with a library's backend if one is configured. Runs in Ray Train's controller."""
+    """Ray's torch backend, combined with a library's backend if one is configured. Runs in Ray Train's controller."""
 
     def on_start(self, worker_group: Any, backend_config: "BackendConfig") -> None:
         """Form the process group once all processes answer."""
@@ -47,10 +50,10 @@ class Backend(_TorchBackend):
 
 @dataclass
 class BackendConfig(TorchConfig):
-    """Ray's `TorchConfig` with our backend. Workers agree through torch's process group."""
+    """Ray's `TorchConfig` with our backend. The workers communicate through torch's process group."""
 
     library: Any = None
-    "Ray's configuration of a library's own communication; None if the library uses torch's process group."
+    "Ray's configuration of a library with its own communication, or None if it uses torch's process group."
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -62,7 +65,7 @@ class BackendConfig(TorchConfig):
 
 
 class SurvivorBackend(PublicBackend):
-    """Lets Ray replace each worker by itself. The workers form their process groups without Ray."""
+    """A backend that lets Ray replace each worker individually. The workers form their process groups without Ray."""
 
     has_replica_groups = True
 

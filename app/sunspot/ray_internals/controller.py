@@ -32,22 +32,21 @@ LOOK_EVERY_S = 0.5
 """Seconds between two checks of workers that have not answered."""
 
 ANSWER_S = 10.0
-"""Seconds that a worker may take to answer if it is not known to be alive. The membership server waits as long for a
-heartbeat."""
+"""Seconds to wait for an answer from a worker that is not known to be alive. The membership server waits equally long
+for a heartbeat."""
 
 LIVING_S = 600.0
-"""Seconds that a worker may take to answer if it is known to be alive, because it may be busy or its network slow."""
+"""Seconds to wait for an answer from a worker that is known to be alive. It might be busy, or its network slow."""
 
 
 LOST = (RayActorError, OutOfMemoryError)
-"""Errors that Ray raises for a process that is gone. The error of its memory monitor is not a `RayActorError`
-(2.60)."""
+"""Errors that Ray raises for a process that is gone. Its memory monitor's error is not a `RayActorError` (2.60)."""
 
 
 class GroupRestartError(RayActorError):
-    """Ends a worker so that Ray Train starts another group, as after a preemption, without charging MAX_FAILURES.
+    """Raised in a worker to make Ray Train start another group, as after a preemption, without charging MAX_FAILURES.
 
-    The controller receives it unchanged.
+    The controller receives the error unchanged.
     """
 
     def __init__(self) -> None:
@@ -58,14 +57,14 @@ def end_groups_at_once() -> list[Any]:
     """Return callbacks for Ray Train's controller that end a restarting group at once, even if nodes are missing.
 
     Ray would keep an elastic group's processes and placement until there are enough nodes for the next group. A
-    preempted node would then stay until the end of its notice, and Kubernetes creates the replacement pod only after
-    that.
+    preempted node would then stay until the end of its notice, and Kubernetes would only then create the replacement
+    pod.
     """
     try:
         from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
         from ray.train.v2._internal.execution.controller.state import RestartingState
     except ImportError as error:
-        warn_once(log, f"if too few nodes are left, preempted nodes may be replaced only after their notice: {error}")
+        warn_once(log, f"if too few nodes are left, preempted nodes might be replaced only after their notice: {error}")
         return []
 
     class EndAtOnce(ControllerCallback, WorkerGroupCallback):
@@ -75,28 +74,29 @@ def end_groups_at_once() -> list[Any]:
             self._group = worker_group.get_worker_group_state()
 
         def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-            # An unchanged state means that Ray has not decided on a new group. If it had, it would end the old group
-            # by itself, and it will still do so with the remains of this one.
+            # An unchanged state means that Ray has not decided on a new group. Otherwise, Ray would end the old group
+            # by itself. It will still do so with what is left of this group.
             if self._group and current_state is previous_state and isinstance(current_state, RestartingState):
                 group, self._group = self._group, None
                 try:
                     group.shutdown()
-                except Exception as error:  # other versions of Ray may raise anything, and an error would end the run
+                except Exception as error:  # other versions of Ray can raise anything, and an error would end the run
                     warn_once(
-                        log, f"a worker group that restarts keeps its nodes until the next begins: {shorten(error)}"
+                        log, f"a restarting worker group keeps its nodes until the next group begins: {shorten(error)}"
                     )
 
     return [EndAtOnce()]
 
 
 def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
-    """Return callbacks for Ray Train's controller with which it can replace several lost workers in survivor mode.
+    """Return callbacks that let Ray Train's controller replace several lost workers in survivor mode.
 
-    To replace a worker, Ray asks all others to forget what they have reported, and fails if one of these is dead, too
-    (`_replace_replica_group_impl`, 2.60). So these callbacks tell it about all dead workers first. If another worker
-    dies during a replacement, Ray would fail, or would replace the same workers again. It now finds out at its next
-    poll instead. `find_living` returns the names of the workers that are known to be alive, each beginning with an
-    actor id.
+    To replace a worker, Ray asks all other workers to forget what they reported, and fails if one of them is dead, too
+    (`_replace_replica_group_impl`, 2.60). These callbacks therefore tell Ray about all dead workers first. If another
+    worker dies during a replacement, Ray would fail or replace the same workers again. With the callbacks, it learns of
+    that loss at its next poll.
+
+    `find_living` returns the names of the workers that are known to be alive. Each name begins with an actor ID.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
     from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
@@ -123,7 +123,7 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
 
 
 def end_lost(replicas: list[Any], find_living: Callable[[], Collection[str]]) -> None:
-    """Shut down the replica groups with a worker that is dead, or that neither answers nor is known to be alive."""
+    """Shut down each replica group with a worker that is dead, or that does not answer and is not known to be alive."""
     asked = {
         worker.actor.clear_result_queue.remote(): (worker.actor._actor_id.hex(), replica)
         for replica in replicas
@@ -169,19 +169,20 @@ def unwrap_health_check(error: Exception) -> Exception:
 
 
 def reserved_groups() -> set[str]:
-    """Return the ids of this job's placement groups, or an empty set in an actor, because its job may have other
-    trainings.
+    """Return the ids of this job's placement groups.
+
+    Returns an empty set in an actor, because the actor's job may also run other trainings.
     """
     context = ray.get_runtime_context()
     if context.get_actor_id():
         return set()
     placed = ray.util.placement_group_table().values()
     ids = [group["placement_group_id"] for group in placed if group["state"] != "REMOVED"]
-    return {id for id in ids if id.endswith(context.get_job_id())}  # an id ends with that of its job
+    return {id for id in ids if id.endswith(context.get_job_id())}  # an ID ends with its job's ID
 
 
 def live_controllers() -> dict[str, str]:
-    """Return the job of each of Ray Train's controllers in the cluster, by the controller's actor id."""
+    """Return the job of each of Ray Train's controllers in the cluster, keyed by the controller's actor id."""
     import ray._private.state
 
     alive = ray._private.state.actors(actor_state_name="ALIVE")
@@ -191,7 +192,7 @@ def live_controllers() -> dict[str, str]:
 def end_controllers(spared: Collection[str]) -> None:
     """End this job's controllers, except the `spared` ones.
 
-    Does nothing in an actor, because the actor's job may have other trainings.
+    Does nothing in an actor, because the actor's job may also run other trainings.
     """
     from ray._private.worker import global_worker
 

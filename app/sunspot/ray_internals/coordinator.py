@@ -1,4 +1,4 @@
-"""Replaces Ray Train's coordinator, the actor with which it sizes worker groups and requests nodes.
+"""Replaces Ray Train's coordinator, the actor through which Ray Train sizes worker groups and requests nodes.
 
 ray.data._internal.cluster_autoscaler   Ray's coordinator, which no public API replaces. It counts preempted and
                                         unreachable nodes, and requests any nodes. Ours requests nodes of each group.
@@ -22,7 +22,7 @@ COORDINATOR = "AutoscalingCoordinator"
 """Name and namespace of the actor that tells Ray Train which nodes it may use."""
 
 COORDINATOR_START_TIMEOUT_S = 60.0
-"""Largest number of seconds for starting the actor's process. It takes some seconds, or tens of seconds on a busy
+"""Maximum number of seconds for starting the actor's process. It takes a few seconds, or tens of seconds on a busy
 machine."""
 
 RAY_TICK_S = 20.0
@@ -30,20 +30,22 @@ RAY_TICK_S = 20.0
 (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py)."""
 
 ROUNDING = 1e-6
-"""Amount added before a division, which Ray Train does not do: 3 * 0.33 // 0.33 is 2. Ray counts in units of 1e-4."""
+"""Amount added before a division, because 3 * 0.33 // 0.33 is 2. Ray Train does not add it. Ray counts in units of
+1e-4."""
 
 TRAIN_REQUESTER = "train-"
 """Prefix of the names under which the coordinator knows Ray Train's controllers."""
 
 
 def install_coordinator() -> float:
-    """Make Ray Train size worker groups by the nodes that stay, and return the delay in seconds of its view of the
-    nodes.
+    """Make Ray Train count only nodes that will stay when it sizes worker groups.
 
-    Call it before `fit`. Ray's own coordinator updates every 20 s, and counts draining and unreachable nodes. After a
-    loss, it therefore first sizes a worker group for nodes that are gone, and waits for them. Ray uses an existing
-    actor of that name (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py), so ours is created
-    first. If Ray's own coordinator already exists, it stays, because other jobs may depend on it.
+    Returns the delay in seconds with which Ray Train sees changes of the nodes. Call this before `fit`.
+
+    Ray's own coordinator updates every 20 s, and counts draining and unreachable nodes. After a loss, Ray would first
+    size a worker group for nodes that are gone, and wait for them. Ray uses an existing actor of that name
+    (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py), so ours is created first. If Ray's own
+    coordinator already exists, it stays, because other jobs can depend on it.
     """
     try:
         from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
@@ -58,17 +60,19 @@ def install_coordinator() -> float:
                 ray.get(found.forget_runs.remote(), timeout=COORDINATOR_START_TIMEOUT_S)
             return 0.0
         why = "Ray's own autoscaling coordinator already counts this cluster's nodes"
-    except Exception as error:  # other versions of Ray may raise anything
+    except Exception as error:  # other versions of Ray can raise anything
         why = f"could not start Sunspot's coordinator: {shorten(error)}"
         _remove_coordinator()
-    warn_once(log, f"restarts after a lost node may take up to 20 s longer: {why}")
+    warn_once(log, f"restarts after a lost node can take up to 20 s longer: {why}")
     return RAY_TICK_S
 
 
 def ask_of_groups(per_worker: dict[str, float], workers: dict[str, int]) -> None:
-    """Request nodes from Ray's autoscaler for a number of workers of each node group, which is a resource of its nodes.
+    """Request nodes from Ray's autoscaler for a number of workers in each node group.
 
-    Only our coordinator can do this.
+    A node group is a resource that its nodes have.
+
+    Only our coordinator supports this.
     """
     coordinator = ray.get_actor(COORDINATOR, COORDINATOR)
     ray.get(coordinator.ask_of_groups.remote(per_worker, workers), timeout=COORDINATOR_START_TIMEOUT_S)
@@ -88,7 +92,7 @@ def _create_coordinator() -> None:
             super().__init__(get_cluster_nodes=staying_nodes, send_resources_request=self._send)
 
         def ask_of_groups(self, per_worker: dict[str, float], workers: dict[str, int]) -> None:
-            """Request nodes of these groups, instead of any nodes on which workers fit."""
+            """Request nodes of these groups, rather than any nodes on which workers fit."""
             with self._lock:
                 self._per_worker, self._of_groups = per_worker, workers
                 self._merge_and_send_requests()
@@ -105,7 +109,7 @@ def _create_coordinator() -> None:
             _default_send_resources_request(bundles, label_selectors)
 
         def get_reserved_resources(self, requester_id: str, recompute: bool = False) -> Any:
-            if not requester_id.startswith(TRAIN_REQUESTER):  # Ray Data asks all the time, so an old answer must do
+            if not requester_id.startswith(TRAIN_REQUESTER):  # Ray Data asks all the time, so it gets the last answer
                 return super().get_reserved_resources(requester_id, recompute)
             reserved = super().get_reserved_resources(requester_id, recompute=True)
             return {

@@ -1,8 +1,8 @@
-"""Ends this driver's Ray job in a way that keeps KubeRay from retrying it in vain.
+"""Ends this driver's Ray job so that KubeRay does not retry it in vain.
 
 KubeRay (1.7, `checkBackoffLimitAndUpdateStatusIfNeeded`) starts a RayJob again in a new cluster if its Ray job is
 FAILED and `backoffLimit` allows it, regardless of the exit code. It does not do so if the Ray job is STOPPED. It copies
-the Ray job's message into the RayJob's status, where the message of the last attempt stays.
+the Ray job's message to the RayJob's status, which keeps the last attempt's message.
 
 ray.dashboard.modules.job.common.JobInfoStorageClient   writes the status and message of a Ray job. The public
                                                         JobSubmissionClient only stops a job, without a message.
@@ -22,7 +22,7 @@ from sunspot.errors import FAILED_FOR_GOOD, SunspotError, shorten
 log = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 10
-"""Seconds that the head may take to record how the job ended. If it takes longer, the operator starts the job again."""
+"""Seconds within which the head must record how the job ended. Otherwise, the operator starts the job again."""
 
 
 def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
@@ -36,18 +36,18 @@ def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
                 job = find_own_job() if error.final else ""
                 if job:
                     _mark_stopped(job, error)
-            except Exception as trouble:  # other versions of Ray may raise anything
-                log.warning(f"the operator may start this job again, which cannot help: {shorten(trouble)}")
+            except Exception as trouble:  # other versions of Ray can raise anything
+                log.warning(f"the operator might start this job again, which cannot help: {shorten(trouble)}")
             raise
 
     return run
 
 
 def find_own_job() -> str:
-    """Return the id of this driver's Ray job if KubeRay created its cluster for it, else an empty string.
+    """Return the ID of this driver's Ray job, or an empty string unless KubeRay created the cluster for this job.
 
     KubeRay names both the cluster and the Ray job after the RayJob, with five random letters. A RayJob without its own
-    cluster has no other attempts.
+    cluster is never retried.
     """
     cluster = os.environ.get("RAY_CLUSTER_NAME", "")
     config = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")

@@ -1,4 +1,4 @@
-"""Nodes as Ray sees them: which are draining, which still answer, and how to release one.
+"""Finds out from Ray which nodes are draining and which still answer, and releases nodes.
 
 ray._private.state.state.get_draining_nodes   returns the preempted nodes and their deadlines, which no public API does
 ray._private.worker._global_node              tells whether this process has started Ray itself. The public API does not
@@ -22,14 +22,15 @@ from sunspot.log import warn_once
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 1.0
-"""Seconds to wait for a connection. The kernel of a live machine accepts one at once, even if the machine is busy."""
+"""Seconds to wait for a connection. A live machine's kernel accepts one at once, even if the machine is busy."""
 
 CONNECTIONS = 32
-"""Number of nodes that are tried at the same time, because the timeouts of unreachable ones would add up."""
+"""Number of nodes that are contacted at the same time. If they were contacted one after the other, the timeouts of
+unreachable nodes would add up."""
 
 
 def is_own_session() -> bool:
-    """Return True if this process started Ray itself, so that all of the session's processes are on this machine."""
+    """Return True if this process started Ray itself, which means that the whole session is on this machine."""
     import ray._private.worker
 
     node = getattr(ray._private.worker, "_global_node", None)
@@ -37,19 +38,22 @@ def is_own_session() -> bool:
 
 
 def name_node(node_id: str) -> str:
-    """Return the host name of a node, in Kubernetes its pod's name, or Ray's id if Ray does not know the node."""
+    """Return the host name of a node, or its Ray ID if Ray does not know the node.
+
+    On Kubernetes, the host name is the pod's name.
+    """
     nodes = ray.nodes() if ray.is_initialized() else []
     hosts = [str(node["NodeManagerHostname"]) for node in nodes if node["NodeID"] == node_id]
     return hosts[0] if hosts else f"node {node_id[:12]}"
 
 
 def head_nodes() -> set[str]:
-    """Return Ray's ids of the nodes on which the cluster's head runs."""
+    """Return the Ray IDs of the nodes on which the cluster's head runs."""
     return {str(node["NodeID"]) for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Return the deadlines of draining nodes by Ray's node id, in seconds since the epoch, or None if unknown.
+    """Return the deadlines of draining nodes, keyed by Ray's node ID, in Unix seconds, or None if unknown.
 
     Ray Train's own preemption watcher makes the same call (ray/train/v2/_internal/execution/preemption.py).
     """
@@ -82,10 +86,10 @@ def drain_nodes(nodes: Iterable[str], why: str = "better nodes have come") -> No
 
 
 def reachable_nodes(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the nodes (as in `ray.nodes()`) that are alive and whose raylet accepts connections.
+    """Return the nodes (as in `ray.nodes()`) that are alive and have a raylet that accepts connections.
 
-    Ray considers a lost node alive until its health checks have failed a few times: by default 14 s after the node was
-    killed, and 64 s after its power failed. The loss of its workers is known within 2 s.
+    Ray considers a lost node alive until its health checks have failed a few times. By default, this takes 14 s after
+    the node was killed, and 64 s after a power failure. The loss of the node's workers is known within 2 s.
     """
     nodes = [node for node in nodes if node["Alive"]]
     with ThreadPoolExecutor(CONNECTIONS) as pool:

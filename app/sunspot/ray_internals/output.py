@@ -23,12 +23,12 @@ ALREADY_REPORTED = re.compile(
     r"|\d+ worker\(s\) were killed due to the node running low on memory"
     r"|WARNING: \d+ \w+ worker processes have been started on node"
 )
-"""Matches the beginning of Ray's messages (2.60) that need not be shown: those about lost workers, which the run
-reports itself, and those about many workers, which SUNSPOT_ACCEPT allows."""
+"""Matches the beginning of messages of Ray 2.60 that need not be shown. The run itself reports lost workers, and
+SUNSPOT_ACCEPT allows many workers."""
 
 MAX_MESSAGE = 200
-"""Largest number of characters shown of any other message of Ray's own processes. The logs of Ray's session have all of
-it."""
+"""Maximum number of characters shown of any other message from Ray's own processes. The Ray session's logs contain the
+full message."""
 
 NO_NODE = "sunspot-no-node"
 """Resource that no node has."""
@@ -36,7 +36,7 @@ NO_NODE = "sunspot-no-node"
 
 @contextmanager
 def brief_ray() -> Iterator[None]:
-    """Show at most one line of each kind of message from Ray's own processes while the context lasts."""
+    """Context manager that shows at most one line of each kind of message from Ray's own processes."""
     import ray._private.worker as module
 
     usual = getattr(module, "print_to_stdstream", None)
@@ -64,11 +64,11 @@ def brief_ray() -> Iterator[None]:
 
 
 def hide_warning_of_restarts() -> None:
-    """Keep Ray from printing that an actor may not restart, a warning that Ray Data's own pools cause.
+    """Suppress Ray's warning that an actor's restart might fail, which Ray Data's own pools cause.
 
-    Ray prints it once in a process, to file descriptor 2, when it first creates an actor that has an argument in the
-    object store and may restart. This function creates such an actor, which fits on no node, while the descriptor
-    points to /dev/null.
+    Ray prints it once per process, to file descriptor 2, when the process first creates an actor that may restart and
+    has an argument in the object store. This function creates such an actor while the descriptor points to /dev/null.
+    The actor never starts, because no node has the resource that it requests.
     """
     import ray
 
@@ -90,7 +90,7 @@ class _Unused:
 
 
 def quiet_ray_train() -> None:
-    """Keep Ray's line about every report out of the rank's log."""
+    """Keep Ray's log line about each report out of the rank's log."""
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     for name in list(logging.root.manager.loggerDict):
         if "/ray/train/" in name:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def ray_apart_from_signals() -> Iterator[None]:
-    """Make Ray start its processes in sessions of their own, and keep the driver's SIGTERM handler if it has one.
+    """Make Ray start its processes in separate sessions, and keep the driver's SIGTERM handler if it has one.
 
     Service managers, batch systems and terminals signal the driver's whole process group, so Ray's processes would end
     before the workers have saved. On Linux, the kernel still ends them together with the driver, because Ray requests

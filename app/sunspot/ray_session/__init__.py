@@ -1,4 +1,4 @@
-"""The Ray session of this process: it joins a cluster or starts a local one.
+"""Joins a Ray cluster or starts a local Ray session for this process.
 
 `start_errors.py` explains why Ray does not start.
 """

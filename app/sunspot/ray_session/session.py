@@ -19,7 +19,8 @@ from sunspot.ray_internals.processes import ray_apart_from_signals
 from sunspot.ray_session.start_errors import explain_start, refuse_unreachable
 
 RAY_ENVIRONMENT = {
-    # Interval of the controller's polls. It limits how fast a lost worker is noticed, and how often workers report.
+    # Seconds between the controller's polls. This limits how fast a lost worker is noticed, and how often workers
+    # report.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     # Seconds that Ray waits after a loss for a group of the old size, before it accepts fewer workers.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
@@ -27,9 +28,9 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # sunspot/run/logs.py already ships the workers' output. Ray would print each line twice.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    # Ray's future default, set to avoid its warning. Workers without a GPU keep CUDA_VISIBLE_DEVICES.
+    # Ray's future default, set here to avoid a warning. Workers without a GPU keep CUDA_VISIBLE_DEVICES.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Keeps workers in the driver's directory, so that a task's relative paths are found.
+    # Keeps workers in the driver's directory, so that relative paths in a task work.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     # Ray would send statistics about the cluster to its developers.
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -39,7 +40,7 @@ FOLDER = "ray"
 """Name of the folder for Ray's sessions in the user's private folder."""
 
 LONGEST_SOCKET = "session_2026-11-28_23-59-59_000000_4194304/sockets/plasma_store.999"
-"""Longest name of a socket below that folder. A process id has at most seven digits (Linux's PID_MAX_LIMIT)."""
+"""Longest path of a socket below that folder. A process ID has at most seven digits (Linux's PID_MAX_LIMIT)."""
 
 MAX_SOCKET_PATH_BYTES = 103
 """Maximum length of a Unix socket's path. `sun_path` has 104 bytes on macOS, one of them for the final zero."""
@@ -62,8 +63,8 @@ def ray_session() -> Iterator[None]:
         return
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
-    # The control channel prints what the user needs. Ray's actors log a line for every report, and a line each second
-    # if there is no dashboard. These lines stay in the session's logs.
+    # The control channel prints what the user needs. Ray's actors log a line for every report, and one every second if
+    # there is no dashboard. These lines stay in the session's logs.
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     code = {"runtime_env": {"worker_process_setup_hook": SETUP_HOOK}} if os.environ.get(CODE) else {}
     address = _cluster_address()
@@ -86,7 +87,7 @@ def ray_session() -> Iterator[None]:
         with brief_ray():
             yield
     except EndAtOnceError:
-        in_use = True  # the trainer's thread would crash without Ray, whose processes end with this one
+        in_use = True  # the trainer's thread would crash without Ray; Ray's processes end with this process
         raise
     finally:
         if not in_use:
@@ -133,12 +134,11 @@ def _session_folder() -> Path:
 
 
 def enter_folder(folder: str) -> None:
-    """Change to the driver's working directory, if it exists on this node, so that a task's relative paths are
-    found."""
+    """Change to the driver's working directory, if it exists on this node, so that relative paths in a task work."""
     if os.path.isdir(folder):
         os.chdir(folder)
 
 
 def cores_here() -> int:
-    """Return the number of CPU cores that this process may use."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

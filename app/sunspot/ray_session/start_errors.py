@@ -14,8 +14,10 @@ from sunspot.errors import SunspotError, error_chain, shorten
 log = logging.getLogger(__name__)
 
 REACH_WITHIN_S = 60.0
-"""Seconds to wait until something listens at RAY_ADDRESS. Ray 2.60 itself tries 20 times, which takes 14 minutes, and
-gives the reason only in its logs."""
+"""Seconds to wait until something listens at RAY_ADDRESS.
+
+Ray 2.60 itself tries 20 times, which takes 14 minutes, and gives the reason only in its logs.
+"""
 
 CONNECT_WITHIN_S = 5.0
 
@@ -25,7 +27,7 @@ SHARED_MEMORY = Path("/dev/shm")
 """Folder of Ray's object store on Linux."""
 
 TIMED_OUT = re.compile(r"timed out|deadline.exceeded", re.IGNORECASE)
-"""Pattern in Ray's errors if its own processes start too slowly or not at all."""
+"""Matches Ray's errors if its own processes start too slowly or not at all."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -35,9 +37,9 @@ NO_FILES_LEFT = (errno.EMFILE, errno.ENFILE)
 
 
 def explain_start(error: Exception, folder: Path) -> str:
-    """Return a line with the reason why no session could be started in `folder`, and the fix.
+    """Return a line that explains why no session could be started in `folder`, and how to fix it.
 
-    If Ray's own processes did not start in time, its error gives no reason, so check what these processes need.
+    If Ray's own processes did not start in time, Ray's error gives no reason, so this checks what these processes need.
     """
     failed = f"Ray cannot be started on this machine: {shorten(error).rstrip('.')}"
     if "AF_UNIX" in str(error):
@@ -57,7 +59,8 @@ def explain_start(error: Exception, folder: Path) -> str:
 def refuse_unreachable(address: str) -> None:
     """Wait until something listens at `address`, which has the format of RAY_ADDRESS.
 
-    Raises `SunspotError` if nothing listens within REACH_WITHIN_S. Ray handles an address without a port itself.
+    Raises `SunspotError` if nothing listens within REACH_WITHIN_S. Returns at once if the address has no port, because
+    Ray handles such addresses itself.
     """
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdecimal():
@@ -80,7 +83,7 @@ def refuse_unreachable(address: str) -> None:
 
 
 def _find_fix(error: OSError) -> str:
-    """Return the fix for an operating system error, or an empty string if none is known."""
+    """Return how to fix an operating system error, or an empty string if no fix is known."""
     if error.errno in NO_FILES_LEFT:
         return "raise the limit of open files, for example with `ulimit -n 65536`"
     folders = {"TMPDIR": tempfile.gettempdir(), "HOME": os.path.expanduser("~")}
@@ -93,7 +96,7 @@ def _find_fix(error: OSError) -> str:
 
 
 def _try_to_write(folder: Path) -> str:
-    """Return why a file of one page cannot be written to a folder, and the fix, or an empty string if it can."""
+    """Try to write one page to a file in a folder. Return the problem and its fix, or an empty string if it works."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(4096))

@@ -43,14 +43,14 @@
         probe-6f1c...                     exists while nodes check that they can reach the storage
 
 A step is the number of optimizer steps taken. The step, the data, the seed and the global batch size fully determine a
-run's position. Attempts form a chain, because each names the checkpoint that it starts from. An attempt's output counts
-up to the step from which a later attempt continued (`attempts.lineage`).
+run's position. Attempts form a chain, because each attempt records the checkpoint that it starts from. An attempt's
+output counts up to the step from which a later attempt continued (`attempts.lineage`).
 
 The life of a run, with the module for each part:
 
     requests.py      a user submits a RayJob, asks the run to stop, or deletes it
     outcome.py       a driver begins, and writes the status (status.py) while no worker writes it
-    identity.py      the driver records the run's identity, or refuses to continue if the identity has changed
+    identity.py      the driver records the run's identity, or raises an error if it has changed
     attempts.py      a worker group claims an attempt, and records the checkpoint that it starts from
     history.py       the workers add metrics and events, including a receipt for each start (incidents.py)
     checkpoints.py   the workers record the rows that their steps consumed (audit.py), then commit a checkpoint
@@ -128,7 +128,7 @@ class Claimant:
     driver: str = ""
     "The ID of this start (`status.new_driver`), or an empty string if the process is not a driver."
     cancelled: Event = field(default_factory=Event)
-    "Set once the worker group has ended, so that its threads still waiting for storage claim nothing."
+    "Set once the worker group has ended. Any of its threads that still wait for storage then claim nothing."
 
 
 def open_run(storage_path: str, name: str) -> Run:
@@ -142,7 +142,7 @@ def to_json(value: Any) -> bytes:
 
 
 def dump_json(value: Any, **options: Any) -> str:
-    """Return a value as JSON, with lone surrogates replaced because many JSON readers reject them."""
+    """Return a value as JSON. Lone surrogates are replaced, because many JSON readers reject them."""
     text = json.dumps(value, **options)
     if "\\ud" in text:
         plain = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", json.dumps(value, ensure_ascii=False))

@@ -3,12 +3,12 @@
 Each start of a worker group claims the next number in `attempts/` with a conditional write, and the newest attempt owns
 the run. No lease is needed, because an older attempt checks for a newer one before each commit or deletion. (A process
 that is rank 0 of both attempts can complete a commit that it has begun: see `checkpoints.ensure_committer`.) The new
-owner chooses its starting checkpoint only after its claim, so the older attempt cannot delete that checkpoint. Until
-then, none of its steps count.
+attempt chooses its starting checkpoint only after its claim, so the older attempt cannot delete that checkpoint. None
+of the new attempt's steps count before that.
 
-Each claim has a nonce, because a run can be deleted and started again under the same name, and both runs then have an
-attempt with the same number. Names of checkpoints and audit folders contain the nonce, so a process of the deleted run
-never overwrites the new run's objects.
+Each claim has a nonce. A run can be deleted and started again under the same name, and both runs then have an attempt
+with the same number. Names of checkpoints and audit folders contain the nonce, so a process of the deleted run never
+overwrites the new run's objects.
 """
 
 import contextlib
@@ -44,16 +44,16 @@ from sunspot.run.status import list_statuses, newest_status
 log = logging.getLogger(__name__)
 
 CLAIM = re.compile(r"(0[0-9]{3}|[1-9][0-9]{3,8})\.json")
-"""Pattern for the name of the file in `attempts/` with which an attempt claims its number."""
+"""Pattern for the names of the files in `attempts/` that claim a number."""
 
 MAX_ATTEMPTS_CACHED = 10_000
-"""Largest number of attempts, over all runs, that a process keeps in memory. Each takes a few kB."""
+"""Maximum number of attempts, over all runs, that a process keeps in memory. Each attempt takes a few kB."""
 
 IN_PLACE = "in place"
-"""The tier of an attempt whose workers continue with the state that they already have."""
+"""The tier of an attempt with workers that continue with the state they already have."""
 
 CLAIM_TRIES = 20
-"""Number of consecutive claims that a process can lose to other processes before an error is raised."""
+"""Number of consecutive claims that a process can lose to other processes before it raises an error."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Metadata:
     processes: tuple[str, ...] = ()
     "A unique ID of each rank's process."
     groups: dict[str, str] = field(default_factory=dict)
-    "The node group of each host, if the cluster has named the group."
+    "The node group of each host, if the cluster names the group."
     world_size: SmallCount = 0
     driver: str = ""
-    "The start of the driver whose workers claimed the attempt (`status.new_driver`)."
+    "The driver start to which the attempt's workers belong (`status.new_driver`)."
     after: tuple[str, ...] = ()
-    "Driver starts that had begun before this driver's start."
+    "Driver starts that began before this driver start."
     tier: str = ""
-    "The source of the state: in place, memory, storage or beginning. Empty if it has not been chosen yet."
+    "The source of the state: in place, memory, storage or beginning. Empty before the attempt has chosen one."
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Attempt:
     step: Count
     "The number of optimizer steps taken before that checkpoint."
     skipped: tuple[str, ...] = ()
-    "Newer checkpoints that could not be used, each with the reason."
+    "Newer checkpoints that could not be used, with the reasons."
     time: Timestamp = field(default_factory=time.time)
     "Seconds since the epoch."
     metadata: Metadata = Metadata()
@@ -103,7 +103,7 @@ class Attempt:
 
     @property
     def driver(self) -> str:
-        """The start of the driver whose workers claimed the attempt."""
+        """The driver start to which the attempt's workers belong."""
         return self.metadata.driver
 
     @property
@@ -137,7 +137,7 @@ def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
 
 
 class Span(NamedTuple):
-    """The steps of an attempt that count: those after `after`, up to and including `upto` unless it is None."""
+    """The steps of an attempt that count, from `after` + 1 to `upto` (without an upper limit if that is None)."""
 
     attempt: int
     after: int
@@ -154,7 +154,7 @@ class Span(NamedTuple):
         return self.after < step and self.reaches(attempt, step)
 
     def reaches(self, attempt: int, step: int) -> bool:
-        """Return True if the span holds `step`, or starts at it and can therefore still evaluate it."""
+        """Return True if the span holds `step`, or starts at `step` and can therefore still evaluate it."""
         return attempt == self.attempt and self.after <= step and (self.upto is None or step <= self.upto)
 
 
@@ -177,7 +177,7 @@ def read_attempts(run: Run) -> list[Attempt]:
 
 
 def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
-    """Replace each damaged attempt whose loss ACCEPT accepts with a claim that has no steps.
+    """Replace each damaged attempt with a claim that has no steps, if ACCEPT accepts its loss.
 
     The attempt's number stays taken, so its objects cannot be mistaken for those of a later attempt. `environment`
     holds the settings.
@@ -202,7 +202,7 @@ def _loss_of(number: int) -> str:
 
 
 def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
-    """Return the attempt in a claim file, including its chosen start if any. `files` maps file names to versions."""
+    """Return the attempt in a claim file, including its chosen start, if any. `files` maps file names to versions."""
     claimed = _read_version(run, file, files[file])
     chosen = _start_file(claimed)
     return claimed if claimed.chosen or chosen not in files else _read_version(run, chosen, files[chosen])
@@ -210,14 +210,15 @@ def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
 
 @functools.lru_cache(MAX_ATTEMPTS_CACHED)
 def _read_version(run: Run, file: str, version: str) -> Attempt:
-    """Return the attempt in a file, reading each version once, because every commit needs all attempts."""
+    """Return the attempt in a file. Each version is read only once, because every commit needs all attempts."""
     return _read_attempt(run, file)
 
 
 def _read_attempt(run: Run, file: str) -> Attempt:
     """Return the attempt in a file.
 
-    Raises `DamageError` if the file's name has another number, or if the attempt does not start from an earlier one.
+    Raises `DamageError` if the file's name contains another number, or if the attempt does not start from an earlier
+    attempt.
     """
     attempt = read_verified(run, Attempt, "attempts", file)
     place = run.storage.locate(run.key("attempts", file))
@@ -234,7 +235,7 @@ def _read_attempt(run: Run, file: str) -> Attempt:
 
 
 def attempts_with_start(attempts: Iterable[Attempt]) -> list[Attempt]:
-    """Return the attempts that have chosen their start."""
+    """Return the attempts that have chosen where they start."""
     return [attempt for attempt in attempts if attempt.chosen]
 
 
@@ -293,8 +294,8 @@ def label_of(checkpoint: str) -> str:
 def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") -> None:
     """Raise `SupersededError` if another owner has taken over the run. `owner` can never get it back.
 
-    Also raises it if a later start of the same job has replaced this start of `driver`. The operator restarts the
-    driver if the head does not answer, but the old driver can still be alive and merely frozen.
+    Also raises it if a later driver start of the same job has replaced `driver`. The operator restarts the driver if
+    the head does not answer, but the old driver can still be alive and merely frozen.
     """
     if not attempts:
         return
@@ -317,7 +318,7 @@ def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
 
 
 def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> list[Attempt]:
-    """Claim the attempt that `make` returns, given all attempts so far. If its number is taken, try again.
+    """Claim the attempt that `make` returns when called with all attempts so far. If its number is taken, try again.
 
     Returns all attempts, oldest first, including the new one, or an empty list if `make` returns None. Raises
     `ConflictError` after CLAIM_TRIES lost claims, and `SupersededError` like `claim` or if the run was deleted.
@@ -331,7 +332,7 @@ def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> lis
             before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
             if len(before) < len(attempts):
                 raise _deleted(run, attempt)
-            refuse_if_deleted(run)  # a deletion may have begun, and removed what these attempts refer to
+            refuse_if_deleted(run)  # a deletion can have begun, and removed the objects that these attempts refer to
             return [*before, attempt]
     raise ConflictError(f"{run.location}: lost {CLAIM_TRIES} claims in a row to other processes that train this run")
 
@@ -348,7 +349,7 @@ def record_start(run: Run, attempt: Attempt) -> None:
     try:
         ensure_owner(run, attempt)
     except SupersededError:
-        run.storage.delete(key)  # the run may have been deleted, and then no object may be left behind
+        run.storage.delete(key)  # if the run has been deleted, no object must be left behind
         raise
 
 
@@ -431,7 +432,7 @@ def _number_of(file: str) -> int:
 
 
 def fatal_error(claimant: Claimant, attempts: list[Attempt] | None = None) -> Exception | None:
-    """Return the error that prevents this owner or driver start from training the run, or None.
+    """Return the error that prevents the claimant from training the run, or None.
 
     `attempts` are the run's attempts, if the caller has just read them.
     """
@@ -441,7 +442,7 @@ def fatal_error(claimant: Claimant, attempts: list[Attempt] | None = None) -> Ex
         refuse_if_superseded(attempts, owner, claimant.driver)
         refuse_if_deleted(run)
         if claimant.driver and not attempts and not newest_status(list_statuses(run), claimant.driver):
-            raise SupersededError(f"{run.location} was deleted while this job was training it or about to start")
+            raise SupersededError(f"{run.location} was deleted while this job was training it or about to train it")
     except ConflictError as error:
         return error
     return read_error(run, attempts[-1].number) if attempts and attempts[-1].owner == owner else None

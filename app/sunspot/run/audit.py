@@ -1,7 +1,7 @@
 """The audit: the rows that each optimizer step consumed, in Parquet files with the columns of COLUMNS.
 
-An attempt's files are the segments of a stream (streams.py), and cover ranges of steps. Each commit writes one segment,
-and small segments are merged. A digest in each file name ties the content to the attempt and its steps.
+An attempt's files are the segments of a stream (streams.py). Each segment covers a range of steps. Each commit writes
+one segment, and small segments are merged. A digest in each file name ties the content to the attempt and its steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AuditWriter:
         self._segments.write(first, last, _to_parquet(consumed))
 
     def merge(self) -> None:
-        """Merge small files. Storage errors are ignored; the next call merges the same files."""
+        """Merge small files. Storage errors are ignored, because the next call merges the same files."""
         self._segments.merge()
 
 
@@ -57,7 +57,7 @@ def tidy_audit(run: Run, before: int) -> None:
 
     def read(segment: Segment) -> bytes:
         content = read_segment(run.storage, segment)
-        _parse(run, segment, content)  # otherwise, damaged content would get a valid digest
+        _parse(run, segment, content)  # otherwise, merging would give damaged content a valid digest
         return content
 
     older = [segment for segment in list_all(run.storage, run.key(FOLDER), NAME) if segment.attempt < before]
@@ -97,8 +97,8 @@ def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
 def _counted(segment: Segment, bounds: Mapping[str, tuple[int, int | None]]) -> tuple[int, int] | None:
     """Return the first and last steps of a segment that count, or None if none of its steps count.
 
-    `bounds` maps each stream to the range of steps still to be read: the first bound is exclusive, the second inclusive
-    or None.
+    `bounds` maps each stream to the range of steps that are still to be read. The first bound is exclusive. The second
+    is inclusive, or None.
     """
     if segment.stream not in bounds:
         return None

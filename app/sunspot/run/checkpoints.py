@@ -50,11 +50,9 @@ from sunspot.storage.local import local_path
 MANIFEST = "manifest.json"
 
 ABANDONED_S = 24 * 3600
-"""Seconds without a write after which an incomplete checkpoint counts as abandoned.
-
-Until then, a live process might still complete it. S3 lists a file only once its upload is complete, but no upload
-takes a day, and a failing commit is not retried for a day.
-"""
+"""Seconds without a write after which an incomplete checkpoint counts as abandoned. Until then, a live process might
+still complete the checkpoint. S3 lists a file only once its upload is complete, but no upload takes a day, and no
+failing commit is retried for a day."""
 
 SINCE_BEST = "evaluations_since_best"
 """The checkpoint metric that counts evaluations since the best one, if EARLY_STOP_EVALUATIONS is set."""
@@ -72,10 +70,10 @@ NAN_WEIGHTS = "nan_weights"
 """The checkpoint metric that is 1 if the weights are not finite."""
 
 NAN_ACCEPTED = "nan_accepted"
-"""The checkpoint metric that is 1 if the run began with infinite weights, which are then not checked."""
+"""The checkpoint metric that is 1 if the run began with infinite weights. The run then does not check its weights."""
 
 FILES_AT_ONCE = 2
-"""Number of a checkpoint's files to read in parallel. Each read occupies a core with SHA-256, and needs memory."""
+"""Number of a checkpoint's files to read in parallel. Each read occupies a core for the SHA-256, and needs memory."""
 
 Directories = Mapping[str, Mapping[str, Entry]]
 """A mapping from the name of each checkpoint directory to its files (`list_directories`)."""
@@ -149,7 +147,7 @@ class Checkpoint:
 
 
 def is_out_of_patience(metrics: Mapping[str, Any], early_stop: int) -> bool:
-    """Return True if the best evaluation was at least `early_stop` evaluations ago. If it is 0, return False."""
+    """Return True if the best evaluation was at least `early_stop` evaluations ago, unless `early_stop` is 0."""
     return 0 < early_stop <= int(metrics.get(SINCE_BEST) or 0)
 
 
@@ -170,7 +168,7 @@ def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
 
 
 def list_checkpoints(run: Run, directories: Directories | None = None) -> list[Checkpoint]:
-    """Return all committed checkpoints, sorted by step. `damage` is set on those with an unusable manifest."""
+    """Return all committed checkpoints, sorted by step. Those with an unusable manifest have `damage` set."""
     directories = list_directories(run) if directories is None else directories
     names = [name for name, files in directories.items() if MANIFEST in files]
     found = map_parallel(lambda name: read_manifest(run, name), by_step(names))
@@ -183,7 +181,7 @@ def by_step(names: Iterable[str]) -> list[str]:
 
 
 def leads_to_newest(name: str, spans: list[Span]) -> bool:
-    """Return True if the newest attempt builds on a checkpoint. It ignores late commits of superseded attempts."""
+    """Return True if the newest attempt builds on a checkpoint. Late commits of superseded attempts are ignored."""
     label, step = label_of(name), step_of(name)
     return any(span.label == label and span.reaches(span.attempt, step) for span in spans)
 
@@ -191,8 +189,8 @@ def leads_to_newest(name: str, spans: list[Span]) -> bool:
 def may_commit(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
     """Return True if rank 0 of `attempt` is allowed to commit the attempt's checkpoint `name`.
 
-    It is allowed if the same process is rank 0 of each later attempt, and the newest attempt builds on the checkpoint
-    (docs/decisions/0010-commits-outlive-changes-in-place.md). `attempts` are all attempts of the run.
+    A commit is allowed if the same process is rank 0 of each later attempt, and the newest attempt builds on the
+    checkpoint (docs/decisions/0010-commits-outlive-changes-in-place.md). `attempts` are all attempts of the run.
     """
     committer = attempt.metadata.processes[:1]
     later_attempts = [later for later in attempts if later.number > attempt.number]
@@ -203,8 +201,8 @@ def may_commit(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
 def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
     """Return the newest attempt if rank 0 of `attempt` is allowed to commit the checkpoint `name` (`may_commit`).
 
-    Raises `SupersededError` if it is not allowed. Call this before the commit, and before deleting another checkpoint.
-    No checkpoint may be deleted before the newest attempt has chosen its start.
+    Raises `SupersededError` if the commit is not allowed. Call this before the commit, and before deleting another
+    checkpoint. No checkpoint may be deleted before the newest attempt has chosen where it starts.
     """
     try:
         ensure_owner(run, attempt)
@@ -217,7 +215,7 @@ def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
 
 
 def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of the checkpoints that count, the superseded and the incomplete ones, each sorted by step."""
+    """Return the names of counted, superseded and incomplete checkpoints, each list sorted by step."""
     committed = by_step(name for name, files in directories.items() if MANIFEST in files)
     counted = [name for name in committed if leads_to_newest(name, spans)]
     superseded = [name for name in committed if not leads_to_newest(name, spans)]
@@ -275,10 +273,10 @@ def is_file_name(name: str) -> bool:
 
 
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
-    """Return one line for each fault of a checkpoint. The list is empty if every byte matches the manifest.
+    """Return a line for each fault of a checkpoint. The list is empty if every byte matches the manifest.
 
-    If `listed` is given (the checkpoint's entry in `list_directories`), only files with another version than at the
-    commit are read. Versions change if a file is rewritten or the run is copied.
+    `listed` is the checkpoint's entry in `list_directories`. If it is given, only files with a different version than
+    at the commit are read. Versions change if a file is rewritten or the run is copied.
     """
     if checkpoint.damage:
         return [checkpoint.damage]
@@ -303,7 +301,7 @@ def find_faults_in_listing(checkpoint: Checkpoint, listed: Mapping[str, Entry]) 
 
 
 def is_unchanged(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> bool:
-    """Return True if storage reports no write to any file since the commit, so that no file need be read."""
+    """Return True if no file was written since the commit, according to storage. Such files need not be read."""
     files = checkpoint.files.items()
     return all(file in listed and listed[file].version == each.get("version") for file, each in files)
 
@@ -338,8 +336,8 @@ def verify(
 ) -> list[tuple[Checkpoint, list[str]]]:
     """Return each checkpoint with its faults. Checkpoints that are deleted in the meantime are omitted.
 
-    Without `directories`, every byte is read, one checkpoint at a time. With them, `inspect` is called instead of
-    `find_faults` if it is given.
+    Without `directories`, every byte is read, one checkpoint at a time. With `directories`, `inspect` is called instead
+    of `find_faults` if it is given.
     """
 
     def check(name: str) -> tuple[Checkpoint, list[str]] | None:
@@ -357,11 +355,11 @@ def verify(
 def find_newest_good(
     run: Run, attempts: list[Attempt], trust_listing: bool = False, inspect: Inspect | None = None
 ) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
-    """Return the newest intact checkpoint of the run's lineage, and the newer ones that were skipped, newest first.
+    """Return the newest intact checkpoint of the run's lineage, and the skipped newer checkpoints, newest first.
 
     Checkpoints with weights that are not finite are skipped too, unless all intact checkpoints have such weights. With
-    `trust_listing`, files with an unchanged version are not read, which suffices for display but not for loading.
-    `inspect` is called instead of `find_faults`.
+    `trust_listing`, files with an unchanged version are not read. This suffices for display but not for loading.
+    `inspect` is called instead of `find_faults` if it is given.
     """
     inspect = inspect or (lambda found, listed: find_faults(run, found, listed if trust_listing else None))
     spans = lineage(attempts)
@@ -407,16 +405,16 @@ def retention(attempts: list[Attempt]) -> Retention:
 
 
 def ranking_metric(checkpoints: Iterable[Checkpoint], metric: str) -> str:
-    """Return the held-out variant of `metric` if any checkpoint has it, or else `metric` itself."""
+    """Return the held-out variant of `metric` if any checkpoint has it. Otherwise, return `metric` itself."""
     held_out = f"{HELD_OUT}{metric}"
     return held_out if any(held_out in checkpoint.metrics for checkpoint in checkpoints) else metric
 
 
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
-    """Return the checkpoints sorted by `metric`, best first, and by step, latest first, if metrics are equal.
+    """Return the checkpoints sorted by `metric`, best first. If metrics are equal, the latest step comes first.
 
-    `order` is `min` or `max`. Checkpoints with a metric that is not finite follow, and finally those with weights that
-    are not finite.
+    `order` is `min` or `max`. Checkpoints with a metric that is not finite come next, and those with weights that are
+    not finite come last.
     """
     sign = 1 if order == "min" else -1
 
@@ -452,7 +450,7 @@ def _key(run: Run, name: str, file: str) -> str:
 def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
     """Return the checkpoint named `which`, or the 'newest' or 'best' intact one, and notes for the user.
 
-    The notes name the checkpoints that were passed over. Raises `NotFoundError` if there is no such checkpoint, and
+    The notes list the checkpoints that were passed over. Raises `NotFoundError` if there is no such checkpoint, and
     `DamageError` if no checkpoint is intact.
     """
     if which not in ("newest", "best"):
@@ -496,14 +494,14 @@ def refuse_if_absent(run: Run, name: str, directories: Directories) -> None:
             "used"
         )
     if name in incomplete:
-        raise NotFoundError(f"{location} is incomplete, because it has no {MANIFEST}, so it is never used")
+        raise NotFoundError(f"{location} is incomplete and will not be used: it has no {MANIFEST}")
     if name not in counted:
         raise NotFoundError(f"{location}: no such checkpoint; `sunspot checkpoints ls {run.name}` lists them")
 
 
 @dataclass(frozen=True)
 class CheckpointDirectory(Run):
-    """A checkpoint directory outside its run. It can be a copy, and have any name."""
+    """A checkpoint directory outside its run. It can be a copy, and can have any name."""
 
     def key(self, *parts: str) -> str:
         """Return the storage key of one of the checkpoint's files.
@@ -522,7 +520,7 @@ class ManifestName:
 
 def open_directory(location: str) -> tuple[Run, Checkpoint]:
     """Return the checkpoint at a path or URL. Raises `NotFoundError` if the directory has no manifest."""
-    # A symlink that the user names is followed.
+    # A symlink given by the user is followed.
     location = location.rstrip("/") if "://" in location else os.path.realpath(local_path(location))
     parent, _, name = location.rpartition("/")
     directory = CheckpointDirectory(open_storage(parent or "/"), name)

@@ -1,7 +1,7 @@
 """The cost of a run's nodes, computed from its attempts, its receipts and the recorded prices.
 
 An attempt is charged for its nodes from its claim until the next claim or the end of the run. Time during which the run
-had ended is excluded. A cloud also bills for starting and idle nodes, disks and traffic, which are not included.
+had ended is excluded. Clouds also bill for starting and idle nodes, disks and traffic. These costs are not included.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Spending:
     lost: float | None = None
     "The cost of the lost node hours."
     saved: float | None = None
-    """The amount saved compared with on-demand nodes, which would not have lost time to incidents. None if no on-demand
-    price is known."""
+    """The amount saved compared with on-demand nodes, or None if no on-demand price is known. On-demand nodes would not
+    have lost time to incidents."""
 
     def __add__(self, other: Spending) -> Spending:
         return Spending(
@@ -82,7 +82,7 @@ class Spending:
 
 
 class _Rate(NamedTuple):
-    """The number of an attempt's nodes, and their total hourly prices, or None if no price is known."""
+    """The number of an attempt's nodes, and their total hourly prices. A price is None if it is not known."""
 
     nodes: int
     unpriced: int
@@ -125,7 +125,10 @@ def _spent(attempts: Sequence[Attempt], receipts: Sequence[Receipt], span: tuple
 
 
 def _hours_of(spans: Sequence[Interval], pauses: Sequence[Interval], bounds: Sequence[float]) -> list[float]:
-    """Return the hours between adjacent bounds that are inside spans and outside pauses. Overlaps count once."""
+    """Return the hours between each pair of adjacent bounds that are inside a span and outside all pauses.
+
+    Overlaps count once.
+    """
     covered = _until([*spans, *pauses], bounds)
     paused = _until(pauses, bounds)
     until = [one - other for one, other in zip(covered, paused, strict=True)]
@@ -133,7 +136,7 @@ def _hours_of(spans: Sequence[Interval], pauses: Sequence[Interval], bounds: Seq
 
 
 def _until(spans: Iterable[Interval], bounds: Sequence[float]) -> list[float]:
-    """Return the number of seconds before each bound that the spans cover."""
+    """Return, for each bound, the number of seconds before the bound that the spans cover."""
     merged = list(without_overlap(span for span in spans if span[0] < span[1]))
     before = [0.0, *accumulate(last - first for first, last in merged)]
     found = []
@@ -145,7 +148,7 @@ def _until(spans: Iterable[Interval], bounds: Sequence[float]) -> list[float]:
 
 
 def _rate(attempt: Attempt) -> _Rate:
-    """Return the total hourly prices of an attempt's nodes and the head. Each host counts once."""
+    """Return the total hourly prices of an attempt's nodes, including the head. Each host counts once."""
     from sunspot.settings import HEAD, PREFIX  # pydantic is slow to import, and most verbs do not need it
 
     metadata = attempt.metadata

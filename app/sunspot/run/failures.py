@@ -26,8 +26,8 @@ OURS = re.compile(re.escape(f"{Path(__file__).resolve().parent.parent}/") + r"(?
 FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 MAX_MESSAGE, MAX_TRACEBACK = 2000, 20_000
-"""Largest numbers of characters kept, because a message can quote a page and a recursion can have a thousand frames.
-The end is kept, because it describes the error."""
+"""Maximum numbers of characters kept. A message can quote a page, and a recursion can have a thousand frames. The end
+is kept, because it describes the error."""
 
 LOST_PEER = re.compile(r"gloo|NCCL|Connection closed by peer|ActorDied|actor died", re.IGNORECASE)
 """Pattern for the errors of processes that lost a peer, for which gloo raises a plain RuntimeError."""
@@ -55,7 +55,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The error's class and the first line of its message. Sunspot's own errors have only the message."""
+        """The error's class and the first line of its message. For Sunspot's own errors, only the message."""
         first = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
         if by_name(self.type).__name__ == self.type:
             return first
@@ -70,7 +70,7 @@ class Failure:
 def describe_failure(error: BaseException, attempt: int, rank: int | None, step: int) -> Failure:
     """Return the record of an error that ends a process.
 
-    An error raised by Sunspot itself has no file and line, because its message says what is wrong.
+    An error raised by Sunspot itself gets no file and line, because its message says what is wrong.
     """
     kind = type(error).__name__
     message = without_secrets(str(error))
@@ -84,7 +84,7 @@ def describe_failure(error: BaseException, attempt: int, rank: int | None, step:
 
 
 def find_place(text: str) -> tuple[str, int, str]:
-    """Return the file, line and function of the innermost frame, preferably in the user's code, in a traceback."""
+    """Return the file, line and function of a traceback's innermost frame, preferably one in the user's code."""
     frames = [(file, int(line), function) for file, line, function in FRAME.findall(text)]
     called = [frame for frame in frames if not INSTALLED.search(frame[0])]
     own = [frame for frame in called if not OURS.match(frame[0])]
@@ -123,7 +123,7 @@ BRING_ROWS = (
 
 
 NO_STACKS = "left no stacks: it was stopped, or lost with its node"
-"""The description of a rank that the others waited for although its watchdog reported nothing."""
+"""The description of a rank that the others waited for, if its watchdog reported nothing."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def read_hangs(events: Iterable[dict[str, Any]]) -> list[Hang]:
 def find_suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:
     """Return the ranks of one attempt that probably blocked the others, or an empty list if there is no clear suspect.
 
-    A hung rank makes all others wait in a collective. A suspect is therefore a rank that was not waiting, or one that
+    A hung rank makes all other ranks wait in a collective. A suspect is therefore a rank that was not waiting, or that
     left no stacks because its process was stopped or its node was lost.
     """
     waiting = {hang.rank: hang.waiting for hang in hangs}
@@ -173,7 +173,10 @@ def waited_for_rows(hangs: Sequence[Hang], world_size: int) -> bool:
 
 
 def describe_suspects(hangs: Sequence[Hang], world_size: int) -> str:
-    """Describe which ranks of one attempt blocked the others, and where, or all hung ranks if there is no suspect."""
+    """Describe which ranks of one attempt blocked the others, and where.
+
+    If there is no suspect, describe all hung ranks.
+    """
     ordered = sorted(hangs, key=lambda hang: hang.rank)
     blamed = find_suspects(ordered, world_size)
     details = [hang.detail for hang in ordered if hang.rank in blamed or not blamed]

@@ -1,9 +1,9 @@
-"""The journals of a run: its metric history, the numbers of each rank, and its events.
+"""The journals of a run: its metric history, each rank's numbers, and its events.
 
-The numbers of each rank have a separate journal, because they would dominate the size of the metric history. Each of
-its records has the `attempt`, `step`, `time`, `steps` and `seconds` of a record in the metric history, and `ranks`, a
-mapping from names to the values of all ranks. Old records are combined (observe/ranks.py). A combined record has the
-time and step of the last one, and counts them in `records`.
+The ranks' numbers have a separate journal, because they would dominate the size of the metric history. Each of its
+records has the `attempt`, `step`, `time`, `steps` and `seconds` of a record in the metric history. It also has `ranks`,
+a mapping from names to the values of all ranks. Old records are combined (observe/ranks.py). A combined record has the
+time and step of its last record, and the number of its records in `records`.
 """
 
 import contextlib
@@ -179,7 +179,7 @@ def _count_lines(text: bytes) -> int:
 
 
 def _lines_backwards(text: bytes) -> Iterator[bytes]:
-    """Yield the lines of a text in reverse order, without building a list, which could be huge."""
+    """Yield the lines of a text in reverse order, without building a list of them, which could be huge."""
     end = len(text)
     while end:
         begin = text.rfind(b"\n", 0, end - 1) + 1
@@ -252,7 +252,7 @@ def to_rows(ranks: Columns) -> list[dict[str, Any]]:
 
 
 def iter_rank_records(run: Run, spans: Sequence[Span], damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records of each rank's numbers for steps that count."""
+    """Yield the records with each rank's numbers for the steps that count."""
     newest: dict[int, int] = {}
     for record in iter_records(run, "ranks", spans, damaged=damaged):
         if record["step"] > newest.get(record["attempt"], -1):  # otherwise, it was combined while the journal was read
@@ -261,7 +261,7 @@ def iter_rank_records(run: Run, spans: Sequence[Span], damaged: list[str] | None
 
 
 def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the records of each rank's numbers in the newest attempt that has any."""
+    """Return the records with each rank's numbers from the newest attempt that has any."""
     recorded = {segment.attempt for segment in list_journal(run, "ranks", spans)}
     for span in spans:
         records = list(iter_rank_records(run, [span])) if span.attempt in recorded else []
@@ -294,7 +294,7 @@ def _began(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
 
 
 def _other_code(attempt: Attempt, before: Attempt | None) -> str:
-    """Return a note if the user code differs from that of the previous attempt, or an empty string if it does not."""
+    """Return a note if the user code differs from the previous attempt's code, or an empty string if it does not."""
     settings = [each.metadata.settings if each else {} for each in (before, attempt)]
     then, now = (code_in(each.get(CODE, ""))[:12] or "the image's" for each in settings)
     return f", with other code: {then} -> {now}" if before and now != then else ""

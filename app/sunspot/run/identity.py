@@ -45,8 +45,8 @@ def read_identity(run: Run) -> Identity:
 def record_identity(run: Run, environment: Mapping[str, str], names: Iterable[str], rows: Rows | None = None) -> None:
     """Record the identity of a run: `rows`, and the settings `names` with their values in `environment`.
 
-    Raises `ConflictError` with a diff if the run began with another identity, and `DamageError` if the recorded one is
-    damaged. If ACCEPT accepts a new row order, it replaces the recorded one.
+    Raises `ConflictError` with a diff if the run began with another identity, and `DamageError` if the recorded
+    identity is damaged. If ACCEPT accepts a new row order, the new order replaces the recorded one.
     """
     settings = {variable: environment[variable] for variable in _variables(names)}
     if run.storage.create(run.key(FILE), with_checksum(asdict(Identity(settings, rows)))):
@@ -70,18 +70,18 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
     change = f"{begun.shuffled_by} -> {rows.shuffled_by}"
     name = f"order-{rows.order}"
     if accepts(environment, name):
-        log.warning(f"from here on, the rows come in another order ({change})")
+        log.warning(f"from now on, the rows have a different order ({change})")
         run.storage.write(run.key(FILE), with_checksum(asdict(replace(identity, rows=rows))))
         return
     raise ConflictError(
-        f"{run.location}: its seed now gives another order of the rows than at its beginning ({change}), so the rest "
-        f"of the epoch would repeat some rows and leave out others. Continue with {begun.shuffled_by}, or accept the "
-        f"new order with {PREFIX}ACCEPT={name}"
+        f"{run.location}: its seed now gives a different order of the rows than when the run began ({change}), so "
+        f"the rest of the epoch would repeat some rows and leave out others. Continue with {begun.shuffled_by}, or "
+        f"accept the new order with {PREFIX}ACCEPT={name}"
     )
 
 
 def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise `ConflictError` if the run began with other identity settings, or with other values of them."""
+    """Raise `ConflictError` if the run began with different identity settings, or with different values for them."""
     from sunspot.settings import differences
 
     identity = read_if_exists(lambda: read_identity(run))

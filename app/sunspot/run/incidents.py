@@ -40,17 +40,17 @@ class Cause(enum.StrEnum):
     "A worker was killed because its node, its container or its GPU had too little memory."
     HUNG = "hung rank"
     NO_ROWS = "no rows"
-    "Ranks waited for rows from Ray Data until they were ended like hung ranks."
+    "Ranks waited for rows from Ray Data until they were ended as hung ranks."
     DRIVER_LOST = "driver lost"
     "The previous driver ended without writing a status, because its head or node was lost."
     TAKEN_OVER = "taken over"
-    "This start took the run over from another one."
+    "This start took over the run from another start."
     RESUMED = "resumed"
     "The previous driver had ended for good."
 
     @property
     def incident(self) -> bool:
-        """True for an incident, and False for a deliberate start: the first one, a resume or a take-over."""
+        """True for an incident, and False for a deliberate start (the first start, a resume or a take-over)."""
         return self not in (Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER)
 
 
@@ -65,7 +65,7 @@ class Receipt:
     attempt: Count
     "The number of the new attempt."
     since: Count
-    "The attempt of the previous receipt, or 0 for the first receipt. Attempts in between took no steps."
+    "The attempt of the previous receipt, or 0 for the first receipt. Any attempts in between took no steps."
     cause: Cause
     detail: str
     "More about the cause, as readable text."
@@ -126,8 +126,8 @@ class Receipt:
     def phases(self) -> dict[str, float]:
         """Seconds from `beginning` to the end of each observed phase, in order.
 
-        Phases that ended before `beginning` are omitted. There can be some if a driver began while the group of a lost
-        driver was still training.
+        Phases that ended before `beginning` are omitted. This can happen if a driver began while a lost driver's group
+        was still training.
         """
         ends = {
             "old group gone": self.launched,
@@ -152,7 +152,7 @@ def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
 
 
 def display_event(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event for display. A receipt is called a recovery only if an incident preceded the start."""
+    """Return an event for display. A receipt is displayed as a recovery only if an incident preceded the start."""
     deliberate = event.get("cause") in [cause for cause in Cause if not cause.incident]
     return {**event, "event": STARTED} if event.get("event") == RECOVERED and deliberate else event
 
@@ -181,7 +181,7 @@ def describe_receipt(receipt: Receipt) -> str:
 def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
     """Return the worker-seconds between two times, counting each attempt's workers from its claim to the next one."""
     total = 0.0
-    claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks may disagree
+    claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks can disagree
     for attempt, claimed, until in zip(attempts, claims, [*claims, end][1:], strict=True):
         total += max(0.0, min(end, until) - max(begin, claimed)) * attempt.metadata.world_size
     return total
@@ -218,4 +218,4 @@ def find_gaps(receipts: list[Receipt], stepped: Iterable[int]) -> list[str]:
     """Return a line for each missing receipt. `stepped` contains the attempts known to have taken a step."""
     wanted = {*stepped, *(receipt.since for receipt in receipts)} - {0}
     missing = wanted - {receipt.attempt for receipt in receipts}
-    return [f"no receipt of attempt {number}, which took steps" for number in sorted(missing)]
+    return [f"attempt {number} took steps, but has no receipt" for number in sorted(missing)]

@@ -23,7 +23,7 @@ from sunspot.run.streams import Segment, read_segment, read_segments
 from sunspot.standard_streams import mute, print_escapes
 
 SHIP_EVERY_S = 5
-"""Seconds between two writes of new output. A killed process loses at most this much of its output."""
+"""Seconds between two writes of new output. A killed process loses at most the output of this time."""
 
 CHUNK = 1 << 20
 """Number of bytes to read at a time from a worker's output file."""
@@ -33,7 +33,7 @@ SEGMENT_BYTES = 128 << 10
 printed between two writes."""
 
 MAX_WAITING = 4 << 20
-"""Largest number of bytes that can wait for storage. If there are more, those in the middle are left out."""
+"""Maximum number of bytes that can wait for storage. If there are more, bytes in the middle are left out."""
 
 FIRST_BYTES, NEWEST_BYTES = 1 << 20, 4 << 20
 """Number of bytes to keep of a stream's first and newest segments."""
@@ -42,8 +42,8 @@ BURST = 120
 """Number of writes that a process can make without waiting, at first and after a pause."""
 
 DRIVER_EVERY_S, RANK_EVERY_S = 10.0, 60.0
-"""Seconds between two writes by a driver and by a rank, once they have used up BURST. Otherwise, the writes of a
-thousand ranks that print all day would cost 86 dollars."""
+"""Seconds between two writes by a driver and by a rank, after they have used up BURST. Without this limit, the writes
+of a thousand ranks that print all day would cost 86 dollars."""
 
 TOO_FAST = "the process printed faster than storage could take it"
 
@@ -118,7 +118,7 @@ class LogWriter:
         old = list[str]()
         while sum(size for _, size in self._later[len(old) + 1 :]) >= NEWEST_BYTES:
             old.append(self._key(self._later[len(old)][0]))
-        with suppress(StorageError):  # repeated with the next segment
+        with suppress(StorageError):  # these deletions are tried again with the next segment
             self._run.storage.delete_many(old)
             del self._later[: len(old)]
 
@@ -161,7 +161,7 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
 
 
 def log_shipper() -> Callable[[str], None]:
-    """Return a function that ships text without printing it, or does nothing if no driver output is shipped."""
+    """Return a function that ships text without printing it. It does nothing if no driver output is being shipped."""
     return sys.stdout.copy if isinstance(sys.stdout, _Tee) else lambda text: None
 
 
@@ -230,7 +230,7 @@ class _Tail:
     def __init__(self, descriptor: int, log: LogWriter) -> None:
         self._log = log
         self._file = open(f"/proc/self/fd/{descriptor}", "rb")  # noqa: SIM115  # open until the process ends
-        self._file.seek(0, os.SEEK_END)  # the process may have worked for another run before this one
+        self._file.seek(0, os.SEEK_END)  # the process can have worked for another run before this one
 
     def read(self) -> None:
         """Append the new bytes to the log."""
@@ -253,7 +253,7 @@ class LogPart(NamedTuple):
 
     data: bytes
     end: int
-    "The position of the part's end in the stream, from which to continue reading."
+    "The position of the part's end in the stream. Reading continues from there."
 
 
 def read_stream(run: Run, stream: str, offset: int = 0) -> bytes:

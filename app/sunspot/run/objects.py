@@ -1,6 +1,6 @@
 """Reads and writes a run's objects, enforcing size limits and a schema for each.
 
-Objects in storage can be damaged, written by another version, or not be Sunspot's at all. A damaged object that defines
+Objects in storage can be damaged, come from another version, or not be Sunspot's at all. A damaged object that defines
 the run (attempts, manifests, `run.json`, audit) raises a `DamageError` that names it. A damaged object that only
 informs users (status, metrics, events, failures, submissions, predictions, search results, tracking) is left out with a
 warning, and training continues.
@@ -81,7 +81,8 @@ def read_verified(run: Run, schema: type[Record], *parts: str) -> Record:
 def read_content(storage: Storage, key: str, most: int = MAX_OBJECT_BYTES) -> bytes:
     """Return the bytes of an object.
 
-    Raises `DamageError` if there are more than `most`, or if the object is a link that leads out of the storage path.
+    Raises `DamageError` if there are more than `most` bytes, or if the object is a link that leads out of the storage
+    path.
     """
     try:
         with storage.open(key) as stream:

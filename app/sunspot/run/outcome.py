@@ -1,4 +1,4 @@
-"""The driver's part of a run's status: its start, its progress while no worker trains, and its end."""
+"""The driver's part of a run's status: the driver's start, its progress while no worker trains, and its end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from sunspot.storage.base import Entry
 from sunspot.storage.limits import with_deadline
 
 RECORD_S = 60.0
-"""Seconds to wait for storage to accept a driver's status, after which the driver continues anyway."""
+"""Seconds to wait for storage to accept a driver's status. After that, the driver continues anyway."""
 
 DRIVER_CHECK_EVERY_S = 5.0
 """Seconds between a driver's checks for the workers' status and the stop marker."""
@@ -55,9 +55,9 @@ def recorded_outcome(
 ) -> Iterator[DriverStatusWriter]:
     """Context manager that writes the run's status when the driver begins and when it ends.
 
-    Meanwhile, the stop marker is read into `stop_request`. Raises `SunspotError` if the same owner has begun more than
-    `max_starts` times in a row without a new checkpoint, because the operator restarts the driver of a lost head
-    without limit.
+    Inside the context, the stop marker is read into `stop_request`. Raises `SunspotError` if the same owner has begun
+    more than `max_starts` times in a row without a new checkpoint. Without this check, the operator would restart the
+    driver of a lost head forever.
     """
     run = claimant.run
     known, before, status = with_deadline(RECORD_S, "writing the status", _begin, claimant, newest)
@@ -128,9 +128,9 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
 def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int, error: BaseException) -> bool:
     """Return True if a driver start that ends with `error` should leave the run's previous status in force.
 
-    `begun` is the start's first status. Until the start claims an attempt (after `known`, the newest one before it), it
-    has changed nothing. A typo therefore neither creates a run nor ends one that another start trains or has ended. If
-    the run's job was retried, however, the end of the retry is also the end of the run.
+    `begun` is the start's first status. A start has changed nothing until it claims an attempt, with a number above
+    `known`, the newest attempt before the start. A typo therefore neither creates a run nor ends a run that another
+    start trains or has ended. If the run's job was retried, however, the end of the retry is also the end of the run.
     """
     if newest_number(run) > known:
         return False
@@ -161,7 +161,9 @@ class DriverStatusWriter:
         write_status(run, begun)
 
     def refresh(self) -> None:
-        """Write the status if the workers have not written theirs recently, for example because they are starting."""
+        """Write the status if the workers have not written theirs recently, for example because they are still
+        starting.
+        """
         with self._writing:
             if not self._ended:
                 self._refresh()
@@ -192,7 +194,7 @@ class DriverStatusWriter:
         write_status(self._run, self._last)
 
     def _take_precedence(self) -> None:
-        """Write this start's status if the start that it gave precedence to (attempt 0) is now silent or has ended."""
+        """Write this start's status if the start that it gave precedence to (attempt 0) is silent or has ended."""
         own = newest_status(list_statuses(self._run), self.begun.driver)
         other = read_status(self._run)
         if own and attempt_of_status(own) == 0 and other and not is_alive(other, time.time()):
@@ -200,7 +202,7 @@ class DriverStatusWriter:
             write_status(self._run, self._last)
 
     def finishing(self) -> None:
-        """Write that all steps are taken, and only predictions and the report are missing."""
+        """Record that all steps are taken and only predictions and the report are missing."""
         self.replace(
             state=RunState.FINISHING,
             reason="all steps are taken; the driver predicts and writes the report",
@@ -212,7 +214,7 @@ class DriverStatusWriter:
         self._outcome = {"state": state, "reason": reason, **fields}
 
     def end_as_expected(self) -> None:
-        """Write that the driver ended without an error."""
+        """Record that the driver ended without an error."""
         self.end(**self._outcome)
 
     def withdraw(self) -> None:
@@ -252,6 +254,6 @@ class DriverStatusWriter:
         return False
 
     def _load(self, entry: Entry) -> None:
-        """Read the status object if the workers wrote it. The driver remembers what it wrote itself."""
+        """Read the status object if the workers wrote it. The driver remembers its own writes."""
         if kind_of_status(entry) is StatusKind.WORKERS:
             self._last = read_if_usable(lambda: load_status(self._run.storage, entry)) or self._last

@@ -19,7 +19,7 @@ POD_NAMESPACE = "POD_NAMESPACE"
 """The environment variable that contains a pod's namespace (k8s/rayjob.yaml)."""
 
 CLUSTER_DIGITS = 10
-"""Number of hexadecimal digits in a cluster's ID. Among 1,000 clusters, a collision has a probability below 10^-6."""
+"""Number of hexadecimal digits in a cluster's ID. For 1,000 clusters, the collision probability is below 10^-6."""
 
 
 class Owner(NamedTuple):
@@ -66,7 +66,7 @@ def new_submission(job: str) -> str:
 
 
 def new_owner(job_id: str) -> str:
-    """Return the owner for which a driver claims runs: this pod's RayJob, or this process if `job_id` is empty.
+    """Return this process's owner: the pod's RayJob, or the process itself if `job_id` is empty.
 
     `job_id` is the setting JOB_ID. All retries of a RayJob have the same owner.
     """
@@ -81,7 +81,7 @@ def new_owner(job_id: str) -> str:
 
 
 def cluster_identity(certificates: str) -> str:
-    """Return the ID of a Kubernetes cluster, which is a digest of its CA certificates, or empty if they are unknown.
+    """Return a Kubernetes cluster's ID, which is a digest of its CA certificates, or an empty string.
 
     `certificates` is the content of `ca.crt` in the ConfigMap `kube-root-ca.crt` that every namespace has.
     """

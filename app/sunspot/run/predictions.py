@@ -1,4 +1,4 @@
-"""A finished run's model as shown in the report: predictions for held-out rows, and the task's exhibits."""
+"""A finished run's results in the report: predictions for held-out rows, and the task's exhibits."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar

@@ -27,7 +27,7 @@ class Request:
     """A request to stop or delete a run."""
 
     by: str = ""
-    "The user and host that made the request (`describe_requester`), or an empty string if not known."
+    "The user and host that made the request (`describe_requester`), or an empty string if unknown."
     time: Timestamp = 0.0
 
 
@@ -36,9 +36,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.marked = False
-        "True if the marker of `sunspot stop` was found. Later starts then do not train either."
+        "True if the marker of `sunspot stop` was found. Later driver starts then do not train, either."
         self.signal: signal.Signals | None = None
-        "SIGINT (Ctrl-C), SIGTERM or SIGHUP if the process received one. A later start then resumes the run."
+        """The signal (SIGINT, SIGTERM or SIGHUP) that the process received. A later start then resumes the run."""
 
     @property
     def asked(self) -> bool:
@@ -61,8 +61,8 @@ class StopRequest:
     def raise_signal(self, kept: str, job: str) -> None:
         """Raise the error that ends this process if it received a signal. Call this once everything is saved.
 
-        `kept` describes what was saved. `job` is the setting JOB_ID. If it is set, the error means a failure, so that
-        the operator starts the job again on another node.
+        `kept` describes what was saved. `job` is the setting JOB_ID. If it is set, the error counts as a failure, so
+        that the operator starts the job again on another node.
         """
         if self.signal is None:
             return
@@ -153,7 +153,7 @@ class SubmissionRecord:
     server: str = ""
     "The address of the cluster's API server."
     arguments: tuple[str, ...] = ()
-    "The arguments of `sunspot submit`, with which the job can be submitted again."
+    "The arguments of `sunspot submit` to submit the job again."
     manifest: dict[str, Any] = field(default_factory=dict)
     "The RayJob as it was applied."
     time: Timestamp = 0.0

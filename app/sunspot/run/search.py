@@ -18,7 +18,7 @@ FILE = "search.json"
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a search."""
+    """A run of a search."""
 
     run: RunName
     settings: dict[str, Any]
@@ -48,7 +48,7 @@ class SearchResults:
     "The expression of each dimension."
     trials: tuple[Trial, ...]
     promoted: RunName | None = None
-    "The run whose checkpoint was promoted, or None before the promotion."
+    "The run with the promoted checkpoint, or None before the promotion."
     time: Timestamp = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class SearchResults:
 
     @property
     def ranking(self) -> list[Trial]:
-        """The trials from best to worst, with those that cannot be promoted last."""
+        """The trials from best to worst, followed by those that cannot be promoted."""
         sign = 1 if self.order == "min" else -1
         return sorted(self.trials, key=lambda t: (not t.eligible, t.best is None, sign * (t.best or 0.0)))
 

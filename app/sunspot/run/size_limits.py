@@ -1,4 +1,4 @@
-"""Size limits on a run's data, which protect the memory of processes that read a broken run.
+"""Size limits on a run's data. They protect the memory of processes that read a broken run.
 
 Each limit is several times the size that Sunspot writes for a large run with 200 metrics, 1,000 classes, 5,000 epochs
 and 100,000 events. Data beyond a limit counts as damaged, or is left out with a note of how much is missing.
@@ -20,9 +20,9 @@ MAX_STATUS_BYTES = 1 << 20
 """Largest status in bytes. A status has about 1 kB, plus an error text of at most 10,000 characters."""
 
 MAX_SEGMENT_BYTES = 32 << 20
-"""Largest segment of a journal, the audit or the output, in bytes. Merged segments stay below 8 MiB, which is twice the
-last of `streams.SIZES`, but a segment that waited for slow storage can be larger. A segment of output has at most
-9 MiB, because up to twice `logs.MAX_WAITING` can accumulate during a write."""
+"""Largest segment of a journal, the audit or the output, in bytes. Merged segments stay below 8 MiB, twice the last of
+`streams.SIZES`. A segment that waited for slow storage can be larger. A segment of output has at most 9 MiB, because up
+to twice `logs.MAX_WAITING` can accumulate during a write."""
 
 MAX_BYTES_AT_ONCE = 32 << 20
 """Largest number of bytes of a stream to hold in memory at a time, unless a single segment is larger."""
@@ -67,7 +67,7 @@ class Budget:
     """A limit on the total number of bytes that all threads of one reader can read."""
 
     def __init__(self, most: int, what: str) -> None:
-        """`what` describes the data in messages."""
+        """Create a budget of `most` bytes. `what` describes the data in messages."""
         self._most, self._what = most, what
         self._left = most
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class Budget:
 
 
 CURRENT: ContextVar[Budget | None] = ContextVar("budget", default=None)
-"""The budget of the reader that the current thread belongs to, if there is one."""
+"""The budget of the reader that the current thread belongs to, if any."""
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def spend(size: int) -> None:
 
 
 def cut(items: Sequence[Item], most: int, what: str) -> tuple[Sequence[Item], str]:
-    """Return the first `most` items, and a note that counts the others, or an empty string if there are no others.
+    """Return the first `most` items, and a note with the number of other items, which is empty if there are none.
 
     `what` is the plural noun for the items in the note.
     """

@@ -4,9 +4,9 @@ The driver writes one object while no worker writes its own, and another when it
 training (`StatusKind`). A search has no workers, so its driver writes its progress. `newest_status` chooses the object
 that counts. Training never depends on the status.
 
-Each driver start has separate objects for each of its attempts. A write that was frozen until another process took the
-run over, or until the driver ended, therefore only changes an object that no longer counts. A check before the write
-could not prevent this.
+Each driver start has separate objects for each of its attempts. A process can be frozen during a write until another
+process has taken over the run, or until the driver has ended. The write then only changes an object that no longer
+counts. A check before the write could not guarantee this.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ NAME = re.compile(r"[^/]+/status/attempt-([0-9]{4,9})-([0-9a-f]{8})(|-workers|-e
 """Pattern for the storage keys of status objects. The groups are the attempt, the driver start and the kind."""
 
 READ_TRIES = 3
-"""Number of attempts to read a status that can be deleted between listing and reading."""
+"""Number of attempts to read a status, because it can be deleted between listing and reading."""
 
 STATUS_EVERY_S = 10.0
 """Seconds between rank 0's writes of the status. A thread writes it, so a long step does not delay a write."""
@@ -108,8 +108,8 @@ class Status:
     starts: Count = 1
     "The number of consecutive driver starts by this owner without a new checkpoint in between."
     attempt: Count = 0
-    """The attempt that the status describes. Before the driver's first attempt, this is the newest attempt at the time,
-    or 0 if another start was still training, so that the other start's status counts."""
+    """The attempt that the status describes. Before the driver's first attempt, this is the newest attempt at the time.
+    It is 0 if another start was still training then, so that the other start's status counts."""
     after: tuple[str, ...] = ()
     "Driver starts that had written a status when this driver began."
     driver: str = "00000000"
@@ -136,7 +136,7 @@ class Status:
     save_s: FiniteFloat | None = None
     "Seconds from the start of the newest save to its commit."
     notice_s: FiniteFloat | None = None
-    "Seconds that a save can take after a node's notice, or None if not known."
+    "Seconds that a save can take after a node's notice, or None if unknown."
     memory_every: Count = 0
     "Optimizer steps between copies to the nodes' shared memory, or 0 if no copies are made."
     warning: str = ""
@@ -150,7 +150,7 @@ class Status:
 
     @property
     def place(self) -> str:
-        """The run's namespace and cluster as readable text, or an empty string if not known."""
+        """The run's namespace and cluster as readable text, or an empty string if unknown."""
         return Owner.parse(self.owner).place
 
     @property
@@ -195,11 +195,12 @@ def _file(status: Status, kind: StatusKind) -> str:
 def newest_status(listed: Iterable[Entry], driver: str = "", other_than: str = "") -> Entry | None:
     """Return the status object that counts in a listing, or None if no object counts. Nothing is read.
 
-    Once a driver has ended, only its ENDED object is considered. Of all objects considered, the one that was written
-    last for the newest attempt counts. If two were written at the same time, the driver's counts, because a driver
-    writes only if its workers do not.
+    Once a driver has ended, only its ENDED object is considered. Of all considered objects for the newest attempt, the
+    one that was written last counts. If two objects were written at the same time, the driver's object counts, because
+    a driver writes only if its workers do not.
 
-    `driver` limits the search to the objects of one driver start, and `other_than` excludes the objects of one.
+    `driver` limits the search to the objects of one driver start. `other_than` excludes the objects of one driver
+    start.
     """
     statuses = [entry for entry in listed if NAME.fullmatch(entry.key)]
     ended = {driver_of_status(entry) for entry in statuses if kind_of_status(entry) is StatusKind.ENDED}
@@ -259,7 +260,7 @@ def load_newest_status(run: Run, driver: str = "", other_than: str = "") -> Stat
         entry = newest_status(run.storage.list(run.key(FOLDER)), driver, other_than)
         if entry is None:
             return None
-        with contextlib.suppress(NotFoundError):  # deleted since it was listed, by its driver or by a newer attempt
+        with contextlib.suppress(NotFoundError):  # its driver or a newer attempt deleted it after it was listed
             return load_status(run.storage, entry)
     return None
 

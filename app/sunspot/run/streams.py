@@ -1,4 +1,4 @@
-"""Append-only streams, of lines, audit rows (audit.py) or output (logs.py), in storage that cannot append.
+"""Append-only streams of lines, audit rows (audit.py) or output (logs.py), in storage that cannot append.
 
 A stream consists of segments, and each segment's name contains its range of lines or steps. New lines become a small
 segment. Once small segments together reach one of SIZES, they are merged into one segment and then deleted. Each line
@@ -24,7 +24,7 @@ from sunspot.run.size_limits import MAX_BYTES_AT_ONCE, MAX_SEGMENT_BYTES, spend
 from sunspot.storage.base import Entry, Storage
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
-"""Sizes of merged segments in bytes. A segment of the last size is not merged again, nor kept in memory."""
+"""Sizes of merged segments in bytes. A segment of the last size is neither merged again nor kept in memory."""
 
 READ_TRIES = 5
 """Number of times to list a stream that keeps changing while it is read."""
@@ -40,9 +40,9 @@ class Segment(NamedTuple):
     attempt: int
     stream: str
     first: int
-    "The number of its first line (from 0) or step."
+    "The number of its first line, counted from 0, or its first step."
     last: int
-    "The number of its last line or step."
+    "The number of its last line, or its last step."
     entry: Entry
 
 
@@ -52,7 +52,7 @@ def new_stream(attempt: int) -> str:
 
 
 def list_segments(storage: Storage, folder: str) -> list[Segment]:
-    """Return the segments in a folder, sorted by attempt, stream and line, without those that were merged."""
+    """Return the segments in a folder, except those that were merged, sorted by attempt, stream and line."""
     return without_merged_parts(list_all(storage, folder))
 
 
@@ -69,7 +69,7 @@ def list_all(storage: Storage, folder: str, name: re.Pattern[str] = NAME) -> lis
 
 
 def without_merged_parts(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the segments sorted, without those that are completely contained in another segment."""
+    """Return the sorted segments, except those that are completely contained in another segment."""
     found: list[Segment] = []
     for segment in sorted(segments, key=lambda each: (each.attempt, each.stream, each.first, -each.last)):
         if not found or found[-1].stream != segment.stream or segment.last > found[-1].last:
@@ -82,10 +82,10 @@ def read_segments(
 ) -> Iterator[tuple[Segment, bytes | DamageError, int]]:
     """Yield the segments that `find` returns, each with its content and the number of its first new line.
 
-    Lines before the first new line were in an earlier segment. The content of a segment that is too large is an error.
-    Only a few segments are read at a time, so a long stream need not fit in memory. If a segment was merged in the
-    meantime, `find` is called again. With `listed`, only these segments are read. Raises `StorageError` if segments
-    keep disappearing.
+    Lines before the first new line were in an earlier segment. If a segment is too large, its content is a
+    `DamageError`. Only a few segments are read at a time, so a long stream need not fit in memory. If a segment was
+    merged in the meantime, `find` is called again. With `listed`, only these segments are read. Raises `StorageError`
+    if segments keep disappearing.
     """
     todo = deque(find() if listed is None else listed)
     tries = READ_TRIES
@@ -132,8 +132,8 @@ def _read_or_damage(storage: Storage, segment: Segment) -> bytes | DamageError:
 
 
 def list_again(storage: Storage, folder: str, find: Callable[[], list[Segment]]) -> list[Segment]:
-    """Return the result of `find`, bypassing an NFS client's cache, after a segment has disappeared."""
-    with suppress(StorageError):  # this user may not be allowed to write
+    """Return the result of `find` after a segment has disappeared, bypassing an NFS client's cache."""
+    with suppress(StorageError):  # this user might not be allowed to write
         storage.refresh(folder)
     return find()
 
@@ -161,9 +161,9 @@ class StreamWriter:
         join: Join = b"".join,
         downsample: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """`key` returns the storage key of a segment, given its first line, last line and content.
+        """Create a writer. `key` returns a segment's storage key, given its first line, last line and content.
 
-        `downsample` is called to shorten the content of the stream whenever its size has doubled.
+        `downsample` shortens the content of the stream. It is called whenever the stream's size has doubled.
         """
         self._storage = storage
         self._key = key
@@ -180,7 +180,7 @@ class StreamWriter:
         self.open.append(self._write(first, last, content))
 
     def merge(self) -> None:
-        """Merge small segments. Storage errors are ignored; the next call tries again."""
+        """Merge small segments. Storage errors are ignored, because the next call tries again."""
         with suppress(StorageError):
             self._merge()
             if self._merged:
@@ -215,12 +215,12 @@ class LineWriter:
     """A writer of a stream of lines."""
 
     def __init__(self, storage: Storage, key: str, downsample: Callable[[bytes], bytes] | None = None) -> None:
-        """`key` is the storage key of the stream. `downsample` is passed to `StreamWriter`."""
+        """Create a writer. `key` is the storage key of the stream, and `downsample` is passed to `StreamWriter`."""
         self._segments = StreamWriter(storage, lambda first, last, _: _name(key, first, last), downsample=downsample)
         self._lines: list[bytes] = []
         "Lines that are not in storage yet."
         self._next = 0
-        "The number of the first of these lines."
+        "The number of the first line that is not in storage yet."
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
 
@@ -272,7 +272,7 @@ def tidy(
     current = without_merged_parts(listed)
     storage.delete_many([segment.entry.key for segment in listed if segment not in set(current)])
     for group in _neighbours(each for each in current if each.entry.size < SIZES[-1]):
-        # Another process may have merged the segments, or a segment may be damaged, which readers report.
+        # Another process can have merged the segments, or a segment can be damaged. Readers report the damage.
         with suppress(NotFoundError, DamageError):
             content = join(map_parallel(read, group))
             first, last = group[0], group[-1]

@@ -6,7 +6,7 @@
     local.py     a directory, local or on NFS
     bucket.py    the base class of the object stores in s3.py, google.py and azure.py
     limits.py    deadlines and retries for work on storage
-    prove.py     checks that storage works as runs require, and the measurements of `sunspot doctor`
+    prove.py     checks that storage meets the requirements of runs, and measures it for `sunspot doctor`
 """
 
 import importlib
@@ -37,8 +37,8 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 def open_storage(storage_path: str, follow_links: bool = False) -> Storage:
     """Open the storage at a local path or `scheme://bucket/prefix`.
 
-    Use `follow_links` only to read files chosen by the user, which can be links to any location, as in Hugging Face's
-    cache. Raises `SettingsError` for an unknown scheme, and `RefusedStorageError` if the backend's client is not
+    Set `follow_links` only to read files chosen by the user. They can be links to any location, for example in Hugging
+    Face's cache. Raises `SettingsError` for an unknown scheme, and `RefusedStorageError` if the backend's client is not
     installed.
     """
     url = SCHEME.match(storage_path)

@@ -1,6 +1,6 @@
 """Storage in a container of Azure Blob Storage.
 
-The parts of an upload are blocks of the blob. A final request turns the blocks into the blob's content.
+The parts of an upload are blocks of the blob. A final request makes the blocks the blob's content.
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ def _azure_client(url: str) -> Any:
         credential = os.environ.get("AZURE_STORAGE_KEY") or DefaultAzureCredential()
         return BlobServiceClient(f"https://{account}.blob.core.windows.net", credential, **options)
     except ValueError as error:
-        raise RefusedStorageError(f"{url}: the AZURE_STORAGE_* environment cannot be used: {shorten(error)}") from error
+        raise RefusedStorageError(
+            f"{url}: the AZURE_STORAGE_* environment variables are not usable: {shorten(error)}"
+        ) from error
 
 
 # -------------------------------------------------------------------------------------------------------------- uploads
@@ -184,7 +186,7 @@ class BlockUpload(PartUpload):
     """
 
     def __init__(self, storage: AzureStorage, key: str, token: str = "") -> None:
-        """`token` identifies the upload's blocks. By default, a new token is generated."""
+        """Create an upload. `token` identifies its blocks. By default, a new token is generated."""
         super().__init__(storage, key)
         self._blob = storage._container.get_blob_client(storage._full(key))
         self._token = token or f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"  # `list_unfinished` reads the time
@@ -205,7 +207,7 @@ class BlockUpload(PartUpload):
         return True
 
     def abort(self) -> None:
-        # Uncommitted blocks are only freed with their blob, or after a week.
+        # Uncommitted blocks are freed only when their blob is deleted, or after a week.
         committed = (exceptions.ResourceExistsError, exceptions.ResourceModifiedError, exceptions.ResourceNotFoundError)
         with self._request(), contextlib.suppress(*committed):
             empty = self._blob.commit_block_list([], match_condition=MatchConditions.IfMissing)

@@ -1,7 +1,7 @@
-"""The interface of storage (`Storage`), and code shared by all backends.
+"""The storage interface (`Storage`), and code shared by all backends.
 
-Keys are separated by `/` and relative to the storage path. Every operation either succeeds completely or raises
-`StorageError` with the object's location (`NotFoundError` if the object does not exist).
+A key is a path relative to the storage path, with `/` as the separator. Every operation either succeeds completely or
+raises `StorageError` with the object's location. The error is a `NotFoundError` if the object does not exist.
 
 To add a backend:
 
@@ -17,7 +17,7 @@ To add a backend:
    settings/definitions.py. For datasets, add it to CLIENTS in data/dataset_files.py. For pods without a Secret, add it
    to SCHEMES in submitter/manifest/foreign_storage.py.
 6. Add an extra for the cloud's client to pyproject.toml, and the credentials to docs/storage.md.
-7. Add a fixture to tests/harness/clouds.py, with which tests/unit/test_storage.py tests the backend.
+7. Add a fixture to tests/harness/clouds.py, so that tests/unit/test_storage.py tests the backend.
 
 `open_storage` rejects any other scheme.
 """
@@ -37,7 +37,7 @@ CHUNK = 1 << 20
 """Number of bytes of a large object that are read or written at a time."""
 
 RACE_TRIES = 5
-"""Number of attempts for a write that collides with another process's write or delete."""
+"""Number of attempts to write an object while another process writes or deletes it."""
 
 RACE_PAUSE_S = 0.2
 """Seconds between the first two attempts. Each later pause is longer by the same amount."""
@@ -70,13 +70,13 @@ class UnfinishedWrite(NamedTuple):
     size: int
     "The size in bytes."
     modified: float
-    "The time of the last write to it, or of its beginning, in seconds since the Unix epoch."
+    "The time of the newest write to it, or of its beginning if nothing was written, in seconds since the Unix epoch."
     token: str
     "The backend's identifier for it."
 
 
 class Writer(ABC):
-    """An object that is being written. Its bytes are counted and hashed. After a failure, every `write` fails."""
+    """A writer of an object. It counts and hashes the object's bytes. After a failure, every call of `write` fails."""
 
     verified = False
     "True if the object is complete and storage has verified its checksum. Otherwise, callers must read it back."
@@ -114,7 +114,7 @@ class Writer(ABC):
         return len(view)
 
     def flush(self) -> None:  # noqa: B027  # torch.save calls it
-        """Do nothing, because the object is only complete at the end."""
+        """Do nothing, because the object only becomes complete at the end."""
 
     @property
     def sha256(self) -> str:
@@ -194,15 +194,16 @@ class Storage(ABC):
 
     def exists(self, key: str) -> bool:
         """Return True if the object exists."""
-        # HEAD is not used for buckets: its 404 has no body, so a missing bucket would look like a missing object.
+        # HEAD requests are not used for buckets. Their 404 has no body, so a missing bucket would look like a missing
+        # object.
         return any(entry.key == key for entry in self.list(key))
 
     def refresh(self, prefix: str) -> None:  # noqa: B027  # a no-op in most backends
-        """Make later listings and reads below `prefix` see everything that other machines have written so far."""
+        """Make later listings and reads below `prefix` include everything that other machines have written so far."""
 
     @abstractmethod
     def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
-        """List the unfinished writes below `prefix`, of killed writers or still in progress."""
+        """List the unfinished writes below `prefix`, both of killed writers and in progress."""
 
     @abstractmethod
     def discard(self, unfinished: UnfinishedWrite) -> None:
@@ -221,7 +222,7 @@ class Storage(ABC):
         return b"".join(self.chunks(key))
 
     def chunks(self, key: str) -> Iterator[bytes | bytearray]:
-        """Yield all bytes of a large object in order. They all belong to the same version."""
+        """Yield all bytes of a large object in order. All bytes belong to the same version."""
         with self.open(key) as stream:
             while chunk := stream.read(CHUNK):
                 yield chunk

@@ -25,7 +25,7 @@ from sunspot.storage.limits import OPERATION_S, operation
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 20
 REQUEST_TRIES = 4
-"""Number of attempts by the service's client. A request without response fails after about 4 x 20 s plus backoff."""
+"""Number of attempts by the service's client. A request without a response fails after about 4 x 20 s plus backoff."""
 
 PART = 16 << 20
 """Size in bytes of each of an object's first EVEN_PARTS parts."""
@@ -34,16 +34,12 @@ EVEN_PARTS = 1000
 """Number of parts of equal size, which together hold 16 GiB."""
 
 GROWTH = 136 << 10
-"""Bytes by which each later part is larger than the previous part.
-
-The 10,000 parts allowed by S3 then hold its limit of 5 TiB, with parts of at most 1.2 GiB. Other clouds allow more.
-"""
+"""Bytes by which each later part is larger than the previous part. With parts of at most 1.2 GiB, the 10,000 parts
+allowed by S3 then hold an object of 5 TiB, S3's limit. Other clouds allow more."""
 
 PARTS_IN_FLIGHT = 8
-"""Number of an object's parts that are transferred at once, because servers limit the speed of a connection.
-
-Together, these parts need 128 MiB of memory, or one percent of an object of 200 GiB.
-"""
+"""Number of an object's parts that are transferred at once, because servers limit the speed of each connection.
+Together, these parts need 128 MiB of memory, or one percent of the size of a 200 GiB object."""
 
 CONNECTIONS = 4 * PARTS_IN_FLIGHT
 """Number of connections that a client keeps open, enough for the parts of several files."""
@@ -76,23 +72,20 @@ class Bucket(Storage):
     FIXES: ClassVar[dict[str, str]]
     "The fix for each error, keyed by the service's code or the class of the client's exception."
     REFUSALS: ClassVar[tuple[str, ...]]
-    "Error codes for a bucket that does not exist or contradicts the settings."
+    "Error codes for a bucket that does not exist or does not match the settings."
     KEY_REFUSALS: ClassVar[tuple[str, ...]]
-    """Error codes for rejected credentials.
-
-    The credentials of a pod's own identity can become valid a moment later, or in the next pod
-    (kubernetes-external-secrets#419, aws-iam-authenticator#285).
-    """
+    """Error codes for rejected credentials. A pod identity's credentials can become valid a moment later, or in the
+    next pod (kubernetes-external-secrets#419, aws-iam-authenticator#285)."""
     KEYS: ClassVar[tuple[str, ...]]
-    "Environment variables with credentials. If one is set, a retry would send the same credentials again."
+    "Environment variables with credentials. If one of them is set, a retry would send the same credentials again."
     MISSING: ClassVar[str]
     "The error code for a missing object in an existing bucket."
     VERSIONS_FIX: ClassVar[str]
-    "Tells the user how to make the service free the space of deleted objects."
+    "Advice on how to make the service free the space of deleted objects."
     VERSIONS_RIGHT: ClassVar[str]
     "The permission that `keeps_versions` needs."
     UNFINISHED_FIX: ClassVar[str]
-    "Tells the user how to make the service delete unfinished uploads."
+    "Advice on how to make the service delete unfinished uploads."
     UNFINISHED_RIGHT: ClassVar[str]
     "The permission that `drops_unfinished` needs."
     FAILURES: ClassVar[tuple[type[Exception], ...]]
@@ -178,7 +171,7 @@ class Bucket(Storage):
             with self._request("create", key):
                 if self._put_new(key, data):
                     return True
-            # The object is this writer's own if an earlier attempt succeeded, but its response was lost.
+            # If an earlier attempt succeeded but its response was lost, the object is this writer's own.
             with contextlib.suppress(NotFoundError):  # another writer is creating it, or has deleted it
                 return self.read(key) == data
             time.sleep(RACE_PAUSE_S * (tries + 1))
@@ -205,10 +198,10 @@ class Bucket(Storage):
             return [e for page in self._pages(self._full(prefix)) for e in page.entries if is_below(e.key, prefix)]
 
     def _pages(self, prefix: str) -> Iterator[ListingPage]:
-        """Yield the pages of a listing with the object `prefix` and everything in its folder.
+        """Yield the pages of a listing with the object `prefix` and everything in the folder `prefix`.
 
-        Buckets list keys by string prefix, so a plain listing of `search` would include `search-01/` and so on. Here,
-        at most two pages contain such other keys.
+        Buckets list keys by string prefix, so a plain listing of `search` would include `search-01/` and so on. With
+        this method, at most two pages contain such keys.
         """
         folder = prefix.rstrip("/") + "/"
         for page in self._list_pages(prefix):
@@ -270,7 +263,7 @@ class _RangeReader(io.RawIOBase):
         self._next = offset
         self._size = CHUNK
         self._left = memoryview(b"")
-        first = read_range(offset, CHUNK, "")  # here, so that a missing object raises an error at once
+        first = read_range(offset, CHUNK, "")  # read now, so that a missing object raises an error at once
         self._version, self._total = (first.version, first.total) if first else ("", 0)
         if first:
             self._take(first)
@@ -334,8 +327,8 @@ class PartUpload(ABC):
 class PartWriter(Writer):
     """Uploads an object in parts, several at once, or in a single request if it fits into one part.
 
-    The clouds' own clients read from a file, but torch.save writes to one. Using them would require a temporary file or
-    a second copy of the state in memory.
+    The clouds' own clients read from a file, but torch.save writes to a file. Combining the two would require a
+    temporary file or a second copy of the state in memory.
     """
 
     def __init__(self, bucket: Bucket, key: str) -> None:
@@ -363,7 +356,7 @@ class PartWriter(Writer):
     def _send_part(self) -> None:
         self._upload = self._upload or self._bucket._begin_upload(self._key)
         if len(self._parts) >= PARTS_IN_FLIGHT:
-            self._parts[-PARTS_IN_FLIGHT].result()  # limits the memory usage, and raises the error of a failed part
+            self._parts[-PARTS_IN_FLIGHT].result()  # limits memory use, and raises a failed part's error
         number = len(self._parts) + 1
         body = self._buffer
         del body[self._filled :]

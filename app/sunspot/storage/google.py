@@ -1,7 +1,7 @@
 """Storage in a Google Cloud Storage bucket.
 
-The parts of an upload are separate objects, which the service composes into one without copying. A resumable upload is
-not used because it is a single stream, and multipart uploads because they belong to the S3-compatible API.
+The parts of an upload are separate objects, which the service composes into one without copying. Resumable uploads are
+not used because each is a single stream. Multipart uploads are not used because they belong to the S3-compatible API.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sunspot.storage.bucket import Bucket, ByteRange, ListingPage, Part, PartUpl
 from sunspot.storage.limits import record_progress
 
 LISTED_AT_ONCE = 1000
-"""Number of objects per page of a listing, the most that the service allows."""
+"""Number of objects per page of a listing. The service does not allow more."""
 
 JOINED_AT_ONCE = 32
 """Largest number of objects that the service composes per request (see "Composite objects" in its documentation)."""
@@ -213,7 +213,7 @@ class ComposedUpload(PartUpload):
     """An upload in parts, which are separate objects until they are composed into one."""
 
     def __init__(self, storage: GoogleStorage, key: str, token: str = "") -> None:
-        """`token` identifies the upload's parts. By default, a new token is generated."""
+        """Create an upload. `token` identifies its parts. By default, a new token is generated."""
         super().__init__(storage, key)
         self._bucket = storage._bucket
         self._name = storage._full(key)

@@ -1,16 +1,16 @@
 """Deadlines for work on storage, and retries while storage fails.
 
-There are two ways to wait for storage. `what` describes the work in messages:
+There are two ways to wait for storage. In both, `what` describes the work in messages:
 
     with_deadline(limit_s, what, work, *arguments)   calls `work` once, and aborts it if storage stops responding
     retry_storage(limit_s, what, work, *arguments)   also calls `work` again while it raises `StorageError`
 
-The caller's work is timed and retried as a whole, rather than single requests. Most work reads before it writes (for
-example, the owner of the run), so a retry has to read again. Streams cannot be retried either, because the caller has
-already used their first bytes.
+Work is timed and retried as a whole, rather than single requests. Most work reads before it writes (for example, it
+reads the run's owner), so a retry has to read again. A stream cannot be retried either, because the caller has already
+used its first bytes.
 
-A hung thread cannot be stopped, so the work runs in a daemon thread, which does not keep the process from exiting. Once
-aborted, the work cannot begin any operation (`operation`) or publish an object (`refuse_if_given_up`).
+A hung thread cannot be stopped, so the work runs in a daemon thread, which does not keep the process from exiting.
+After the work was aborted, it cannot begin any operation (`operation`) or publish an object (`refuse_if_given_up`).
 """
 
 import contextlib
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 class ProgressDeadline:
-    """A deadline of `limit_s` seconds for work on storage, which progress extends.
+    """A deadline of `limit_s` seconds for work on storage. Progress extends it.
 
     Each response adds OPERATION_S seconds and each byte 1 / MIN_RATE seconds, but the time left never exceeds
     `limit_s`. Work therefore ends at most `limit_s` after storage stops responding.
@@ -119,7 +119,7 @@ def with_deadline(
     *arguments: Arguments.args,
     **named: Arguments.kwargs,
 ) -> Result:
-    """Return the result of `work(*arguments)`, which runs under a `ProgressDeadline` in a thread of its own.
+    """Return the result of `work(*arguments)`, which runs under a `ProgressDeadline` in a separate thread.
 
     `what` describes the work in messages. Raises `StorageError` once the deadline has passed.
     """
@@ -127,18 +127,19 @@ def with_deadline(
 
 
 CURRENT_DEADLINE: ContextVar[ProgressDeadline | None] = ContextVar("deadline", default=None)
-"""Deadline of the work that the current thread is part of.
+"""The deadline of the work that the current thread belongs to.
 
 It is a context variable because the operations of one piece of work are spread over many calls and threads
-(`start_thread` copies the context): as a parameter, it would run through every function between `with_deadline` and a
-backend's requests.
+(`start_thread` copies the context). As a parameter, it would have to be passed through every function between
+`with_deadline` and a backend's requests.
 """
 
 
 def operation(where: str, gives_s: float = OPERATION_S) -> contextlib.AbstractContextManager[None]:
     """Context manager for an operation on the object at `where`. Its response extends the deadline by `gives_s`.
 
-    Pass 0 if `record_progress` counts the operation's bytes. Raises `StorageError` if the current work was aborted.
+    Pass 0 as `gives_s` if `record_progress` counts the operation's bytes. Raises `StorageError` if the current work was
+    aborted.
     """
     refuse_if_given_up(where)
     deadline = CURRENT_DEADLINE.get()
@@ -169,7 +170,7 @@ class RetryWindow:
         self.tries = 0
         "The number of failed attempts."
         self.over = False
-        "True once attempts have failed, or made no progress, for the whole limit."
+        "True once attempts have failed or made no progress for the whole time limit."
         self._since = 0.0
         self._deadline: ProgressDeadline | None = None
         "The deadline of the newest attempt."
@@ -187,8 +188,8 @@ class RetryWindow:
     def attempt(self, limit_s: float, what: str, work: Callable[[], Result]) -> Result:
         """Return the result of `work`, which runs in a separate thread. An error counts as a failed attempt.
 
-        The attempt gets the rest of `limit_s`, but at least a tenth of it. Raises `StorageError` once this time is
-        over.
+        The attempt's time limit is the rest of `limit_s`, but at least a tenth of `limit_s`. Raises `StorageError`
+        after that time.
         """
         began = time.monotonic()
         deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what)
@@ -235,5 +236,5 @@ def retry_storage(
 
 
 def pause_after(tries: int) -> float:
-    """Return the seconds to wait after an attempt, given the number of attempts before it."""
+    """Return the seconds to wait after an attempt, given the number of earlier attempts."""
     return BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]

@@ -46,13 +46,13 @@ FoundFiles = list[tuple[str, os.stat_result]]
 class LocalStorage(Storage):
     """A directory, local or on NFS. Rename and link are atomic on both, and `refresh` drops NFS caches.
 
-    The storage path can be a link, and links inside it are followed, but no key leads out of it. Otherwise, anyone who
-    can write to a run's folder could make other users' commands read or delete files elsewhere. A file's location is
-    checked after the file is opened, so changing a link in between has no effect.
+    The storage path can be a link, and links inside it are followed, but no key leads out of the storage path.
+    Otherwise, anyone who can write to a run's folder could make other users' commands read or delete files elsewhere. A
+    file's location is checked after the file is opened, so changing a link in between has no effect.
     """
 
     def __init__(self, storage_path: str, follow_links: bool = False) -> None:
-        """`follow_links` is documented in `open_storage`."""
+        """Create the storage. `follow_links` is documented in `open_storage`."""
         self.root = local_path(storage_path)
         self._follow_links = follow_links
         self._real_root: str | None = None
@@ -155,7 +155,7 @@ class LocalStorage(Storage):
         return False
 
     def refresh(self, prefix: str) -> None:
-        # An NFS client caches the existing and missing names in a directory for up to a minute. If the client itself
+        # An NFS client caches a directory's names, including missing names, for up to a minute. If the client itself
         # changes the directory, the server's response contains a new version, and the client drops its cache.
         location = self.locate(prefix)
         # If the run was deleted, the folder does not exist.
@@ -168,7 +168,8 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def enter(self, folder: str, create: bool = False) -> Iterator[int]:
-        """Context manager that opens a folder for operations on names in it (`dir_fd`). `create` creates the folder.
+        """Context manager that opens a folder for operations on names in it (`dir_fd`). If `create` is set, the folder
+        is created.
 
         Raises `OutsideStorageError` if the folder is outside the storage path, and `OSError` if it cannot be opened.
         """
@@ -200,8 +201,8 @@ class LocalStorage(Storage):
             self._real_root = _real_path(self.root)  # the storage path might have been created or moved since
         if not self._is_inside(real):
             raise OutsideStorageError(
-                f"{path} is or passes a link to {real}, outside of the storage path {self.root}, and is not followed; "
-                "replace the link with the files themselves, or mount their folder there"
+                f"{path} leads through a link to {real}, which is outside of the storage path {self.root}; such "
+                "links are not followed; replace the link with the files themselves, or mount their folder there"
             )
 
     def _is_inside(self, real: str) -> bool:
@@ -252,7 +253,7 @@ class LocalStorage(Storage):
             yield from files
 
     def _scan(self, folder: str, refuse: Callable[[str, StorageError], None]) -> tuple[FoundFiles, Sequence[str]]:
-        """Return the files and the folders in a folder, or only the file if the key is that of a file."""
+        """Return the files and folders in `folder`, or only the file if `folder` is a file's key."""
         files: FoundFiles = []
         folders = []
         try:
@@ -313,7 +314,7 @@ class _LocalWriter(Writer):
             self._sink = self._open_temporary()
 
     def _open_temporary(self) -> BinaryIO:
-        """Create the folder and open a new file in it. Retried if another process deletes the empty folder."""
+        """Create the folder, and open a new file in it. Tries again if another process deletes the empty folder."""
         for _ in range(RACE_TRIES - 1):
             with contextlib.suppress(FileNotFoundError, FileExistsError):
                 return self._try_to_open()
@@ -340,7 +341,7 @@ class _LocalWriter(Writer):
             try:
                 os.link(self._temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
-                # NFS also raises this error if the server created the link but its response was lost.
+                # NFS also raises this error if the server created the link, but its response was lost.
                 if os.stat(self._temporary, dir_fd=folder).st_nlink == 1:
                     return False
             os.fsync(folder)

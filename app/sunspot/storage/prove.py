@@ -1,4 +1,4 @@
-"""Checks that storage works as runs require, and measures it for `sunspot doctor`, here or in a pod.
+"""Checks that storage meets the requirements of runs, and measures it for `sunspot doctor`, here or in a pod.
 
 The test objects are in a folder that is not a run, and are deleted afterwards.
 """
@@ -35,13 +35,15 @@ LARGE_WITHIN_S = 10.0
 """Seconds after which the large object is not written again."""
 
 MIN_MB_PER_S = 5.0
-"""Lowest throughput without a warning. It saves the default task's state, 134 MB, within a notice of 30 s."""
+"""Lowest throughput without a warning. At this rate, the default task's state of 134 MB is saved within a notice of 30
+s."""
 
 MAX_LATENCY_S = 1.0
 """Largest latency without a warning. Status, logs and metrics need several small writes every few seconds."""
 
 MAX_SKEW_S = 30.0
-"""Largest clock skew without a warning. A run counts as lost after two minutes of silence by the reader's clock."""
+"""Largest clock skew without a warning. A run counts as lost after two minutes of silence according to the reader's
+clock."""
 
 FASTER_DISK = "set SUNSPOT_STORAGE_PATH to a folder on a faster disk"
 
@@ -76,7 +78,8 @@ def failure(name: str, error: Exception) -> Check:
 def prove(storage: Storage, prefix: str) -> None:
     """Check that objects below `prefix` can be created, read, listed and deleted, but not created twice.
 
-    If they could be created twice, two processes could own one run. Raises `StorageError` with the location `prefix`.
+    If they could be created twice, two processes could own the same run. Raises `StorageError`. The error mentions
+    `prefix` instead of the test object.
     """
     probe = f"/probe-{uuid.uuid4().hex}"
     try:

@@ -27,7 +27,7 @@ DELETED_AT_ONCE = 1000
 """Largest number of objects that S3 deletes per request."""
 
 PROBE_PART = 10_000
-"""Number of a damaged part that is sent as a test. Only objects of almost 5 TiB have a real part with this number."""
+"""Number of the damaged part that is sent as a test. Only objects of almost 5 TiB have a real part with this number."""
 
 WRONG_CHECKSUM = {"BadDigest", "XAmzContentChecksumMismatch"}
 """Error codes of S3 and MinIO for a part that does not match its checksum."""
@@ -83,7 +83,7 @@ class S3Storage(Bucket):
     def _transfers(self) -> Any:
         """A client for large objects, which does not sign a SHA-256 of the content.
 
-        On a CPU without SHA instructions, the hash would be the slowest step, at 0.3 GB/s. The signature covers the
+        On a CPU without SHA instructions, hashing would be the slowest step, at 0.3 GB/s. The signature covers the
         part's checksum instead.
         """
         return _s3_client(f"s3://{self.bucket}", payload_signing_enabled=False)
@@ -203,7 +203,7 @@ class S3Storage(Bucket):
 
     def keeps_versions(self) -> bool | None:
         try:
-            # A suspended bucket also has a status, because it keeps existing versions.
+            # A bucket with suspended versioning also has a status, because it keeps existing versions.
             return "Status" in self._client.get_bucket_versioning(Bucket=self.bucket)
         except (ClientError, BotoCoreError):
             return None
@@ -252,14 +252,15 @@ def _s3_client(url: str, **options: Any) -> Any:
                 read_timeout=bucket.READ_TIMEOUT_S,
                 retries={"mode": "standard", "total_max_attempts": bucket.REQUEST_TRIES},
                 s3={"addressing_style": "path", **options},
-                # Checksums in trailers only work on AWS. Parts send them in headers, and hashes verify reads.
+                # Checksums in trailers only work on AWS. Parts send their checksums in headers, and reads are verified
+                # by hashes.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
                 max_pool_connections=bucket.CONNECTIONS,
             ),
         )
     except (BotoCoreError, ValueError) as error:
-        raise RefusedStorageError(f"{url}: the AWS environment cannot be used: {shorten(error)}") from error
+        raise RefusedStorageError(f"{url}: the AWS environment variables are not usable: {shorten(error)}") from error
 
 
 # -------------------------------------------------------------------------------------------------------------- uploads
@@ -288,12 +289,12 @@ class MultipartUpload(PartUpload):
         return self._client.upload_part(**self._upload, PartNumber=number, Body=body, ChecksumCRC32=as_base64(checksum))
 
     def _refuses_damage(self) -> bool:
-        """Return True if the server rejects a part with a wrong checksum. Its number is not used by the object."""
+        """Return True if the server rejects a part with a wrong checksum. The object has no part with this number."""
         try:
             self._upload_part(PROBE_PART, b"damaged", zlib.crc32(b"whole"))
         except ClientError as error:
             return error.response["Error"]["Code"] in WRONG_CHECKSUM
-        except BotoCoreError:  # otherwise the real parts fail too, or the object is read back
+        except BotoCoreError:  # any other error also makes the real parts fail, or the object is read back
             pass
         return False
 

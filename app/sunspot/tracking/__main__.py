@@ -31,7 +31,7 @@ The driver starts this program if SUNSPOT_TRACKING is set. Start it yourself to 
 """
 
 END_TIMEOUT_S = 30
-"""Seconds for which the end of a run is retried if the service is unreachable."""
+"""Seconds for which delivering the end of a run is retried if the service is unreachable."""
 
 
 def main() -> int:
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def follow(delivery: Delivery, every_s: float, later: str) -> None:
-    """Deliver new records until stdin is closed, and then the end of the run.
+    """Deliver new records until stdin is closed, then deliver the end of the run.
 
     Messages about failures include the command `later`, which delivers the rest.
     """
@@ -111,7 +111,7 @@ def _finish(delivery: Delivery, outage: Outage, later: str) -> None:
 
 
 class Outage:
-    """Reports the beginning and the end of a service outage, on the terminal and in the run's events."""
+    """Reports when a service outage begins and ends, on the terminal and in the run's events."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
@@ -142,7 +142,7 @@ class Outage:
 
 
 def _recorded_service(run: Run, settings: Settings) -> Settings:
-    """Return the settings with the tracking service that the run's last attempt used."""
+    """Return the settings with TRACKING set to the service that the run's last attempt used."""
     attempts = read_attempts(run)
     service, project = (recorded_setting(attempts, name) for name in ("tracking", "tracking_project"))
     if attempts and not service:

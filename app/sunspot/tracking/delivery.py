@@ -44,8 +44,9 @@ MODEL = "model.pt"
 class Delivery:
     """Delivers one run to one service, continuing where an earlier delivery ended.
 
-    A metric record is delivered once a checkpoint covers its step, because the run cannot fall back behind the
-    checkpoint. Each step is therefore delivered once. If a checkpoint is lost, repeated steps are not sent again.
+    A metric record is delivered only after a checkpoint covers its step, because the run cannot fall back behind the
+    checkpoint. Each step is therefore delivered once. Steps that are repeated because a checkpoint was lost are not
+    sent again.
     """
 
     def __init__(self, run: Run, name: str, project: str, driver: str = "") -> None:
@@ -66,7 +67,7 @@ class Delivery:
         self._segments: set[Segment] = set()
         "The segments of the metric history that have been delivered completely."
         self._described = 0
-        "The number of the attempt with the parameters that the service has."
+        "The number of the attempt with the parameters that the service received last."
         self._scratch = tempfile.TemporaryDirectory(prefix="sunspot-tracking-")
 
     def deliver(self) -> None:
@@ -97,7 +98,7 @@ class Delivery:
                 self._segments.add(segment)
 
     def finish(self) -> None:
-        """Send the rest, and the report, best model and state of a run that has ended.
+        """Send everything that is missing of a run that has ended, including its report, best model and final state.
 
         Raises whatever `deliver` raises.
         """
@@ -167,7 +168,7 @@ class Delivery:
         self._described = newest.number
 
     def _final_step(self, spans: list[Span]) -> int:
-        """Return the newest checkpoint's step, up to which the history is final, or -1 without a checkpoint."""
+        """Return the newest checkpoint's step, up to which the history is final, or -1 if there is no checkpoint."""
         counted, _, _ = classify(list_directories(self.run), spans)
         return step_of(counted[-1]) if counted else -1
 
@@ -236,7 +237,7 @@ class Delivery:
         return file
 
     def _summarize(self, service: Service, status: Status) -> dict[str, str]:
-        """Send the goodput as a metric, so that runs can be compared, and return a tag with the number of incidents."""
+        """Send the goodput as a metric, for comparing runs. Return a tag with the number of incidents."""
         receipts = read_receipts(read_journal(self.run, "events"))
         fraction = goodput(read_attempts(self.run), receipts, status.time)
         if fraction is not None:
@@ -261,7 +262,8 @@ def _end_of(status: Status) -> str:
 def to_point(record: dict[str, Any]) -> Point:
     """Return the metrics of a record.
 
-    If the record is only an evaluation, these are the metrics of held-out rows. An earlier record has the others.
+    If the record is only an evaluation, these are the metrics of held-out rows. The other metrics are in an earlier
+    record.
     """
     values = {
         name: float(value)
@@ -301,7 +303,7 @@ class Delivered:
     model: str = ""
     "The name of the checkpoint with the delivered model."
     ended: str = ""
-    "The delivered end of the run, in the form of `_end_of`."
+    "The end of the run that was delivered, as returned by `_end_of`."
 
 
 def read_tracking_run(run: Run, service: str) -> str | None:

@@ -1,7 +1,7 @@
 """Starts the process that delivers a run to a tracking service while it trains.
 
-The process is separate from the driver, because importing a service's library takes seconds and about 180 MB, and
-because its server can hang. Neither must affect training.
+The process is separate from the driver, because importing a service's library takes seconds and about 180 MB, and the
+service can hang. Neither must affect training.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from sunspot.settings import PREFIX, Settings
 log = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 120
-"""Seconds that the driver waits at its end for the rest of the delivery, which is mainly the model."""
+"""Seconds that the driver waits for the rest of the delivery before it exits. The rest is mainly the model."""
 
 SILENT_WAIT_S = 3
 """Seconds after which the driver prints that it is waiting."""
@@ -119,7 +119,7 @@ def _wait_for_end(process: subprocess.Popen[str]) -> None:
 
 
 def command(run: Run, settings: Settings) -> str:
-    """Return the command with which a user delivers the rest of a run, for messages."""
+    """Return the command that delivers the rest of a run, for messages."""
     return f"`python -m sunspot.tracking {run.name} --storage {shlex.quote(settings.storage_path)}`"
 
 

@@ -49,7 +49,8 @@ class Service(ABC):
     """
 
     acknowledges = True
-    "True if the service has received the data once `send` returns. Otherwise, it has once `close` returns."
+    """True if the service has received the data when `send` returns. Otherwise, it has received the data when `close`
+    returns."""
 
     def __init__(self, project: str, identity: RunIdentity) -> None:
         """Prepare to deliver a run to a project (an experiment, in MLflow's terms)."""
@@ -110,7 +111,7 @@ ENVIRONMENT = {
     TIMEOUT: "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    # Nothing must be sent anywhere except to the server.
+    # Nothing must be sent to anyone but the server.
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 
@@ -136,7 +137,7 @@ class MlflowService(Service):
         super().__init__(project, identity)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        from mlflow import MlflowClient  # takes seconds, and reads the environment
+        from mlflow import MlflowClient  # importing it takes seconds and reads the environment
 
         self._client = MlflowClient()
         self._run = ""
@@ -221,7 +222,7 @@ class MlflowService(Service):
             for begin in range(0, len(entries), at_once):
                 self._client.log_batch(self._run, **{kind: entries[begin : begin + at_once]})
         except MlflowException as error:
-            self._active()  # raises if the fault is with the run rather than the request
+            self._active()  # raises if the run is at fault rather than the request
             if error.error_code in REFUSALS:
                 raise RefusedError(f"MLflow: {shorten(error)}") from error
             raise
@@ -256,8 +257,8 @@ wandb_errors = tracking_errors("Weights & Biases")
 class WandbService(Service):
     """A run in Weights & Biases.
 
-    The library writes to a file below WANDB_DIR, which its own process sends to the server at WANDB_BASE_URL. With
-    WANDB_MODE=offline, the file is not sent.
+    The library writes to a file below WANDB_DIR, and its own process sends the file to the server at WANDB_BASE_URL.
+    With WANDB_MODE=offline, the file is not sent.
     """
 
     acknowledges = False

@@ -1,4 +1,4 @@
-"""A search over settings, in which each trial is a run, and the search keeps the best trial's checkpoint.
+"""A search over settings. Each trial is a run, and the search keeps the best trial's checkpoint.
 
 `python -m sunspot.tune` takes these steps:
 

@@ -31,7 +31,7 @@ from sunspot.run.checkpoints import (
 
 
 def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: Checkpoint | None) -> Attempt:
-    """Claim a new attempt of the search, which starts from its checkpoint `origin`, if any.
+    """Claim a new attempt of the search that starts from `origin`, one of the search's checkpoints, if any.
 
     Raises `SupersededError` if another process has taken over the search.
     """
@@ -57,7 +57,7 @@ def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: 
 def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, name: str) -> Checkpoint:
     """Make a copy of the trial's checkpoint `name` the only checkpoint of the search `run`.
 
-    `environment` holds the trial's settings. If a call is interrupted, it can be repeated. Raises `DamageError` if the
+    `environment` holds the trial's settings. An interrupted call can be repeated. Raises `DamageError` if the
     checkpoint does not match its manifest, `NotFoundError` if it was deleted, `StorageError` if storage fails, and
     `SupersededError` if another process has taken over the search.
     """
@@ -71,7 +71,7 @@ def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, na
         return current
     attempt = begin_attempt(
         run, owner, environment, None
-    )  # from step 0, because a better checkpoint may have fewer steps
+    )  # from step 0, because a better checkpoint can have fewer steps
     name = checkpoint_name(wanted.step, attempt.number, attempt.nonce)
     promoted = replace(wanted, name=name, attempt=attempt.number)
     files = {file: _copy(trial, wanted, run, promoted.name, file) for file in wanted.files}

@@ -52,7 +52,7 @@ def main() -> int:
         )
     refuse_unusable(search.settings)
 
-    # Imported late, because torch and Ray take seconds to import, and wrong settings should be reported at once.
+    # Imported late, because torch and Ray take seconds to import, and invalid settings should be reported at once.
     from sunspot.plan import with_absolute_paths
     from sunspot.run.logs import shipped_driver_output
     from sunspot.run.owner import new_owner
@@ -76,7 +76,7 @@ def main() -> int:
         print(f"search {run.name} in {run.location}")
         for each in skipped:
             log.warning(f"skipped {each}")
-        # A search has no checkpoint before its end, so its driver may start again for every trial.
+        # A search has no checkpoint before its end, so its driver can start again for every trial.
         starts = settings.max_driver_starts * settings.trials
         with recorded_outcome(running.claimant, promoted, starts, running.stop_request) as outcome:
             train_and_promote(running, promoted, outcome)
@@ -92,13 +92,13 @@ class RunningSearch:
     errors: dict[int, str] = field(default_factory=dict)
     "The error of each ended trial, keyed by its number, or an empty string if it had none."
     promoted: str | None = None
-    "The name of the run whose checkpoint was promoted."
+    "The name of the run with the promoted checkpoint."
     stop_request: StopRequest = field(default_factory=StopRequest)
 
     def end_trial(self, number: int, error: str) -> None:
         """Record and print how a trial ended.
 
-        Nothing is printed if storage fails, because the results will have the same line.
+        Nothing is printed if storage fails, because the results will include the same line.
         """
         self.errors[number] = error
         with suppress(StorageError):
@@ -195,7 +195,7 @@ def _table(results: SearchResults) -> Iterator[list[str]]:
 
 
 def train_and_promote(running: RunningSearch, promoted: Checkpoint | None, outcome: DriverStatusWriter) -> None:
-    """Train the trials that have not ended, and promote the best trial's checkpoint, unless the search is stopped."""
+    """Train the trials that have not ended. Then promote the best trial's checkpoint, unless the search was stopped."""
     import ray
 
     from sunspot.elastic.control import ControlChannel, open_control

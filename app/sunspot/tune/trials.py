@@ -43,7 +43,7 @@ COMPARISONS = 2
 
 FULL_RUN = REDUCTION**COMPARISONS
 """Length of a complete run in ASHA's unit of time. Trials are compared at equal fractions of their runs, because they
-can differ in steps and epochs, and the schedules of their learning rates have then progressed equally."""
+can differ in steps and epochs. At equal fractions, their learning rate schedules have progressed equally."""
 
 MIN_PROGRESS = 0.01
 """Smallest fraction of a run between two reports to Tune, which handles only about 20 reports per second."""
@@ -66,10 +66,10 @@ SCORE = "score"
 """The key in a trial's report for the metric of the search."""
 
 ERROR = "error"
-"""The key in a trial's report for its error, which is empty before the trial ends or without an error."""
+"""The key in a trial's report for its error, which is empty before the trial ends or if it ended without an error."""
 
 NODES_TIMEOUT_S = 60.0
-"""Seconds to wait for a job's nodes, after which the search trains fewer trials at a time."""
+"""Seconds to wait for a job's nodes. After that, the search trains fewer trials at a time."""
 
 NODES_POLL_EVERY_S = 1.0
 
@@ -89,7 +89,7 @@ def await_nodes(trials: tuple[Settings, ...], observe: Callable[[], tuple[dict[s
     """Wait for nodes, and return the allocation of their resources.
 
     `observe` returns the cluster's resources and its number of nodes. On Kubernetes, a restarted driver can be running
-    before its nodes are back, so this waits up to NODES_TIMEOUT_S seconds for them.
+    before its nodes are back. This waits up to NODES_TIMEOUT_S seconds for the nodes.
     """
     settings = trials[0]
     wanted = min(settings.concurrent_trials, len(trials)) if settings.job_id else 0
@@ -149,7 +149,8 @@ def run_trials(trials: Trials, at_once: int, stopped: Callable[[], bool], on_end
     os.environ.update(TUNE_ENVIRONMENT)
     trainable = tune.with_resources(
         tune.with_parameters(run_trial, trials=trials),
-        # The trials' drivers run on the head, because workers' nodes may be lost. They take no CPU from the workers.
+        # The trials' drivers run on the head, because the workers' nodes can be lost. The drivers take no CPU from the
+        # workers.
         tune.PlacementGroupFactory([{"CPU": 0, HEAD: 0.001}]),
     )
     with tempfile.TemporaryDirectory() as scratch:
@@ -214,7 +215,7 @@ def _train(settings: Settings, trials: Trials, stop_request: StopRequest) -> str
 
 
 def has_ended(run: Run, settings: Settings) -> bool:
-    """Return True if nothing is left to train, so that no driver need start."""
+    """Return True if nothing is left to train, so no driver has to start."""
     status = read_status(run)
     if status and status.state is RunState.STOPPED:
         return stop_requested(run)
@@ -242,7 +243,7 @@ class HistoryReplay:
         "The segments of the history that have been read."
 
     def new(self) -> list[dict[str, float]]:
-        """Return the results since the last call. If there are none, this costs a small listing and one read."""
+        """Return the results since the last call. A call without new results costs a small listing and one read."""
         status = read_status(self._run)
         if not status or not status.total_steps or status.time == self._status_time:
             return []
@@ -305,7 +306,7 @@ class StoppingAsha(DropOnPickle, ASHAScheduler):
         "The numbers of the trials that have begun and not ended, which Tune must not end."
         self._given_up: set[int] = set()
         self._to_stop: dict[int, str] = {}
-        "The reason for each rejected trial that could not be asked to stop yet, keyed by the trial's number."
+        "The reason why each trial was rejected, keyed by number, for trials that could not be asked to stop yet."
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Process a trial's result, and stop the trial's run if ASHA would end the trial."""

@@ -1,4 +1,4 @@
-"""Checks that a cluster has everything that a run needs. The checks are independent of each other."""
+"""Checks that a cluster has everything that a run needs. Each check is independent of the others."""
 
 import re
 from collections import Counter
@@ -46,7 +46,10 @@ LEVEL = "pod-security.kubernetes.io/enforce"
 
 
 def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """Check the cluster for a run like `rendered`. Stops at the first check if the API server does not answer."""
+    """Yield checks of the cluster for a run like `rendered`.
+
+    Stops after the first check if the API server does not answer.
+    """
     try:
         version = (cluster.find("version") or {}).get("gitVersion", "of an unknown version")
         yield Check("API server", Result.OK, f"{cluster.server} is Kubernetes {version}")
@@ -82,7 +85,7 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 
 def _or_ok(problems: Iterable[Check], name: str, good: str) -> Iterator[Check]:
-    """Yield the problems, or a successful check with the text `good` if there are no problems."""
+    """Yield the problems. If there are none, yield a successful check with the text `good`."""
     yield from list(problems) or [Check(name, Result.OK, good)]
 
 
@@ -167,7 +170,7 @@ def _check_base(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
         missing = ", ".join(name for name in names if there[name] is False)
         hidden = ", ".join(name for name in names if there[name] is None)
         if missing:
-            seen = f"missing in {cluster.namespace}, although k8s/base has it: {missing}"
+            seen = f"missing in {cluster.namespace}, but part of k8s/base: {missing}"
             yield Check(kind, Result.WARNING, seen, "`kubectl apply -k k8s/base` creates it")
         elif hidden:
             yield Check(kind, Result.WARNING, f"this user cannot see {hidden}", "ask someone who can see it")
@@ -185,7 +188,7 @@ def _check_manifest(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
         yield Check("manifest", Result.OK, "the API server accepts a RayJob with this profile in a dry run")
     except RefusedError as error:
         if error.status == 404:
-            return  # KubeRay or the namespace is missing, which other checks report
+            return  # other checks report that KubeRay or the namespace is missing
         yield failure("manifest", ClusterError(explain_refusal(error)))
 
 

@@ -63,7 +63,7 @@ class Examination:
 
 
 def examine(access: RunAccess) -> Examination:
-    """Examine a run in the cluster and in storage, or in one of them if the other does not answer.
+    """Examine a run in the cluster and in storage. If one of them does not answer, examine only the other.
 
     Raises the same errors as `read_run`.
     """
@@ -111,7 +111,7 @@ def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunDetails, unsee
 
 
 def _examine_training(case: Case, snapshot: RunSnapshot, findings: list[Finding]) -> list[Finding]:
-    """Add the findings about training, and drop findings that another one explains."""
+    """Add the findings about training, and drop each finding that another finding explains."""
     findings = findings + [finding for check in CHECKS for finding in check(case)]
     findings = [finding for finding in findings if not _is_explained(finding, findings)]
     seen = snapshot.job_snapshot
@@ -132,7 +132,7 @@ def _waits_for_node(seen: JobSnapshot) -> bool:
 def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:
     """Return True if only the cluster can explain the run's state.
 
-    This requires that a RayJob trains the run or was submitted for it. If no cluster is configured, storage alone
+    This is only possible if a RayJob trains the run or was submitted for it. If no cluster is configured, storage alone
     explains a run that is training.
     """
     status = snapshot.storage.status

@@ -15,7 +15,7 @@ def find_failed_tries(snapshot: RunSnapshot, state: RunState) -> Iterator[Findin
         return
     evidence = describe_failed_tries(job, snapshot.storage)
     details = {"failed": job.failed, "tries": job.tries, "message": job.message or None}
-    advice = "fix what the message names, and submit again; the next attempt would fail in the same way"
+    advice = "fix the problem that the message describes, and submit again; the next attempt would fail in the same way"
     cost = 1.0
     if ": " not in evidence:
         cost = 0.0  # the current pods' problems explain more
@@ -29,10 +29,14 @@ def find_failed_tries(snapshot: RunSnapshot, state: RunState) -> Iterator[Findin
 
 
 def find_unrecorded_end(state: RunState, reason: str) -> Iterator[Finding]:
-    """Yield a finding for a run that has ended according to the cluster, if storage has nothing to read."""
+    """Yield a finding for a run that has ended according to the cluster, if storage has no record of it."""
     if state is RunState.FAILED:
         yield Finding(
-            Diagnosis.FAILED, Severity.ERROR, reason, "fix what the message names, and submit again", cost=1.0
+            Diagnosis.FAILED,
+            Severity.ERROR,
+            reason,
+            "fix the problem that the message describes, and submit again",
+            cost=1.0,
         )
     elif state is RunState.LOST:
         yield Finding(Diagnosis.LOST, Severity.ERROR, reason, "submit it again", cost=0.9)

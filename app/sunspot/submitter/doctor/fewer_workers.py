@@ -33,7 +33,7 @@ def find_fewer_workers(case: Case, seen: JobSnapshot | None) -> Iterator[Finding
 
 
 def _find_beginning(case: Case, wanted: int) -> float | None:
-    """Return the time when the run dropped below `wanted` workers, in seconds since the epoch, or None if unknown."""
+    """Return the Unix time when the run dropped below `wanted` workers, or None if it is unknown."""
     since = None
     for attempt in reversed(case.view.attempts):
         if attempt.metadata.world_size >= wanted:

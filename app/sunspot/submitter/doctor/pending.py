@@ -27,7 +27,7 @@ from sunspot.submitter.manifest.quotas import ASK_FOR_LESS, parse_exceeded
 from sunspot.submitter.manifest.requirements import pod_templates
 
 NOT_BEGUN = (RunState.PENDING, RunState.STARTING, RunState.RETRYING, RunState.FAILED)
-"""States in which a run does not train at all if pods are missing."""
+"""States in which missing pods mean that a run does not train at all."""
 
 DEADLINES = {
     "PreRunningDeadlineExceeded": ("preRunningDeadlineSeconds", "pre_running_deadline_s"),
@@ -44,7 +44,7 @@ def find_pending(seen: JobSnapshot, state: RunState) -> list[Finding]:
     job = seen.job
     if job.deployment_status == "ValidationFailed":
         evidence = f"the operator rejects the manifest of {job.name}: {job.message}"
-        advice = "correct what the message names, and submit again"
+        advice = "fix the problem that the message describes, and submit again"
         return [Finding(Diagnosis.REFUSED, Severity.ERROR, evidence, advice, {"job": job.name})]
     late = job.failure if job.deployment_status == "Failed" else ""
     if job.terminal and late not in DEADLINES:
@@ -53,7 +53,7 @@ def find_pending(seen: JobSnapshot, state: RunState) -> list[Finding]:
     found = [_deadline(job, late)] if late in DEADLINES else []
     if late != "DeadlineExceeded":
         found += _explain_job(job, seen.now)
-        # Deleted pods are explained only by their last warnings. Ignore warnings from earlier attempts.
+        # Only their last warnings explain deleted pods. Warnings from earlier attempts are ignored.
         since = max(seen.now - WARNING_FRESH_S, job.try_began - CLOCK_SKEW_S)
         recent = [event for event in seen.warnings if late or event.time > since]
         found += [] if seen.unseen_pods else _explain_pods(seen, recent, severity)
@@ -117,7 +117,7 @@ def _find_restarts(job: JobView, pods: Pods) -> Iterator[Finding]:
 
 
 def _find_mixed_images(pods: Pods) -> Iterator[Finding]:
-    """Find image tags that were pushed again during the run, which makes its pods run different programs."""
+    """Find image tags that were pushed again during the run. The run's pods then run different programs."""
     digests: dict[str, dict[str, list[str]]] = {}
     for pod in pods:
         for image, digest in sorted(pod.images):
@@ -152,7 +152,9 @@ def _explain_refusal(job: JobView, problem: PodProblem, severity: Severity) -> F
         return Finding(Diagnosis.QUOTA, severity, evidence, advice, details)
     if "not found" in problem.evidence:
         return Finding(Diagnosis.MISSING, severity, evidence, CREATE_MISSING)
-    advice = "a policy of the namespace rejects it; correct what the policy names, or ask for a different policy"
+    advice = (
+        "a policy of the namespace rejects it; correct what the policy complains about, or ask for a different policy"
+    )
     return Finding(problem.kind, severity, evidence, advice)
 
 

@@ -1,7 +1,7 @@
 """Tests storage, GPUs and the network from pods like a run's head and workers.
 
-The pods use the same nodes, service account, Secrets and policies as the run. They are always deleted, and end by
-themselves if this process cannot delete them.
+The pods use the same nodes, service account, Secrets and policies as the run. They are deleted at the end. If this
+process cannot delete them, they end by themselves.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from sunspot.submitter.manifest.shape import SLOT
 from sunspot.submitter.printing import warn
 
 LABEL = "sunspot/doctor"
-"""Label of the pods. Its value is different for heads and workers, and for each call."""
+"""Label of the pods. Its value differs between head and workers, and between calls."""
 
 WITHIN_S = 900.0
 """Seconds within which the pods must end. Adding a node and pulling an image take minutes each."""
@@ -59,7 +59,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         for rank, pod in enumerate(pods[1:] if len(pods) > 2 else ()):
             pod["spec"]["containers"][0]["command"] += ["--meeting", mark, "--rank", str(rank)]
         for pod in pods:
-            created.append(cluster.create_pod(pod))  # noqa: PERF401  # deleted even if the next one is rejected
+            created.append(cluster.create_pod(pod))  # noqa: PERF401  # deleted even if the next pod is rejected
         names = [pod["metadata"]["name"] for pod in created]
         warn(f"waiting for the pods {', '.join(names)}, for at most {in_words(WITHIN_S)}")
         ended = _await_end(cluster, names)
@@ -157,7 +157,7 @@ def read_checks(kind: str, pod: dict[str, Any] | None) -> Iterator[Check]:
         return
     node = pod["spec"].get("nodeName", "")
     statuses = {status["name"]: status for status in pod.get("status", {}).get("containerStatuses") or ()}
-    container = statuses.get("ray", {})  # the cluster may have added a sidecar
+    container = statuses.get("ray", {})  # the cluster can have added a sidecar
     ended = container.get("state", {}).get("terminated") or {}
     output = str(ended.get("message", ""))
     with contextlib.suppress(ValueError, TypeError, KeyError):

@@ -12,7 +12,7 @@ from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.requirements import requests_of
 
 CONTROL_PLANE = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
-"""Taints of control plane nodes, which never run a run's pods."""
+"""Taints of control plane nodes, where a run's pods never run."""
 
 NODE_STATE_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "ToBeDeletedByClusterAutoscaler")
 """Prefixes of taints that describe a node's state. Tolerating them does not help."""
@@ -42,7 +42,7 @@ def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str
 
 
 def find_obstacles(pod: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Obstacle]:
-    """Yield the reasons why pods with this spec cannot run on a node, even if it is empty."""
+    """Yield the reasons why pods with this spec cannot run on a node, even if the node is empty."""
     spec = node.get("spec", {})
     labels = node["metadata"].get("labels", {})
     if not is_ready(node):

@@ -1,8 +1,8 @@
 """Explains why a pod fits on no node, from the scheduler's message and, if this user can list them, the nodes.
 
 For each node, the scheduler reports only the first filter that fails: taints, then labels, then free resources, then
-volumes and other pods. A tainted node might therefore also lack the labels, but a node that lacks resources has them.
-Since Kubernetes 1.34, the message does not name the taints.
+volumes and other pods. A tainted node might therefore also lack the labels, but a node that lacks resources has the
+labels. Since Kubernetes 1.34, the message does not name the taints.
 """
 
 import re
@@ -92,7 +92,7 @@ def name_pods(names: Sequence[str]) -> str:
 def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Refusal]:
     """Return the reasons why a pod fits on no node, starting with the most useful one.
 
-    `message` is the scheduler's. `nodes` are all nodes, or an empty sequence if this user cannot list nodes.
+    `message` is the scheduler's message. `nodes` are all nodes, or an empty sequence if this user cannot list nodes.
     """
     parsed = parse_refusals(message)
     if not nodes:
@@ -129,11 +129,11 @@ def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
 
 
 def parse_refusals(message: str) -> list[Refusal]:
-    """Parse the reasons in the scheduler's message, and return them with the most useful one first.
+    """Parse the reasons in the scheduler's message, and return them, starting with the most useful one.
 
-    Missing resources come first, because these nodes match in every other way. An exception is a taint on GPU nodes:
-    if only other nodes lack GPUs, the taint comes first. An unnamed taint comes last, because it is usually the control
-    plane's. The control plane's own taints are dropped unless they are the only reason.
+    Missing resources come first, because nodes that lack them match in every other way. The exception is a taint on GPU
+    nodes. If only other nodes lack GPUs, the taint comes first. A taint without a name comes last, because it is
+    usually the control plane's. The control plane's own taints are dropped unless they are the only reason.
     """
     text = message.partition(" are available: ")[2].partition(". ")[0].rstrip(".) ")
     total = re.search(r"0/(\d+) nodes", message)
@@ -196,7 +196,7 @@ def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, alone: b
     else:
         evidence, advice, more = _explain_labels(pods, refusal, "no node has" if alone else f"{nodes} without")
     if refusal.others:
-        evidence += f"; the same nodes also: {', '.join(refusal.others)}"
+        evidence += f"; other obstacles on these nodes: {', '.join(refusal.others)}"
     return Finding(refusal.kind, severity, evidence, advice, details | more)
 
 

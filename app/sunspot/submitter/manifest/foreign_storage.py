@@ -1,4 +1,4 @@
-"""Warns if the run's storage is in a different cloud than its nodes, where the pods have no credentials."""
+"""Warns if the run's storage is in a different cloud than its nodes, because the pods have no credentials there."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,9 +19,9 @@ SCHEMES = {"gs": "Google's storage", "s3": "S3", "az": "Azure's storage", "abfs"
 
 
 def find_foreign_storage(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning, with its fix, if the pods' identity cannot open the run's storage.
+    """Yield a warning that includes the fix if the pods' identity cannot open the run's storage.
 
-    Without a Secret, pods have only the identity given by their cloud, which works only for that cloud's storage.
+    Without a Secret, pods only have the identity given by their cloud. It works only for that cloud's storage.
     """
     path = settings_of(manifest).get(STORAGE_PATH, "")
     scheme, _, place = path.partition("://")

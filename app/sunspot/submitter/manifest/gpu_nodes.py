@@ -1,6 +1,7 @@
 """Finds pods that would split a node's GPUs between them.
 
-NCCL treats every pod as a separate host, so two pods on one node exchange gradients over the network, not NVLink.
+NCCL treats every pod as a separate host. Two pods on one node therefore exchange gradients over the network instead of
+NVLink.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ WHOLE_GPUS = ("nvidia.com/gpu", "amd.com/gpu")
 def find_split_nodes(
     manifest: Mapping[str, Any], count_gpus: Callable[[Mapping[str, Any]], int]
 ) -> Iterator[tuple[str, str]]:
-    """Yield a problem and its fix for each group with several training pods that would share a node.
+    """Yield a problem and its fix for each group in which several training pods would share a node.
 
     `count_gpus` returns the number of GPUs on the node where a given pod would run.
     """

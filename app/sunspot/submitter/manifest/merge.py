@@ -1,8 +1,8 @@
 """Merges a profile's `pod` fields into a pod template, and its `rayjob` fields into the RayJob.
 
-The merge works like in kubectl: mappings are merged by key, and lists of named items by each item's name. It only adds
-fields. If the manifest already has a different value for a field, the merge is rejected, because another profile key
-sets the field or the run relies on it. The API server checks everything else in a dry run.
+The merge works like in kubectl. Mappings are merged by key, and lists of named items by each item's name. A merge only
+adds fields. It is rejected if the manifest already has a different value for a field. In that case, another profile key
+sets the field, or the run relies on it. The API server checks everything else in a dry run.
 """
 
 import re
@@ -29,7 +29,7 @@ MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
     "workerGroupSpecs": "groupName",
 }
-"""The key that identifies the items of each list (`patchMergeKey` in Kubernetes). Other lists are single values."""
+"""The key that identifies the items of each list (`patchMergeKey` in Kubernetes). Any other list is a single value."""
 
 CREDENTIAL_SHOWN = "anyone who can read the manifest, the Git repository or the storage could read a credential here"
 
@@ -148,7 +148,7 @@ JOB_RULES = Rules(
 
 
 def merge_pod(template: dict[str, Any], pod: Mapping[str, Any], name: str) -> list[str]:
-    """Merge `pod` into the template in place, and return the problems. `name` is the path's prefix: `worker.pod`."""
+    """Merge `pod` into the template in place, and return the problems. `name` is the path's prefix (`worker.pod`)."""
     return merge(template, pod, POD_RULES, name)
 
 
@@ -174,7 +174,7 @@ def merge_job(job: dict[str, Any], patch: Mapping[str, Any]) -> list[str]:
 
 
 def merge(under: dict[str, Any], over: Mapping[str, Any], rules: Rules, name: str) -> list[str]:
-    """Merge `over` into `under` in place, and return the problems. `name` is the path's prefix: `worker.pod`."""
+    """Merge `over` into `under` in place, and return the problems. `name` is the path's prefix (`worker.pod`)."""
     return [f"{name}.{problem}" for problem in _merge(under, over, "", rules)]
 
 

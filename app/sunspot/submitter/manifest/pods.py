@@ -20,7 +20,7 @@ GROUP_LABEL = "ray.io/group"
 """KubeRay's label for the name of a pod's group."""
 
 AUTOSCALER_LABEL = "sunspot/autoscaler"
-"""Label of head pods with an autoscaler. The policies in k8s/base let only these pods reach the API server."""
+"""Label of head pods that have an autoscaler. The policies in k8s/base let only these pods reach the API server."""
 
 PROTECTION = ("cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt")
 """Annotations in k8s/rayjob.yaml that protect the head pod from drains and autoscalers."""
@@ -43,19 +43,17 @@ NOTICE = PREFIX + "NOTICE_S"
 PRICES = PREFIX + "PRICES"
 
 DRAIN_MARGIN = 0.1
-"""Fraction of the notice that remains after the drain for Ray to stop its processes."""
+"""Fraction of the notice that is left after the drain, for Ray to stop its processes."""
 
 MIN_DRAIN_MARGIN_S = 2
-"""Minimum number of seconds that remain after the drain."""
+"""Minimum number of seconds that are left after the drain."""
 
 TRIAL_MEMORY = "2Gi"
-"""Extra head memory for each concurrent trial after the first, because all drivers run on the head.
-
-One trial's processes took 1.55 GB (Ray 2.60), and a 5Gi head with two trials kept killing some of them.
-"""
+"""Extra head memory for each concurrent trial after the first, because all drivers run on the head. One trial's
+processes took 1.55 GB (Ray 2.60). A 5Gi head ran out of memory with two trials, and killed some of their processes."""
 
 FEW_WORKERS = 16
-"""Largest number of workers that the default head supports without `per_worker`."""
+"""Maximum number of workers that the default head supports without `per_worker`."""
 
 AUTOSCALER: dict[str, Any] = {
     "version": "v2",
@@ -78,10 +76,8 @@ AUTOSCALER_TOKEN: dict[str, Any] = {
         ]
     },
 }
-"""The token volume that Kubernetes would otherwise mount into every container of the pod.
-
-Only the autoscaler's container mounts it, because the user's code runs in the other container.
-"""
+"""The volume with the token that Kubernetes would otherwise mount into every container of the pod. Only the
+autoscaler's container mounts it, because the user's code runs in the other container."""
 
 AUTOSCALER_CPU_LIMIT = "1"
 """CPU limit of the autoscaler if the head has one."""
@@ -90,7 +86,7 @@ AUTOSCALER_CPU_LIMIT = "1"
 def make_cluster(
     job: dict[str, Any], profile: Profile, shape: Shape, run: str, variables: Mapping[str, str]
 ) -> list[str]:
-    """Fill in the job's own cluster in place, and return the problems with the profile's `pod` fields."""
+    """Fill in the job's own cluster in place, and return any problems with the profile's `pod` fields."""
     cluster = job["spec"]["rayClusterSpec"]
     head = head_group(job)
     workers = worker_group(job)
@@ -141,7 +137,7 @@ def _training_group(workers: dict[str, Any], profile: Profile, shape: Shape, num
     _set_pods(group, 0 if several else shape.pods.least, shape.group_pods[number])
     _set_machine(group, machine)
     group["resources"]["CPU"] = str(pod_cpus(machine, int(group["resources"]["CPU"])))
-    # If there are several groups, each offers a resource named after itself. The driver uses it to request and
+    # If there are several groups, each group offers a resource with the group's name. The driver uses it to request and
     # recognize the group's nodes (sunspot/elastic/groups.py).
     group["resources"] |= dict.fromkeys([SLOT, name] if several else [SLOT], str(shape.workers_per_pod))
     _place(group, machine, run, len(profile.groups))
@@ -163,7 +159,7 @@ def _avoid_spot(group: dict[str, Any], spot: Spot) -> None:
 
 
 def _enlarge_head(head: dict[str, Any], machine: Head, shape: Shape) -> None:
-    """Enlarge the head for concurrent trials after the first, and for workers beyond FEW_WORKERS."""
+    """Enlarge the head if there are several concurrent trials or more than FEW_WORKERS workers."""
     requests = ray_container(head)["resources"]["requests"]
     sizes = {name: parse_quantity(requests[name.replace("_", "-")]) for name in Sizes.model_fields}
     sizes["memory"] += (shape.runs - 1) * parse_quantity(TRIAL_MEMORY)
@@ -175,7 +171,10 @@ def _enlarge_head(head: dict[str, Any], machine: Head, shape: Shape) -> None:
 
 
 def _make_evictable(metadata: dict[str, Any]) -> None:
-    """Allow drains and autoscalers to evict the pod: remove PROTECTION and exclude it from the disruption budget."""
+    """Allow drains and autoscalers to evict the pod.
+
+    This removes PROTECTION and excludes the pod from the disruption budget.
+    """
     metadata["annotations"] = {name: v for name, v in metadata["annotations"].items() if name not in PROTECTION}
     metadata["labels"]["sunspot/evictable"] = "true"
 
@@ -245,7 +244,7 @@ def _select_nodes(
 
 
 def _place(group: dict[str, Any], machine: Worker, run: str, groups: int) -> None:
-    """Spread the run's training pods over nodes, like k8s/rayjob.yaml, or put them into one zone."""
+    """Spread the run's training pods over nodes, like in k8s/rayjob.yaml, or put them into one zone."""
     spec = group["template"]["spec"]
     (constraint,) = spec["topologySpreadConstraints"]
     selector: dict[str, Any] = {"matchLabels": {**constraint["labelSelector"]["matchLabels"], RUN_LABEL: run}}
@@ -296,7 +295,7 @@ def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
     """Set the replica counts of a worker group.
 
     The group starts with `least` pods, because the job is submitted once all its pods are ready. If there are several
-    training groups, `least` is 0, and the driver requests the pods, because it knows which are missing.
+    training groups, `least` is 0. The driver then requests the pods, because it knows which pods are missing.
     """
     group["replicas"] = group["minReplicas"] = least
     group["maxReplicas"] = most
@@ -346,13 +345,13 @@ def head_group(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def worker_group(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first group of training pods, which is preferred if there are several."""
+    """Return the first group of training pods. If there are several groups, this is the preferred one."""
     group: dict[str, Any] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     return group
 
 
 def ray_container(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the container that runs Ray, which is always the first."""
+    """Return the container that runs Ray, which is always the first container."""
     container: dict[str, Any] = group["template"]["spec"]["containers"][0]
     return container
 

@@ -1,7 +1,7 @@
-"""Loads a profile, a small YAML file with the differences between one environment and k8s/rayjob.yaml.
+"""Loads profiles. A profile is a small YAML file with the differences between an environment and k8s/rayjob.yaml.
 
-The string below a field documents it in docs/profiles.md. A field's `description` lists its allowed values, and is
-the text after "set it to" in the error for an invalid value.
+The string below a field documents it in docs/profiles.md. A field's `description` lists its allowed values, and is the
+text after "set it to" in the error for an invalid value.
 """
 
 import functools
@@ -34,16 +34,16 @@ ELASTIC = "kueue.x-k8s.io/elastic-job"
 """Kueue's annotation for jobs with a variable number of pods. The operator copies it to the RayCluster."""
 
 RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE, ELASTIC)
-"""Prefixes of labels and annotations that the renderer sets or that have their own option."""
+"""Prefixes of labels and annotations that the renderer sets, or that have an option of their own."""
 
 NAMESPACE_PATTERN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 
 MIN_NOTICE_S = 5
-"""Shortest notice that leaves time for a save after Ray has detected it."""
+"""Shortest notice that leaves time for a save after Ray has detected the notice."""
 
 
 def _to_text(value: Any) -> Any:
-    """Convert a number to text, as in `cpu: 6`, and return any other value unchanged."""
+    """Convert a number to text, for example in `cpu: 6`. Any other value is returned unchanged."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
@@ -220,7 +220,7 @@ class Worker(PricedMachine):
     "Placement of pods: `spread` over nodes, `pack` into one zone if possible, or only in one `zone`."
 
     def with_sizes(self) -> Self:
-        """Return a copy in which `per_gpu` times the number of GPUs replaces each missing pod size."""
+        """Return a copy in which each missing pod size is `per_gpu` times the number of GPUs."""
         given = self.per_gpu.model_dump(exclude_none=True) if self.per_gpu else {}
         gpus = max(1, self.gpus or 0)
         missing = {name: each for name, each in given.items() if getattr(self, name) is None}
@@ -338,7 +338,7 @@ def manifests() -> Path:
 
 
 def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
-    """Load a profile by name or path, including the profiles that it extends. `given` overrides their values.
+    """Load a profile by name or path, including the profiles that it extends. Values in `given` take precedence.
 
     Raises `SettingsError`, which lists every problem.
     """
@@ -358,8 +358,8 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
 def find_origin(name: str, *keys: str) -> str:
     """Return the name of the profile that sets a value, or an empty string.
 
-    Searches the profile and those that it extends. Only the first item of a list is searched. Settings match with or
-    without their prefix, in upper or lower case.
+    Searches the profile and the profiles that it extends. In a list, only the first item is searched. Settings match
+    with or without their prefix, in upper or lower case.
     """
     for label, content in _read_chain(name).items():
         value: Any = content
@@ -409,7 +409,7 @@ def _find(name: str, folder: Path) -> Path:
 
 
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested mappings by key. Values in `over` replace those in `under`, and a null removes them."""
+    """Merge nested mappings by key. A value in `over` replaces the value in `under`, and a null removes it."""
     merged = dict(under)
     for key, value in over.items():
         if value is None and key in merged:
@@ -447,7 +447,7 @@ def _explain(problem: Any) -> str:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the pydantic model of a field or of its items. Returns None if it has no model."""
+    """Return the pydantic model of a field or of its items, or None if there is no model."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_of, get_args(annotation))), None)

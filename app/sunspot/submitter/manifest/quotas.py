@@ -1,6 +1,6 @@
 """Checks a run against the namespace's ResourceQuotas and LimitRanges before it is submitted.
 
-The API server checks one pod at a time. This module adds up the pods that a run needs at the same time: the head and
+The API server checks one pod at a time. This module adds up all pods that a run needs at the same time: the head and
 the smallest number of workers.
 """
 
@@ -27,7 +27,7 @@ EXCEEDED = re.compile(r"exceeded quota: ([^,]+), requested: (.+?), used: (.+?), 
 """Pattern of the API server's error for a pod that exceeds a quota."""
 
 ROUNDING = 1e-6
-"""Largest difference between amounts that count as equal, because sums of fractional CPUs are not exact."""
+"""Amounts that differ by less than this count as equal, because sums of fractional CPUs are not exact."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Demand:
     resource: str
     sets: Mapping[str, PodSet]
     rules: Sequence[Mapping[str, Any]] = ()
-    "The quota's scopes. The quota counts only pods that match all of them."
+    "The quota's scopes. The quota counts only pods that match all scopes."
     objects: float = 0.0
     "Number of objects of this kind that the run creates, not counting pods."
 
@@ -73,7 +73,7 @@ class Demand:
 def check_quotas(
     quotas: Sequence[Mapping[str, Any]], ranges: Sequence[Mapping[str, Any]] | None, manifest: Mapping[str, Any]
 ) -> Iterator[Check]:
-    """Compare each ResourceQuota with the run's demand. A check is FAILED if the run can never fit.
+    """Yield a check that compares each ResourceQuota with the run's demand. It is FAILED if the run can never fit.
 
     `ranges` are the LimitRanges, which set default requests, or None if they are unknown.
     """
@@ -91,7 +91,7 @@ def check_quotas(
             seen = f"{name} counts {', '.join(unstated)}, so it admits only pods that specify all of these"
             yield Check("quota", Result.WARNING if ranges is None else Result.FAILED, seen, CPU_LIMIT)
             continue
-        objects = {} if rules else objects_of(manifest)  # a quota with scopes counts pods alone
+        objects = {} if rules else objects_of(manifest)  # a quota with scopes counts only pods
         demands = [Demand(resource, sets, rules, objects.get(resource, 0.0)) for resource in hard]
         yield _compare(quota, hard, demands)
 
@@ -134,7 +134,7 @@ def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequenc
 
 
 def amount_of(pod: Pod, resource: str) -> float:
-    """Return how much a pod takes of a quota's resource, in base units."""
+    """Return how much of a quota's resource a pod takes, in base units."""
     if resource in ("pods", "count/pods"):
         return 1.0
     if resource == "count/resourceclaims.resource.k8s.io":
@@ -207,7 +207,7 @@ def matches(rule: Mapping[str, Any], pod: Pod) -> bool:
 
 
 def with_defaults(pod: Pod, ranges: Sequence[Mapping[str, Any]]) -> Pod:
-    """Return the pod's spec with the LimitRanges' default requests and limits."""
+    """Return the pod's spec with the LimitRanges' default requests and limits filled in."""
     limits: dict[str, Any] = {}
     requests: dict[str, Any] = {}
     for item in _items(ranges, "Container"):
@@ -281,6 +281,6 @@ class ExceededQuota(NamedTuple):
 
 
 def parse_exceeded(message: str) -> ExceededQuota | None:
-    """Parse an error of the API server. Returns None if it has another cause or was truncated."""
+    """Parse an error from the API server. Returns None if the error has another cause or was truncated."""
     found = EXCEEDED.search(message)
     return ExceededQuota(*(part.strip() for part in found.groups())) if found and "..." not in found[0] else None

@@ -89,7 +89,7 @@ class JobRequest:
     cluster: str | None = None
     "Existing RayCluster to run the job in, or None to create one for the job."
     generation: int = 1
-    "Part of the job's name. Change it to run a job again after it has ended."
+    "A number in the job's name. Change it to run a job again after it has ended."
     code: str | None = None
     "The user's code: a folder, or an archive's URL with its hash."
 
@@ -123,7 +123,7 @@ class Rendered:
 
     manifest: dict[str, Any]
     settings: Settings
-    "The given settings, except those that a search varies. `settings_of(manifest)` also has derived settings."
+    "The given settings, except those that a search varies. `settings_of(manifest)` also contains derived settings."
     namespace: str
     derived: list[Derived]
     chosen_namespace: str | None
@@ -160,7 +160,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     """
     # Collect the inputs: the profile, and the settings with their sources.
     chosen = choose_profile(request)
-    # The JSON round trip copies YAML aliases, so that a change to one does not affect the others.
+    # The JSON round trip copies YAML aliases, so that changing one copy does not affect the others.
     job: dict[str, Any] = json.loads(json.dumps(read_yaml(manifests() / "rayjob.yaml")))
     given = _gather(ray_container(head_group(job))["env"], chosen, request)
     search = load_search({name: value for name, (value, _) in given.items()})
@@ -234,7 +234,7 @@ def has_registry(reference: str) -> bool:
 def image_problem(reference: str) -> str:
     """Return a warning if an image reference can later resolve to a different image, or an empty string.
 
-    A digest is safe. A tag without a registry is also safe, because the image exists only on the nodes.
+    A digest is safe. A tag without a registry is also safe, because that image exists only on the nodes.
     """
     name = reference.rpartition("/")[2]
     tagged = name.partition(":")[2] not in ("", "latest")
@@ -390,7 +390,7 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
 def _find_unnamed(
     job: dict[str, Any], profile: Profile, shape: Shape | None, given: Mapping[str, tuple[str, str]]
 ) -> list[str]:
-    """Return a problem for each default that cannot be used on a cloud: the bucket, and images without a registry."""
+    """Return a problem for each default that cannot be used on a cloud (the bucket, or an image without a registry)."""
     problems = []
     storage_path, source = given[STORAGE_PATH]
     if source == BASE:
@@ -430,7 +430,7 @@ def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -
 
 
 def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, str]) -> None:
-    """Run the job in an existing cluster, which it neither scales nor deletes."""
+    """Make the job run in an existing cluster, which the job neither scales nor deletes."""
     spec = job["spec"]
     for key in ("rayClusterSpec", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"):
         del spec[key]

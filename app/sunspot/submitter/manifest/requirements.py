@@ -27,7 +27,7 @@ class PodSet:
     most: int
 
     def least_amount(self, number: int, amount_of: Callable[[Pod], float]) -> float:
-        """Return the smallest total of `amount_of` for any `number` of these pods."""
+        """Return the smallest total of `amount_of` for `number` of these pods."""
         total = 0.0
         for amount, group in sorted((amount_of(pod), name) for name, pod in self.groups.items()):
             taken = min(number, self.room[group])
@@ -72,7 +72,7 @@ def pod_sets(manifest: Mapping[str, Any]) -> dict[str, PodSet]:
 
     training = [name for name, group in groups.items() if SLOT in group.get("resources", {})] or list(groups)[:1]
     workers = sum(least[name] for name in training), sum(room[name] for name in training)
-    if len(training) > 1:  # the RayJob starts without workers, and the driver requests them all
+    if len(training) > 1:  # the RayJob starts without workers, and the driver requests all of them
         variables = {entry["name"]: entry.get("value", "") for entry in ray_container(head).get("env", ())}
         numbers = variables.get(f"{PREFIX}NUM_WORKERS", "").split("..")
         per_pod = int(groups[training[0]]["resources"][SLOT])
@@ -86,8 +86,8 @@ def pod_sets(manifest: Mapping[str, Any]) -> dict[str, PodSet]:
 def requests_of(pod: Pod, kind: str = "requests") -> dict[str, float]:
     """Return a pod's total requests (or `limits`) keyed by resource, in base units.
 
-    The totals match those of the scheduler and of quotas. Init containers run one after another and count with their
-    maximum, but sidecars keep running and are added. Pod-level amounts replace the sum over containers.
+    The totals match those of the scheduler and of quotas. Init containers run one after another, so only the largest
+    one counts. Sidecars keep running and are added. Pod-level amounts replace the sum over containers.
     """
     containers = [_amounts(container, kind) for container in pod["containers"]]
     total = _add(*containers)

@@ -14,10 +14,8 @@ USE_GPU = PREFIX + "USE_GPU"
 RESOURCES_PER_WORKER = PREFIX + "RESOURCES_PER_WORKER"
 
 SLOT = "training-worker"
-"""Custom Ray resource of training pods. Each pod offers one per worker, and each worker takes one.
-
-With CPUs alone, two workers could share a pod, and the autoscaler would never add the second pod.
-"""
+"""Custom Ray resource of training pods. Each pod offers one unit per worker, and each worker takes one unit. With CPUs
+alone, two workers could share a pod, and the autoscaler would never add the second pod."""
 
 RAY_RESOURCES = ("CPU", "GPU", "memory", SLOT)
 """The Ray resources that training pods offer. A worker that requests any other resource waits forever."""

@@ -42,7 +42,7 @@ def parse_yaml(content: str | bytes) -> list[Any]:
 
 
 def _make_loader() -> Any:
-    """Return a safe loader that reads 010 and 1:30 as text, not as 8 and 90 like YAML 1.1."""
+    """Return a safe loader that reads 010 and 1:30 as text. In YAML 1.1, they are the numbers 8 and 90."""
     import yaml
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen at run time

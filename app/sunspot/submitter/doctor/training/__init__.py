@@ -1,1 +1,4 @@
-"""Explains why a run that has begun is slow, stuck, growing in memory or failed, from its files in storage. Pure."""
+"""Explains why a run that has begun is slow, stuck, growing in memory or failed, from its files in storage.
+
+All functions are pure.
+"""

@@ -1,4 +1,4 @@
-"""The input of the checks: everything known of a run that has begun."""
+"""The input of the checks, which is everything known about a run that has begun."""
 
 import errno
 import os
@@ -13,19 +13,19 @@ from sunspot.run.status import RunState
 from sunspot.submitter.cluster.views import PodView
 
 MAX_REASON = 600
-"""Largest number of characters of an error in a finding."""
+"""Maximum number of characters of an error in a finding."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Everything known of a run, from storage and the cluster."""
+    """Everything known about a run, from storage and the cluster."""
 
     view: RunDetails
     state: RunState
     reason: str
-    "Reason for the state. Both are judged from cluster and storage together."
+    "The reason for `state`. Cluster and storage together determine both."
     windows: Sequence[dict[str, Any]] = ()
-    "Metric records with the figures of each rank (`history.newest_rank_records`)."
+    "Metric records with each rank's figures (`history.newest_rank_records`)."
     failures: Sequence[Failure] = ()
     pods: Sequence[PodView] = ()
     now: float = 0.0
@@ -38,15 +38,15 @@ class Case:
         return self.view.attempts[-1] if self.view.attempts else None
 
     def setting(self, name: str) -> str:
-        """Return the text of a setting in the newest attempt."""
+        """Return a setting's text in the newest attempt."""
         return recorded_setting(self.view.attempts, name)
 
     def number(self, name: str) -> float:
-        """Return the number in a setting of the newest attempt."""
+        """Return a setting's number in the newest attempt."""
         return recorded_number(self.view.attempts, name)
 
     def host(self, attempt: int, rank: int) -> str:
-        """Return the machine or pod of a rank, or "" if it is unknown."""
+        """Return a rank's machine or pod, or "" if it is unknown."""
         return next((a.metadata.nodes.get(str(rank), "") for a in self.view.attempts if a.number == attempt), "")
 
     def locate_rank(self, attempt: int, rank: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Case:
         return {"rank": rank, "host": host or None, "node": self._node(host)}
 
     def describe_rank(self, attempt: int, rank: int) -> str:
-        """Return a text such as `rank 1 (run-1-x-worker-1 on node-3)`."""
+        """Return text such as `rank 1 (run-1-x-worker-1 on node-3)`."""
         host = self.host(attempt, rank)
         node = self._node(host)
         return f"rank {rank}" + (f" ({host}{f' on {node}' if node else ''})" if host else "")
@@ -72,7 +72,7 @@ def advise_on_full_disk(case: Case, text: str) -> str:
 
 
 def abridge(text: str) -> str:
-    """Return the beginning and the end of a long text, in one line. A short text stays complete."""
+    """Return a text as one line. If it is long, only its beginning and end are returned."""
     words = " ".join(text.split())
     half = MAX_REASON // 2
     return words if len(words) <= MAX_REASON else f"{words[:half]} ... {words[-half:]}"

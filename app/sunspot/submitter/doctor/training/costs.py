@@ -1,4 +1,4 @@
-"""Finds what costs a run time, such as a CPU quota, a slow rank, its rows or its incidents, and growing memory."""
+"""Finds what costs a run time (a CPU quota, a slow rank, slow reading or incidents), and growing memory."""
 
 import statistics
 from collections import Counter
@@ -13,30 +13,32 @@ from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 RECENT_S = 300.0
-"""Seconds of the metric history that show whether a run is slow now."""
+"""Seconds of recent metric history that are examined to find out whether a run is slow."""
 
 MAX_DATA_WAIT = 0.3
-"""Fraction of the step time for which all ranks may wait for rows. Below it, faster reading would hardly be noticed."""
+"""Largest fraction of the step time that ranks can wait for rows without a finding. Below this fraction, faster reading
+would hardly help."""
 
 LAG_RATIO = 1.3
-"""Least ratio between a straggler's own time in a step (`RankThroughput.own`) and that of the other ranks."""
+"""Minimum ratio between a straggler's own time in a step (`RankThroughput.own`) and the time of the other ranks."""
 
 LAG_FRACTION = 0.1
-"""Least fraction of a step that a straggler costs."""
+"""Minimum fraction of a step that a straggler costs."""
 
 MIN_LAG_S = 0.002
-"""Least seconds of a step that a straggler costs. Two processes on one machine delay each other by less."""
+"""Minimum number of seconds per step that a straggler costs. Two processes on one machine delay each other by less."""
 
 STEADY_FRACTION = 0.75
-"""Least fraction of the windows in which a straggler is the slowest rank. A bad minute does not make a straggler."""
+"""Minimum fraction of the windows in which a straggler is the slowest rank. One bad minute does not make a straggler.
+"""
 
 THROTTLED_FRACTION = 0.25
-"""Least fraction of throttled quota periods to report, as in Kubernetes' usual alert (CPUThrottlingHigh)."""
+"""Minimum fraction of throttled quota periods to report, like in the common Kubernetes alert CPUThrottlingHigh."""
 
 FIGURES = ("steps_s", "forward_s", "data_wait_s", "throttled_s", "throttled_share")
 
 MEMORY = {"resident_mib", "memory_left_mib", "gpu_memory_mib"}
-"""Figures of a rank's memory, which may be null."""
+"""Figures about a rank's memory. They can be null."""
 
 LOW_GOODPUT = 0.8
 """Goodput below which incidents cost more than an ordinary start."""
@@ -49,27 +51,28 @@ PREVENTION = {
     Cause.OUT_OF_MEMORY: "give the workers enough memory (worker.memory in the profile)",
     Cause.WORKER_FAILED: "fix the error that ends the workers",
 }
-"""Advice on incidents that the run itself causes, not its nodes."""
+"""Advice on incidents that are caused by the run itself, not by its nodes."""
 
 MIN_WINDOWS = 8
-"""Least number of metric windows that distinguishes growth from a warm-up. Memory must grow in each half of them."""
+"""Minimum number of metric windows to distinguish growth from a warm-up. Memory must grow in both halves of the
+windows."""
 
 MIN_GROWTH_MIB, MIN_GROWTH_FRACTION = 64.0, 0.1
-"""Least growth to report, in MiB and as a fraction of the process's memory. Allocators, caches and evaluations cause
+"""Minimum growth to report, in MiB and as a fraction of the process's memory. Allocators, caches and evaluations cause
 smaller changes."""
 
 MAX_POINTS = 60
-"""Largest number of windows that are compared, because the slope is computed from all pairs."""
+"""Maximum number of windows to compare, because the slope is computed from all pairs of windows."""
 
 
 @dataclass(frozen=True)
 class RankThroughput:
-    """Throughput of each rank of an attempt over its newest windows."""
+    """Each rank's throughput over an attempt's newest windows."""
 
     windows: list[dict[str, Any]]
     attempt: int = 0
     waits: list[float] = field(default_factory=list)
-    "Seconds of a step for which each rank waits for rows."
+    "Seconds of a step that each rank spends waiting for rows."
     forwards: list[float] = field(default_factory=list)
     "Seconds of a step that each rank spends in forward passes."
     step_s: float = 0.0
@@ -82,7 +85,7 @@ class RankThroughput:
 
     @property
     def data_share(self) -> float:
-        """Median fraction of the step time for which ranks wait for rows."""
+        """Median fraction of the step time that ranks spend waiting for rows."""
         return statistics.median(self.waits) / self.step_s if self.step_s else 0.0
 
     def lag(self, rank: int) -> float:
@@ -110,14 +113,14 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
 
 
 def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records with steps and figures of each rank, from the newest attempt and group with such records."""
+    """Return the records with steps and each rank's figures, from the newest attempt and group that have any."""
     windows = [dict(r) for r in records if r.get("steps") and _has_figures(r)]
     groups = [(window["attempt"], len(window["ranks"]["resident_mib"])) for window in windows]
     return [window for window, group in zip(windows, groups, strict=True) if group == groups[-1]]
 
 
 def _has_figures(record: Mapping[str, Any]) -> bool:
-    """Return True if all figures are known. Outside a container with limits, some are unknown."""
+    """Return True if all figures are known. Some figures are unknown outside a container with limits."""
     ranks = record["ranks"]
     return (
         all(isinstance(record.get(name), int | float) for name in ("time", "seconds"))
@@ -159,7 +162,7 @@ def _throttled(case: Case, speed: RankThroughput) -> Iterator[Finding]:
         used_up = f"its CPU quota was exhausted in {share:.0%} of the periods"
         held = f"delayed it by {held_s:.1f} s in {seconds:.0f} s"
         evidence = f"{case.describe_rank(speed.attempt, rank)}: {used_up}, and {held}"
-        limit = "the CPU limit (Sunspot's manifests set none: a LimitRange of the namespace may)"
+        limit = "the CPU limit (Sunspot's manifests set none, but a LimitRange in the namespace can)"
         advice = f"remove {limit}, or raise worker.cpu in the profile"
         if case.local:
             advice = "raise the CPU limit of the container or service that this runs in"
@@ -215,7 +218,7 @@ def _slowest(window: Mapping[str, Any]) -> int:
 
 
 def find_memory_growth(case: Case) -> Iterator[Finding]:
-    """Find ranks whose memory or GPU memory keeps growing."""
+    """Find ranks with growing memory or GPU memory."""
     windows = rank_windows(case.windows)[1:]
     if len(windows) < MIN_WINDOWS:
         return
@@ -245,7 +248,7 @@ def find_memory_growth(case: Case) -> Iterator[Finding]:
 
 
 def _seconds_until_full(case: Case, window: Mapping[str, Any], rates: Sequence[float], rank: int) -> float | None:
-    """Return the seconds until the machine of a rank has no memory left, or None if that is unknown.
+    """Return the seconds until a rank's machine has no memory left, or None if this is unknown.
 
     All ranks on the machine share its memory.
     """
@@ -302,8 +305,10 @@ def find_losses(case: Case) -> Iterator[Finding]:
 
 
 def _prevent(cause: Cause, replayed: int, local: bool) -> str:
-    """Return advice that makes incidents with this cause rarer or cheaper. `replayed` is the number of repeated
-    steps."""
+    """Return advice on how to make incidents with this cause rarer or cheaper.
+
+    `replayed` is the number of repeated steps.
+    """
     if local and cause is Cause.OUT_OF_MEMORY:
         return "start fewer workers (SUNSPOT_NUM_WORKERS)"
     if cause in PREVENTION:
@@ -315,7 +320,7 @@ def _prevent(cause: Cause, replayed: int, local: bool) -> str:
 
 
 def summarize_figures(case: Case) -> tuple[str, dict[str, Any]]:
-    """Return the examined figures as a text, and as details for the JSON document."""
+    """Return the examined figures as text and as details for the JSON document."""
     view = case.view
     speed = measure_throughput(case.windows)
     words = [f"step {view.step}" + (f" of {view.total_steps}" if view.total_steps else "")]

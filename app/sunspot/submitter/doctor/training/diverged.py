@@ -1,4 +1,4 @@
-"""Finds runs whose loss or weights are not finite, and the checkpoint to resume from."""
+"""Finds runs with a loss or weights that are not finite, and the checkpoint to resume from."""
 
 import math
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def _advise(case: Case, good: Checkpoint | None) -> str:
         then = f"start it again: it resumes from step {good.step}, {good.name}"
     else:
         finite = f"a checkpoint with a finite loss, if `sunspot checkpoints ls {name}` shows one"
-        then = f"begin a run of another name, with SUNSPOT_INIT_FROM set to model.pt of {finite}"
+        then = f"begin a run under another name, with SUNSPOT_INIT_FROM set to model.pt of {finite}"
     return f"{first}{FIX}, and {then}"
 
 

@@ -1,4 +1,4 @@
-"""Finds what ended a run or one of its attempts, or why a run that should train takes no steps."""
+"""Finds out what ended a run or one of its attempts, or why a run that should train takes no steps."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,23 +16,26 @@ NO_STEP_S = 60.0
 """Seconds without a step or an evaluation before a stall is reported."""
 
 SLOW_STEPS = 10
-"""Number of step times without a step before a stall is reported."""
+"""Number of step durations without a step before a stall is reported."""
 
 FIRST_STEP_S = 300.0
-"""Seconds for the first step, which waits for compilation and for Ray Data's first rows."""
+"""Seconds without a first step before a stall is reported. The first step waits for compilation and for Ray Data's
+first rows."""
 
 
 def find_end(case: Case) -> Iterator[Finding]:
-    """Find what ended the run or an attempt: its first error, reported once for all ranks that raised it."""
+    """Find out what ended the run or an attempt. The first error is reported once for all ranks that raised it."""
     began = case.view.status.began if case.view.status else 0.0
     recent = [failure for failure in case.failures if failure.time >= began and _counts(case, failure)]
     ended = case.state in (RunState.FAILED, RunState.LOST, RunState.RETRYING)
     if recent:
         yield _first_failure(case, recent, Severity.ERROR if ended else Severity.WARNING)
     elif case.state is RunState.FAILED:
-        advice = f"`sunspot logs {case.view.run.name}` prints the driver's output, and with `--rank 0` a worker's"
+        advice = (
+            f"`sunspot logs {case.view.run.name}` prints the driver's output, or with `--rank 0`, a worker's output"
+        )
         if not case.view.attempts and not case.view.status:
-            advice = "it wrote nothing to storage; fix what the message names, and submit again"
+            advice = "it wrote nothing to storage; fix the problem that the message describes, and submit again"
         free_space = advise_on_full_disk(case, case.reason)
         if free_space:
             advice = f"{free_space}; then start the run again{_where_it_resumes(case)}"
@@ -59,7 +62,7 @@ def _where_it_resumes(case: Case) -> str:
 
 
 def _counts(case: Case, failure: Failure) -> bool:
-    """Return False for a failure of a superseded process, which may have come back late."""
+    """Return False for a failure of a superseded process, which can have come back late."""
     owner = case.newest.driver if case.newest else ""
     attempt = next((attempt for attempt in case.view.attempts if attempt.number == failure.attempt), None)
     return attempt is None or attempt.driver == owner
@@ -76,7 +79,7 @@ def _first_failure(case: Case, failures: list[Failure], severity: Severity) -> F
     again = f", in {plural(len(attempts), 'attempt')}" if len(attempts) > 1 else ""
     more = f"; then {', '.join(f'{times} {kind}' for kind, times in others.items())}" if others else ""
     evidence = f"{abridge(first.summary)}{place}; {who}{again}, after step {first.step}{more}"
-    fix = advise_on_full_disk(case, first.message) or "fix what the message names"
+    fix = advise_on_full_disk(case, first.message) or "fix the problem that the message describes"
     advice = f"{fix}; then start the run again{_where_it_resumes(case)}"
     if "OutOfMemory" in first.type or "out of memory" in first.message:
         advice = "lower SUNSPOT_MICRO_BATCH_SIZE, which does not change the result, or give the workers more memory"
@@ -109,7 +112,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
         return
     number = max(hang.attempt for hang in hung)
     its = sorted((hang for hang in hung if hang.attempt == number), key=lambda hang: hang.rank)
-    starting = any(hang.starting for hang in its)  # in the group after that attempt, whose hosts are unknown
+    starting = any(hang.starting for hang in its)  # in the group after that attempt; its hosts are unknown
     claimed = next((a.metadata.world_size for a in case.view.attempts if a.number == number), 0)
     of, world = (0, its[0].world_size) if starting else (number, claimed)
     blamed = find_suspects(its, world)
@@ -119,7 +122,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
     others = f"; {_name_ranks(waiting)} waited for it" if waiting else ""
     again = any(receipt.attempt > number for receipt in case.view.receipts)
     kind = Diagnosis.NO_ROWS if waited_for_rows(its, world) else Diagnosis.HUNG
-    look = "look at that call: it may be a read without a time limit, a lock, or a collective that not all ranks enter"
+    look = "look at that call: it can be a read without a time limit, a lock, or a collective that not all ranks enter"
     advice = BRING_ROWS if kind is Diagnosis.NO_ROWS else look
     advice += "; its workers were restarted" if again else ""
     details = {
@@ -141,9 +144,9 @@ def _advise_silent(case: Case, owner: Owner) -> str:
     resumes = "it continues from the last checkpoint. A process that comes back later can no longer change the run"
     if case.local:
         process = f"its process {owner.job} (machine and process id)"
-        causes = f"{process} may be suspended or gone, or may not reach storage: check `ps` there, and `sunspot logs`"
+        causes = f"{process} might be suspended or gone, or cannot reach storage: check `ps` there, and `sunspot logs`"
         return f"{causes}. If this lasts, end the process, and repeat the command that started it: {resumes}"
-    causes = "its node may be frozen or cut off, or may not reach storage: check kubectl get pods, and `sunspot logs`"
+    causes = "its node might be frozen or cut off, or cannot reach storage: check kubectl get pods, and `sunspot logs`"
     job = f"its RayJob ({owner.describe()})" if owner.namespace else "its RayJob"
     return f"{causes}. If this lasts, delete {job}, and submit again: {resumes}"
 
@@ -160,7 +163,7 @@ def find_stall(case: Case) -> Iterator[Finding]:
         yield Finding(Diagnosis.SILENT, Severity.ERROR, abridge(case.reason), advice, details, cost=0.8)
         return
     if case.state is RunState.STARTING:
-        # The workers may have trained before.
+        # The workers can have trained before.
         waited_s = case.now - max(status.heartbeat or 0.0, status.began or status.time)
         severity, advice = Severity.NOTE, "wait: Ray places the workers, which then import the task and read the data"
         if waited_s > FIRST_STEP_S:
@@ -173,7 +176,7 @@ def find_stall(case: Case) -> Iterator[Finding]:
     if newest is None or status.attempt != newest.number:
         return
     heartbeat = status.heartbeat
-    # The reader's clock and the run's may differ, so each difference is between times of one clock.
+    # The reader's clock can differ from the run's clock, so each difference is between times of one clock.
     still_s = (case.now - status.seen) + (status.time - (heartbeat or newest.time))
     limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if heartbeat else FIRST_STEP_S
     if still_s > limit_s:
@@ -186,6 +189,6 @@ def find_stall(case: Case) -> Iterator[Finding]:
         if timeout_s:
             then = f"after {timeout_s:.0f} s without a step, all ranks record their stacks, and hung ranks are replaced"
             then += " (SUNSPOT_HANG_TIMEOUT_S)"
-        advice = f"it may wait for storage{rows}; otherwise a rank hangs: {then}"
+        advice = f"it might be waiting for storage{rows}; otherwise, a rank hangs: {then}"
         details = {"still_s": round(still_s), "step": status.step, "hang_timeout_s": timeout_s}
         yield Finding(Diagnosis.NO_STEP, Severity.ERROR, evidence, advice, details, cost=0.8)

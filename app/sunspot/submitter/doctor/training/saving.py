@@ -1,4 +1,4 @@
-"""Finds checkpoints that fail, come late, are damaged or gone, or take longer than a preemption notice."""
+"""Finds failed, late, damaged or missing checkpoints, and saves that take longer than a preemption notice."""
 
 from collections.abc import Iterator
 
@@ -9,14 +9,14 @@ from sunspot.submitter.doctor.training.case import Case, abridge, advise_on_full
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 OLD_CHECKPOINTS = 3
-"""Number of intervals after which a checkpoint is too old. A save may wait for the previous one."""
+"""Number of intervals after which a checkpoint is too old. A save can wait for the previous save."""
 
 OLD_CHECKPOINT_S = 60.0
 """Seconds added to OLD_CHECKPOINTS intervals for the save and its report."""
 
 
 def find_storage(case: Case) -> Iterator[Finding]:
-    """Find checkpoints that fail, come late, are damaged or gone, or take longer than a preemption notice."""
+    """Find failed, late, damaged or missing checkpoints, and saves that take longer than a preemption notice."""
     view = case.view
     status = view.status
     newest = case.newest
@@ -40,7 +40,7 @@ def find_storage(case: Case) -> Iterator[Finding]:
     if every_s and age_s > limit_s and not failed:
         evidence = f"no new checkpoint for {in_words(age_s)}, although one is due every {every_s:.0f} s"
         evidence += f" and took {status.save_s:.1f} s to save" if status.save_s else ""
-        advice = "storage may be slow or unreachable; look at `sunspot events` and the warnings in the driver's log"
+        advice = "storage might be slow or unreachable; look at `sunspot events` and the warnings in the driver's log"
         yield Finding(Diagnosis.OLD_CHECKPOINT, Severity.WARNING, evidence, advice, {"age_s": round(age_s)})
     if status.warning and status.save_s and status.notice_s:
         details = {"save_s": status.save_s, "notice_s": status.notice_s}
@@ -49,16 +49,18 @@ def find_storage(case: Case) -> Iterator[Finding]:
 
 
 def _find_unusable(case: Case) -> Iterator[Finding]:
-    """Find unusable checkpoints that are newer than the one in use. The work lost with them outweighs other costs."""
+    """Find unusable checkpoints that are newer than the one in use. The lost work outweighs other costs."""
     ended = case.state.terminal
     severity = Severity.ERROR if case.state is RunState.SUCCEEDED else Severity.WARNING
-    advice = _advise_ended(case) if ended else "the run continues from the one before"
+    advice = _advise_ended(case) if ended else "the run continues from the checkpoint before"
     gone, damaged, left = (
         [each for each in case.view.passed_over if each.kind is kind]
         for kind in (Unusable.GONE, Unusable.DAMAGED, Unusable.INCOMPLETE)
     )
     if gone:
-        evidence = f"{gone[0].name}, with which the run ended, is gone, and the run itself never deletes its newest"
+        evidence = (
+            f"the run ended with {gone[0].name}, which no longer exists, but a run never deletes its newest checkpoint"
+        )
         after = "; find out what deletes objects below the storage path, such as a lifecycle rule or a person"
         details = {"checkpoints": [each.name for each in gone]}
         yield Finding(Diagnosis.GONE, severity, evidence, advice + after, details, cost=1.0)
@@ -67,21 +69,21 @@ def _find_unusable(case: Case) -> Iterator[Finding]:
         evidence = "skipped " + "; ".join(texts)
         after = f"; check the storage; `sunspot checkpoints verify {case.view.run.name}` finds more damage"
         yield Finding(Diagnosis.DAMAGED, severity, evidence, advice + after, {"checkpoints": texts}, cost=1.0)
-    if left and ended:  # a live run is still committing one
+    if left and ended:  # a live run can still be committing one
         names = [each.name for each in left]
         evidence = f"{plural(len(names), 'checkpoint')} without a manifest, left by killed commits: {', '.join(names)}"
         gc = f"`sunspot checkpoints gc {case.view.run.name}`"
-        advice = f"{gc} lists files that can be deleted, and with --yes deletes them"
+        advice = f"{gc} lists files that can be deleted; add --yes to delete them"
         yield Finding(Diagnosis.LEFTOVERS, Severity.NOTE, evidence, advice, {"checkpoints": names})
 
 
 def _advise_ended(case: Case) -> str:
-    """Return advice on a run that has ended and whose newest checkpoint cannot be used."""
+    """Return advice on a run that has ended and has an unusable newest checkpoint."""
     view = case.view
     generation = case.state is RunState.SUCCEEDED and not case.local
     again = "start it again" + (" (a RayJob with another --generation)" if generation else "")
     if not view.checkpoint:
-        begins = "it starts from the beginning, or names the SUNSPOT_ACCEPT with which it does"
+        begins = "it starts from the beginning, or prints the SUNSPOT_ACCEPT value with which it does"
         return f"restore the files of a checkpoint; or {again}: {begins}"
     lost = f", and repeats steps {view.checkpoint.step + 1} to {view.step}" * (view.step > view.checkpoint.step)
     return f"{again}: it starts from step {view.checkpoint.step}{lost}"
