@@ -19,8 +19,8 @@ settings.register_profile("quick", deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile("quick")
 
-# A shell that starts the tests in the background makes them, and all their child processes, ignore Ctrl-C. `nohup` makes
-# them ignore SIGHUP.
+# A shell that starts the tests in the background makes them, and all their child processes, ignore Ctrl-C. `nohup`
+# makes them ignore SIGHUP.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
