@@ -16,7 +16,7 @@ import pytest
 from sunspot.run import Run, open_run
 from sunspot.storage import open_storage
 from sunspot.storage.local import LocalStorage
-from sunspot.storage.prove import FOLDER, Check, Result, probe_path, probe_storage
+from sunspot.storage.prove import FOLDER, LARGE, Check, Result, probe_path, probe_storage
 from sunspot.submitter.cluster.api import connect
 from sunspot.submitter.doctor.cluster_checks import check_cluster
 from sunspot.submitter.doctor.probe_pods import LABEL, make_pod, read_checks
@@ -48,7 +48,9 @@ def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the throughput with an object that needs no upload in parts."""
     monkeypatch.setattr("sunspot.storage.prove.LARGE_TIMES", 1)
+    monkeypatch.setattr("sunspot.storage.prove.LARGE", 1 << 20)
 
 
 @pytest.fixture
@@ -486,8 +488,9 @@ def test_the_check_of_storage_without_conditional_writes_fails(
 
 
 def test_the_storage_check_fails_if_multipart_uploads_are_rejected(
-    sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy
+    sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sunspot.storage.prove.LARGE", LARGE)
     s3_proxy.on("UploadPart", s3.answer(403, "AccessDenied"))
     found = checks(sunspot, code=4)
     assert found["storage latency"]["result"] == "ok"
