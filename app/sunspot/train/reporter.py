@@ -178,7 +178,7 @@ class Reporter:
             rows_per_s=record["rows_per_s"],
             step_time_s=record["seconds"] / record["steps"],
             save_s=self._checkpoints.commit_s,
-            notice_s=self._settings.notice_s or None,
+            notice_s=self._settings.job.notice_s or None,
             memory_every=self._checkpoints.interval_steps,
             warning="; ".join(filter(None, (self._failed_before, self._warn_of_notice()))),
             nan_since=record.get(NAN_SINCE, 0),
@@ -316,7 +316,7 @@ class Reporter:
 
     def _warn_of_notice(self) -> str:
         """Return the warning for the status. The first time, also print it and add it to the events."""
-        text = warn_of_notice(self._checkpoints.commit_s, self._settings.notice_s)
+        text = warn_of_notice(self._checkpoints.commit_s, self._settings.job.notice_s)
         if text and not self._warned:
             self._warned = True
             log.warning(text)

@@ -420,7 +420,7 @@ class Worker:
         if command.deadline is not None:
             left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)
             # After a clock was set back, the wait would take hours.
-            return min(left_s, self.learner.plan.settings.notice_s or left_s)
+            return min(left_s, self.learner.plan.settings.job.notice_s or left_s)
         return DRAIN_S if self.checkpoints.in_memory and not command.moves else None
 
 
