@@ -6,7 +6,8 @@ They have the same prefix as the settings, are checked together with them, and a
 import json
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, Json, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic_core import from_json
 
 
 class NodeGroup(BaseModel):
@@ -35,13 +36,17 @@ class NodePrice(BaseModel):
     on_demand_price: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
+PARSED = BeforeValidator(lambda value: from_json(value) if isinstance(value, str) else value)
+
 NodePrices = Annotated[
-    Json[dict[str, NodePrice]],
+    dict[str, NodePrice],
+    PARSED,
     PlainSerializer(lambda prices: json.dumps(prices, sort_keys=True, default=dict), return_type=str),
 ]
 
 NodeGroups = Annotated[
-    Json[tuple[NodeGroup, ...]],
+    tuple[NodeGroup, ...],
+    PARSED,
     PlainSerializer(lambda groups: json.dumps([dict(group) for group in groups]) if groups else "", return_type=str),
 ]
 
