@@ -38,9 +38,6 @@ MARK = "<!-- From here on written by `python -m scripts.docs`. -->\n"
 KEPT = "**kept**"
 """Mark of a setting that cannot change until a run's last step."""
 
-BY_MANIFEST = "Set by the manifest: "
-"""Beginning of a setting's description if users do not set it themselves."""
-
 CONTEXT, NAMESPACE = "--context NAME", "--namespace NAME"
 
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
@@ -77,15 +74,10 @@ def pages() -> dict[Path, str]:
 def settings_page() -> str:
     """Return the page of the settings, with each setting's variable, default, meaning and allowed values."""
     kept = {PREFIX + name.upper() for name in IDENTITY}
-    described = describe_settings()
-    by_manifest = [
-        f"`{setting.variable.removeprefix(PREFIX)}`" for setting in described if setting.meaning.startswith(BY_MANIFEST)
-    ]
     lines = [
         f"- `{setting.variable}` ({setting.default or 'empty'}{f', {KEPT}' if setting.variable in kept else ''}): "
         f"{setting.meaning} *{setting.takes}*".replace(PREFIX, "")
-        for setting in described
-        if not setting.meaning.startswith(BY_MANIFEST)
+        for setting in describe_settings()
     ]
     return f"""# Settings
 
@@ -122,7 +114,8 @@ everywhere:
 
 {chr(10).join(lines)}
 
-The manifest sets the other settings itself: {", ".join(by_manifest)}. `python -m sunspot.train --help` explains them.
+A job's manifest also sets variables that are not settings: the job's identity, the archive with your own code, the
+length of a notice, the prices, the node groups, and the time to wait for nodes.
 """
 
 

@@ -40,7 +40,7 @@ BUDGETS = {
     "ray_session": 280,
     "report": 1890,
     "run": 4860,
-    "settings": 1000,
+    "settings": 1050,
     "storage": 2420,
     "submitter": 1420,
     "submitter/cluster": 3940,

@@ -1,10 +1,8 @@
-"""Reserves metric names for Sunspot, and checks the names of a task's metrics.
-
-A record of the metric history is one flat object with the task's metrics and Sunspot's own numbers.
-"""
+"""Reserves metric names for Sunspot, and checks the names of a task's metrics."""
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 from sunspot.errors import SettingsError
 
@@ -20,6 +18,10 @@ RECORD_NAMES = frozenset(
     }
 )
 """Names in a record or a checkpoint that are not metrics of the model. `sunspot metrics --json` adds `ranks`."""
+
+MetricRecord = dict[str, Any]
+"""A record of the metric history, which is one flat object: Sunspot's own numbers, whose names are in RECORD_NAMES, and
+the model's metrics. All its numbers describe the `steps` steps up to `step`."""
 
 LOSS = "loss"
 """Name of the loss, which is also a metric."""

@@ -26,7 +26,7 @@ from sunspot.run.checkpoints import find_newest_good, list_checkpoints, list_dir
 from sunspot.run.requests import clear_stop, request_stop, stop_requested
 from sunspot.run.search import SearchResults, Trial, find_best_checkpoint, read_results, read_trial
 from sunspot.run.status import RunState, Status, read_status, write_status_as_is
-from sunspot.settings import Settings
+from sunspot.settings import JobContext, Settings
 from sunspot.tune.promotion import begin_attempt, promote
 from sunspot.tune.trials import (
     FULL_RUN,
@@ -469,8 +469,8 @@ def test_a_search_waits_for_its_jobs_nodes(monkeypatch: pytest.MonkeyPatch) -> N
 
         return await_nodes(trials(**wanted, **settings), look)[0]
 
-    assert at_once(iter([0, 1, 1, 2]), job_id="job") == 2
-    assert at_once(itertools.repeat(1), job_id="job") == 1, "the wait ends"
+    assert at_once(iter([0, 1, 1, 2]), job=JobContext(job_id="job")) == 2
+    assert at_once(itertools.repeat(1), job=JobContext(job_id="job")) == 1, "the wait ends"
     assert at_once(iter([1])) == 1, "no nodes are added to a laptop"
 
 

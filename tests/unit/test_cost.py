@@ -250,17 +250,17 @@ def rendered(folder: Path, text: str, **more: str) -> Rendered:
 def test_prices_and_labels_in_a_profile_are_recorded_in_the_run(tmp_path: Path) -> None:
     job = rendered(tmp_path, PROFILE)
     known = load_settings(settings_of(job.manifest))
-    assert {name: (price.price, price.on_demand_price) for name, price in known.prices.items()} == {
+    assert {name: (price.price, price.on_demand_price) for name, price in known.job.prices.items()} == {
         "head": (0.2, None),
         "workers": (1.5, 4.0),
         "workers-2": (4.0, None),
     }
     assert known.labels == {"team": "vision"}, "labels with a prefix are for Kubernetes"
     again = load_settings(known.environment())
-    assert (again.prices, again.labels) == (known.prices, known.labels)
+    assert (again.job.prices, again.labels) == (known.job.prices, known.labels)
     dearer = rendered(tmp_path, PROFILE.replace("1.5", "1.75"))
     assert dearer.name == job.name, "a changed price does not change the job"
-    assert load_settings(settings_of(dearer.manifest)).prices["workers"].price == 1.75
+    assert load_settings(settings_of(dearer.manifest)).job.prices["workers"].price == 1.75
 
 
 def test_submit_shows_a_jobs_highest_possible_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,6 +304,12 @@ def test_invalid_prices_in_a_profile_are_rejected(
     assert message in str(refused.value)
 
 
+def test_prices_of_an_existing_cluster_are_set_by_hand() -> None:
+    prices = '{"head": {"price": 1}}'
+    job = render("kind", {"PRICES": prices}, cluster="shared")
+    assert load_settings(settings_of(job.manifest)).job.prices["head"].price == 1.0
+
+
 @pytest.mark.parametrize("value", ["7", '{"workers": {"price": "x"}}', '{"workers": {"cost": 1}}', "{"])
 def test_invalid_prices_in_a_setting_are_rejected(value: str) -> None:
     with pytest.raises(SettingsError, match=r"SUNSPOT_PRICES=.*: set it to a JSON object, e.g. "):
@@ -314,5 +320,5 @@ def test_trials_are_not_charged_for_their_searchs_head() -> None:
     prices = json.dumps({"head": {"price": 1.0}, "workers": {"price": 2.0}})
     given = {"LEARNING_RATE": "uniform(0.1,0.2)", "TRIALS": "2", "RUN_NAME": "tune", "PRICES": prices}
     search = load_search({f"SUNSPOT_{name}": value for name, value in given.items()})
-    assert (set(search.settings.prices), search.settings.labels) == ({"head", "workers"}, {"search": "tune"})
-    assert [(set(trial.prices), trial.labels) for trial in search.trials] == [({"workers"}, {"search": "tune"})] * 2
+    assert (set(search.settings.job.prices), search.settings.labels) == ({"head", "workers"}, {"search": "tune"})
+    assert [(set(trial.job.prices), trial.labels) for trial in search.trials] == [({"workers"}, {"search": "tune"})] * 2

@@ -81,6 +81,6 @@ def test_nodes_without_workers_are_released_first() -> None:
 def test_node_groups_are_read_from_a_setting() -> None:
     text = '[{"name": "spot", "most": 4, "after_s": 300.0}]'
     settings = load_settings({"NODE_GROUPS": text})
-    assert settings.node_groups == (SPOT,)
+    assert settings.job.node_groups == (SPOT,)
     assert settings.environment()["SUNSPOT_NODE_GROUPS"] == text
     assert load_settings().environment()["SUNSPOT_NODE_GROUPS"] == ""

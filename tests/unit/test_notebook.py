@@ -39,7 +39,7 @@ def train(job: str, variables: dict[str, str]) -> None:
     run = open_run(settings.storage_path, settings.run_name)
     task = load_task(settings)
     plan = make_plan(settings, task)
-    attempt = start(begin(run, plan.steps.rows, plan.steps.batch, plan.steps.per_epoch), settings.job_id)
+    attempt = start(begin(run, plan.steps.rows, plan.steps.batch, plan.steps.per_epoch), settings.job.job_id)
     torch.manual_seed(settings.seed)
     model = task.build_model(settings, plan.source)
     optimizer = task.build_optimizer(model, settings)

@@ -20,7 +20,7 @@ from sunspot.predict.classifier import Classifier, open_checkpoint
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.checkpoints import Checkpoint, write_manifest
-from sunspot.settings import Settings
+from sunspot.settings import JobContext, Settings
 from sunspot.tasks import load_task
 from tests.harness.runs import begin, start
 
@@ -133,7 +133,7 @@ def test_a_task_file_in_another_folder_is_also_found_in_child_processes(
 )
 def test_a_task_that_is_not_found_is_reported_with_the_fix(job_id: str, fix: str, module: str) -> None:
     with pytest.raises(SettingsError) as refused:
-        load_task(Settings(task="bystandr", job_id=job_id))
+        load_task(Settings(task="bystandr", job=JobContext(job_id=job_id)))
     assert str(refused.value) == f"SUNSPOT_TASK=bystandr: cannot be imported: No module named 'bystandr'; {fix}"
 
 

@@ -364,7 +364,7 @@ def test_the_manifest_contains_only_given_and_derived_settings() -> None:
 def test_the_job_reads_back_the_rendered_settings(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = render(profile, {"TASK_ARGS": '{"a": "$(HOME) $$ ${X} é\\n"}', "LEARNING_RATE": "1e-5"})
     assert rendered.settings.task_args == {"a": "$(HOME) $$ ${X} é\n"}
-    assert settings_of_job(rendered).job_id == rendered.name
+    assert settings_of_job(rendered).job.job_id == rendered.name
     live = yaml.safe_load(rendered.to_yaml())
     environment = settings_of_job(rendered).environment()
     assert settings_of(live).items() <= environment.items()
@@ -566,7 +566,7 @@ def check_drain(pod: dict[str, Any], notice: int) -> None:
 def test_the_run_uses_a_drain_set_in_the_profile(tmp_path: Path) -> None:
     profile = own_profile(tmp_path, "notice_s: 30\nenv: {RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '20'}")
     rendered = render(profile, {})
-    assert settings_of_job(rendered).notice_s == 20
+    assert settings_of_job(rendered).job.notice_s == 20
     assert {variables_of(pod)["SUNSPOT_NOTICE_S"] for pod in pods_of(rendered)} == {"20"}
 
 
@@ -1024,7 +1024,7 @@ def test_a_job_for_an_existing_cluster_creates_no_pods() -> None:
     assert "SUNSPOT_USE_GPU" not in variables
     assert "SUNSPOT_NOTICE_S" not in variables, "the pods of that cluster have their own"
     settings = settings_of_job(rendered)
-    assert (settings.learning_rate, settings.job_id) == (1e-5, rendered.name)
+    assert (settings.learning_rate, settings.job.job_id) == (1e-5, rendered.name)
 
 
 # ------------------------------------------------------------------------------------------------------------- rejected

@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 
 from sunspot.cli import VERBS, make_parser
 from sunspot.errors import SettingsError
-from sunspot.settings import PREFIX, Settings, WorkerRange, describe_settings, differences, load_settings
+from sunspot.settings import (
+    FIELDS,
+    PREFIX,
+    JobContext,
+    Settings,
+    WorkerRange,
+    describe_settings,
+    differences,
+    load_settings,
+)
 from sunspot.spelling import OTHER_CHECKPOINT_VERBS, OTHER_SETTINGS, OTHER_VERBS, SUBMIT_OPTIONS
 from sunspot.submitter.manifest.render import JobRequest, render
 from tests.harness import REPOSITORY
@@ -92,6 +101,22 @@ def test_all_problems_are_reported_at_once_without_importing_torch_or_ray() -> N
     assert answer.stdout == "imported []\n"
 
 
+def test_what_a_manifest_sets_is_checked_together_with_the_settings_but_is_not_listed_for_users() -> None:
+    settings = load_settings({"EPOCHS": "3", "NOTICE_S": "30", "PRICES": '{"head": {"price": 1}}', "JOB_ID": "one"})
+    assert (settings.epochs, settings.job.notice_s, settings.job.prices["head"].price) == (3, 30, 1.0)
+    assert load_settings(settings.environment()) == settings
+    with pytest.raises(SettingsError, match="3 problems in the settings") as refused:
+        load_settings({"EPOCHS": "two", "NODES_TIMEOUT_S": "0", "NODE_GROUPS": '[{"name": "a"}]'})
+    for line in (
+        "SUNSPOT_EPOCHS=two: ",
+        "SUNSPOT_NODES_TIMEOUT_S=0: set it to seconds above 0",
+        "SUNSPOT_NODE_GROUPS=",
+    ):
+        assert line in str(refused.value)
+    listed = {setting.variable for setting in describe_settings()}
+    assert listed == {PREFIX + name for name in map(str.upper, FIELDS.keys() - JobContext.model_fields.keys())}
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -117,7 +142,7 @@ def test_the_error_for_a_file_path_as_task_suggests_its_module(file: str) -> Non
     assert str(refused.value).endswith(f"SUNSPOT_TASK={file}: give a module, without .py: SUNSPOT_TASK=my_task")
 
 
-BARE = re.compile(rf"(?<![\w.])(?:{'|'.join(name.upper() for name in Settings.model_fields)})(?!\w)")
+BARE = re.compile(rf"(?<![\w.])(?:{'|'.join(name.upper() for name in FIELDS)})(?!\w)")
 
 TYPED_BARE = {
     "file.py",
@@ -164,7 +189,7 @@ def test_messages_and_help_name_settings_by_their_variables() -> None:
 
 
 def test_names_from_other_programs_lead_to_settings_options_and_commands() -> None:
-    settings = {name.upper() for name in Settings.model_fields}
+    settings = {name.upper() for name in FIELDS}
     assert {*OTHER_SETTINGS.values()} <= settings
     assert not (OTHER_SETTINGS.keys() | {*SUBMIT_OPTIONS}) & settings
     assert {*OTHER_VERBS.values()} <= {*VERBS, "--help", "--version"}

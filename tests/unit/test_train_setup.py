@@ -32,7 +32,7 @@ from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import IN_PLACE, Attempt, Metadata
 from sunspot.run.history import Journal, read_journal
 from sunspot.run.logs import rank_stream, read_stream
-from sunspot.settings import Settings
+from sunspot.settings import JobContext, Settings
 from sunspot.storage.local import LocalStorage
 from sunspot.train import build, joining, loop
 from sunspot.train.build import (
@@ -169,7 +169,7 @@ def test_tf32_is_switched_for_matrix_products_and_convolutions(rounded: bool) ->
 @pytest.mark.parametrize(("ahead_s", "limit_s"), [(0, 29), (-3600, 30), (3600, 0)])
 def test_a_clock_that_is_set_back_does_not_extend_a_notice(ahead_s: float, limit_s: float) -> None:
     command = Command(restart=True, deadline=time.time() + 30 - ahead_s)  # by the clock of the driver's node
-    plan = SimpleNamespace(settings=Settings(notice_s=30))
+    plan = SimpleNamespace(settings=Settings(job=JobContext(notice_s=30)))
     worker: Any = SimpleNamespace(commands=SimpleNamespace(poll=lambda: command), learner=SimpleNamespace(plan=plan))
     assert Worker._drain_limit_s(worker) == pytest.approx(limit_s, abs=0.5)
 
@@ -319,7 +319,7 @@ def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contex
     deadline = None if left_s is None else time.time() + DEADLINE_MARGIN_S + left_s
     commands = MagicMock(poll=lambda: Command(restart=True, deadline=deadline))
     place = WorkerPlace(group)
-    plan = SimpleNamespace(settings=Settings(notice_s=60), steps=Steps(8, 2))
+    plan = SimpleNamespace(settings=Settings(job=JobContext(notice_s=60)), steps=Steps(8, 2))
     learner: Any = SimpleNamespace(place=place, plan=plan, model=torch.nn.Identity())
     watchdog: Any = Watched()
     begun = GroupStart(0, True, {})

@@ -29,6 +29,7 @@ from sunspot.run import Run
 from sunspot.run.logs import LogWriter
 from sunspot.run.status import RunState, Status, read_status, write_status_as_is
 from sunspot.run.streams import new_stream
+from sunspot.settings import JobContext, NodePrice
 from sunspot.settings.search_space import SEARCH_LABEL
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.local import LocalStorage
@@ -122,7 +123,7 @@ def test_the_list_shows_the_state_of_each_run_and_can_be_searched(tmp_path: Path
     storage = LocalStorage(str(tmp_path))
     trained(Run(storage, "digits"))
     priced = ended(storage, "priced", time=BEGUN + 3600)
-    start(priced, "job", at=BEGUN, **attempt_metadata(prices={"workers": {"price": 11}}))
+    start(priced, "job", at=BEGUN, **attempt_metadata(job=JobContext(prices={"workers": NodePrice(price=11)})))
     ended(storage, "broken", RunState.FAILED, reason="CUDA out of memory", loss=float("nan"))
     storage.write("waiting/submissions/0001-waiting-1234.json", b"{}")
     storage.write("data/rows.parquet", b"not a run")

@@ -80,12 +80,12 @@ def test_each_group_offers_a_resource_named_after_itself(tmp_path: Path) -> None
     assert [[g["replicas"], g["minReplicas"], g["maxReplicas"]] for g in (first, second)] == [[0, 0, 8], [0, 0, 4]]
     assert (first["resources"]["workers"], second["resources"]["workers-2"]) == ("1", "1")
     assert "workers-2" not in first["resources"]
-    assert load_search(settings_of(job.manifest)).settings.node_groups == (
+    assert load_search(settings_of(job.manifest)).settings.job.node_groups == (
         NodeGroup(name="workers", most=8, after_s=300),
         NodeGroup(name="workers-2", most=4, after_s=600),
     )
     assert (
-        load_search(settings_of(job.manifest)).settings.nodes_timeout_s
+        load_search(settings_of(job.manifest)).settings.job.nodes_timeout_s
         == job.manifest["spec"]["preRunningDeadlineSeconds"]
         == 1800
     )
@@ -105,7 +105,7 @@ def test_a_run_can_mix_on_demand_and_spot_workers(tmp_path: Path) -> None:
     text = "extends: eks-spot\nsettings: {NUM_WORKERS: 8}\nworker: {gpus: 2}\nworkers: [{spot: false, max: 1}, {}]"
     job = rendered(tmp_path, text)
     assert [group["maxReplicas"] for group in groups_of(job)] == [1, 4]
-    assert [group.most for group in load_search(settings_of(job.manifest)).settings.node_groups] == [2, 8]
+    assert [group.most for group in load_search(settings_of(job.manifest)).settings.job.node_groups] == [2, 8]
 
 
 def test_placement_applies_across_all_groups(tmp_path: Path) -> None:

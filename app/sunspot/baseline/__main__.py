@@ -15,11 +15,10 @@ def main() -> int:
         "python -m sunspot.baseline", "Train ResNet-18 on the bundled digits in plain PyTorch, on one device.", READS
     ).parse_args()
     settings = load_settings()
-    for name, default in Settings():
-        if name not in READS and getattr(settings, name) != default:
-            raise SettingsError(
-                f"{PREFIX}{name.upper()} is not read by the baseline; unset it, or use `python -m sunspot.train`"
-            )
+    defaults = Settings().environment()
+    for variable, value in settings.environment().items():
+        if variable.removeprefix(PREFIX).lower() not in READS and value != defaults[variable]:
+            raise SettingsError(f"{variable} is not read by the baseline; unset it, or use `python -m sunspot.train`")
     if "://" in settings.storage_path:
         raise SettingsError(f"{PREFIX}STORAGE_PATH={settings.storage_path}: the baseline writes only to a folder")
 

@@ -262,7 +262,7 @@ class CheckpointManager:
     def save_every_s(self) -> float:
         """Seconds between checkpoints: CHECKPOINT_EVERY_S, or less if commits outlast a notice."""
         every_s = self._settings.checkpoint_every_s
-        late = exceeds_notice(self.commit_s, self._settings.notice_s)
+        late = exceeds_notice(self.commit_s, self._settings.job.notice_s)
         return min(every_s, self.commit_s or every_s) if late else every_s
 
     @property

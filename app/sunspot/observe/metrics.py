@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from sunspot.data.source import Batch
 from sunspot.machine.cgroup import memory_left, read_throttling, resident_memory
+from sunspot.metric_names import MetricRecord
 from sunspot.observe.ranks import to_column
 from sunspot.parallel.collectives import gather_objects
 from sunspot.run.history import Columns
@@ -177,7 +178,7 @@ class MetricWindow:
         self._step_times.append(step_time)
         self._data_waits.append(data_wait)
 
-    def close(self, step: int, epoch: int, learning_rate: float) -> dict[str, Any]:
+    def close(self, step: int, epoch: int, learning_rate: float) -> MetricRecord:
         """Reduce all workers' windows to a record, set `own` and `ranks`, and open a new window.
 
         All workers must call this together, and get the same record. It contains the maximum over workers of each of

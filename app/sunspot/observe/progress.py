@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sunspot.background import Background
 from sunspot.formatting import visible
+from sunspot.metric_names import MetricRecord
 from sunspot.run.history import format_metric, model_metrics
 from sunspot.run.logs import log_shipper
 
@@ -41,7 +42,7 @@ class News(NamedTuple):
     """Updates for the terminal."""
 
     progress: Progress
-    metrics: list[dict[str, Any]]
+    metrics: list[MetricRecord]
     "New records of the metric history."
     lines: list[str]
     ended: str = ""
@@ -86,7 +87,7 @@ class _Lines:
         elif news.progress.attempt:
             self.show(news.progress)
 
-    def record(self, record: dict[str, Any]) -> None:
+    def record(self, record: MetricRecord) -> None:
         if record["step"] % self._per_epoch == 0 or record["step"] == self._total:
             self.print(epoch_line(record))
 
@@ -143,7 +144,7 @@ class _Terminal(_Lines):
         self._ship(text + "\n")
 
 
-def epoch_line(record: dict[str, Any]) -> str:
+def epoch_line(record: MetricRecord) -> str:
     """Return a line for the record at the end of an epoch."""
     numbers = [f"{name} {format_metric(value)}" for name, value in model_metrics(record).items()]
     return f"epoch {record['epoch']}  step {record['step']}  {'  '.join(numbers)}  {record['rows_per_s']:.0f} rows/s"

@@ -51,7 +51,7 @@ def predict(arguments: argparse.Namespace) -> None:
     from sunspot.plan import with_absolute_paths
 
     settings = with_absolute_paths(settings)
-    find_code(settings.code)
+    find_code(settings.job.code)
     show: Callable[[dict[str, Any]], Iterator[str]]
     chosen = (arguments.run, arguments.checkpoint, settings.storage_path)
     if arguments.prompt:

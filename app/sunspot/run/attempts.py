@@ -119,11 +119,11 @@ class Attempt:
 
 
 def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
-    """Return a setting's value in the newest attempt, or its default. `name` is a field of `Settings`."""
-    from sunspot.settings import PREFIX, Settings  # pydantic is slow to import, and most verbs do not need it
+    """Return a setting's value in the newest attempt, or its default. `name` is one of `FIELDS`."""
+    from sunspot.settings import FIELDS, PREFIX  # pydantic is slow to import, and most verbs do not need it
 
     recorded = attempts[-1].metadata.settings if attempts else {}
-    return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
+    return str(recorded.get(PREFIX + name.upper(), FIELDS[name].default))
 
 
 def recorded_number(attempts: Sequence[Attempt], name: str) -> float:

@@ -1,18 +1,17 @@
 """The settings of a run: their definitions, a search over them, and the file `sunspot.toml`.
 
-`definitions.py` has one field for each setting, which is read from an environment variable. `file.py` reads the same
-settings from `sunspot.toml`. `task_arguments.py` reads `SUNSPOT_TASK_ARGS`, and `search_space.py` the values that the
-trials of a search take.
+`definitions.py` has one field for each setting, which is read from an environment variable. `job_context.py` has the
+values that a job's manifest sets in the same way. `file.py` reads settings from `sunspot.toml`. `task_arguments.py`
+reads `SUNSPOT_TASK_ARGS`, and `search_space.py` the values that the trials of a search take.
 """
 
 from sunspot.settings.definitions import (
-    HEAD,
+    FIELDS,
     IDENTITY,
     PREFIX,
     READING_SHARE,
     RUN_NAME_LENGTH,
-    NodeGroup,
-    NodePrice,
+    SETTING_NAMES,
     Settings,
     WorkerRange,
     accepts,
@@ -28,13 +27,17 @@ from sunspot.settings.definitions import (
     variable_of,
     with_place,
 )
+from sunspot.settings.job_context import HEAD, JobContext, NodeGroup, NodePrice
 
 __all__ = [
+    "FIELDS",
     "HEAD",
     "IDENTITY",
     "PREFIX",
     "READING_SHARE",
     "RUN_NAME_LENGTH",
+    "SETTING_NAMES",
+    "JobContext",
     "NodeGroup",
     "NodePrice",
     "Settings",

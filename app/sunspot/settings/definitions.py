@@ -32,6 +32,7 @@ from pydantic import (
 from sunspot.credentials import URL_PASSWORD, find_credential, find_credential_arguments
 from sunspot.errors import SettingsError
 from sunspot.formatting import plural
+from sunspot.settings.job_context import JobContext
 from sunspot.settings.task_arguments import TaskArguments, plain
 from sunspot.spelling import OTHER_SETTINGS, SUBMIT_OPTIONS, find_meant
 
@@ -67,32 +68,6 @@ class WorkerRange(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.least}..{self.most}" if self.elastic else str(self.least)
-
-
-class NodeGroup(BaseModel):
-    """A group of identical nodes. They have a Ray resource with the group's name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    most: int = Field(ge=1)
-    "Maximum number of training workers on the group's nodes."
-    after_s: float = Field(ge=0)
-    """Seconds for which earlier groups must lack nodes before this group is used, or have enough nodes before it is no
-    longer used."""
-
-
-HEAD = "head"
-"""Key of the head's node in the prices."""
-
-
-class NodePrice(BaseModel):
-    """A node's price per hour."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    price: float | None = Field(None, ge=0, allow_inf_nan=False)
-    on_demand_price: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
 def _parse_workers(value: Any) -> WorkerRange:
@@ -162,17 +137,9 @@ Arguments = Annotated[
 
 Labels = Annotated[dict[str, str], PARSED, DUMPED]
 
-NodePrices = Annotated[dict[str, NodePrice], PARSED, DUMPED]
-
 TaskName = Annotated[str, AfterValidator(_check_task)]
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
-
-NodeGroups = Annotated[
-    tuple[NodeGroup, ...],
-    BeforeValidator(lambda value: parse_json(value) if isinstance(value, str) else value),
-    PlainSerializer(lambda groups: json.dumps([dict(group) for group in groups]) if groups else "", return_type=str),
-]
 
 WorkerCount = Annotated[WorkerRange, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
 
@@ -333,24 +300,23 @@ class Settings(BaseModel):
     )
     "Errors to override: another row order, lost checkpoints, a lost start, or too many workers for this machine."
 
-    notice_s: int = _setting(0, "whole seconds, at least 0", ge=0)
-    "Set by the manifest: seconds from a preemption notice to the end of the node, or 0 if unknown."
     labels: Labels = _setting({}, """a JSON object of texts, e.g. {"team": "vision"}""")
     "Labels by which `sunspot cost` groups costs, in addition to the profile's."
-    prices: NodePrices = _setting({}, """a JSON object, e.g. {"workers": {"price": 1.2, "on_demand_price": 3.9}}""")
-    "Set by the manifest: hourly price of the head, and of a node in each group."
-    node_groups: NodeGroups = _setting((), """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]""")
-    "Set by the manifest: node groups, if there are several, in order of preference."
-    nodes_timeout_s: float = _setting(1800, "seconds above 0", gt=0, allow_inf_nan=False)
-    "Set by the manifest: seconds to wait for the first of several node groups."
-    code: str = _setting("", "nothing: `sunspot submit --code FOLDER` sets it", pattern=r"^(.+@sha256:[0-9a-f]{64})?$")
-    "Set by the manifest: URL of the archive of your own code, with its SHA-256."
-    job_id: str = _setting("", "the identity of the cluster job, or empty")
-    "Set by the manifest: identity of the job, which is the same for every retry."
+
+    job: JobContext = JobContext()
+    "Values that the job's manifest sets, not the user."
 
     def environment(self) -> dict[str, str]:
-        """Return all settings as environment variables, in the order of the fields."""
-        return {PREFIX + name.upper(): _as_text(value) for name, value in self.model_dump().items()}
+        """Return all settings, and the job's values, as environment variables in the order of the fields."""
+        values = {**self.model_dump(exclude={"job"}), **self.job.model_dump()}
+        return {PREFIX + name.upper(): _as_text(value) for name, value in values.items()}
+
+
+SETTING_NAMES = tuple(name for name in Settings.model_fields if name != "job")
+"""Names of the fields that users set."""
+
+FIELDS = {**{name: Settings.model_fields[name] for name in SETTING_NAMES}, **JobContext.model_fields}
+"""All fields that are read from environment variables: those that users set, and those that manifests set."""
 
 
 IDENTITY = ("task", "task_args", "dataset", "test_share", "seed", "global_batch_size", "loader")
@@ -372,19 +338,19 @@ class SettingInfo(NamedTuple):
     meaning: str
 
 
-def describe_settings(names: Iterable[str] = Settings.model_fields) -> list[SettingInfo]:
-    """Return descriptions of the settings with these field names, or of all settings, in this order."""
+def describe_settings(names: Iterable[str] = SETTING_NAMES) -> list[SettingInfo]:
+    """Return descriptions of the settings with these field names, or of all that users set, in this order."""
     defaults = Settings.model_construct().environment()
     variables = {name: PREFIX + name.upper() for name in names}
     return [
-        SettingInfo(variable, defaults[variable], takes(name), str(Settings.model_fields[name].description))
+        SettingInfo(variable, defaults[variable], takes(name), str(FIELDS[name].description))
         for name, variable in variables.items()
     ]
 
 
 def takes(name: str) -> str:
     """Return a description of the values allowed for the setting with this field name."""
-    extra: Any = Settings.model_fields[name].json_schema_extra
+    extra: Any = FIELDS[name].json_schema_extra
     return extra["takes"]
 
 
@@ -403,22 +369,28 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
         given[variable_of(name)] = value
     values = {name.removeprefix(PREFIX).lower(): value for name, value in given.items() if value != ""}
 
-    problems = [_misspelt(name) for name in given if name.removeprefix(PREFIX).lower() not in Settings.model_fields]
+    problems = [_misspelt(name) for name in given if name.removeprefix(PREFIX).lower() not in FIELDS]
     if values.get("test_dataset") and values.get("dataset", "sample") in ("sample", "mnist"):
         seen = f"{PREFIX}TEST_DATASET={cut(values['test_dataset'])}"
         problems.append(f"{seen}: set {PREFIX}DATASET to a path, too, or leave this setting empty")
-    known = {name: value for name, value in values.items() if name in Settings.model_fields}
+    known = {name: value for name, value in values.items() if name in FIELDS}
     for name in list(known):
         held = _find_credential(known[name])
         if held:
             problems.append(f"{PREFIX}{name.upper()} {held}; {NOT_A_SETTING}")
             del known[name]  # so that no other message shows its value
     try:
-        settings = Settings(**known)  # type: ignore[arg-type]  # pydantic parses the strings
+        settings = _parse(known)
     except ValidationError as error:
         problems += [_explain(problem) for problem in error.errors(include_url=False)]
     refuse(problems, "in the settings")
     return settings
+
+
+def _parse(values: Mapping[str, str]) -> Settings:
+    """Parse the values of fields in `FIELDS`. Raises `ValidationError`."""
+    job = {name: value for name, value in values.items() if name in JobContext.model_fields}
+    return Settings.model_validate({**{name: value for name, value in values.items() if name not in job}, "job": job})
 
 
 def refuse(problems: list[str], where: str) -> None:
@@ -453,7 +425,7 @@ def setting_text(name: str, value: Any) -> str:
 def recorded_settings(environment: Mapping[str, str]) -> Settings:
     """Return the settings that a run recorded (`Settings.environment`), except those that this version lacks."""
     values = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if value != ""}
-    return Settings(**{name: value for name, value in values.items() if name in Settings.model_fields})  # type: ignore[arg-type]
+    return _parse({name: value for name, value in values.items() if name in FIELDS})
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
@@ -478,7 +450,7 @@ def _find_credential(value: str) -> str:
 
 def _misspelt(variable: str) -> str:
     name = variable.removeprefix(PREFIX)
-    meant = find_meant(name, [field.upper() for field in Settings.model_fields], OTHER_SETTINGS)
+    meant = find_meant(name, [field.upper() for field in FIELDS], OTHER_SETTINGS)
     if name in SUBMIT_OPTIONS:
         hint = f"it is an option of `sunspot submit`: --{name.lower()}"
     else:
@@ -487,7 +459,7 @@ def _misspelt(variable: str) -> str:
 
 
 def _explain(problem: Any) -> str:
-    field = str(problem["loc"][0])
+    field = next(str(name) for name in problem["loc"] if name != "job")
     if problem["type"] == "string_unicode":
         # Python decodes bytes that are invalid in the locale's encoding as surrogates.
         fix = "use other characters, or set LC_ALL=C.UTF-8 if the name is in UTF-8"

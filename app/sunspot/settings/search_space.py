@@ -20,6 +20,7 @@ from typing import Any
 
 from sunspot.errors import SettingsError
 from sunspot.settings import (
+    FIELDS,
     HEAD,
     IDENTITY,
     PREFIX,
@@ -186,7 +187,7 @@ def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
     Raises `SettingsError`, listing all mistakes.
     """
     dimensions, problems = [], []
-    for field in Settings.model_fields:
+    for field in FIELDS:
         name = field.upper()
         text = variables.get(PREFIX + name, "")
         for path, value in _walk_task_args(text) if field == "task_args" else [(name, text)]:
@@ -255,8 +256,9 @@ def _ours(variables: Mapping[str, str]) -> dict[str, str]:
 def _shared(settings: Settings) -> dict[str, str]:
     """Return the labels and prices that trials inherit from their search. The search pays for the head, not the
     trials."""
-    prices = {name: price for name, price in settings.prices.items() if name != HEAD}
-    shared = settings.model_copy(update={"prices": prices}).environment()
+    prices = {name: price for name, price in settings.job.prices.items() if name != HEAD}
+    job = settings.job.model_copy(update={"prices": prices})
+    shared = settings.model_copy(update={"job": job}).environment()
     return {name: shared[name] for name in (PREFIX + "LABELS", PREFIX + "PRICES")}
 
 

@@ -68,7 +68,7 @@ def place_of(error: Exception) -> str:
 
 def _how_to_find(package: str, settings: Settings) -> str:
     """Return advice for a task whose top-level module was not found."""
-    if settings.job_id:
+    if settings.job.job_id:
         return f"`sunspot submit --code FOLDER` uploads the folder of {package}.py, or use an image that contains it"
     meant = find_meant(package, [path.stem for path in Path.cwd().glob("*.py")])
     hint = f"did you mean {meant}? Or " if meant else ""

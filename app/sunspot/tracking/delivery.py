@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, MinLen
 
 from sunspot.errors import DamageError, NotFoundError, TrackingError, shorten
 from sunspot.formatting import plural
-from sunspot.metric_names import HELD_OUT
+from sunspot.metric_names import HELD_OUT, MetricRecord
 from sunspot.report import FILE
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import Attempt, Span, lineage, read_attempts, refuse_if_superseded, step_of
@@ -172,13 +172,13 @@ class Delivery:
         counted, _, _ = classify(list_directories(self.run), spans)
         return step_of(counted[-1]) if counted else -1
 
-    def _is_new(self, record: dict[str, Any], final: int) -> bool:
+    def _is_new(self, record: MetricRecord, final: int) -> bool:
         step, attempt = record["step"], record["attempt"]
         if _is_evaluation(record):
             return (self.delivered.step, self.delivered.attempt) < (step, attempt) and step <= final
         return self.delivered.step < step <= final
 
-    def _send(self, service: Service, records: list[dict[str, Any]]) -> None:
+    def _send(self, service: Service, records: list[MetricRecord]) -> None:
         refused = 0
         try:
             service.send([to_point(record) for record in records])
@@ -259,7 +259,7 @@ def _end_of(status: Status) -> str:
     return f"{status.state} {status.time:.3f}" if status.state.terminal else ""
 
 
-def to_point(record: dict[str, Any]) -> Point:
+def to_point(record: MetricRecord) -> Point:
     """Return the metrics of a record.
 
     If the record is only an evaluation, these are the metrics of held-out rows. The other metrics are in an earlier
@@ -274,7 +274,7 @@ def to_point(record: dict[str, Any]) -> Point:
     return Point(record["step"], record.get("time") or 0.0, values)
 
 
-def _is_evaluation(record: dict[str, Any]) -> bool:
+def _is_evaluation(record: MetricRecord) -> bool:
     """Return True if a record only contains the evaluation of an epoch that an earlier attempt completed."""
     return record.get("steps") == 0
 

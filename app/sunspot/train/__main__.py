@@ -8,7 +8,7 @@ from sunspot.errors import SettingsError, run_and_exit
 from sunspot.log import print_logs
 from sunspot.machine.stop_signals import raise_end_signals
 from sunspot.ray_internals.job import end_for_good
-from sunspot.settings import PREFIX, Settings, load_settings
+from sunspot.settings import PREFIX, SETTING_NAMES, load_settings
 from sunspot.settings.search_space import find_dimensions
 from sunspot.tracking.process import refuse_unusable
 from sunspot.train.driver import train_run
@@ -19,7 +19,7 @@ def main(words: Sequence[str] | None = None) -> int:
     CommandParser(
         "python -m sunspot.train",
         "Train the run that the settings describe, from its newest state.",
-        Settings.model_fields,
+        SETTING_NAMES,
     ).parse_args(words)
     space = find_dimensions(os.environ)
     if space:

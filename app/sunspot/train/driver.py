@@ -57,7 +57,7 @@ def train_run(
 
     def find_origin() -> tuple[str, Origin]:
         attempts = read_attempts(run)
-        claimed_for = owner or new_owner(settings.job_id)
+        claimed_for = owner or new_owner(settings.job.job_id)
         refuse_if_superseded(attempts, claimed_for)
         origin = Origin(*find_newest_good(run, attempts, trust_listing=True))  # its loader verifies it
         if origin.checkpoint and origin.checkpoint.finished:  # perhaps nothing loads it, so it is verified here
@@ -72,7 +72,7 @@ def train_run(
             log.warning(f"skipped {each}")
         with recorded_outcome(claimant, origin.checkpoint, settings.max_driver_starts, stop_request) as outcome:
             try:
-                if may_train(claimant, limit_s, settings.job_id):
+                if may_train(claimant, limit_s, settings.job.job_id):
                     plan = plan_run(run, settings, identity)
                     state, reason = train(plan, claimant, origin, outcome, stop_request)
                 else:
@@ -127,7 +127,7 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
     from sunspot.tasks import load_task
     from sunspot.train.this_machine import refuse_impossible
 
-    enter_code(settings.code)
+    enter_code(settings.job.code)
     task = load_task(settings)
     plan = replace(make_plan(settings, task), one_machine=starts_own_session())
     if plan.one_machine:
@@ -157,7 +157,7 @@ def train(
 
     def finish(checkpoint: Checkpoint) -> tuple[RunState, str]:
         if not checkpoint.completes(plan.total_steps, patience):
-            how = resume_hint(run.name, bool(plan.settings.job_id))
+            how = resume_hint(run.name, bool(plan.settings.job.job_id))
             print(f"  stopped by `sunspot stop` at step {checkpoint.step} of {plan.total_steps}; {how}")
             return RunState.STOPPED, ""
         reason = ""

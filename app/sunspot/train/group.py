@@ -135,15 +135,15 @@ def open_context(
 
 def choose_node_groups(settings: Settings) -> GroupChoice | None:
     """Wait for nodes of the run's node groups, and return the choice among them, or None if it has no such groups."""
-    if not settings.node_groups:
+    if not settings.job.node_groups:
         return None
     if install_coordinator():
         raise SunspotError(
             "several groups of nodes cannot be used, because Ray's coordinator asks for any node; keep one"
         )
-    choice = GroupChoice(settings.node_groups, settings.num_workers.most)
+    choice = GroupChoice(settings.job.node_groups, settings.num_workers.most)
     per_worker = {name: float(amount) for name, amount in settings.resources_per_worker.items()}
-    wait_for_nodes(choice, per_worker, settings.num_workers, settings.nodes_timeout_s)
+    wait_for_nodes(choice, per_worker, settings.num_workers, settings.job.nodes_timeout_s)
     return choice
 
 
@@ -196,7 +196,7 @@ def can_outlive(plan: Plan) -> bool:
     if settings.survivors == "off":  # checked first, so that the task need not be loaded
         return False
     task = load_task(settings)
-    return not task.needs_all_workers and settings.loader == "torch" and not settings.node_groups
+    return not task.needs_all_workers and settings.loader == "torch" and not settings.job.node_groups
 
 
 def only_driver_remains(
@@ -274,7 +274,7 @@ def make_trainer(context: TrainingContext) -> Any:
     return trainer(
         functools.partial(train_loop, config),
         scaling_config=ScalingConfig(
-            num_workers=(workers.least, workers.most) if workers.elastic or settings.node_groups else workers.least,
+            num_workers=(workers.least, workers.most) if workers.elastic or settings.job.node_groups else workers.least,
             elastic_resize_monitor_interval_s=NO_RESIZE_S,
             use_gpu=resources.use_gpu,
             resources_per_worker=resources.per_worker,

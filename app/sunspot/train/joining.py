@@ -246,7 +246,7 @@ def set_up_process(config: WorkerConfig, survivor: Survivor | None) -> None:
     settings = config.plan.settings
     print_logs()
     try:
-        find_code(settings.code)
+        find_code(settings.job.code)
     except SunspotError as error:
         report_fatal(error, config.control, survivor)
         raise

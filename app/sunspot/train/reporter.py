@@ -3,10 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from sunspot.background import Background, Timer
 from sunspot.checkpoint import CheckpointManager
@@ -20,6 +18,7 @@ from sunspot.elastic.receipts import Phases, make_receipt
 from sunspot.elastic.restore import TrainingState
 from sunspot.errors import StorageError, SupersededError
 from sunspot.formatting import plural
+from sunspot.metric_names import MetricRecord
 from sunspot.observe.metrics import MetricWindow
 from sunspot.observe.progress import PROGRESS_EVERY_S, Progress
 from sunspot.observe.prometheus import RunGauges
@@ -158,7 +157,7 @@ class Reporter:
             progress = Progress(number, step, window.mean_loss, committed, time.time(), doing)
             self._control.send(ControlChannel.set_progress, progress)
 
-    def report(self, record: dict[str, Any], recent: dict[str, Any], ranks: Columns) -> None:
+    def report(self, record: MetricRecord, recent: MetricRecord, ranks: Columns) -> None:
         """Add a record to the metric history, with the numbers of each rank.
 
         The status and the terminal show the `recent` means (`RecentMeans`), like checkpoints, because a record may
@@ -178,7 +177,7 @@ class Reporter:
             rows_per_s=record["rows_per_s"],
             step_time_s=record["seconds"] / record["steps"],
             save_s=self._checkpoints.commit_s,
-            notice_s=self._settings.notice_s or None,
+            notice_s=self._settings.job.notice_s or None,
             memory_every=self._checkpoints.interval_steps,
             warning="; ".join(filter(None, (self._failed_before, self._warn_of_notice()))),
             nan_since=record.get(NAN_SINCE, 0),
@@ -188,7 +187,7 @@ class Reporter:
         commit_s = self._checkpoints.commit_s or 0.0
         self._interval_s = checkpoint_interval(self._checkpoints.save_every_s, steps * step_s, commit_s)
 
-    def add_evaluation(self, record: dict[str, Any]) -> None:
+    def add_evaluation(self, record: MetricRecord) -> None:
         """Add the evaluation of an epoch whose steps the previous worker group took."""
         self._journals.metrics.append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
         self._status = replace(self._status, test_loss=record.get("test_loss"))
@@ -289,7 +288,7 @@ class Reporter:
             self._summarized = True
             self._control.send(ControlChannel.log, f"  copies in memory: {text}")
 
-    def _warn_of_nan(self, record: dict[str, Any]) -> None:
+    def _warn_of_nan(self, record: MetricRecord) -> None:
         """Report a loss that is not finite, and later that it is finite again, on the terminal and in the events.
 
         Other metrics are reported only once each, and so is a loss that is finite again at the end of its window.
@@ -316,7 +315,7 @@ class Reporter:
 
     def _warn_of_notice(self) -> str:
         """Return the warning for the status. The first time, also print it and add it to the events."""
-        text = warn_of_notice(self._checkpoints.commit_s, self._settings.notice_s)
+        text = warn_of_notice(self._checkpoints.commit_s, self._settings.job.notice_s)
         if text and not self._warned:
             self._warned = True
             log.warning(text)
@@ -324,7 +323,7 @@ class Reporter:
         return text
 
 
-def describe_nan(record: Mapping[str, Any]) -> str:
+def describe_nan(record: MetricRecord) -> str:
     """Return a text about a loss or weights that are not finite in a record of the history. Empty if all is finite."""
     since = record.get(NAN_SINCE)
     windows = record.get(NAN_WINDOWS)

@@ -33,7 +33,7 @@ from sunspot.elastic.restore import TrainingState, read_init
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SunspotError
 from sunspot.formatting import plural, some_of
-from sunspot.metric_names import HELD_OUT, LOSS
+from sunspot.metric_names import HELD_OUT, LOSS, MetricRecord
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan, make_plan, with_absolute_paths
@@ -289,7 +289,7 @@ class CheckedWorker(Worker):
         super().finish_step(taken)
         return True
 
-    def report(self, record: dict[str, Any]) -> None:
+    def report(self, record: MetricRecord) -> None:
         self.metrics = model_metrics(record)
 
 

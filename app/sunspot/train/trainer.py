@@ -91,7 +91,7 @@ def outcome_of_training(
     else:
         kept = f"no checkpoint {'is intact' if skipped else 'was made'} in {run.location}"
     if not failure:
-        stop_request.raise_signal(kept, plan.settings.job_id)
+        stop_request.raise_signal(kept, plan.settings.job.job_id)
     reason = failure or "the workers ended before the last step"
     more = f"`sunspot doctor {run.name}` explains more"
     if checkpoint:  # otherwise the summary of the run says that it has no checkpoint

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import ray.train
 import torch
@@ -25,6 +25,7 @@ from sunspot.elastic.copies import LiveState
 from sunspot.elastic.restore import StateMetadata
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.log import warn_once
+from sunspot.metric_names import MetricRecord
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
@@ -64,7 +65,7 @@ class GroupStart:
     "Optimizer steps taken so far."
     evaluated: bool
     "False if an epoch ends at `step` and its evaluation is still missing."
-    metrics: dict[str, Any]
+    metrics: MetricRecord
     "Metrics of the state that the group starts from."
     await_sums: Callable[[], None] | None = None
     "Function that blocks until a step's gradients are summed. None if the process ends with its group."
@@ -209,7 +210,7 @@ class Worker:
         self._leave_closed_group()
 
         # Measure and evaluate.
-        record: dict[str, Any] = {}
+        record: MetricRecord = {}
         if save or agreed.report or parts_move:
             record = self.window.close(step, (step - 1) // plan.steps.per_epoch + 1, taken.learning_rate)
             self._nan_watch.look(record, taken.values, save)
@@ -239,7 +240,7 @@ class Worker:
             raise RegroupError
         return stop
 
-    def _end_if_diverged(self, record: dict[str, Any], last: bool) -> None:
+    def _end_if_diverged(self, record: MetricRecord, last: bool) -> None:
         """Raise `DivergedError` on all workers if the loss has not been finite for too long, or at the last step.
 
         The current state is not saved, but earlier states reach storage first. `last` is True if no step follows.
@@ -304,7 +305,7 @@ class Worker:
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluation_done)
         return live, StateMetadata(self._metrics(self._record), self.step_ended, windows)
 
-    def _metrics(self, record: dict[str, Any]) -> dict[str, Any]:
+    def _metrics(self, record: MetricRecord) -> MetricRecord:
         """Return a checkpoint's metrics: the record, and the means and counters that the next group continues."""
         return {**record, **self.window.recent.newest, **self._patience.state, **self._nan_watch.state}
 
@@ -333,7 +334,7 @@ class Worker:
             regroup=command.regroup,
         )
 
-    def report(self, record: dict[str, Any]) -> None:
+    def report(self, record: MetricRecord) -> None:
         """Add the record of a closed window to the metric history, and report it to Ray. All workers do so together."""
         self.telemetry.report(self.window.own)
         if self.reporter:
@@ -420,7 +421,7 @@ class Worker:
         if command.deadline is not None:
             left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)
             # After a clock was set back, the wait would take hours.
-            return min(left_s, self.learner.plan.settings.notice_s or left_s)
+            return min(left_s, self.learner.plan.settings.job.notice_s or left_s)
         return DRAIN_S if self.checkpoints.in_memory and not command.moves else None
 
 

@@ -4,7 +4,7 @@ from sunspot.command_line import CommandParser
 from sunspot.errors import run_and_exit
 from sunspot.log import print_logs
 from sunspot.ray_internals.job import end_for_good
-from sunspot.settings import Settings
+from sunspot.settings import SETTING_NAMES
 from sunspot.tune.search import main
 
 DESCRIPTION = """\
@@ -13,7 +13,7 @@ Settings with an expression as their value form the search space: SUNSPOT_LEARNI
 
 if __name__ == "__main__":
     print_logs()
-    CommandParser("python -m sunspot.tune", DESCRIPTION, Settings.model_fields).parse_args()
+    CommandParser("python -m sunspot.tune", DESCRIPTION, SETTING_NAMES).parse_args()
     run_and_exit(
         end_for_good(main), "interrupted: the trials' checkpoints are safe; the same command resumes the search"
     )

@@ -65,7 +65,7 @@ def main() -> int:
     prove(run.storage, run.name)
     refuse_if_deleted(run)
     give_up_damaged(run, settings.environment())
-    running = RunningSearch(search, Claimant(run, new_owner(settings.job_id), new_driver()))
+    running = RunningSearch(search, Claimant(run, new_owner(settings.job.job_id), new_driver()))
     with (
         shipped_driver_output(run),
         on_exit(lambda _: running.publish_results()),
@@ -212,10 +212,10 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None, outco
     if fatal:
         raise fatal
     if stop_requested(run):
-        print(f"  stopped by `sunspot stop`; {resume_hint(run.name, bool(running.search.settings.job_id))}")
+        print(f"  stopped by `sunspot stop`; {resume_hint(run.name, bool(running.search.settings.job.job_id))}")
         outcome.expect(RunState.STOPPED)
         return
-    enter_code(running.search.settings.code)
+    enter_code(running.search.settings.job.code)
     if starts_own_session():
         refuse_impossible(running.search.trials[0])
     search = running.search = ranked_by_held_out(running.search)
@@ -247,9 +247,9 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None, outco
     if fatal:
         raise fatal
     kept = f"its trials are kept, and the same command resumes it: {run.location}"
-    stop_request.raise_signal(kept, search.settings.job_id)
+    stop_request.raise_signal(kept, search.settings.job.job_id)
     if stop_request.marked:
-        print(f"  stopped by `sunspot stop`; {resume_hint(run.name, bool(running.search.settings.job_id))}")
+        print(f"  stopped by `sunspot stop`; {resume_hint(run.name, bool(running.search.settings.job.job_id))}")
         outcome.expect(RunState.STOPPED)
         return
     best = running.promote_best()

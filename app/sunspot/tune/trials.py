@@ -92,7 +92,7 @@ def await_nodes(trials: tuple[Settings, ...], observe: Callable[[], tuple[dict[s
     before its nodes are back. This waits up to NODES_TIMEOUT_S seconds for the nodes.
     """
     settings = trials[0]
-    wanted = min(settings.concurrent_trials, len(trials)) if settings.job_id else 0
+    wanted = min(settings.concurrent_trials, len(trials)) if settings.job.job_id else 0
     deadline = time.monotonic() + NODES_TIMEOUT_S
     allocation = allocate(trials, *observe())
     if allocation.at_once < wanted:

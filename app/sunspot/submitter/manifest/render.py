@@ -342,15 +342,15 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
         problems.append(
             f"{PREFIX}NUM_WORKERS={settings.num_workers} is too large; Kubernetes allows at most {MAX_PODS} pods"
         )
-    if settings.code:
-        problems.append(f"{CODE}={settings.code} cannot be set; unset it, and use --code or the profile's code")
-    if settings.job_id:
-        problems.append(f"{JOB_ID}={settings.job_id} cannot be set; unset it, because it is the RayJob's name")
-    if "notice_s" in settings.model_fields_set:
-        problems.append(f"{NOTICE}={settings.notice_s} cannot be set; set notice_s in the profile instead")
-    if settings.prices and cluster is None:
+    if settings.job.code:
+        problems.append(f"{CODE}={settings.job.code} cannot be set; unset it, and use --code or the profile's code")
+    if settings.job.job_id:
+        problems.append(f"{JOB_ID}={settings.job.job_id} cannot be set; unset it, because it is the RayJob's name")
+    if "notice_s" in settings.job.model_fields_set:
+        problems.append(f"{NOTICE}={settings.job.notice_s} cannot be set; set notice_s in the profile instead")
+    if settings.job.prices and cluster is None:
         problems.append(f"{PRICES} cannot be set; set price under head and worker in the profile instead")
-    if settings.node_groups:
+    if settings.job.node_groups:
         problems.append(f"{NODE_GROUPS} cannot be set; set workers in the profile instead")
     problems += [
         f"env.{name}: {CREDENTIAL_SHOWN}; read it from a Secret, "

@@ -1,0 +1,81 @@
+"""Defines what a manifest tells the pods of its job. Users do not set these variables.
+
+They have the same prefix as the settings, are checked together with them, and are recorded with them.
+"""
+
+import json
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic_core import from_json
+
+
+class NodeGroup(BaseModel):
+    """A group of identical nodes. They have a Ray resource with the group's name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    most: int = Field(ge=1)
+    "Maximum number of training workers on the group's nodes."
+    after_s: float = Field(ge=0)
+    """Seconds for which earlier groups must lack nodes before this group is used, or have enough nodes before it is no
+    longer used."""
+
+
+HEAD = "head"
+"""Key of the head's node in the prices."""
+
+
+class NodePrice(BaseModel):
+    """A node's price per hour."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    price: float | None = Field(None, ge=0, allow_inf_nan=False)
+    on_demand_price: float | None = Field(None, ge=0, allow_inf_nan=False)
+
+
+PARSED = BeforeValidator(lambda value: from_json(value) if isinstance(value, str) else value)
+
+NodePrices = Annotated[
+    dict[str, NodePrice],
+    PARSED,
+    PlainSerializer(lambda prices: json.dumps(prices, sort_keys=True, default=dict), return_type=str),
+]
+
+NodeGroups = Annotated[
+    tuple[NodeGroup, ...],
+    PARSED,
+    PlainSerializer(lambda groups: json.dumps([dict(group) for group in groups]) if groups else "", return_type=str),
+]
+
+
+class JobContext(BaseModel):
+    """The job that a run trains in. The defaults mean that there is no job, because a user started the training."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    notice_s: int = Field(default=0, ge=0, json_schema_extra={"takes": "whole seconds, at least 0"})
+    "Seconds from a preemption notice to the end of the node, or 0 if unknown."
+    prices: NodePrices = Field(
+        default={},
+        json_schema_extra={"takes": """a JSON object, e.g. {"workers": {"price": 1.2, "on_demand_price": 3.9}}"""},
+    )
+    "Hourly price of the head, and of a node in each group."
+    node_groups: NodeGroups = Field(
+        default=(), json_schema_extra={"takes": """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]"""}
+    )
+    "Node groups, if there are several, in order of preference."
+    nodes_timeout_s: float = Field(
+        default=1800, gt=0, allow_inf_nan=False, json_schema_extra={"takes": "seconds above 0"}
+    )
+    "Seconds to wait for the first of several node groups."
+    code: str = Field(
+        default="",
+        pattern=r"^(.+@sha256:[0-9a-f]{64})?$",
+        json_schema_extra={"takes": "nothing: `sunspot submit --code FOLDER` sets it"},
+    )
+    "URL of the archive of your own code, with its SHA-256."
+    job_id: str = Field(default="", json_schema_extra={"takes": "the identity of the cluster job, or empty"})
+    "Identity of the job, which is the same for every retry."
