@@ -15,7 +15,7 @@ from sunspot.run.seen import RunSeen
 from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster import state as states
 from sunspot.submitter.cluster.observation import RunSnapshot
-from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobSnapshot
+from sunspot.submitter.cluster.state import CLOCK_SKEW_S, ClusterSeen
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from sunspot.submitter.manifest.pods import set_variable
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, submitted, timestamp
@@ -127,7 +127,7 @@ RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
 
 
 def judge(job: JobView, pods: Any = (), warnings: Any = (), now: float = NOW, **stored: Any) -> tuple[RunState, str]:
-    return states.judge(JobSnapshot(job, pods, warnings, now), RunSeen(**stored))
+    return states.judge(ClusterSeen((job,), pods, warnings, time=now), RunSeen(**stored))
 
 
 def job(deployment: str = "Running", ray: str = "RUNNING", name: str = "run-1", **more: Any) -> JobView:
@@ -240,7 +240,7 @@ def test_unreachable_storage_does_not_make_a_run_silent(last: Status | None) -> 
 
 @pytest.mark.parametrize("deployment", ["Initializing", "Suspended"])
 def test_pods_that_cannot_be_listed_are_not_described(deployment: str) -> None:
-    seen = JobSnapshot(job(deployment, ""), now=NOW, unseen_pods="nobody looked at its pods")
+    seen = ClusterSeen((job(deployment, ""),), time=NOW, unseen_pods="nobody looked at its pods")
     reason = states.judge(seen, RunSeen())[1]
     assert reason == {"Initializing": "nobody looked at its pods"}.get(
         deployment, "suspended: suspend is true in its spec"

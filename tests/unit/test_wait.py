@@ -214,7 +214,7 @@ class Breaking:
 
 def test_separate_outages_are_not_added_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = Breaking()
-    clock = SimpleNamespace(monotonic=lambda: server.now, sleep=lambda seconds: None)
+    clock = SimpleNamespace(monotonic=lambda: server.now, time=time.time, sleep=lambda seconds: None)
     monkeypatch.setattr("sunspot.submitter.cluster.observation.time", clock)
     troubles = [bool(seen.cluster.trouble) for seen, _ in zip(follow(RunAccess(run, server)), range(8), strict=False)]
     assert troubles == [True, False] * 4

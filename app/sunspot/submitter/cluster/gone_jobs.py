@@ -6,7 +6,6 @@ A RayJob counts as deleted only if it is missing from the cluster and namespace 
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from sunspot.errors import ClusterError, StorageError
 from sunspot.run import Run
@@ -16,33 +15,7 @@ from sunspot.run.owner import Owner
 from sunspot.run.requests import newest_submission
 from sunspot.run.status import RunState, Status, is_alive
 from sunspot.submitter.cluster.api import Cluster
-
-
-@dataclass(frozen=True)
-class GoneJob:
-    """A deleted RayJob that was the last one to train a run."""
-
-    name: str
-    namespace: str
-    began: bool
-    "True if its driver had started."
-    alive: bool
-    "True if the run's processes still send heartbeats."
-    saved_step: int | None
-    "Step of the run's newest checkpoint, or None without a checkpoint."
-
-    def judge(self, stop_wanted: bool) -> tuple[RunState, str]:
-        """Return the run's state and the reason."""
-        gone = f"its RayJob {self.name} is gone from namespace {self.namespace}"
-        saved = "nothing is saved" if self.saved_step is None else f"saved at step {self.saved_step}"
-        if not self.began:
-            return RunState.LOST, f"{gone}, and its driver never began; {saved}; submit it again"
-        if self.alive:
-            return RunState.STOPPING, f"{gone}; its processes are still alive, and save before they end; {saved}"
-        if stop_wanted:
-            return RunState.STOPPED, f"told to stop; {gone}; {saved}"
-        again = "submit it again" if self.saved_step is None else "submit it again to continue from there"
-        return RunState.LOST, f"{gone}, so nothing trains it; {saved}; {again}"
+from sunspot.submitter.cluster.state import GoneJob
 
 
 def find_gone_job(

@@ -16,9 +16,9 @@ from sunspot.run.seen import RunDetails, RunSeen, read_details
 from sunspot.run.status import RunState, Status
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
-from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
+from sunspot.submitter.cluster.gone_jobs import find_gone_job
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
-from sunspot.submitter.cluster.state import NUM_WORKERS, JobSnapshot, count_workers, judge
+from sunspot.submitter.cluster.state import NUM_WORKERS, ClusterSeen, count_workers, judge
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -89,8 +89,8 @@ def make_record(access: RunAccess, snapshot: RunSnapshot, view: RunDetails | Non
         record["warning"] = "" if state.terminal else warnings
         record["nan_since"] = status.nan_since or None
         record |= {name: getattr(status, name) for name in ("save_s", "notice_s", "memory_every")}
-    if job and snapshot.job_snapshot:
-        wanted, running = count_workers(snapshot.job_snapshot)
+    if job:
+        wanted, running = count_workers(snapshot.cluster, job)
         record["pods_wanted"] = wanted
         record["pods_running"] = None if "pods" in snapshot.cluster.hidden else running
         record["job"] = job.name
@@ -121,11 +121,13 @@ def describe_runs(
 
     def describe(each: tuple[RunSummary, Status | None]) -> dict[str, Any]:
         run, status = each
-        gone = None
-        if cluster and known is not None and run.name not in jobs and not run.deleting:
-            state, _ = state_from_storage(status, run, time.time())
+        job, gone = jobs.get(run.name), None
+        state, reason = state_from_storage(status, run, time.time())
+        if cluster and known is not None and not job and not run.deleting:
             gone = find_gone_job(cluster, Run(storage, run.name), state, status, known)
-        return _describe(run, status, jobs.get(run.name), gone)
+        unseen = f"`sunspot status {run.name}` examines its pods"
+        seen = ClusterSeen((job,) if job else (), unseen_pods=unseen, gone=gone)
+        return _describe(run, status, *judge(seen, RunSeen(status, run.stop_requested, run.deleting, state, reason)))
 
     with progress_note("reading the runs"):
         rows = map_parallel(describe, found)
@@ -150,14 +152,7 @@ def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, Job
     return newest, {job.name for job in jobs}
 
 
-def _describe(run: RunSummary, status: Status | None, job: JobView | None, gone: GoneJob | None) -> dict[str, Any]:
-    now = time.time()
-    if job and not run.deleting:
-        unseen = f"`sunspot status {run.name}` examines its pods"
-        state, reason = judge(JobSnapshot(job, now=now, unseen_pods=unseen), RunSeen(status, run.stop_requested))
-    else:
-        state, reason = state_from_storage(status, run, now)
-        state, reason = gone.judge(run.stop_requested) if gone else (state, reason)
+def _describe(run: RunSummary, status: Status | None, state: RunState, reason: str) -> dict[str, Any]:
     return {
         "run": run.name,
         "state": state.value,

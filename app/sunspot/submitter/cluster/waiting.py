@@ -21,7 +21,6 @@ from sunspot.submitter.cluster.api import ROLE, Cluster, UnreachableError
 from sunspot.submitter.cluster.applied import applied_manifest
 from sunspot.submitter.cluster.observation import (
     MAX_OUTAGE_S,
-    ClusterSnapshot,
     OutageReporter,
     RunAccess,
     RunSnapshot,
@@ -30,7 +29,7 @@ from sunspot.submitter.cluster.observation import (
     warn_of_hidden,
 )
 from sunspot.submitter.cluster.progress_lines import ProgressLines
-from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER
+from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER, ClusterSeen
 from sunspot.submitter.cluster.stopping import POLL_EVERY_S
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
@@ -233,7 +232,7 @@ class Reconciler:
         try:
             jobs = self._cluster.list_jobs()
         except UnreachableError as error:
-            self._outage.note(RunSnapshot(ClusterSnapshot(trouble=str(error))))
+            self._outage.note(RunSnapshot(ClusterSeen(trouble=str(error))))
             return
         self._outage.note(RunSnapshot())
         newest = {job.raw["metadata"]["labels"][RUN_LABEL]: job for job in reversed(jobs)}
@@ -245,7 +244,7 @@ class Reconciler:
             return
         try:
             access, restarts = self._reach(name, job)
-            snapshot = RunSnapshot(ClusterSnapshot((job,)), look(access.run, with_state=False))
+            snapshot = RunSnapshot(ClusterSeen((job,)), look(access.run, with_state=False))
             if snapshot.storage.trouble:
                 raise StorageError(snapshot.storage.trouble)
             state, reason = snapshot.state()
