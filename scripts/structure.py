@@ -43,7 +43,7 @@ BUDGETS = {
     "settings": 1000,
     "storage": 2420,
     "submitter": 1420,
-    "submitter/cluster": 3940,
+    "submitter/cluster": 4010,
     "submitter/commands": 2000,
     "submitter/doctor": 2090,
     "submitter/manifest": 2420,

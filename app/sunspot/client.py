@@ -21,7 +21,7 @@ from sunspot.submitter.cluster.api import try_connect
 from sunspot.submitter.cluster.deletion import delete_run, find_contents
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.progress_lines import ProgressLines, print_pods, print_state, print_submission
-from sunspot.submitter.cluster.records import describe_runs, make_record, read_run
+from sunspot.submitter.cluster.records import describe_runs, make_status_record, read_run
 from sunspot.submitter.cluster.start import render_for_cluster, resume_run
 from sunspot.submitter.cluster.start import submit as start_rendered
 from sunspot.submitter.cluster.stopping import stop_run
@@ -62,7 +62,7 @@ def list_runs(
 ) -> list[dict[str, Any]]:
     """Return all runs in a storage location, most recently updated first, in the format of `sunspot list --json`."""
     cluster, _ = try_connect(context, namespace)
-    return describe_runs(find_storage(storage), cluster=cluster)[0]
+    return [record.document() for record in describe_runs(find_storage(storage), cluster=cluster)[0]]
 
 
 def submit(
@@ -140,8 +140,7 @@ class Run:
         If only the cluster or only storage answers, the status is based on that one.
         """
         access = reach_run(self._target)
-        record = make_record(access, *read_run(access))
-        return {**record, "state": record["state"].value}
+        return make_status_record(access, *read_run(access)).document()
 
     def wait(self, timeout: float | None = None) -> str:
         """Print the run's progress until it ends, and return its final state, "succeeded" or "stopped".

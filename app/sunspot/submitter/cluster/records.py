@@ -5,6 +5,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from sunspot.background import map_parallel
 from sunspot.errors import ClusterError, NotFoundError, StorageError
 from sunspot.run import Run
@@ -23,6 +25,9 @@ from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
+
+Number = int | float
+"""A number that the document shows as it was recorded, with or without decimals."""
 
 
 def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
@@ -47,57 +52,133 @@ def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
     return snapshot, view
 
 
-def make_record(access: RunAccess, snapshot: RunSnapshot, view: RunDetails | None) -> dict[str, Any]:
-    """Return a run as a record with the keys of the JSON document. Unknown values are None."""
+class Record(BaseModel):
+    """A JSON document. Its keys have the order of the fields."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the document, with values that JSON has."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+class StatusRecord(Record):
+    """The document of `sunspot status --json`. Unknown values are None."""
+
+    run: str
+    state: RunState
+    reason: str
+    step: int | None = None
+    total_steps: int | None = None
+    epoch: int | None = None
+    checkpoint: str | None = None
+    "The name of the newest verified checkpoint."
+    metrics: dict[str, Number] | None = None
+    "The model's metrics in that checkpoint."
+    checkpoint_age_s: Number | None = None
+    goodput: Number | None = None
+    cost: dict[str, Number | None] | None = None
+    labels: dict[str, str] | None = None
+    loss: Number | None = None
+    rows_per_s: Number | None = None
+    seconds_left: Number | None = None
+    attempt: int | None = None
+    "The number of the newest attempt, or 0 before the first one."
+    restarts: int | None = None
+    incidents: int | None = None
+    incidents_by_cause: dict[str, int] | None = None
+    steps_replayed: int | None = None
+    warning: str | None = None
+    nan_since: int | None = None
+    save_s: Number | None = None
+    notice_s: Number | None = None
+    memory_every: int | None = None
+    workers_wanted: str | None = None
+    "The setting NUM_WORKERS of the newest RayJob."
+    workers_running: int | None = None
+    pods_wanted: int | None = None
+    pods_running: int | None = None
+    job: str | None = None
+    "The name of the newest RayJob."
+    try_number: int | None = Field(default=None, serialization_alias="try")
+    tries: int | None = None
+    where: dict[str, str] | None = None
+    "The run's last owner (`Owner.record`)."
+    namespace: str | None = None
+    storage: str
+    logs: str
+
+
+class ListRecord(Record):
+    """One run in the document of `sunspot list --json`."""
+
+    run: str
+    state: RunState
+    reason: str
+    where: dict[str, str] | None
+    "The run's last owner (`Owner.record`), or None before its driver started."
+    step: int
+    total_steps: int
+    "The run's total number of steps, or 0 if it is not known."
+    epoch: int
+    loss: Number | None
+    test_loss: Number | None
+    nan_since: int | None
+    checkpoint: str | None
+    checkpoint_time: Number | None
+    modified: Number
+    bytes: int
+
+
+def make_status_record(access: RunAccess, snapshot: RunSnapshot, view: RunDetails | None) -> StatusRecord:
+    """Return the record of one run."""
     run = access.run
-    cluster = access.cluster
-    job = snapshot.job
-    status = snapshot.storage.status
+    status, job = snapshot.storage.status, snapshot.job
     state, reason = snapshot.state()
     is_current = not state.terminal and state is not RunState.SILENT
-    record: dict[str, Any] = {
-        "run": run.name,
-        "state": state,
-        "reason": reason,
-        **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "metrics", "checkpoint_age_s")),
-        **dict.fromkeys(("goodput", "cost", "labels", "loss", "rows_per_s", "seconds_left", "attempt", "restarts")),
-        **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning", "nan_since")),
-        **dict.fromkeys(("save_s", "notice_s", "memory_every")),
-        **dict.fromkeys(("workers_wanted", "workers_running", "pods_wanted", "pods_running", "job", "try", "tries")),
-        "where": Owner.parse(status.owner).record() if status else None,
-        "namespace": cluster.namespace if cluster and job else None,
-        "storage": run.location,
-        "logs": run.storage.locate(run.key("logs")),
-    }
+    logs = run.storage.locate(run.key("logs"))
+    record = StatusRecord(run=run.name, state=state, reason=reason, storage=run.location, logs=logs)
     if view:
-        record |= {
-            **{name: getattr(view, name) for name in ("step", "epoch", "loss", "goodput", "checkpoint_age_s")},
-            **{name: getattr(view, name) for name in ("restarts", "incidents_by_cause", "steps_replayed")},
-            "total_steps": view.total_steps or None,
-            "checkpoint": view.checkpoint.name if view.checkpoint else None,
-            "metrics": model_metrics(view.checkpoint.metrics) if view.checkpoint else None,
-            "rows_per_s": view.rows_per_s if is_current else None,
-            "seconds_left": view.seconds_left if is_current else None,
-            "attempt": view.attempts[-1].number if view.attempts else 0,
-            "incidents": len(view.incidents),
-            "cost": view.spending.record(view.step),
-            "labels": view.labels,
-        }
+        _add_details(record, view, is_current)
     if status:
-        record["workers_running"] = status.world_size if is_current else 0 if state.terminal else None
+        record.workers_running = status.world_size if is_current else 0 if state.terminal else None
         warnings = "; ".join(filter(None, (status.nan_warning, status.warning)))
-        record["warning"] = "" if state.terminal else warnings
-        record["nan_since"] = status.nan_since or None
-        record |= {name: getattr(status, name) for name in ("save_s", "notice_s", "memory_every")}
-    if job:
-        wanted, running = count_workers(snapshot.cluster, job)
-        record["pods_wanted"] = wanted
-        record["pods_running"] = None if "pods" in snapshot.cluster.hidden else running
-        record["job"] = job.name
-        record["workers_wanted"] = settings_of(job.raw).get(NUM_WORKERS)
-        record["try"] = min(job.failed + 1, job.tries)
-        record["tries"] = job.tries
+        record.warning = "" if state.terminal else warnings
+        record.nan_since = status.nan_since or None
+        record.save_s = status.save_s
+        record.notice_s = status.notice_s
+        record.memory_every = status.memory_every
+        record.where = Owner.parse(status.owner).record()
+    if job and access.cluster:
+        record.pods_wanted, running = count_workers(snapshot.cluster, job)
+        record.pods_running = None if snapshot.cluster.unseen_pods else running
+        record.job = job.name
+        record.workers_wanted = settings_of(job.raw).get(NUM_WORKERS)
+        record.try_number = min(job.failed + 1, job.tries)
+        record.tries = job.tries
+        record.namespace = access.cluster.namespace
     return record
+
+
+def _add_details(record: StatusRecord, view: RunDetails, is_current: bool) -> None:
+    """Add everything that is in storage. Rates are left out unless they are current."""
+    record.step = view.step
+    record.total_steps = view.total_steps or None
+    record.epoch = view.epoch
+    if view.checkpoint:
+        record.checkpoint = view.checkpoint.name
+        record.metrics = model_metrics(view.checkpoint.metrics)
+        record.checkpoint_age_s = view.checkpoint_age_s
+    record.goodput = view.goodput
+    record.cost = view.spending.record(view.step)
+    record.labels = view.labels
+    record.loss = view.loss
+    if is_current:
+        record.rows_per_s = view.rows_per_s
+        record.seconds_left = view.seconds_left
+    record.attempt = view.attempts[-1].number if view.attempts else 0
+    record.restarts = view.restarts
+    record.incidents = len(view.incidents)
+    record.incidents_by_cause = view.incidents_by_cause
+    record.steps_replayed = view.steps_replayed
 
 
 # -------------------------------------------------------------------------------------------------------------- listing
@@ -105,7 +186,7 @@ def make_record(access: RunAccess, snapshot: RunSnapshot, view: RunDetails | Non
 
 def describe_runs(
     storage: Storage, limit: int | None = None, cluster: Cluster | None = None
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[ListRecord], int]:
     """Return records of the `limit` most recently modified runs, and the number of runs left out.
 
     If `limit` is None, all runs are included.
@@ -119,7 +200,7 @@ def describe_runs(
     shown = runs[:limit]
     found = list(zip(shown, read_statuses(storage, shown), strict=True))
 
-    def describe(each: tuple[RunSummary, Status | None]) -> dict[str, Any]:
+    def describe(each: tuple[RunSummary, Status | None]) -> ListRecord:
         run, status = each
         job, gone = jobs.get(run.name), None
         state, reason = state_from_storage(status, run, time.time())
@@ -152,20 +233,20 @@ def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, Job
     return newest, {job.name for job in jobs}
 
 
-def _describe(run: RunSummary, status: Status | None, state: RunState, reason: str) -> dict[str, Any]:
-    return {
-        "run": run.name,
-        "state": state.value,
-        "reason": reason,
-        "where": Owner.parse(status.owner).record() if status else None,
-        "step": status.step if status else step_of(run.checkpoint) if run.checkpoint else 0,
-        "total_steps": status.total_steps if status else 0,
-        "epoch": status.epoch if status else 0,
-        "loss": status.loss if status else None,
-        "test_loss": status.test_loss if status else None,
-        "nan_since": (status.nan_since or None) if status else None,
-        "checkpoint": run.checkpoint,
-        "checkpoint_time": run.checkpoint_time or None,
-        "modified": run.modified,
-        "bytes": run.bytes,
-    }
+def _describe(run: RunSummary, status: Status | None, state: RunState, reason: str) -> ListRecord:
+    return ListRecord(
+        run=run.name,
+        state=state,
+        reason=reason,
+        where=Owner.parse(status.owner).record() if status else None,
+        step=status.step if status else step_of(run.checkpoint) if run.checkpoint else 0,
+        total_steps=status.total_steps if status else 0,
+        epoch=status.epoch if status else 0,
+        loss=status.loss if status else None,
+        test_loss=status.test_loss if status else None,
+        nan_since=(status.nan_since or None) if status else None,
+        checkpoint=run.checkpoint,
+        checkpoint_time=run.checkpoint_time or None,
+        modified=run.modified,
+        bytes=run.bytes,
+    )
