@@ -14,7 +14,7 @@ from sunspot.report.search import render_stored
 from sunspot.run import Run as StoredRun
 from sunspot.run.history import read_events
 from sunspot.run.logs import read_stream
-from sunspot.run.seen import read_details
+from sunspot.run.seen import look, read_details
 from sunspot.settings import load_settings, setting_text, with_place
 from sunspot.submitter.checkpoint_list import list_checkpoints
 from sunspot.submitter.cluster.api import try_connect
@@ -177,7 +177,7 @@ class Run:
 
     def cost(self) -> dict[str, Any]:
         """Return the cost of the run's nodes so far, in the format of `cost` in `status`."""
-        view = read_details(self._stored())
+        view = read_details(look(self._stored()))
         return view.spending.record(view.step)
 
     def doctor(self) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Reads the content of a report from storage. An unreadable part is reported and does not hide the others."""
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from sunspot.errors import DamageError, NotFoundError
@@ -26,8 +25,8 @@ from sunspot.run.history import iter_rank_records, iter_records, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.predictions import Predictions, TaskExhibit, load_shown
-from sunspot.run.seen import RunDetails
-from sunspot.run.status import RunState, load_newest_status
+from sunspot.run.seen import RunDetails, RunSeen
+from sunspot.run.status import load_newest_status
 
 MAX_CHECKPOINTS = 50
 """Largest number of checkpoints to verify and show, newest first. Each takes a request."""
@@ -116,12 +115,13 @@ class Report(RunDetails):
         return (float(value), checkpoint.step) if isinstance(value, int | float) else found
 
 
-def read_report(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> Report:
-    """Read a report's content. Raises `StorageError` if storage cannot be reached.
+def read_report(seen: RunSeen, read_bytes: bool = True) -> Report:
+    """Read a report's content about a run that was just seen. Raises `StorageError` if storage cannot be reached.
 
     If `read_bytes` is False, no checkpoint file is read, and a checkpoint that was written to after its commit is
     `unread`.
     """
+    run = seen.run
     troubles: list[str] = []
 
     def read_part(read: Callable[[], Part], default: Part, what: str) -> Part:
@@ -150,12 +150,9 @@ def read_report(run: Run, state: RunState, reason: str, read_bytes: bool = True)
     checkpoints, not_shown = read_part(
         lambda: _read_checkpoints(run, spans, read_bytes), no_checkpoints, "the list of its checkpoints"
     )
+    status = seen.status or read_part(lambda: load_newest_status(run), None, "its status")
     return Report(
-        run=run,
-        state=state,
-        reason=reason,
-        time=time.time(),
-        status=read_part(lambda: load_newest_status(run), None, "its status"),
+        **vars(replace(seen, status=status)),
         identity=read_part(lambda: read_identity(run), None, "run.json"),
         attempts=attempts,
         events=events,

@@ -5,10 +5,10 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sunspot.errors import ClusterError, ConflictError, NotFoundError, SettingsError, StorageError
+from sunspot.errors import ClusterError, ConflictError, NotFoundError, RefusedStorageError, SettingsError, StorageError
 from sunspot.formatting import in_words
 from sunspot.run import Run
 from sunspot.run.overview import describe_absence
@@ -49,8 +49,8 @@ OUTAGE_EVERY_S = 30.0
 class RunSnapshot:
     """A run as seen in the cluster and in storage."""
 
-    cluster: ClusterSeen = field(default_factory=ClusterSeen)
-    storage: RunSeen = field(default_factory=RunSeen)
+    cluster: ClusterSeen
+    storage: RunSeen
 
     @property
     def job(self) -> JobView | None:
@@ -74,7 +74,7 @@ class RunSnapshot:
     @property
     def known(self) -> bool:
         """True if the run exists in the cluster or in storage."""
-        return bool(self.cluster.jobs or self.storage.status or self.storage.state or self.storage.deleting)
+        return bool(self.cluster.jobs) or self.storage.exists
 
     @property
     def driver_began(self) -> bool:
@@ -111,16 +111,23 @@ class RunAccess:
                 seen = read_cluster(self.cluster, list(filter(include, self.cluster.list_jobs(self.run.name))))
             except ClusterError as error:
                 seen = ClusterSeen(trouble=str(error))
-        storage = look(self.run, with_state=not seen.jobs)
+        storage = self.look(RunSeen(self.run))
         if storage.outside_clusters and not self.cluster and not is_configured():
             seen = ClusterSeen()  # there is no cluster, and the run needs none
         return RunSnapshot(self.with_gone_job(replace(seen, time=time.time()), storage), storage)
 
+    def look(self, before: RunSeen) -> RunSeen:
+        """Return the run as seen in storage, or as seen `before` with the error if storage does not answer."""
+        try:
+            return look(self.run)
+        except StorageError as error:
+            return replace(before, trouble=str(error), refused=isinstance(error, RefusedStorageError))
+
     def with_gone_job(self, seen: ClusterSeen, storage: RunSeen) -> ClusterSeen:
         """Add the run's deleted RayJob if the cluster has no RayJob for the run."""
-        if not self.cluster or seen.trouble or seen.jobs or not storage.state:
+        if not self.cluster or seen.trouble or seen.jobs or not storage.exists:
             return replace(seen, gone=None)
-        return replace(seen, gone=find_gone_job(self.cluster, self.run, storage.state, storage.status))
+        return replace(seen, gone=find_gone_job(self.cluster, storage))
 
     def with_nodes(self, snapshot: RunSnapshot) -> RunSnapshot:
         """Add all nodes of the cluster. They show which pods are lost and why pods are unscheduled.
@@ -148,7 +155,7 @@ class RunAccess:
         if snapshot.storage.trouble:
             raise StorageError(snapshot.storage.trouble)
         self.require_known(snapshot)
-        if snapshot.storage.deleting:
+        if snapshot.storage.summary.deleting:
             raise ConflictError(f"{self.run.name} is {RunState.DELETING}: {snapshot.state()[1]}")
         if snapshot.cluster.trouble:
             warn(f"only storage was read: {snapshot.cluster.trouble}")
@@ -294,7 +301,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
     the run's status there explains changes in the cluster. Raises `ClusterError` if the API server rejects the user or
     is unreachable for MAX_OUTAGE_S.
     """
-    snapshot = RunSnapshot(ClusterSeen(trouble=access.cluster_error))
+    snapshot = RunSnapshot(ClusterSeen(trouble=access.cluster_error), RunSeen(access.run))
     answered = ask_at = time.monotonic()
     refusals: Iterator[float] = iter(())  # before the first answer, a rejection is final
     while True:
@@ -315,9 +322,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
                     raise
                 ask_at = time.monotonic() + pause
                 cluster = replace(cluster, trouble=str(error))
-        storage = look(access.run, with_state=not cluster.jobs)
-        if storage.trouble:
-            storage = replace(snapshot.storage, trouble=storage.trouble, refused=storage.refused)
+        storage = access.look(snapshot.storage)
         snapshot = RunSnapshot(access.with_gone_job(replace(cluster, time=time.time()), storage), storage)
         yield snapshot
         time.sleep(POLL_EVERY_S)
@@ -331,10 +336,10 @@ class OutageReporter:
         "The start of each service's outage on the monotonic clock, keyed by name."
         self._warned_at: dict[str, float] = {}
 
-    def note(self, snapshot: RunSnapshot) -> None:
-        """Print a warning if an outage has begun, continues or has ended."""
+    def note(self, of_cluster: str, of_storage: str = "") -> None:
+        """Print a warning if an outage has begun, continues or has ended, given the error of each service, if any."""
         now = time.monotonic()
-        for service, trouble in (("the API server", snapshot.cluster.trouble), ("storage", snapshot.storage.trouble)):
+        for service, trouble in (("the API server", of_cluster), ("storage", of_storage)):
             outage = in_words(now - self._since.setdefault(service, now))
             if not trouble:
                 del self._since[service]

@@ -1,7 +1,6 @@
 """Combines data from the cluster and from storage into records for `status` and `list`."""
 
 import contextlib
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +8,12 @@ from pydantic import BaseModel, Field
 
 from sunspot.background import map_parallel
 from sunspot.errors import ClusterError, NotFoundError, StorageError
-from sunspot.run import Run
 from sunspot.run.attempts import step_of
 from sunspot.run.history import model_metrics
-from sunspot.run.overview import RunSummary, list_runs, read_statuses, state_from_storage
+from sunspot.run.overview import RunSummary, list_runs
 from sunspot.run.owner import Owner
-from sunspot.run.seen import RunDetails, RunSeen, read_details
-from sunspot.run.status import RunState, Status
+from sunspot.run.seen import RunDetails, RunSeen, read_details, read_listed
+from sunspot.run.status import RunState
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.gone_jobs import find_gone_job
@@ -44,7 +42,7 @@ def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
         if not snapshot.storage.trouble:
             try:
                 with contextlib.suppress(NotFoundError):  # storage has no files of the run yet
-                    view = read_details(access.run)
+                    view = read_details(snapshot.storage)
             except StorageError as error:
                 snapshot = replace(snapshot, storage=replace(snapshot.storage, trouble=str(error)))
     if not view:
@@ -194,25 +192,20 @@ def describe_runs(
     with progress_note("listing the runs"):
         runs = list_runs(storage)
         jobs, known = _list_jobs(storage, cluster)
-    stored = {run.name for run in runs}
-    runs += [RunSummary(name, job.created, submitted=job.created) for name, job in jobs.items() if name not in stored]
-    runs.sort(key=lambda run: run.modified, reverse=True)
-    shown = runs[:limit]
-    found = list(zip(shown, read_statuses(storage, shown), strict=True))
+    for name, job in jobs.items():
+        runs.setdefault(name, RunSummary(modified=job.created, submitted=job.created))
+    newest_first = sorted(runs, key=lambda name: runs[name].modified, reverse=True)
 
-    def describe(each: tuple[RunSummary, Status | None]) -> ListRecord:
-        run, status = each
-        job, gone = jobs.get(run.name), None
-        state, reason = state_from_storage(status, run, time.time())
-        if cluster and known is not None and not job and not run.deleting:
-            gone = find_gone_job(cluster, Run(storage, run.name), state, status, known)
-        unseen = f"`sunspot status {run.name}` examines its pods"
-        seen = ClusterSeen((job,) if job else (), unseen_pods=unseen, gone=gone)
-        return _describe(run, status, *judge(seen, RunSeen(status, run.stop_requested, run.deleting, state, reason)))
+    def describe(seen: RunSeen) -> ListRecord:
+        name = seen.run.name
+        gone = find_gone_job(cluster, seen, known) if cluster and known is not None and name not in jobs else None
+        unseen = f"`sunspot status {name}` examines its pods"
+        in_cluster = ClusterSeen((jobs[name],) if name in jobs else (), unseen_pods=unseen, gone=gone)
+        return make_list_record(seen, *judge(in_cluster, seen))
 
     with progress_note("reading the runs"):
-        rows = map_parallel(describe, found)
-    return rows, len(runs) - len(shown)
+        seen = read_listed(storage, {name: runs[name] for name in newest_first[:limit]})
+        return map_parallel(describe, seen), len(runs) - len(seen)
 
 
 def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, JobView], set[str] | None]:
@@ -233,20 +226,22 @@ def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, Job
     return newest, {job.name for job in jobs}
 
 
-def _describe(run: RunSummary, status: Status | None, state: RunState, reason: str) -> ListRecord:
+def make_list_record(seen: RunSeen, state: RunState, reason: str) -> ListRecord:
+    """Return the record of a run in the list. `state` and `reason` are from cluster and storage together."""
+    status, checkpoint = seen.progress, seen.summary.checkpoint
     return ListRecord(
-        run=run.name,
+        run=seen.run.name,
         state=state,
         reason=reason,
         where=Owner.parse(status.owner).record() if status else None,
-        step=status.step if status else step_of(run.checkpoint) if run.checkpoint else 0,
+        step=status.step if status else step_of(checkpoint) if checkpoint else 0,
         total_steps=status.total_steps if status else 0,
         epoch=status.epoch if status else 0,
         loss=status.loss if status else None,
         test_loss=status.test_loss if status else None,
         nan_since=(status.nan_since or None) if status else None,
-        checkpoint=run.checkpoint,
-        checkpoint_time=run.checkpoint_time or None,
-        modified=run.modified,
-        bytes=run.bytes,
+        checkpoint=checkpoint,
+        checkpoint_time=seen.summary.checkpoint_time or None,
+        modified=seen.summary.modified,
+        bytes=seen.summary.bytes,
     )

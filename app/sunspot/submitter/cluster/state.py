@@ -123,17 +123,16 @@ class ClusterSeen:
 
 def judge(seen: ClusterSeen, stored: RunSeen) -> tuple[RunState, str]:
     """Return the state of a run and the reason for it, from cluster and storage together."""
-    if stored.deleting:
+    if stored.summary.deleting:
         return RunState.DELETING, HALF_DELETED
     if seen.job:
         return _judge_job(seen, seen.job, stored)
-    if stored.trouble and not stored.state:
-        return RunState.SILENT, "it has no RayJob, and its storage cannot be read, so its state is unknown"
     if seen.gone:
-        return seen.gone.judge(stored.stop_wanted)
-    if not stored.state:
-        return RunState.LOST, "its RayJob is gone, and storage has no record of it"
-    return stored.state, stored.reason
+        return seen.gone.judge(stored.summary.stop_requested)
+    state, reason = stored.judge()
+    if not stored.exists:
+        reason = f"{'it has no RayJob' if stored.trouble else 'its RayJob is gone'}, and {reason}"
+    return state, reason
 
 
 def _judge_job(seen: ClusterSeen, job: JobView, stored: RunSeen) -> tuple[RunState, str]:
@@ -146,11 +145,11 @@ def _judge_job(seen: ClusterSeen, job: JobView, stored: RunSeen) -> tuple[RunSta
         taken_by = Owner.parse(status.owner).describe()
         reason = f"{taken_by} has taken the run over from {job.name}" + (f": {detail}" if detail else "")
         return RunState.SILENT if silence else status.state, reason
-    if own and _ended_for_good(own, job, stored.stop_wanted):
+    if own and _ended_for_good(own, job, stored.summary.stop_requested):
         stopped = "stopped " if own.state is RunState.STOPPED else ""
         return own.state, own.reason or f"{stopped}at step {own.step}"
     state, reason = _judge_try(seen, job, own, stored)
-    if state.terminal or not (stored.stop_wanted or job.deleting):
+    if state.terminal or not (stored.summary.stop_requested or job.deleting):
         return state, reason
     if job.deleting:
         return RunState.STOPPING, "its RayJob is being deleted"

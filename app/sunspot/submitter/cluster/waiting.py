@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sunspot.background import map_parallel
-from sunspot.errors import ClusterError, ConflictError, GaveUpError, StorageError, SunspotError
+from sunspot.errors import ClusterError, ConflictError, GaveUpError, SunspotError
 from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.attempts import step_of
@@ -99,7 +99,7 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
         for snapshot in follow(access):
             state, reason = snapshot.state()
             if access.cluster:
-                outage.note(snapshot)
+                outage.note(snapshot.cluster.trouble, snapshot.storage.trouble)
             if not head_given_up(snapshot):
                 show(snapshot, state, reason)
             # While the cluster does not answer, a failure can still be followed by another attempt.
@@ -138,7 +138,7 @@ class HeadRestarts:
         contain its manifest.
         """
         job, stored = snapshot.job, snapshot.storage
-        if not job or not head_given_up(snapshot) or stored.stop_wanted or stored.trouble:
+        if not job or not head_given_up(snapshot) or stored.summary.stop_requested or stored.trouble:
             return None
         manifest = None if job.gitops_tool else applied_manifest(job, self._run.name)
         if not manifest and not job.gitops_tool:
@@ -232,9 +232,9 @@ class Reconciler:
         try:
             jobs = self._cluster.list_jobs()
         except UnreachableError as error:
-            self._outage.note(RunSnapshot(ClusterSeen(trouble=str(error))))
+            self._outage.note(str(error))
             return
-        self._outage.note(RunSnapshot())
+        self._outage.note("")
         newest = {job.raw["metadata"]["labels"][RUN_LABEL]: job for job in reversed(jobs)}
         map_parallel(lambda each: self._attend(*each), newest.items())
 
@@ -244,9 +244,7 @@ class Reconciler:
             return
         try:
             access, restarts = self._reach(name, job)
-            snapshot = RunSnapshot(ClusterSeen((job,)), look(access.run, with_state=False))
-            if snapshot.storage.trouble:
-                raise StorageError(snapshot.storage.trouble)
+            snapshot = RunSnapshot(ClusterSeen((job,)), look(access.run))
             state, reason = snapshot.state()
             restart = restarts.next(snapshot)
             if restart:

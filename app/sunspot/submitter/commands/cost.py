@@ -6,10 +6,9 @@ from typing import Any
 
 from sunspot.background import map_parallel
 from sunspot.errors import DamageError, NotFoundError
-from sunspot.run import Run
 from sunspot.run.cost import Spending
-from sunspot.run.overview import RunSummary, list_runs
-from sunspot.run.seen import RunDetails, read_details
+from sunspot.run.overview import list_runs
+from sunspot.run.seen import RunDetails, RunSeen, read_details, read_listed
 from sunspot.storage.base import Storage
 from sunspot.submitter.printing import print_json, print_table, progress_note, warn
 from sunspot.submitter.runs import find_storage
@@ -49,15 +48,16 @@ def run(args: argparse.Namespace) -> None:
 def _read(storage: Storage) -> list[RunDetails]:
     """Return all runs, the most recently modified first. Unreadable runs are left out with a warning."""
 
-    def read(summary: RunSummary) -> RunDetails | None:
+    def read(seen: RunSeen) -> RunDetails | None:
         try:
-            return read_details(Run(storage, summary.name))
+            return read_details(seen)
         except (DamageError, NotFoundError) as error:
-            warn(f"left out: {summary.name}: {error}")
+            warn(f"left out: {seen.run.name}: {error}")
             return None
 
     with progress_note("reading the runs"):
-        return [view for view in map_parallel(read, list_runs(storage), AT_ONCE) if view]
+        listed = read_listed(storage, list_runs(storage))
+        return [view for view in map_parallel(read, listed, AT_ONCE) if view]
 
 
 def _total(views: Sequence[RunDetails]) -> Spending:

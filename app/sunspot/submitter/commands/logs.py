@@ -10,7 +10,7 @@ from collections.abc import Callable
 from sunspot.errors import GaveUpError, NotFoundError, SettingsError
 from sunspot.run import Run
 from sunspot.run.logs import list_streams, read_parts
-from sunspot.run.overview import read_state
+from sunspot.run.seen import look
 from sunspot.run.status import RunState
 from sunspot.submitter.commands.arguments import add_run_and_cluster
 from sunspot.submitter.printing import print_json_line, print_text, warn
@@ -28,6 +28,11 @@ FIRST_OUTPUT_S = 3600
 QUIET_READS = 3
 """Number of reads without new output before a run that has ended counts as complete. Processes upload their last output
 at exit."""
+
+
+def read_state(run: Run) -> tuple[RunState, str]:
+    """Return a run's state and reason according to storage."""
+    return look(run).judge()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
