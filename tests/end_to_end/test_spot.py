@@ -203,7 +203,7 @@ def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(program: Progra
     assert describe_receipt(takeover) in output
     view = read_details(look(run))
     assert (view.incidents, view.restarts) == ([], 1)
-    assert not any("driver lost" in line for line in (output, render(read_report(view)).decode()))
+    assert not any("driver lost" in line for line in (output, render(read_report(look(run))).decode()))
     assert not [found for found in examine(RunAccess(run)).findings if "lost" in found.evidence]
     assert_audit_clean(program)
 

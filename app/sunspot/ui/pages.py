@@ -33,7 +33,7 @@ def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
     with contextlib.suppress(NotFoundError):
         return RunPage(name, show_search(*read_search(run), link="/run/{}"))
     report = _read_report(run)
-    return RunPage(f"{name}: {report.state}", show_run(report))
+    return RunPage(f"{name}: {report.seen.state}", show_run(report))
 
 
 def read_comparison(storage: Storage, names: Sequence[str]) -> RunPage:
