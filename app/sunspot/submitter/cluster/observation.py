@@ -58,11 +58,6 @@ class RunSnapshot:
         return self.cluster.job
 
     @property
-    def time(self) -> float:
-        """The time of the snapshot, in seconds since the epoch."""
-        return self.cluster.time
-
-    @property
     def lacks_workers(self) -> bool:
         """True if the run's driver is running, but fewer workers train than requested."""
         status, job = self.storage.status, self.job
@@ -114,7 +109,7 @@ class RunAccess:
         storage = self.look(RunSeen(self.run))
         if storage.outside_clusters and not self.cluster and not is_configured():
             seen = ClusterSeen()  # there is no cluster, and the run needs none
-        return RunSnapshot(self.with_gone_job(replace(seen, time=time.time()), storage), storage)
+        return self.combine(seen, storage)
 
     def look(self, before: RunSeen) -> RunSeen:
         """Return the run as seen in storage, or as seen `before` with the error if storage does not answer."""
@@ -123,11 +118,12 @@ class RunAccess:
         except StorageError as error:
             return replace(before, trouble=str(error), refused=isinstance(error, RefusedStorageError))
 
-    def with_gone_job(self, seen: ClusterSeen, storage: RunSeen) -> ClusterSeen:
-        """Add the run's deleted RayJob if the cluster has no RayJob for the run."""
-        if not self.cluster or seen.trouble or seen.jobs or not storage.exists:
-            return replace(seen, gone=None)
-        return replace(seen, gone=find_gone_job(self.cluster, storage))
+    def combine(self, seen: ClusterSeen, storage: RunSeen) -> RunSnapshot:
+        """Return a snapshot. If the cluster has no RayJob for the run, look for a deleted one."""
+        gone = None
+        if self.cluster and not seen.trouble and not seen.jobs and storage.exists:
+            gone = find_gone_job(self.cluster, storage)
+        return RunSnapshot(replace(seen, gone=gone, time=time.time()), storage)
 
     def with_nodes(self, snapshot: RunSnapshot) -> RunSnapshot:
         """Add all nodes of the cluster. They show which pods are lost and why pods are unscheduled.
@@ -322,8 +318,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
                     raise
                 ask_at = time.monotonic() + pause
                 cluster = replace(cluster, trouble=str(error))
-        storage = access.look(snapshot.storage)
-        snapshot = RunSnapshot(access.with_gone_job(replace(cluster, time=time.time()), storage), storage)
+        snapshot = access.combine(cluster, access.look(snapshot.storage))
         yield snapshot
         time.sleep(POLL_EVERY_S)
 

@@ -34,7 +34,7 @@ def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
     If one of them does not answer, the snapshot contains its error. Raises `NotFoundError` if the run does not exist,
     or the recorded error if that cannot be determined.
     """
-    view = None
+    details = None
     with progress_note("reading the run"):
         snapshot = access.observe()
         if snapshot.lacks_workers:
@@ -42,12 +42,12 @@ def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
         if not snapshot.storage.trouble:
             try:
                 with contextlib.suppress(NotFoundError):  # storage has no files of the run yet
-                    view = read_details(snapshot.storage)
+                    details = read_details(snapshot.storage)
             except StorageError as error:
                 snapshot = replace(snapshot, storage=replace(snapshot.storage, trouble=str(error)))
-    if not view:
+    if not details:
         access.require_known(snapshot)
-    return snapshot, view
+    return snapshot, details
 
 
 class Record(BaseModel):
@@ -126,16 +126,32 @@ class ListRecord(Record):
     bytes: int
 
 
-def make_status_record(access: RunAccess, snapshot: RunSnapshot, view: RunDetails | None) -> StatusRecord:
-    """Return the record of one run."""
+def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDetails | None) -> StatusRecord:
+    """Return the record of one run. `details` is None if storage has no files of the run yet, or cannot be read."""
     run = access.run
     status, job = snapshot.storage.status, snapshot.job
     state, reason = snapshot.state()
     is_current = not state.terminal and state is not RunState.SILENT
     logs = run.storage.locate(run.key("logs"))
     record = StatusRecord(run=run.name, state=state, reason=reason, storage=run.location, logs=logs)
-    if view:
-        _add_details(record, view, is_current)
+    if details:
+        record.step = details.step
+        record.total_steps = details.total_steps or None
+        record.epoch = details.epoch
+        record.checkpoint = details.checkpoint.name if details.checkpoint else None
+        record.metrics = model_metrics(details.checkpoint.metrics) if details.checkpoint else None
+        record.checkpoint_age_s = details.checkpoint_age_s
+        record.goodput = details.goodput
+        record.cost = details.spending.record(details.step)
+        record.labels = details.labels
+        record.loss = details.loss
+        record.rows_per_s = details.rows_per_s if is_current else None
+        record.seconds_left = details.seconds_left if is_current else None
+        record.attempt = details.attempts[-1].number if details.attempts else 0
+        record.restarts = details.restarts
+        record.incidents = len(details.incidents)
+        record.incidents_by_cause = details.incidents_by_cause
+        record.steps_replayed = details.steps_replayed
     if status:
         record.workers_running = status.world_size if is_current else 0 if state.terminal else None
         warnings = "; ".join(filter(None, (status.nan_warning, status.warning)))
@@ -154,29 +170,6 @@ def make_status_record(access: RunAccess, snapshot: RunSnapshot, view: RunDetail
         record.tries = job.tries
         record.namespace = access.cluster.namespace
     return record
-
-
-def _add_details(record: StatusRecord, view: RunDetails, is_current: bool) -> None:
-    """Add everything that is in storage. Rates are left out unless they are current."""
-    record.step = view.step
-    record.total_steps = view.total_steps or None
-    record.epoch = view.epoch
-    if view.checkpoint:
-        record.checkpoint = view.checkpoint.name
-        record.metrics = model_metrics(view.checkpoint.metrics)
-        record.checkpoint_age_s = view.checkpoint_age_s
-    record.goodput = view.goodput
-    record.cost = view.spending.record(view.step)
-    record.labels = view.labels
-    record.loss = view.loss
-    if is_current:
-        record.rows_per_s = view.rows_per_s
-        record.seconds_left = view.seconds_left
-    record.attempt = view.attempts[-1].number if view.attempts else 0
-    record.restarts = view.restarts
-    record.incidents = len(view.incidents)
-    record.incidents_by_cause = view.incidents_by_cause
-    record.steps_replayed = view.steps_replayed
 
 
 # -------------------------------------------------------------------------------------------------------------- listing

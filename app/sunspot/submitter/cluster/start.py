@@ -251,13 +251,13 @@ def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
     An owner in this namespace without a RayJob is ignored, because its RayJob has just been deleted.
     """
     status, cluster = snapshot.storage.status, access.require_cluster()
-    if not status or not is_alive(status, snapshot.time):
+    if not status or not is_alive(status, snapshot.cluster.time):
         return ""
     owner = Owner.parse(status.owner)
     deleted_here = owner.cluster and (owner.cluster, owner.namespace) == (cluster.identity, cluster.namespace)
     if deleted_here or any(owns(job, status.owner) for job in snapshot.cluster.jobs):
         return ""
-    ago = in_words(snapshot.time - status.seen)
+    ago = in_words(snapshot.cluster.time - status.seen)
     return (
         f"{access.run.name} is alive elsewhere: {owner.describe()} trains it, at step {status.step}, and was last "
         f"heard of {ago} ago. `sunspot stop {stored_arguments(access.run)}` makes it save and end; then submit "

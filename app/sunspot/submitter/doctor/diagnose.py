@@ -108,7 +108,7 @@ def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunDetails, unsee
     state, reason = snapshot.state()
     windows = newest_rank_records(access.run, lineage(view.attempts))
     local = snapshot.storage.outside_clusters and not snapshot.job
-    return Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time, local)
+    return Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.cluster.time, local)
 
 
 def _examine_training(case: Case, snapshot: RunSnapshot, findings: list[Finding]) -> list[Finding]:
