@@ -177,8 +177,8 @@ class Run:
 
     def cost(self) -> dict[str, Any]:
         """Return the cost of the run's nodes so far, in the format of `cost` in `status`."""
-        view = read_details(look(self._stored()))
-        return view.spending.record(view.step)
+        seen = read_details(look(self._stored()))
+        return seen.spending.record(seen.step)
 
     def doctor(self) -> dict[str, Any]:
         """Return why the run is pending, slow, stuck or failed, in the format of `sunspot doctor --json`."""

@@ -241,7 +241,7 @@ def test_status_and_list_show_the_same_state_of_a_live_run_without_a_rayjob(
     assert shown["state"] == state
 
 
-# ----------------------------------------------------------------------------------------------------------------- view
+# -------------------------------------------------------------------------------------------------------------- details
 
 
 def test_run_details_contain_everything_in_storage(run: Run) -> None:

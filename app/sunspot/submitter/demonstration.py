@@ -107,12 +107,12 @@ def demonstrate(run: Run, report: Report) -> Demonstration:
                 joined.first_step, f"step {joined.step + 1}: a new process has joined them, with a copy of their state"
             )
         trainer.finish()
-    view = read_details(look(run))
-    if view.state is not RunState.SUCCEEDED:
-        raise SunspotError(f"{run.location}: {view.state}, {view.reason}")
-    accuracy = view.checkpoint.metrics.get("test_accuracy") if view.checkpoint else None
+    seen = read_details(look(run))
+    if seen.state is not RunState.SUCCEEDED:
+        raise SunspotError(f"{run.location}: {seen.state}, {seen.reason}")
+    accuracy = seen.checkpoint.metrics.get("test_accuracy") if seen.checkpoint else None
     held_out = "" if accuracy is None else f"; the model reads {accuracy:.0%} of the held-out digits"
-    report(view.newest_record.get("time", view.time), f"step {view.step}: the last step{held_out}")
+    report(seen.newest_record.get("time", seen.time), f"step {seen.step}: the last step{held_out}")
     proof = prove(run)
     if not proof.epochs:
         raise DamageError(f"{run.location}: the rows that the run consumed were not recorded")

@@ -26,13 +26,13 @@ def run(args: argparse.Namespace) -> None:
     """Print the state of the run. With `--watch`, repeat until the run has ended."""
     access = reach_run(run_target(args))
     while True:
-        record, view = _look(access)
+        record, details = _look(access)
         if args.watch and not args.json:
             clear_screen()
         if args.json:
             (print_json_line if args.watch else print_json)(record.document())
         else:
-            _print(record, view)
+            _print(record, details)
         if not args.watch or record.state.terminal:
             return
         time.sleep(WATCH_EVERY_S)
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _look(access: RunAccess) -> tuple[StatusRecord, RunDetails | None]:
     """Read the run, and warn if the cluster or storage does not answer."""
-    snapshot, view = read_run(access)
+    snapshot, details = read_run(access)
     if snapshot.cluster.trouble:
         warn(f"shown from storage alone, without the cluster: {snapshot.cluster.trouble}")
     if snapshot.storage.trouble:
@@ -50,10 +50,10 @@ def _look(access: RunAccess) -> tuple[StatusRecord, RunDetails | None]:
     older = [job.name for job in snapshot.cluster.jobs[1:] if job.live]
     if older:
         warn(f"also live, but superseded once {snapshot.cluster.jobs[0].name} trains: {', '.join(older)}")
-    return make_status_record(access, snapshot, view), view
+    return make_status_record(access, snapshot, details), details
 
 
-def _print(record: StatusRecord, view: RunDetails | None) -> None:
+def _print(record: StatusRecord, details: RunDetails | None) -> None:
     def line(name: str, text: str) -> None:
         if text:
             print_text(f"  {name + ':':12}{text}")
@@ -80,18 +80,18 @@ def _print(record: StatusRecord, view: RunDetails | None) -> None:
         line("rows/s", f"{record.rows_per_s:.0f}")
     if record.seconds_left is not None:
         line("left", in_words(record.seconds_left))
-    if view and record.attempt:
-        age = f", verified, {in_words(view.checkpoint_age_s)} old" if view.checkpoint_age_s is not None else ""
+    if details and record.attempt:
+        age = f", verified, {in_words(details.checkpoint_age_s)} old" if details.checkpoint_age_s is not None else ""
         line("checkpoint", f"{record.checkpoint or 'none yet'}{age}")
         line("metrics", ", ".join(f"{name} {format_metric(value)}" for name, value in (record.metrics or {}).items()))
-        for each in view.passed_over:
+        for each in details.passed_over:
             line("skipped", str(each))
         line("saves", _describe_saves(record))
         line("goodput", f"{record.goodput:.0%}" if record.goodput is not None else "")
-        line("incidents", _describe_incidents(view))
-        line("labels", ", ".join(f"{name}={value}" for name, value in view.labels.items()))
-        line("cost", view.spending.describe(view.step))
-        line("begun", as_time(view.begun) if view.begun is not None else "")
+        line("incidents", _describe_incidents(details))
+        line("labels", ", ".join(f"{name}={value}" for name, value in details.labels.items()))
+        line("cost", details.spending.describe(details.step))
+        line("begun", as_time(details.begun) if details.begun is not None else "")
     if record.where:
         line("where", Owner(**record.where).describe())
     line("storage", record.storage)
@@ -109,9 +109,9 @@ def _describe_saves(record: StatusRecord) -> str:
     return "; ".join(parts)
 
 
-def _describe_incidents(view: RunDetails) -> str:
+def _describe_incidents(details: RunDetails) -> str:
     """Return text like `3 (2 preempted, 1 node lost), 14 steps replayed`."""
-    if not view.incidents:
+    if not details.incidents:
         return "0"
-    causes = ", ".join(f"{times} {cause}" for cause, times in view.incidents_by_cause.most_common())
-    return f"{len(view.incidents)} ({causes}), {plural(view.steps_replayed, 'step')} replayed"
+    causes = ", ".join(f"{times} {cause}" for cause, times in details.incidents_by_cause.most_common())
+    return f"{len(details.incidents)} ({causes}), {plural(details.steps_replayed, 'step')} replayed"

@@ -68,7 +68,7 @@ def examine(access: RunAccess) -> Examination:
 
     Raises the same errors as `read_run`.
     """
-    snapshot, view = read_run(access)
+    snapshot, details = read_run(access)
     if snapshot.job and _waits_for_node(snapshot.cluster, snapshot.job):
         snapshot = access.with_nodes(snapshot)
     state, reason = snapshot.state()
@@ -85,8 +85,8 @@ def examine(access: RunAccess) -> Examination:
     if snapshot.cluster.gone and state is RunState.STOPPING:
         advice = "if nobody wanted that, submit it again after they have ended: it continues from the last checkpoint"
         findings.append(Finding(Diagnosis.LOST, Severity.ERROR, reason, advice, cost=0.9))
-    if view:
-        findings = _examine_training(_make_case(access, snapshot, view, unseen), snapshot, findings)
+    if details:
+        findings = _examine_training(_make_case(access, snapshot, details, unseen), snapshot, findings)
     else:
         findings += [end for end in find_unrecorded_end(state, reason) if not _is_explained(end, findings)]
         findings += [find_storage_trouble(snapshot)] if snapshot.storage.trouble else []
@@ -98,7 +98,7 @@ def examine(access: RunAccess) -> Examination:
     return Examination(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
 
 
-def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunDetails, unseen: list[str]) -> Case:
+def _make_case(access: RunAccess, snapshot: RunSnapshot, details: RunDetails, unseen: list[str]) -> Case:
     """Collect the inputs of the checks. Adds a message to `unseen` if the recorded errors cannot be read."""
     failures: list[Failure] = []
     try:
@@ -106,9 +106,9 @@ def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunDetails, unsee
     except StorageError as error:
         unseen.append(f"the errors of its processes: {error}")
     state, reason = snapshot.state()
-    windows = newest_rank_records(access.run, lineage(view.attempts))
+    windows = newest_rank_records(access.run, lineage(details.attempts))
     local = snapshot.storage.outside_clusters and not snapshot.job
-    return Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.cluster.time, local)
+    return Case(details, state, reason, windows, failures, snapshot.cluster.pods, snapshot.cluster.time, local)
 
 
 def _examine_training(case: Case, snapshot: RunSnapshot, findings: list[Finding]) -> list[Finding]:

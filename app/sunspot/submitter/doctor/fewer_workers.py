@@ -18,7 +18,7 @@ MAX_NAMED = 3
 
 def find_fewer_workers(case: Case, seen: ClusterSeen) -> Iterator[Finding]:
     """Yield a finding if a run trains with fewer workers than requested."""
-    status = case.view.status
+    status = case.seen.status
     requested = parse_workers(case.setting("num_workers"))
     if case.state is not RunState.RUNNING or not (status and requested and 0 < status.world_size < requested.most):
         return
@@ -36,7 +36,7 @@ def find_fewer_workers(case: Case, seen: ClusterSeen) -> Iterator[Finding]:
 def _find_beginning(case: Case, wanted: int) -> float | None:
     """Return the time when the run dropped below `wanted` workers, in seconds since the epoch, or None if unknown."""
     since = None
-    for attempt in reversed(case.view.attempts):
+    for attempt in reversed(case.seen.attempts):
         if attempt.metadata.world_size >= wanted:
             break
         since = attempt.time
