@@ -43,7 +43,7 @@ BUDGETS = {
     "settings": 1050,
     "storage": 2420,
     "submitter": 1420,
-    "submitter/cluster": 3940,
+    "submitter/cluster": 3990,
     "submitter/commands": 2000,
     "submitter/doctor": 2090,
     "submitter/manifest": 2420,
@@ -52,7 +52,7 @@ BUDGETS = {
     "tracking": 1020,
     "train": 5530,
     "tune": 790,
-    "ui": 1260,
+    "ui": 1210,
 }
 """The most lines that each package of `sunspot` may have. The modules directly in `sunspot` count as `.`."""
 

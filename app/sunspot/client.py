@@ -14,14 +14,14 @@ from sunspot.report.search import render_stored
 from sunspot.run import Run as StoredRun
 from sunspot.run.history import read_events
 from sunspot.run.logs import read_stream
-from sunspot.run.seen import read_details
+from sunspot.run.seen import look, read_details
 from sunspot.settings import load_settings, setting_text, with_place
 from sunspot.submitter.checkpoint_list import list_checkpoints
 from sunspot.submitter.cluster.api import try_connect
 from sunspot.submitter.cluster.deletion import delete_run, find_contents
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.progress_lines import ProgressLines, print_pods, print_state, print_submission
-from sunspot.submitter.cluster.records import describe_runs, make_record, read_run
+from sunspot.submitter.cluster.records import describe_runs, make_status_record, read_run
 from sunspot.submitter.cluster.start import render_for_cluster, resume_run
 from sunspot.submitter.cluster.start import submit as start_rendered
 from sunspot.submitter.cluster.stopping import stop_run
@@ -62,7 +62,7 @@ def list_runs(
 ) -> list[dict[str, Any]]:
     """Return all runs in a storage location, most recently updated first, in the format of `sunspot list --json`."""
     cluster, _ = try_connect(context, namespace)
-    return describe_runs(find_storage(storage), cluster=cluster)[0]
+    return [record.document() for record in describe_runs(find_storage(storage), cluster=cluster)[0]]
 
 
 def submit(
@@ -140,8 +140,7 @@ class Run:
         If only the cluster or only storage answers, the status is based on that one.
         """
         access = reach_run(self._target)
-        record = make_record(access, *read_run(access))
-        return {**record, "state": record["state"].value}
+        return make_status_record(access, *read_run(access)).document()
 
     def wait(self, timeout: float | None = None) -> str:
         """Print the run's progress until it ends, and return its final state, "succeeded" or "stopped".
@@ -178,8 +177,8 @@ class Run:
 
     def cost(self) -> dict[str, Any]:
         """Return the cost of the run's nodes so far, in the format of `cost` in `status`."""
-        view = read_details(self._stored())
-        return view.spending.record(view.step)
+        seen = read_details(look(self._stored()))
+        return seen.spending.record(seen.step)
 
     def doctor(self) -> dict[str, Any]:
         """Return why the run is pending, slow, stuck or failed, in the format of `sunspot doctor --json`."""

@@ -23,8 +23,7 @@ from sunspot.run.failures import read_failures
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Cause, describe_receipt, read_receipts
 from sunspot.run.logs import list_streams
-from sunspot.run.overview import read_state
-from sunspot.run.seen import read_details
+from sunspot.run.seen import look, read_details
 from sunspot.run.status import RunState, read_status
 from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.doctor.diagnose import examine
@@ -150,14 +149,14 @@ def test_a_frozen_run_is_silent_and_writes_nothing_after_it_wakes_up(
     old = program.start(**settings)
     run = the_run(program)
     wait_for_step(run, 50, old)
-    wait_until(lambda: read_state(run)[0] is RunState.RUNNING, old)
+    wait_until(lambda: look(run).state is RunState.RUNNING, old)
     frozen = [psutil.Process(old.pid), *worker_processes()]
     for process in frozen:
         process.suspend()
     alive = read_status(run)
     assert alive
-    wait_until(lambda: read_state(run)[0] is not RunState.RUNNING, seconds=30 - (time.time() - alive.seen))
-    state, reason = read_state(run)
+    wait_until(lambda: look(run).state is not RunState.RUNNING, seconds=30 - (time.time() - alive.seen))
+    state, reason = look(run).judge()
     assert state is RunState.SILENT
     assert f"no sign of life since {as_time(alive.seen)}" in reason
 
@@ -165,7 +164,7 @@ def test_a_frozen_run_is_silent_and_writes_nothing_after_it_wakes_up(
     output = new.communicate(timeout=250)[0]
     assert new.returncode == 0, output
     before = {entry.key: entry.version for entry in run.storage.list(run.name)}
-    assert (newest(run).step, newest(run).attempt, read_state(run)[0]) == (1000, 2, RunState.SUCCEEDED)
+    assert (newest(run).step, newest(run).attempt, look(run).state) == (1000, 2, RunState.SUCCEEDED)
 
     for process in frozen:
         process.resume()
@@ -180,7 +179,7 @@ def test_a_frozen_run_is_silent_and_writes_nothing_after_it_wakes_up(
         "attempt-0001-rank-0000",
     )
     assert {key.rpartition("/")[0] for key in changed} <= {f"run/logs/{stream}" for stream in its_own}
-    assert read_state(run)[0] is RunState.SUCCEEDED
+    assert look(run).state is RunState.SUCCEEDED
     [_, takeover] = receipts_of(run)
     assert takeover.cause is Cause.DRIVER_LOST
     assert len({attempt.owner for attempt in read_attempts(run)}) == (1 if job else 2)
@@ -202,11 +201,9 @@ def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(program: Progra
     assert re.fullmatch(rf"by .+-{second.pid}-\w+, from .+-{first.pid}-\w+ at step [0-9]+", takeover.detail)
     assert all(at >= 0 for at in takeover.phases.values())
     assert describe_receipt(takeover) in output
-    view = read_details(run)
+    view = read_details(look(run))
     assert (view.incidents, view.restarts) == ([], 1)
-    assert not any(
-        "driver lost" in line for line in (output, render(read_report(run, view.state, view.reason)).decode())
-    )
+    assert not any("driver lost" in line for line in (output, render(read_report(look(run))).decode()))
     assert not [found for found in examine(RunAccess(run)).findings if "lost" in found.evidence]
     assert_audit_clean(program)
 

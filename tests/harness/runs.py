@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
@@ -28,6 +28,7 @@ from sunspot.run.history import Columns, Journal, Kind, list_journal
 from sunspot.run.identity import Identity, Rows
 from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.objects import with_checksum
+from sunspot.run.seen import RunSeen, look
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.storage.local import LocalStorage
 
@@ -138,6 +139,13 @@ def set_status(run: Run, state: RunState, **more: Any) -> None:
     """Write a run's status like its own processes."""
     usual = {"owner": "run-1", "total_steps": 10, "attempt": newest_number(run)}
     write_status(run, Status(state, **{**usual, **more}))
+
+
+def seen_as(run: Run, state: RunState, reason: str = "") -> RunSeen:
+    """Return the run as seen in storage, as if its processes had just reported this state."""
+    seen = look(run)
+    status = seen.status or Status(state, "job", time=seen.summary.last_active)
+    return replace(seen, status=replace(status, state=state, reason=reason, stored=seen.time))
 
 
 def age(run: Run, seconds: float, *parts: str) -> None:

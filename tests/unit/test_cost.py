@@ -17,7 +17,7 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.cost import Spending, compute_spending, cost_of_loss
 from sunspot.run.incidents import Cause, Receipt
-from sunspot.run.seen import read_details
+from sunspot.run.seen import look, read_details
 from sunspot.run.status import RunState, Status, new_driver, write_status, write_status_as_is
 from sunspot.settings import load_settings
 from sunspot.settings.search_space import load_search
@@ -189,7 +189,7 @@ def test_status_events_and_report_show_a_runs_cost(sunspot: StorageCommand) -> N
     assert f"cost:       {line}" in sunspot("status", "words").out
     assert "cost:       2 node hours, 0 of them lost to incidents; no price is known" in sunspot("status", "plain").out
     assert "14400 worker-seconds lost (3.75), from" in sunspot("events", "words").out
-    page = render_page(read_report(open_run(sunspot.storage, "words"), RunState.SUCCEEDED, "")).decode()
+    page = render_page(read_report(look(open_run(sunspot.storage, "words")))).decode()
     assert '<dd id="figure-cost">40.50<small>' in page
     assert f"Cost: {line}." in page
 
@@ -208,9 +208,9 @@ def test_a_stopped_run_costs_nothing_until_it_trains_again(tmp_path: Path) -> No
     first = start(run, "job-1", at=BEGAN, nodes=hosts("a"), settings=settings())
     state = {"attempt": 1, "driver": first.driver, "time": BEGAN + HOUR}
     write_status_as_is(run, Status(RunState.STOPPED, "job-1", **state))
-    assert read_details(run).spending.node_hours == pytest.approx(1.0)
+    assert read_details(look(run)).spending.node_hours == pytest.approx(1.0)
     write_status(run, Status(RunState.STARTING, "job-2", attempt=1, driver=new_driver()))
-    assert read_details(run).spending.node_hours == 0.0, "it has no records that would show a later sign of life"
+    assert read_details(look(run)).spending.node_hours == 0.0, "it has no records that would show a later sign of life"
 
 
 def test_an_incidents_cost_includes_node_time_until_the_first_step() -> None:

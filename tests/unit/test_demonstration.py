@@ -15,7 +15,7 @@ import pytest
 from sunspot.errors import ConflictError, GaveUpError, SunspotError
 from sunspot.run import Run, open_run
 from sunspot.run.incidents import Cause
-from sunspot.run.overview import run_exists
+from sunspot.run.seen import look
 from sunspot.run.status import RunState
 from sunspot.submitter import demonstration
 from sunspot.submitter.demonstration import JOB, Trainer, ancestors, describe, list_processes, reached_kill_step
@@ -131,7 +131,7 @@ def test_a_demonstration_removes_an_earlier_one(run: Run) -> None:
     start(run, owner)
     set_status(run, RunState.SUCCEEDED, owner=owner)
     demonstration.remove_earlier(run)
-    assert not run_exists(run)
+    assert not look(run).exists
 
 
 @pytest.mark.parametrize(

@@ -1006,7 +1006,7 @@ def test_doctor_examines_the_cluster_if_storage_is_unreachable(
     def refuse(*words: Any) -> None:
         raise StorageError("the bucket is gone")
 
-    monkeypatch.setattr("sunspot.run.seen.read_fresh_status", refuse)
+    monkeypatch.setattr("sunspot.run.seen.read_status", refuse)
     cluster.pods = [head(phase="Pending", **unschedulable("2 Insufficient memory"))]
     assert "insufficient resources" in findings(sunspot)
     assert any("the bucket is gone" in text for text in sunspot.json["unseen"])
@@ -1031,7 +1031,7 @@ def test_a_live_run_with_unreadable_storage_is_explained(
     def refuse(*words: Any) -> None:
         raise kind("no answer")
 
-    monkeypatch.setattr("sunspot.run.seen.read_fresh_status", refuse)
+    monkeypatch.setattr("sunspot.run.seen.read_status", refuse)
     monkeypatch.setattr("sunspot.submitter.doctor.diagnose.list_submissions", refuse)
     cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
     cluster.pods = [head(), worker(1), worker(2)]
@@ -1086,7 +1086,7 @@ def test_a_failed_rayjob_is_reported_regardless_of_storage(
         raise kind("no answer")
 
     if kind:
-        monkeypatch.setattr("sunspot.run.seen.read_fresh_status", refuse)
+        monkeypatch.setattr("sunspot.run.seen.read_status", refuse)
     cluster.put_job(rayjob(JOB))
     cluster.set_status(JOB, "Failed", "FAILED", reason="AppFailed", message="...\nerror: cannot import my_task")
     found = findings(sunspot)

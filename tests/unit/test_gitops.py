@@ -10,9 +10,10 @@ import yaml
 from cel_expr_python import cel
 from lupa import lua51
 
+from sunspot.run import open_run
 from sunspot.run.seen import RunSeen
 from sunspot.run.status import RunState, Status
-from sunspot.submitter.cluster.state import JobSnapshot, judge
+from sunspot.submitter.cluster.state import ClusterSeen, judge
 from sunspot.submitter.cluster.views import GITOPS_TOOLS, job_view
 from sunspot.submitter.cluster.waiting import RECREATED_WITHIN_S, annotations
 from sunspot.submitter.manifest.profile import manifests
@@ -99,7 +100,7 @@ def test_a_completed_job_is_healthy_if_it_succeeded(ray: str) -> None:
 def test_the_health_checks_agree_with_sunspot_status() -> None:
     for case in CASES:
         job = a_rayjob(*case)
-        state, _ = judge(JobSnapshot(job_view(job)), RunSeen())
+        state, _ = judge(ClusterSeen((job_view(job),), time=0), RunSeen(open_run("nowhere", "run")))
         assert (argo_cd(job)[0] == "Healthy") is (state is RunState.SUCCEEDED), case
         assert argo_cd(job)[0] != "Degraded" or state.terminal, case
         assert (flux(job) == "failed") is (argo_cd(job)[0] == "Degraded"), case

@@ -134,7 +134,7 @@ def test_a_failed_start_leaves_no_run(
         main([])
     assert "report" not in capsys.readouterr().out
     storage = LocalStorage(str(tmp_path))
-    assert list_runs(storage) == []
+    assert list_runs(storage) == {}
     assert not [entry.key for entry in storage.list("mnist") if "/logs/" not in entry.key]
 
 

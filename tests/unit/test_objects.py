@@ -19,9 +19,10 @@ from sunspot.run.audit import AuditWriter, read_audit
 from sunspot.run.history import Journal, read_journal
 from sunspot.run.identity import Identity, Rows, read_identity, record_identity
 from sunspot.run.objects import parse_verified, read_content, with_checksum
-from sunspot.run.overview import list_runs, read_state
+from sunspot.run.overview import list_runs
 from sunspot.run.requests import SubmissionRecord, newest_submission, record_submission
 from sunspot.run.search import read_trial
+from sunspot.run.seen import look
 from sunspot.run.size_limits import MAX_OBJECT_BYTES, MAX_STATUS_BYTES
 from sunspot.run.status import RunState, Status, list_statuses, read_status, write_status
 from tests.harness.commands import Command
@@ -70,7 +71,7 @@ def test_a_damaged_status_is_ignored_with_a_single_warning(
     set_status(begin(other), RunState.SUCCEEDED)
     assert sunspot("list", "--json") == 0
     assert {row["run"]: row["state"] for row in sunspot.json} == {"other": "succeeded", "run": "starting"}
-    assert render(read_report(run, *read_state(run)))
+    assert render(read_report(look(run)))
 
 
 def test_unknown_fields_are_ignored(run: Run) -> None:
@@ -223,7 +224,7 @@ def test_unrelated_files_in_a_run_are_ignored(run: Run, sunspot: Command) -> Non
     for folder in folders:
         for name in (*names, "folder/0001.json", "folder/0009-x.yaml", "folder/attempt-0001-00000.jsonl"):
             run.storage.write(run.key(*([folder] if folder else []), name), b"{")
-    assert read_state(run)[0] is RunState.SUCCEEDED
+    assert look(run).state is RunState.SUCCEEDED
     assert newest_number(run) == 1
     for words in (
         ["status"],
@@ -252,7 +253,7 @@ def test_folders_without_valid_run_names_are_not_listed(run: Run, monkeypatch: p
     entries = run.storage.list("")
     hostile = [entry._replace(key=f"{name}/run.json") for entry in entries]
     monkeypatch.setattr(run.storage, "list", lambda prefix: [*hostile, *entries])
-    assert [summary.name for summary in list_runs(run.storage)] == ["run"]
+    assert list(list_runs(run.storage)) == ["run"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- audit

@@ -25,11 +25,12 @@ from sunspot.run.failures import Failure, record_failure
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.predictions import write_shown
+from sunspot.run.seen import look
 from sunspot.run.status import RunState, read_status, write_status_as_is
 from sunspot.storage.local import LocalStorage
 from tests.harness.browser import CONTRAST, Browser
 from tests.harness.commands import Command
-from tests.harness.runs import begin, commit, journal_keys, report, start, write_receipt
+from tests.harness.runs import begin, commit, journal_keys, report, seen_as, start, write_receipt
 from tests.harness.trained import BEGUN, attempt_metadata, png, predictions_of, record, trained
 
 LIMIT = 2_000_000
@@ -88,7 +89,7 @@ class Page(HTMLParser):
 
 def made(run: Run, state: RunState = RunState.SUCCEEDED, reason: str = "") -> Page:
     """Return the parsed report of a run."""
-    page = render(read_report(run, state, reason))
+    page = render(read_report(seen_as(run, state, reason)))
     assert len(page) <= LIMIT
     return Page(page)
 
@@ -150,14 +151,14 @@ def test_short_windows_are_drawn_if_no_longer_ones_follow() -> None:
 
 
 def test_curves_have_a_gap_between_two_attempts(run: Run) -> None:
-    page = render(read_report(trained(run), RunState.SUCCEEDED, "")).decode()
+    page = render(read_report(look(trained(run)))).decode()
     [chart] = re.findall(r'aria-label="Loss over wall clock.*?</svg>', page)
     lines = re.findall(r'class="line ([ab])" d="([^"]*)"', chart)
     assert {style: path.count("M") for style, path in lines} == {"a": 2, "b": 2}
 
 
 def test_a_mark_shows_the_step_of_the_restart(run: Run) -> None:
-    page = render(read_report(trained(run), RunState.SUCCEEDED, "")).decode()
+    page = render(read_report(look(trained(run)))).decode()
     [chart] = re.findall(r'aria-label="Loss over steps.*?</svg>', page)
     [mark] = re.findall(r'class="mark" d="M([\d.]+) ', chart)
     lines = re.findall(r'class="line a" d="M([\d.]+) .*?L([\d.]+) [\d.]+"', chart)
@@ -321,7 +322,7 @@ def test_an_unreadable_part_is_reported_without_hiding_others(run: Run, key: str
     journals = ("metrics", "ranks", "events")
     broken = journal_keys(run, key, 2)[-1] if key in journals else run.key(key)
     run.storage.write(broken, b"{broken")
-    text = made(run).text
+    text = Page(render(read_report(look(run)))).text
     assert message in text
     assert "✓ verified" in text or key.startswith("attempts"), "without attempts, no checkpoint counts"
 
@@ -497,7 +498,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run, replace(status, state=RunState.FAILED, reason="a reason " + "without_a_place_to_break" * 20)
     )
     path = folder / "report.html"
-    path.write_bytes(render(read_report(run, RunState.FAILED, "a reason " + "without_a_place_to_break" * 20)))
+    path.write_bytes(render(read_report(look(run))))
     return path
 
 

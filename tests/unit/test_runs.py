@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,15 +23,14 @@ from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, claim, reco
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
-from sunspot.run.overview import LOST_AFTER_S, RunSummary, list_runs, read_state, read_statuses, state_from_storage
-from sunspot.run.requests import SubmissionRecord, record_submission, request_stop
-from sunspot.run.seen import read_details
+from sunspot.run.overview import LOST_AFTER_S, RunSummary, list_runs, state_from_storage
+from sunspot.run.requests import SubmissionRecord, mark_deletion, record_submission, request_stop
+from sunspot.run.seen import look, read_details, read_listed
 from sunspot.run.status import SILENT_AFTER_S, RunState, Status, read_status, write_status, write_status_as_is
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.commands import logs
 from sunspot.submitter.commands import status as status_command
 from sunspot.submitter.runs import find_run
-from sunspot.ui.all_runs import read_row
 from tests.harness.commands import Answer, StorageCommand
 from tests.harness.runs import age, begin, commit, report, set_status, start, write_receipt
 from tests.harness.s3 import FaultProxy
@@ -70,7 +70,7 @@ def test_runs_are_summarized_from_a_listing_alone(tmp_path: Path) -> None:
     storage.write("file", b"")
     age(trained, 100)
 
-    found = {summary.name: summary for summary in list_runs(storage)}
+    found = list_runs(storage)
     assert list(found) == ["submitted", "trained"], "the run that was written last comes first"
     one, other = found["trained"], found["submitted"]
     assert (one.checkpoint, one.stop_requested) == (newest.name, False)
@@ -95,8 +95,7 @@ def test_runs_are_listed_even_if_one_has_a_damaged_status(run: Run) -> None:
     write_status(run, RUNNING)
     run.storage.write(other.key("status/attempt-0000-00000000.json"), b'{"state": "dancing", "owner": "x"}')
     begin(Run(run.storage, "third"))
-    runs = list_runs(run.storage)
-    statuses = dict(zip([summary.name for summary in runs], read_statuses(run.storage, runs), strict=True))
+    statuses = {seen.run.name: seen.status for seen in read_listed(run.storage, list_runs(run.storage))}
     assert (statuses["other"], statuses["third"]) == (None, None)
     assert statuses["run"]
     assert statuses["run"].step == 40
@@ -171,7 +170,7 @@ def test_storage_alone_determines_the_state(
     def moment(ago: float | None) -> float:
         return 0 if ago is None else NOW - ago
 
-    summary = RunSummary("run", 0, moment(heard_ago), moment(submitted_ago), stop_requested=stop)
+    summary = RunSummary(last_active=moment(heard_ago), submitted=moment(submitted_ago), stop_requested=stop)
     found, reason = state_from_storage(given, summary, NOW)
     assert found == state
     assert words in reason
@@ -190,11 +189,10 @@ def test_a_lost_run_is_listed_with_the_step_of_its_newest_checkpoint(
     set_status(run, RunState.STARTING, step=known, epoch=(known + 4) // 5, steps_per_epoch=5)
     age(run, ago)
     [listed] = json.loads(sunspot("list", "--json").out)
-    row = read_row(run)
-    assert row
-    assert row.status
-    assert (listed["step"], listed["epoch"]) == (row.status.step, row.status.epoch) == shown
-    assert row.status.checkpoint == (kept.name if ago > 5 else None)
+    on_page = look(run).progress
+    assert on_page
+    assert (listed["step"], listed["epoch"]) == (on_page.step, on_page.epoch) == shown
+    assert on_page.checkpoint == (kept.name if ago > 5 else None)
 
 
 def test_reading_the_state_takes_a_listing_and_a_read_if_the_status_is_recent(
@@ -205,24 +203,45 @@ def test_reading_the_state_takes_a_listing_and_a_read_if_the_status_is_recent(
         listed: list[str] = []
         usual = LocalStorage.list
         patch.setattr(LocalStorage, "list", lambda self, prefix: [listed.append(prefix), *usual(self, prefix)][1:])
-        assert read_state(run)[0] is RunState.RUNNING
+        assert look(run).state is RunState.RUNNING
         assert listed == ["run/status"]
         age(run, SILENT_AFTER_S + 1)
         listed.clear()
-        assert read_state(run)[0] is RunState.SILENT
+        assert look(run).state is RunState.SILENT
         assert "run/submissions" in listed
         assert "run" not in listed, "a long run has thousands of objects"
     report(run, Attempt(1, "job", None, 0), {"step": 1})
-    assert read_state(run)[0] is RunState.SILENT, "only its status is a sign of life"
+    assert look(run).state is RunState.SILENT, "only its status is a sign of life"
     age(run, LOST_AFTER_S)
-    assert read_state(run)[0] is RunState.LOST
+    assert look(run).state is RunState.LOST
     record_submission(run, SubmissionRecord("run-1234"))
-    assert read_state(run)[0] is RunState.PENDING
+    assert look(run).state is RunState.PENDING
     request_stop(run, "me")
-    assert read_state(run)[0] is RunState.STOPPED
+    assert look(run).state is RunState.STOPPED
 
 
-# ----------------------------------------------------------------------------------------------------------------- view
+@pytest.mark.parametrize(
+    ("ask", "state"),
+    [
+        (lambda run: request_stop(run, "me"), "stopping"),
+        (lambda run: mark_deletion(run, "me"), "deleting"),
+        (lambda run: record_submission(run, SubmissionRecord("run-1234")), "running"),
+    ],
+    ids=["asked to stop", "being deleted", "submitted again"],
+)
+def test_status_and_list_show_the_same_state_of_a_live_run_without_a_rayjob(
+    ask: Callable[[Run], Any], state: str, run: Run, sunspot: StorageCommand
+) -> None:
+    write_status(run, replace(RUNNING, driver="0123abcd"))
+    age(run, 2)
+    ask(run)
+    shown = sunspot("status", "run", "--json").json
+    [listed] = sunspot("list", "--json").json
+    assert (shown["state"], shown["reason"]) == (listed["state"], listed["reason"])
+    assert shown["state"] == state
+
+
+# -------------------------------------------------------------------------------------------------------------- details
 
 
 def test_run_details_contain_everything_in_storage(run: Run) -> None:
@@ -241,7 +260,7 @@ def test_run_details_contain_everything_in_storage(run: Run) -> None:
     run.storage.delete(run.key("checkpoints", damaged.name, "model.pt"))
     write_status(run, replace(RUNNING, step=6, step_time_s=2.0, total_steps=10, rows_per_s=9.5))
 
-    view = read_details(run)
+    view = read_details(look(run))
     assert (view.state, view.step, view.total_steps, view.epoch, view.loss) == (RunState.RUNNING, 6, 10, 2, 0.5)
     assert (view.rows_per_s, view.seconds_left, view.restarts) == (9.5, 8.0, 1)
     in_place = replace(second, number=3, metadata=Metadata(tier="in place"))
@@ -257,10 +276,10 @@ def test_run_details_contain_everything_in_storage(run: Run) -> None:
     assert view.identity.rows.rows == 22
 
     write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
-    view = read_details(run)
+    view = read_details(look(run))
     assert (view.state, view.reason, view.seconds_left) == (RunState.FAILED, "no luck", None)
     write_status_as_is(run, replace(RUNNING, state=RunState.FAILED, time=began + 60))
-    assert read_details(run).goodput == pytest.approx(1 - 15 / 60, abs=0.01), "time after its end is not lost"
+    assert read_details(look(run)).goodput == pytest.approx(1 - 15 / 60, abs=0.01), "time after its end is not lost"
 
 
 def test_a_silent_run_shows_no_running_workers(run: Run, sunspot: StorageCommand) -> None:
@@ -335,9 +354,9 @@ def test_status_shows_the_step_once(run: Run, sunspot: StorageCommand) -> None:
 def test_a_submitted_run_without_a_driver_is_pending(tmp_path: Path) -> None:
     run = open_run(str(tmp_path), "run")
     with pytest.raises(NotFoundError):
-        read_details(run)
+        read_details(look(run))
     record_submission(run, SubmissionRecord("run-1234"))
-    view = read_details(run)
+    view = read_details(look(run))
     assert (view.state, view.step, view.total_steps, view.epoch, view.goodput) == (RunState.PENDING, 0, 0, 0, None)
     assert (view.checkpoint, view.loss, view.seconds_left, view.restarts) == (None, None, None, 0)
 

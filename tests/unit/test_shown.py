@@ -18,8 +18,8 @@ from sunspot.plan import make_plan
 from sunspot.predict.for_report import show, to_parts
 from sunspot.report import read_report, render
 from sunspot.run import Run
-from sunspot.run.overview import read_state
 from sunspot.run.predictions import MAX_IMAGES, MAX_ROWS, Exhibit, TaskExhibit, read_shown, write_shown
+from sunspot.run.seen import look
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.tasks.texts import SHOWN
@@ -29,7 +29,7 @@ from tests.harness.trained import trained
 
 
 def page_of(run: Run) -> str:
-    return render(read_report(run, *read_state(run))).decode()
+    return render(read_report(look(run))).decode()
 
 
 def test_texts_numbers_and_tables_become_exhibits() -> None:

@@ -40,7 +40,7 @@ from sunspot.run.status import RunState
 from sunspot.run.streams import SIZES, _first_few, list_segments, new_stream
 from sunspot.submitter.proof import EpochLayout, count_rows, find_foreign_rows
 from tests.harness.commands import Command
-from tests.harness.runs import begin, report, start
+from tests.harness.runs import begin, report, seen_as, start
 from tests.harness.trained import BEGUN, attempt_metadata, predictions_of, trained
 
 NEWEST = "step-00000188-attempt-0002"
@@ -60,7 +60,7 @@ def sparse(path: Path, size: int) -> None:
 
 def page_of(run: Run) -> str:
     began = time.monotonic()
-    page = render(read_report(run, RunState.SUCCEEDED, "")).decode()
+    page = render(read_report(seen_as(run, RunState.SUCCEEDED))).decode()
     assert time.monotonic() - began < 60
     assert len(page) < 2 * MAX_PAGE_BYTES
     return page

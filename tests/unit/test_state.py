@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 
+from sunspot.run import open_run
+from sunspot.run.overview import RunSummary
 from sunspot.run.seen import RunSeen
 from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster import state as states
 from sunspot.submitter.cluster.observation import RunSnapshot
-from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobSnapshot
+from sunspot.submitter.cluster.state import CLOCK_SKEW_S, ClusterSeen
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from sunspot.submitter.manifest.pods import set_variable
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, submitted, timestamp
 
 NOW = time.time()
 CREATED = NOW - 300
+RUN = open_run("nowhere", "run")
 
 STORED = [
     *("nothing", "starting", "running", "running, a while ago", "failed, in the try before", "failed", "lost"),
@@ -126,8 +129,12 @@ RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
 """Rules that map the kind of status, `jobDeploymentStatus` and `jobStatus` to a state. The first match decides."""
 
 
+def as_seen(status: Status | None = None, stop_wanted: bool = False, **trouble: Any) -> RunSeen:
+    return RunSeen(RUN, RunSummary(exists=status is not None, stop_requested=stop_wanted), status, **trouble)
+
+
 def judge(job: JobView, pods: Any = (), warnings: Any = (), now: float = NOW, **stored: Any) -> tuple[RunState, str]:
-    return states.judge(JobSnapshot(job, pods, warnings, now), RunSeen(**stored))
+    return states.judge(ClusterSeen((job,), pods, warnings, time=now), as_seen(**stored))
 
 
 def job(deployment: str = "Running", ray: str = "RUNNING", name: str = "run-1", **more: Any) -> JobView:
@@ -240,8 +247,8 @@ def test_unreachable_storage_does_not_make_a_run_silent(last: Status | None) -> 
 
 @pytest.mark.parametrize("deployment", ["Initializing", "Suspended"])
 def test_pods_that_cannot_be_listed_are_not_described(deployment: str) -> None:
-    seen = JobSnapshot(job(deployment, ""), now=NOW, unseen_pods="nobody looked at its pods")
-    reason = states.judge(seen, RunSeen())[1]
+    seen = ClusterSeen((job(deployment, ""),), time=NOW, unseen_pods="nobody looked at its pods")
+    reason = states.judge(seen, as_seen())[1]
     assert reason == {"Initializing": "nobody looked at its pods"}.get(
         deployment, "suspended: suspend is true in its spec"
     )
@@ -251,7 +258,7 @@ def test_an_unreadable_status_is_not_called_missing() -> None:
     state, reason = judge(job("Complete", "SUCCEEDED"), trouble="no route to host")
     assert state is RunState.SUCCEEDED
     assert "wrote no" not in reason
-    snapshot = RunSnapshot(storage=RunSeen(trouble="no route to host"))
+    snapshot = RunSnapshot(ClusterSeen(), as_seen(trouble="no route to host"))
     assert snapshot.state()[0] is RunState.SILENT, "and not lost for good, which would end `wait`"
 
 

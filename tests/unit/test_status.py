@@ -18,8 +18,10 @@ from sunspot.predict.for_report import save_predictions
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
 from sunspot.run.outcome import DriverStatusWriter
-from sunspot.run.overview import RunSummary, list_runs, read_state, read_statuses, state_from_storage
+from sunspot.run.overview import RunSummary, list_runs, state_from_storage
 from sunspot.run.predictions import Predictions, read_shown
+from sunspot.run.seen import look as look_at
+from sunspot.run.seen import read_listed
 from sunspot.run.status import (
     SILENT_AFTER_S,
     STATUS_EVERY_S,
@@ -101,7 +103,7 @@ def test_a_write_delayed_until_after_a_takeover_is_ignored(run: Run, monkeypatch
     freeze_in_write(monkeypatch, run, lambda: write_status(run, OLD), lambda: write_status(run, ended))
     found = read_status(run)
     assert (found.state, found.driver, found.reason) == (RunState.SUCCEEDED, "bbbbbbbb", "done")
-    assert read_state(run) == (RunState.SUCCEEDED, "done")
+    assert look_at(run).judge() == (RunState.SUCCEEDED, "done")
 
 
 def test_a_frozen_driver_writes_nothing_after_a_takeover(run: Run, clock: Clock) -> None:
@@ -165,7 +167,7 @@ def test_a_write_delayed_until_after_the_end_does_not_hide_the_end(run: Run, mon
     """Rank 0 has checked that its driver has not ended, and is then frozen before its write reaches storage."""
     driver = DriverStatusWriter(run, OLD)
     freeze_in_write(monkeypatch, run, lambda: show_claim(run, OLD), lambda: driver.end(RunState.FAILED, "MAX_FAILURES"))
-    assert read_state(run) == (RunState.FAILED, "MAX_FAILURES")
+    assert look_at(run).judge() == (RunState.FAILED, "MAX_FAILURES")
 
 
 def test_the_driver_and_rank_0_write_separate_objects(run: Run) -> None:
@@ -202,7 +204,7 @@ def test_a_status_written_by_an_older_version_is_read(run: Run) -> None:
     run.storage.write(run.key("status/attempt-0003-9f3c21ab.json"), written)
     status = read_status(run)
     assert (status.state, status.step, status.loss) == (RunState.SUCCEEDED, 40, 0.5)
-    assert read_state(run) == (RunState.SUCCEEDED, "succeeded at step 40")
+    assert look_at(run).judge() == (RunState.SUCCEEDED, "succeeded at step 40")
     assert find_own_status(run, "9f3c21ab")
     DriverStatusWriter(run, replace(OLD, attempt=3))
     assert read_status(run).driver == OLD.driver, "the next driver's status counts"
@@ -407,7 +409,7 @@ def test_the_driver_writes_the_status_while_workers_are_silent(run: Run, clock: 
 def test_clock_skew_on_the_writer_has_no_effect(run: Run) -> None:
     for wrong_by in (-86400, 86400):
         write_status_as_is(run, replace(OLD, time=time.time() + wrong_by))
-        assert read_state(run)[0] is RunState.RUNNING
+        assert look_at(run).state is RunState.RUNNING
 
 
 @pytest.mark.parametrize("ahead_s", [-7200, 7200])
@@ -418,14 +420,14 @@ def test_clock_skew_on_the_reader_does_not_make_a_live_run_silent(
     assert isinstance(run.storage, S3Storage)
     write_status(run, OLD)
     wrong = SimpleNamespace(time=lambda: time.time() + ahead_s)
-    for module in ("sunspot.storage.bucket", "sunspot.run.overview"):
+    for module in ("sunspot.storage.bucket", "sunspot.run.seen"):
         monkeypatch.setattr(f"{module}.time", wrong)
     status = read_status(run)
     assert abs(wrong.time() - status.seen) < 5
     assert abs(run.storage.ahead_s + ahead_s) < 5
-    assert read_state(run)[0] is RunState.RUNNING
+    assert look_at(run).state is RunState.RUNNING
     wrong.time = lambda: time.time() + ahead_s + SILENT_AFTER_S + 2  # time has passed on the reader's own clock
-    assert state_from_storage(status, RunSummary("run"), wrong.time())[0] is RunState.SILENT
+    assert state_from_storage(status, RunSummary(), wrong.time())[0] is RunState.SILENT
 
 
 def test_a_stale_nfs_cache_does_not_make_a_run_silent(run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,12 +447,11 @@ def test_a_stale_nfs_cache_does_not_make_a_run_silent(run: Run, clock: Clock, mo
     clock.pass_by(SILENT_AFTER_S + 1)
     write_status(run, OLD)
     os.utime(run.storage.locate("run/status/attempt-0007-aaaaaaaa.json"), (time.time(), time.time()))
-    assert read_state(run)[0] is RunState.RUNNING
+    assert look_at(run).state is RunState.RUNNING
     assert asked == ["run/status"]
     asked.clear()
-    [listed] = list_runs(run.storage)
-    [status] = read_statuses(run.storage, [listed])
-    assert state_from_storage(status, listed, time.time())[0] is RunState.RUNNING
+    [listed] = read_listed(run.storage, list_runs(run.storage))
+    assert listed.state is RunState.RUNNING
 
 
 def test_a_status_can_be_read_from_a_read_only_directory(
@@ -462,4 +463,4 @@ def test_a_status_can_be_read_from_a_read_only_directory(
     monkeypatch.setattr(LocalStorage, "refresh", refuse)
     write_status(run, OLD)
     clock.pass_by(SILENT_AFTER_S + 1)
-    assert read_state(run)[0] is RunState.SILENT
+    assert look_at(run).state is RunState.SILENT

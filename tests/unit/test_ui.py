@@ -241,19 +241,19 @@ def test_a_thousand_ended_runs_cost_few_requests(tmp_path: Path) -> None:
         runs.refresh()
     assert storage.asked["read"] == 0, "no status has changed"
     assert storage.asked["list"] <= 3 * (1 + 4 * MAX_ENDED + 2)
-    assert {row.name: row.state for row in runs.known}["live"] is RunState.RUNNING
+    assert {seen.run.name: seen.state for seen in runs.known}["live"] is RunState.RUNNING
     status = read_status(live)
     assert status
     write_status_as_is(live, replace(status, step=11, time=time.time()))
     runs.refresh()
-    assert {row.name: row.status.step for row in runs.known if row.status}["live"] == 11
+    assert {seen.run.name: seen.status.step for seen in runs.known if seen.status}["live"] == 11
     age(live, 600)
     runs.refresh()
-    assert {row.name: row.state for row in runs.known}["live"] is RunState.LOST
+    assert {seen.run.name: seen.state for seen in runs.known}["live"] is RunState.LOST
     ended(storage, "run-150", RunState.FAILED)
     for _ in range(200 // MAX_ENDED + 1):
         runs.refresh()
-    assert {row.name: row.state for row in runs.known}["run-150"] is RunState.FAILED, (
+    assert {seen.run.name: seen.state for seen in runs.known}["run-150"] is RunState.FAILED, (
         "each ended run is read in its turn"
     )
 
@@ -265,7 +265,7 @@ def test_a_line_of_deeply_nested_lists_is_left_out_of_the_curve(tmp_path: Path) 
     run.storage.write(entry.key, b"[" * 9000 + b"\n" + run.storage.read(entry.key))
     runs = AllRuns(ReadOnlyStorage(run.storage)).refresh()
     runs.read_curves(["deep"])
-    assert [(point.x, point.y) for point in runs.known[0].curve] == [(1, 2.0)]
+    assert [(point.x, point.y) for point in runs.curves["deep"].points] == [(1, 2.0)]
 
 
 def test_the_curve_of_a_long_history_takes_few_requests(tmp_path: Path) -> None:
@@ -278,13 +278,13 @@ def test_the_curve_of_a_long_history_takes_few_requests(tmp_path: Path) -> None:
     storage.asked.clear()
     runs.read_curves(["long"])
     assert storage.asked["read"] <= PLACES + 2, "the attempt is read, too"
-    [row] = runs.known
-    steps = [point.x for point in row.curve]
+    points = runs.curves["long"].points
+    steps = [point.x for point in points]
     assert steps == sorted(steps)
     assert steps[0] < 200
     assert steps[-1] == 20_000
     assert PLACES < len(steps) <= MAX_POINTS
-    assert all(point.y == 1e4 / point.x for point in row.curve)
+    assert all(point.y == 1e4 / point.x for point in points)
 
 
 def test_an_earlier_reading_is_shown_if_storage_fails_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,7 +481,7 @@ def test_the_list_does_not_read_the_events_of_a_huge_run(tmp_path: Path) -> None
     runs = AllRuns(ReadOnlyStorage(storage))
     runs.refresh()
     runs.read_curves(["digits", "large"])
-    incidents = {row.name: row.incidents for row in runs.known}
+    incidents = {name: curve.incidents for name, curve in runs.curves.items()}
     assert incidents == {"digits": 1, "large": None}
 
 

@@ -26,6 +26,7 @@ from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.observation import MAX_OUTAGE_S, RunAccess, RunSnapshot, follow
 from sunspot.submitter.cluster.progress_lines import ProgressLines
+from sunspot.submitter.cluster.state import ClusterSeen
 from sunspot.submitter.manifest.render import settings_of
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, kept, pod, rayjob, submitted, timestamp
@@ -146,7 +147,7 @@ def test_wait_prints_no_line_if_only_an_age_changes(
         nonlocal now
         now += later_s
         status = Status(state, "job", step=step, total_steps=1000)
-        show(RunSnapshot(storage=RunSeen(status)), state, reason)
+        show(RunSnapshot(ClusterSeen(), RunSeen(run, status=status)), state, reason)
         return len(capsys.readouterr().out.splitlines())
 
     assert count_lines(RunState.SILENT, "no sign of life since 12:00:00, 26 s ago: it is frozen") == 1
@@ -214,7 +215,7 @@ class Breaking:
 
 def test_separate_outages_are_not_added_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = Breaking()
-    clock = SimpleNamespace(monotonic=lambda: server.now, sleep=lambda seconds: None)
+    clock = SimpleNamespace(monotonic=lambda: server.now, time=time.time, sleep=lambda seconds: None)
     monkeypatch.setattr("sunspot.submitter.cluster.observation.time", clock)
     troubles = [bool(seen.cluster.trouble) for seen, _ in zip(follow(RunAccess(run, server)), range(8), strict=False)]
     assert troubles == [True, False] * 4

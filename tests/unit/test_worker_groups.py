@@ -13,7 +13,7 @@ import yaml
 from sunspot.errors import SettingsError
 from sunspot.settings import NodeGroup
 from sunspot.settings.search_space import load_search
-from sunspot.submitter.cluster.state import JobSnapshot, count_workers
+from sunspot.submitter.cluster.state import ClusterSeen, count_workers
 from sunspot.submitter.cluster.views import job_view, pod_view
 from sunspot.submitter.manifest.profile import load_profile
 from sunspot.submitter.manifest.render import Rendered, settings_of
@@ -196,4 +196,4 @@ def test_pods_of_every_group_become_workers(tmp_path: Path) -> None:
     assert job.training_groups == ("workers", "workers-2")
     pods = [pod("head", "c", head=True), pod("a", "c"), pod("b", "c", phase="Pending"), pod("d", "c")]
     pods[3]["metadata"]["labels"]["ray.io/group"] = "workers-2"
-    assert count_workers(JobSnapshot(job, [pod_view(each) for each in pods])) == (3, 2)
+    assert count_workers(ClusterSeen((job,), [pod_view(each) for each in pods]), job) == (3, 2)

@@ -97,7 +97,7 @@ class XAxis(NamedTuple):
 
 def over_steps(report: Report) -> XAxis:
     """Return an x axis of optimizer steps."""
-    marks = [(float(attempt.step), str(attempt.number)) for attempt in report.attempts[1:]]
+    marks = [(float(attempt.step), str(attempt.number)) for attempt in report.seen.attempts[1:]]
     series = report.history.series
     return XAxis("steps", [float(step) for step in series.column("step")], marks, [0] * len(series))
 
@@ -106,14 +106,14 @@ def over_time(report: Report, series: Series) -> XAxis:
     """Return an x axis of the time since the first start of the workers, including pauses."""
     times = series.column("time")
     known = [time for time in times if time is not None]
-    begun = min([*known[:1], *([report.begun] if report.begun is not None else [])], default=0.0)
-    reached = max([*known, *(attempt.time for attempt in report.attempts)], default=begun) - begun
+    begun = min([*known[:1], *([report.seen.begun] if report.seen.begun is not None else [])], default=0.0)
+    reached = max([*known, *(attempt.time for attempt in report.seen.attempts)], default=begun) - begun
     unit, seconds = next(
         (unit for unit in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)) if reached >= 2 * unit[1]),
         ("seconds", 1.0),
     )
     places = [(time - begun) / seconds if time is not None else None for time in times]
-    marks = [((attempt.time - begun) / seconds, str(attempt.number)) for attempt in report.attempts[1:]]
+    marks = [((attempt.time - begun) / seconds, str(attempt.number)) for attempt in report.seen.attempts[1:]]
     return XAxis(f"wall clock, {unit} since the first start", places, marks, series.column("attempt"))
 
 

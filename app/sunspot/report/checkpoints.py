@@ -14,7 +14,7 @@ MAX_RESULTS = 6
 
 def show(report: Report) -> Html:
     """Return a table of the checkpoints, with notes about omitted checkpoints and retention."""
-    keep, _, order = report.retention
+    keep, _, order = report.seen.retention
     metric = report.best_by
     parts = []
     if not report.checkpoints:
@@ -38,7 +38,7 @@ def show(report: Report) -> Html:
 
 
 def _row(report: Report, kept: ListedCheckpoint, names: Sequence[str]) -> list[Any]:
-    chosen = (("newest", report.checkpoint), ("best", report.best))
+    chosen = (("newest", report.seen.checkpoint), ("best", report.best))
     which = " and ".join(role for role, checkpoint in chosen if checkpoint and checkpoint.name == kept.name)
     words, kind = {
         "verified": ("✓ verified", "good"),

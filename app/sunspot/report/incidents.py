@@ -20,32 +20,33 @@ MAX_FAILURES = 20
 
 def show(report: Report) -> Html:
     """Return the incidents, worker starts, errors and other events."""
-    if not report.attempts:
+    seen = report.seen
+    if not seen.attempts:
         return join([paragraph("No worker has begun yet."), _failures(report), _events(report)])
     parts = [_timeline(report)]
-    if report.incidents:
-        causes = ", ".join(f"{times} {cause}" for cause, times in report.incidents_by_cause.most_common())
-        incidents = plural(len(report.incidents), "incident")
-        replayed = plural(report.steps_replayed, "step")
+    if seen.incidents:
+        causes = ", ".join(f"{times} {cause}" for cause, times in seen.incidents_by_cause.most_common())
+        incidents = plural(len(seen.incidents), "incident")
+        replayed = plural(seen.steps_replayed, "step")
         parts.append(paragraph(f"{incidents} ({causes}); {replayed} taken again."))
     else:
         parts.append(paragraph("No incident is recorded."))
-    if report.goodput is None:
+    if seen.goodput is None:
         parts.append(paragraph("Goodput is not known: no receipt is recorded.", kind="note"))
     else:
-        goodput = percent(report.goodput, 1)
+        goodput = percent(seen.goodput, 1)
         parts.append(paragraph("Goodput ", goodput, ": the fraction of all worker-seconds that counts for the result."))
-    cost = report.spending.describe(report.step)
+    cost = seen.spending.describe(seen.step)
     if cost:
         parts.append(paragraph(f"Cost: {cost}."))
     gaps, more = cut(report.gaps, MAX_LISTED, "missing receipts")
     parts += [paragraph(gap.capitalize() + ".", kind="trouble") for gap in (*gaps, more) if gap]
-    receipts = {receipt.attempt: receipt for receipt in report.receipts}
-    shown = report.attempts[-MAX_ROWS:]
-    of = f", the newest {len(shown)} of {len(report.attempts):,}" if len(shown) < len(report.attempts) else ""
+    receipts = {receipt.attempt: receipt for receipt in seen.receipts}
+    shown = seen.attempts[-MAX_ROWS:]
+    of = f", the newest {len(shown)} of {len(seen.attempts):,}" if len(shown) < len(seen.attempts) else ""
     columns = ["attempt", "began (UTC)", "why", "steps again", "first step after", "state safe after"]
     columns += ["from step", "out of", "workers", "worker-seconds lost", "their cost"]
-    stepped = {*report.history.attempts, *(receipt.since for receipt in report.receipts)}
+    stepped = {*report.history.attempts, *(receipt.since for receipt in seen.receipts)}
     rows = [_start(attempt, receipts.get(attempt.number), attempt.number in stepped) for attempt in shown]
     parts.append(table(f"Each start of the workers, with its receipt{of}", columns, rows))
     return join([*parts, _failures(report), _events(report)])
@@ -56,17 +57,18 @@ def _timeline(report: Report) -> Html:
 
     The number is 0 between the last step before an incident and the first step after it.
     """
+    seen = report.seen
     workers: list[tuple[float, float]] = []
-    for receipt in report.receipts:
+    for receipt in seen.receipts:
         down = min(receipt.left, receipt.first_step)
         workers += [(down, receipt.world_before), (down, 0), (receipt.first_step, 0)]
         workers.append((receipt.first_step, receipt.world_after))
     if not workers:
         return Html("")
-    without_step = [attempt.time for attempt in report.attempts if attempt.number > report.receipts[-1].attempt]
+    without_step = [attempt.time for attempt in seen.attempts if attempt.number > seen.receipts[-1].attempt]
     if without_step:
         workers += [(without_step[0], workers[-1][1]), (without_step[0], 0)]
-    workers.append((report.ended, workers[-1][1]))
+    workers.append((seen.ended, workers[-1][1]))
     moments = Series()
     for time, number in workers:
         moments.add({"time": time, "workers": number, "attempt": 0})

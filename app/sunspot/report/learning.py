@@ -27,7 +27,7 @@ def show(report: Report) -> Html:
     if not bases:
         parts.append(paragraph("The records have no loss, no accuracy, and nothing on held-out rows."))
     if len(bases) > MAX_CURVES:
-        command = element("code", f"sunspot metrics {report.run.name}")
+        command = element("code", f"sunspot metrics {report.seen.run.name}")
         parts.append(paragraph(f"Without curves here: {', '.join(bases[MAX_CURVES:])}. ", command, " has them."))
     if bases and not any(name.startswith(HELD_OUT) for name in history.results):
         parts.append(paragraph("The model has not been evaluated on held-out rows yet.", kind="note"))
@@ -87,7 +87,7 @@ def _numbers(report: Report) -> Html:
     if len(lines) > MAX_NUMBERS:
         shown = [lines[round(n * (len(lines) - 1) / (MAX_NUMBERS - 1))] for n in range(MAX_NUMBERS)]
     columns = [history.series.values_at(name, shown) for name in ("step", "epoch", "time", *names)]
-    begun = report.begun
+    begun = report.seen.begun
     rows = []
     for step, epoch, time, *values in zip(*columns, strict=True):
         passed = duration(time - begun) if time is not None and begun is not None else None

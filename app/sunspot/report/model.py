@@ -1,9 +1,8 @@
 """Reads the content of a report from storage. An unreadable part is reported and does not hide the others."""
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from sunspot.errors import DamageError, NotFoundError
@@ -26,8 +25,8 @@ from sunspot.run.history import iter_rank_records, iter_records, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.predictions import Predictions, TaskExhibit, load_shown
-from sunspot.run.seen import RunDetails
-from sunspot.run.status import RunState, load_newest_status
+from sunspot.run.seen import RunDetails, RunSeen
+from sunspot.run.status import load_newest_status
 
 MAX_CHECKPOINTS = 50
 """Largest number of checkpoints to verify and show, newest first. Each takes a request."""
@@ -60,9 +59,11 @@ class ListedCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(RunDetails):
-    """A `RunDetails` with everything that only a report shows."""
+class Report:
+    """A run with everything that only a report shows."""
 
+    seen: RunDetails
+    "The run, with the newest usable checkpoint and the newest record of its history."
     failures: list[Failure]
     "The errors that ended processes, oldest first."
     history: History
@@ -81,14 +82,14 @@ class Report(RunDetails):
     @property
     def other_events(self) -> list[dict[str, Any]]:
         """All events except receipts, oldest first."""
-        receipts = {(receipt.attempt, receipt.first_step) for receipt in self.receipts}
-        others = [event for event in self.events if (event.get("attempt"), event.get("first_step")) not in receipts]
+        receipts = {(receipt.attempt, receipt.first_step) for receipt in self.seen.receipts}
+        others = [each for each in self.seen.events if (each.get("attempt"), each.get("first_step")) not in receipts]
         return sorted(others, key=lambda event: event["time"])
 
     @property
     def seconds(self) -> float | None:
         """The seconds between the first worker start and the end, including pauses."""
-        return max(0.0, self.ended - self.begun) if self.begun is not None else None
+        return max(0.0, self.seen.ended - self.seen.begun) if self.seen.begun is not None else None
 
     @property
     def usable_checkpoints(self) -> list[Checkpoint]:
@@ -99,29 +100,30 @@ class Report(RunDetails):
     def best(self) -> Checkpoint | None:
         """The best usable checkpoint by the metric `best_by`, or None if no checkpoint has that metric."""
         having = [checkpoint for checkpoint in self.usable_checkpoints if self.best_by in checkpoint.metrics]
-        return best_first(having, self.best_by, self.retention.order)[0] if having else None
+        return best_first(having, self.best_by, self.seen.retention.order)[0] if having else None
 
     @property
     def best_by(self) -> str:
         """The metric that ranks the checkpoints."""
-        return ranking_metric(self.usable_checkpoints, self.retention.metric)
+        return ranking_metric(self.usable_checkpoints, self.seen.retention.metric)
 
     def result(self, name: str) -> tuple[float, int] | None:
         """Return the newest value of a result and its step, or None if no value is recorded."""
         found = self.history.newest_values.get(name)
-        checkpoint = self.checkpoint
+        checkpoint = self.seen.checkpoint
         if not checkpoint or (found and found[1] > checkpoint.step):
             return found
         value = checkpoint.metrics.get(name)
         return (float(value), checkpoint.step) if isinstance(value, int | float) else found
 
 
-def read_report(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> Report:
-    """Read a report's content. Raises `StorageError` if storage cannot be reached.
+def read_report(seen: RunSeen, read_bytes: bool = True) -> Report:
+    """Read a report's content about a run that was just seen. Raises `StorageError` if storage cannot be reached.
 
     If `read_bytes` is False, no checkpoint file is read, and a checkpoint that was written to after its commit is
     `unread`.
     """
+    run = seen.run
     troubles: list[str] = []
 
     def read_part(read: Callable[[], Part], default: Part, what: str) -> Part:
@@ -150,18 +152,18 @@ def read_report(run: Run, state: RunState, reason: str, read_bytes: bool = True)
     checkpoints, not_shown = read_part(
         lambda: _read_checkpoints(run, spans, read_bytes), no_checkpoints, "the list of its checkpoints"
     )
-    return Report(
-        run=run,
-        state=state,
-        reason=reason,
-        time=time.time(),
-        status=read_part(lambda: load_newest_status(run), None, "its status"),
+    status = seen.status or read_part(lambda: load_newest_status(run), None, "its status")
+    details = RunDetails(
+        **vars(replace(seen, status=status)),
         identity=read_part(lambda: read_identity(run), None, "run.json"),
         attempts=attempts,
         events=events,
         receipts=receipts,
         checkpoint=_newest_good(checkpoints),
         newest_record=history.newest_record,
+    )
+    return Report(
+        seen=details,
         failures=read_failures(run, damaged["an error that ended a process"]),
         history=history,
         gaps=find_gaps(receipts, history.attempts),

@@ -36,13 +36,13 @@ STANDALONE = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
 
 def render(report: Report) -> bytes:
     """Return a report as a page in UTF-8."""
-    return whole_page(f"{report.run.name}: {report.state}", show(report, SECTIONS))
+    return whole_page(f"{report.seen.run.name}: {report.seen.state}", show(report, SECTIONS))
 
 
 def show(report: Report, sections: Sections) -> Html:
     """Return the body of a report page with these sections."""
     # A run without attempts has only errors and output to show. Damage can also hide the attempts.
-    begun = report.attempts or report.troubles
+    begun = report.seen.attempts or report.troubles
     shown = [(anchor, *section) for anchor, section in sections.items() if begun or anchor in ("incidents", "log")]
     contents = element("ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, name, _ in shown))
     parts = fitting(of(report) for _, _, of in shown)
@@ -51,7 +51,7 @@ def show(report: Report, sections: Sections) -> Html:
         for (anchor, name, _), part in zip(shown, parts, strict=True)
     ]
     nav = element("nav", contents, aria_label="Contents")
-    return join([_header(report), nav, element("main", join(made)), footer(report.run.location, report.time)])
+    return join([_header(report), nav, element("main", join(made)), footer(report.seen.run.location, report.seen.time)])
 
 
 def fitting(sections: Iterable[Html]) -> Iterator[Html]:
@@ -82,14 +82,15 @@ def whole_page(title: str, body: Html, head: str = "") -> bytes:
 
 
 def _header(report: Report) -> Html:
-    state = paragraph(in_colour(report.state, str(report.state).capitalize()), kind="lead")
-    parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.run.name), state]
-    if report.reason and report.state is not RunState.SUCCEEDED:
-        parts.append(paragraph(report.reason, kind="trouble" if report.state in STATE_SIGNS else "note"))
-    if report.status and report.status.nan_since and report.state is not RunState.FAILED:
-        parts.append(paragraph(f"{report.status.nan_warning.capitalize()}.", kind="trouble"))
-    if report.status and report.status.place:
-        parts.append(paragraph(f"Trained in {report.status.place}.", kind="note"))
+    seen = report.seen
+    state = paragraph(in_colour(seen.state, str(seen.state).capitalize()), kind="lead")
+    parts = [paragraph("Sunspot run", kind="kicker"), element("h1", seen.run.name), state]
+    if seen.reason and seen.state is not RunState.SUCCEEDED:
+        parts.append(paragraph(seen.reason, kind="trouble" if seen.state in STATE_SIGNS else "note"))
+    if seen.status and seen.status.nan_since and seen.state is not RunState.FAILED:
+        parts.append(paragraph(f"{seen.status.nan_warning.capitalize()}.", kind="trouble"))
+    if seen.status and seen.status.place:
+        parts.append(paragraph(f"Trained in {seen.status.place}.", kind="note"))
     troubles, more = cut(report.troubles, MAX_LISTED, "parts that cannot be read")
     parts += [paragraph(trouble[0].upper() + trouble[1:], kind="trouble") for trouble in (*troubles, more) if trouble]
     parts.append(element("dl", join(_figures(report)), class_="figures"))
@@ -103,30 +104,31 @@ def in_colour(state: RunState, word: str) -> Html:
 
 
 def _figures(report: Report) -> Iterator[Html]:
-    metric = report.retention.metric
+    seen = report.seen
+    metric = seen.retention.metric
     for name in dict.fromkeys(("test_accuracy", "accuracy", "test_loss", "loss", f"test_{metric}", metric)):
         newest = report.result(name)
         if newest:
             value, step = newest
-            at = f"at step {step}" if step != report.step else None
+            at = f"at step {step}" if step != seen.step else None
             yield _figure(_in_words(name).capitalize(), name, result(name, value), at)
-    of = f"of {report.total_steps:,}" if report.total_steps else "total not known yet"
-    yield _figure("Steps", "steps", integer(report.step), of)
+    of = f"of {seen.total_steps:,}" if seen.total_steps else "total not known yet"
+    yield _figure("Steps", "steps", integer(seen.step), of)
     if report.seconds is None:
         yield _figure("Time", "time", "none", "no worker has begun")
     else:
-        paused_s = sum(receipt.paused_s for receipt in report.receipts)
+        paused_s = sum(receipt.paused_s for receipt in seen.receipts)
         paused = f"paused for {duration(paused_s).text} of it" if paused_s else None
         yield _figure("Time", "time", duration(report.seconds), paused)
     throughput = report.history.newest_values.get("rows_per_s")
     speed = (rate(throughput[0], " rows/s"), "in the newest record") if throughput else ("not known", None)
     yield _figure("Throughput", "throughput", *speed)
-    goodput = (percent(report.goodput, 0), None) if report.goodput is not None else ("not known", "no receipt yet")
+    goodput = (percent(seen.goodput, 0), None) if seen.goodput is not None else ("not known", "no receipt yet")
     yield _figure("Goodput", "goodput", *goodput)
-    cost = report.spending
+    cost = seen.spending
     if cost.cost is not None:
         yield _figure("Cost", "cost", money(cost.cost), f"{money(cost.lost or 0.0)} of it lost to incidents")
-    yield _figure("Incidents", "incidents", integer(len(report.incidents)), plural(report.restarts, "restart"))
+    yield _figure("Incidents", "incidents", integer(len(seen.incidents)), plural(seen.restarts, "restart"))
 
 
 def _figure(name: str, anchor: str, value: Any, remark: str | None) -> Html:

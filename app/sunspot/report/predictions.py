@@ -36,6 +36,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def show(report: Report) -> Html:
     """Return mistakes, the confusion matrix, correct predictions, sample rows and the task's exhibits."""
+    seen = report.seen
     found = report.predictions
     if found is None:
         return _exhibits(report) or paragraph(
@@ -47,8 +48,8 @@ def show(report: Report) -> Html:
     rows = ["Of ", integer(found.rows), " held-out rows, ", element("code", found.checkpoint), " predicts "]
     counts = [integer(right), " right and ", integer(wrong), " wrong: accuracy ", percent(found.accuracy), "."]
     parts = [paragraph(*rows, *counts)]
-    if report.checkpoint and found.checkpoint != report.checkpoint.name:
-        parts.append(paragraph(f"The run has continued since: its newest checkpoint is {report.checkpoint.name}."))
+    if seen.checkpoint and found.checkpoint != seen.checkpoint.name:
+        parts.append(paragraph(f"The run has continued since: its newest checkpoint is {seen.checkpoint.name}."))
     most = f", {len(found.mistakes)} of {wrong:,}" if len(found.mistakes) < wrong else ""
     kinds = {
         f"Mistakes, the most certain first{most}": found.mistakes,
@@ -145,7 +146,7 @@ def _exhibits(report: Report) -> Html:
     found = report.shown
     if not found:
         return Html("")
-    is_older = report.checkpoint and found.checkpoint != report.checkpoint.name
+    is_older = report.seen.checkpoint and found.checkpoint != report.seen.checkpoint.name
     note = [paragraph("The following is from ", element("code", found.checkpoint), ".")] if is_older else []
     parts, more = cut(found.parts, MAX_PARTS, "parts")
     return join([*note, *map(_exhibit, parts), paragraph(f"{more}.", kind="note") if more else ""])

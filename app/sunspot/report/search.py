@@ -15,8 +15,8 @@ from sunspot.run import Run
 from sunspot.run.attempts import Span, lineage, read_attempts
 from sunspot.run.history import iter_records
 from sunspot.run.objects import read_or_default
-from sunspot.run.overview import read_state
 from sunspot.run.search import SearchResults, Trial, read_results
+from sunspot.run.seen import look
 from sunspot.run.size_limits import MAX_LISTED, MAX_TRIALS, cut
 from sunspot.run.status import RunState
 
@@ -32,7 +32,7 @@ def render_stored(run: Run) -> bytes:
     try:
         return render_search(*read_search(run))
     except NotFoundError:
-        return render(read_report(run, *read_state(run)))
+        return render(read_report(look(run)))
 
 
 def read_search(run: Run) -> tuple[Run, SearchResults, Curves]:

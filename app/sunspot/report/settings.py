@@ -28,7 +28,7 @@ def _newest(
     report: Report, what: Literal["settings", "versions"], columns: list[str], describe: Callable[[str, str], list[Any]]
 ) -> Html:
     """Return a table of the newest attempt's settings or versions, and their changes."""
-    recorded = [(each.number, found) for each in report.attempts if (found := getattr(each.metadata, what))]
+    recorded = [(each.number, found) for each in report.seen.attempts if (found := getattr(each.metadata, what))]
     if not recorded:
         return paragraph(f"No {what} are recorded yet.")
     number, values = recorded[-1]
@@ -37,9 +37,9 @@ def _newest(
 
 
 def _data(report: Report) -> Html:
-    if not report.identity or not report.identity.rows:
+    if not report.seen.identity or not report.seen.identity.rows:
         return paragraph("Nothing is recorded about the data yet.")
-    rows = report.identity.rows
+    rows = report.seen.identity.rows
     counts = [["training rows", rows.rows], ["steps per epoch", rows.steps_per_epoch]]
     return table("Data", ["what", "is"], [*counts, ["fingerprint", _code(rows.data)]])
 

@@ -25,7 +25,7 @@ def show(report: Report) -> Html:
         _spread("Seconds of a step on one rank", report, "step_time"),
     ]
     lag = "In every step all ranks wait for the slowest, so one that lags slows all of them down. "
-    doctor = element("code", f"sunspot doctor {report.run.name}")
+    doctor = element("code", f"sunspot doctor {report.seen.run.name}")
     note = paragraph(lag, doctor, " looks for it.", kind="note")
     return join([element("div", join(charts), class_="charts"), _ranks(report), note])
 
@@ -42,7 +42,7 @@ def _spread(title: str, report: Report, name: str) -> Html:
 
 def _ranks(report: Report) -> Html:
     every = report.history.ranks
-    nodes = report.attempts[-1].metadata.nodes if report.attempts else {}
+    nodes = report.seen.attempts[-1].metadata.nodes if report.seen.attempts else {}
     slowest = sorted(every, key=lambda rank: every[rank].step_time or 0.0, reverse=True)[:MAX_RANKS]
     rows = [[str(rank), nodes.get(str(rank)) or "not recorded", *_rank(every[rank])] for rank in sorted(slowest)]
     some = f", the {len(slowest)} slowest of {len(every):,}" if len(slowest) < len(every) else ""

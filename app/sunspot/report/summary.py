@@ -14,12 +14,13 @@ def describe_outcome(run: Run, report: Report) -> Iterator[str]:
 
     The lines do not include the error that ended the run, because the entry point prints it afterwards.
     """
-    newest, best = report.checkpoint, report.best
-    metric, order = report.best_by, report.retention.order
-    of = f" of {report.total_steps}" if report.total_steps else ""
-    yield f"{report.state} at step {report.step}{of}"
+    seen = report.seen
+    newest, best = seen.checkpoint, report.best
+    metric, order = report.best_by, seen.retention.order
+    of = f" of {seen.total_steps}" if seen.total_steps else ""
+    yield f"{seen.state} at step {seen.step}{of}"
     if newest is None:
-        made = report.checkpoints or report.checkpoints_left_out or (report.status and report.status.checkpoint)
+        made = report.checkpoints or report.checkpoints_left_out or (seen.status and seen.status.checkpoint)
         yield "  no checkpoint is intact" if made else "  no checkpoint was made"
         return
     by = f"{'lowest' if order == 'min' else 'highest'} {metric}"

@@ -55,8 +55,8 @@ The life of a run, with the module for each part:
     history.py       the workers add metrics and events, including a receipt for each start (incidents.py)
     checkpoints.py   the workers record the rows that their steps consumed (audit.py), then commit a checkpoint
     logs.py          every process ships its output and, if it fails, its error (failures.py)
-    overview.py      readers list the runs, and find the state of a run
-    seen.py          readers read everything about a run
+    overview.py      readers list the runs, and derive the state of a run from its status and a listing
+    seen.py          readers look at a run (`RunSeen`), or read everything about it (`RunDetails`)
 """
 
 import hashlib

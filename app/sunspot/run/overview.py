@@ -1,39 +1,24 @@
-"""Lists all runs in a storage location and determines their states from storage alone.
+"""Lists all runs in a storage location, and determines their states from storage alone.
 
-Few objects are read, because a listing contains the name, size and modification time of each object.
+A listing contains the name, size and modification time of each object, so no object is read.
 """
 
 import contextlib
 import difflib
 import logging
-import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from sunspot.background import map_parallel
-from sunspot.errors import NotFoundError, StorageError
+from sunspot.errors import StorageError
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.log import warn_once
 from sunspot.run import Run
 from sunspot.run.attempts import CLAIM, attempt_of, step_of
-from sunspot.run.checkpoints import (
-    MANIFEST,
-)
+from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.logs import SEGMENT, STREAM
 from sunspot.run.objects import CHECKPOINT, RUN
 from sunspot.run.requests import DELETION, STOP, SUBMISSION, deletion_begun, list_submissions
-from sunspot.run.status import (
-    FOLDER,
-    SILENT_AFTER_S,
-    STATUS_EVERY_S,
-    RunState,
-    Status,
-    is_alive,
-    list_statuses,
-    load_usable_status,
-    newest_status,
-    read_status,
-)
+from sunspot.run.status import SILENT_AFTER_S, STATUS_EVERY_S, RunState, Status, is_alive, list_statuses, newest_status
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.bucket import READ_TIMEOUT_S, REQUEST_TRIES
 
@@ -59,9 +44,10 @@ passed. A rank then hangs, its node is frozen, or it waits for storage."""
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run as seen in a listing. Times are in seconds since the epoch, or 0 if the event never happened."""
+    """A run as listed. Times are in seconds since the epoch, or 0 if the event never happened."""
 
-    name: str
+    exists: bool = True
+    "True if the run was started or submitted, or if its deletion is incomplete."
     modified: float = 0.0
     "The time at which any of its objects was last written."
     last_active: float = 0.0
@@ -91,15 +77,15 @@ def describe_absence(run: Run) -> str:
         return ""
     runs: list[str] = []
     with contextlib.suppress(StorageError):  # the run does not exist even if this user cannot list the storage
-        runs = [summary.name for summary in list_runs(run.storage)]
+        runs = list(list_runs(run.storage))
     nearest = difflib.get_close_matches(run.name, runs, n=MAX_NAMED, cutoff=0.0)
     more = f" and {len(runs) - len(nearest)} more" if len(runs) > len(nearest) else ""
     others = f"there are {', '.join(nearest)}{more}" if runs else "no run is there"
     return f"no run {run.name} in {run.storage.locate('').rstrip('/')}; {others}"
 
 
-def list_runs(storage: Storage) -> list[RunSummary]:
-    """Return all runs, the most recently modified first. This takes one listing and no reads.
+def list_runs(storage: Storage) -> dict[str, RunSummary]:
+    """Return all runs by name, the most recently modified first. This takes one listing and no reads.
 
     A run that this user cannot read completely is left out with a warning, because its state is unknown.
     """
@@ -113,12 +99,13 @@ def list_runs(storage: Storage) -> list[RunSummary]:
         folders.pop(name, None)
         if RUN.fullmatch(name):  # leaves out a disk's lost+found folder
             warn_once(log, f"{name}: {error}; left out")
-    found = [summary for name, entries in folders.items() if (summary := summarize_run(name, entries))]
-    return sorted(found, key=lambda summary: summary.modified, reverse=True)
+    found = {name: summarize_run(name, entries) for name, entries in folders.items()}
+    newest_first = sorted(found, key=lambda name: found[name].modified, reverse=True)
+    return {name: found[name] for name in newest_first if found[name].exists}
 
 
-def summarize_run(name: str, entries: Collection[Entry]) -> RunSummary | None:
-    """Return the summary of a run with these objects, or None if they do not belong to a run."""
+def summarize_run(name: str, entries: Collection[Entry]) -> RunSummary:
+    """Return the summary of a run with these objects."""
     status = newest_status(entries)
     times: dict[str, float] = {}
     commits: dict[str, float] = {}
@@ -138,13 +125,11 @@ def summarize_run(name: str, entries: Collection[Entry]) -> RunSummary | None:
             checkpoint = file.partition("/")[0]
             if CHECKPOINT.fullmatch(checkpoint):
                 commits[checkpoint] = entry.modified
-    if not ("run.json" in times or status or submitted or DELETION in times):
-        return None
     # The newest attempt owns the run. An older attempt can have a higher step that was lost since.
     newest = max(commits, key=lambda checkpoint: (attempt_of(checkpoint), step_of(checkpoint)), default=None)
     return RunSummary(
-        name=name,
-        modified=max(times.values()),
+        exists=bool("run.json" in times or status or submitted or DELETION in times),
+        modified=max(times.values(), default=0.0),
         last_active=status.modified if status else last_active,
         submitted=submitted,
         checkpoint=newest,
@@ -174,67 +159,21 @@ def holds_run(name: str, entries: Collection[Entry]) -> bool:
         }
         return bool(matches.get(top))
 
-    return summarize_run(name, entries) is not None or any(map(is_of_run, entries))
-
-
-def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status | None]:
-    """Return each run's status, or None if it cannot be read. Each status takes one small request."""
-
-    def read(run: RunSummary) -> Status | None:
-        with contextlib.suppress(NotFoundError):  # deleted since it was listed
-            status = _refreshed(Run(storage, run.name), load_usable_status(storage, run.status) if run.status else None)
-            return with_newest_checkpoint(status, run, time.time())
-        return None
-
-    return map_parallel(read, runs)
-
-
-def read_fresh_status(run: Run) -> Status | None:
-    """Return the status. If the run seems silent, read it again, because an NFS client can lag by a minute."""
-    return _refreshed(run, read_status(run))
-
-
-def with_newest_checkpoint(status: Status | None, summary: RunSummary, now: float) -> Status | None:
-    """Return the status with the newest listed checkpoint, unless the run is alive and reports its own."""
-    name = summary.checkpoint
-    if status is None or name is None or is_alive(status, now):
-        return status
-    step = max(status.step, step_of(name))
-    epoch = status.epoch
-    if step > status.step and status.steps_per_epoch:
-        epoch = (step - 1) // status.steps_per_epoch + 1
-    return replace(status, step=step, epoch=epoch, checkpoint=name, checkpoint_time=summary.checkpoint_time)
-
-
-def _refreshed(run: Run, status: Status | None) -> Status | None:
-    """Return `status`, or read it again if the run seems silent."""
-    if (
-        status
-        and not run.storage.is_bucket
-        and not status.state.terminal
-        and time.time() - status.seen > SILENT_AFTER_S
-    ):
-        with contextlib.suppress(StorageError):  # this user might not have write access
-            run.storage.refresh(run.key(FOLDER))
-            return read_status(run)
-    return status
-
-
-def summarize_known(run: Run) -> RunSummary | None:
-    """Return the summary that determines a run's state. If a status exists, only a few folders are listed."""
-    parts = ("run.json", FOLDER, "submissions", STOP, DELETION)
-    entries = [entry for part in map_parallel(lambda name: run.storage.list(run.key(name)), parts) for entry in part]
-    return summarize_run(run.name, entries if newest_status(entries) else run.storage.list(run.name))
+    return summarize_run(name, entries).exists or any(map(is_of_run, entries))
 
 
 # ---------------------------------------------------------------------------------------------------------------- state
 
 
 def state_from_storage(status: Status | None, summary: RunSummary, now: float) -> tuple[RunState, str]:
-    """Return the state of a run without a RayJob, and its reason. `now` is in seconds since the epoch."""
+    """Return the state of a run without a RayJob, and its reason. `now` is in seconds since the epoch.
+
+    If the status is recent, only the summary's requests to stop or delete the run are used.
+    """
     if summary.deleting:
         return RunState.DELETING, HALF_DELETED
-    if summary.submitted > summary.last_active or (status is None and not summary.last_active):
+    alive = status is not None and is_alive(status, now)  # then it trains, even if it was just submitted again
+    if not alive and (summary.submitted > summary.last_active or (status is None and not summary.last_active)):
         since = f" at {as_time(summary.submitted)}" if summary.submitted else ""
         if summary.stop_requested:
             return RunState.STOPPED, f"submitted{since}, and stopped before its driver started"
@@ -288,13 +227,3 @@ def describe_work(status: Status, asked: object = None) -> str:
     if asked:
         return f"{status.world_size} of {asked} workers train"
     return f"{plural(status.world_size, 'worker')} train{'s' * (status.world_size == 1)}"
-
-
-def read_state(run: Run, status: Status | None = None) -> tuple[RunState, str]:
-    """Return the state of a run and its reason. If the `status` is recent, nothing else is read."""
-    status = status or read_fresh_status(run)
-    now = time.time()
-    summary = None
-    if not status or status.state.terminal or now - status.seen > SILENT_AFTER_S:
-        summary = summarize_known(run)
-    return state_from_storage(status, summary or RunSummary(run.name), now)

@@ -1,15 +1,24 @@
 """Reads the state of a run, or everything about it, from storage."""
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sunspot.background import map_parallel
-from sunspot.errors import NotFoundError, RefusedStorageError, StorageError
+from sunspot.errors import NotFoundError, StorageError
 from sunspot.run import Run
-from sunspot.run.attempts import IN_PLACE, Attempt, attempts_with_start, lineage, read_attempts, recorded_setting
+from sunspot.run.attempts import (
+    IN_PLACE,
+    Attempt,
+    attempts_with_start,
+    lineage,
+    read_attempts,
+    recorded_setting,
+    step_of,
+)
 from sunspot.run.checkpoints import (
     Checkpoint,
     Retention,
@@ -24,28 +33,56 @@ from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
 from sunspot.run.incidents import Receipt, goodput, read_receipts
 from sunspot.run.objects import parse, read_if_exists, read_or_default
-from sunspot.run.overview import read_fresh_status, read_state, run_exists, state_from_storage, summarize_known
+from sunspot.run.overview import RunSummary, state_from_storage, summarize_run
 from sunspot.run.owner import Owner
 from sunspot.run.requests import deletion_begun, stop_requested
-from sunspot.run.status import RunState, Status
+from sunspot.run.status import FOLDER, SILENT_AFTER_S, RunState, Status, is_alive, load_usable_status, read_status
+from sunspot.storage.base import Storage
 
 
 @dataclass(frozen=True)
 class RunSeen:
-    """A run as seen in storage. Values that could not be read are old or missing."""
+    """A run as seen in storage. If storage did not answer, the other values are old or missing."""
 
+    run: Run
+    summary: RunSummary = field(default_factory=lambda: RunSummary(exists=False))
+    """The listed part of the run. `look` lists no more than the state depends on, so the sizes are incomplete, and only
+    the requests to stop or delete a live run are known."""
     status: Status | None = None
-    stop_wanted: bool = False
-    deleting: bool = False
-    "True if a deletion has begun."
-    state: RunState | None = None
-    "The state according to storage, or None if the run does not exist there or the state was not read."
-    reason: str = ""
-    "The reason for the state."
+    time: float = field(default_factory=time.time)
+    "The time of the read, in seconds since the epoch."
     trouble: str = ""
     "The error that prevented the last read, or an empty string if the values are current."
     refused: bool = False
     "True if this user has no access to the storage. The run's own processes might still have access."
+
+    @property
+    def exists(self) -> bool:
+        """True if the run is in storage."""
+        return self.summary.exists or self.status is not None
+
+    def judge(self) -> tuple[RunState, str]:
+        """Return the state according to storage alone, and the reason for it."""
+        if self.exists:
+            return state_from_storage(self.progress, self.summary, self.time)
+        if self.trouble:
+            return RunState.SILENT, "its storage cannot be read, so its state is unknown"
+        return RunState.LOST, "storage has no record of it"
+
+    @property
+    def state(self) -> RunState:
+        """The state according to storage alone."""
+        return self.judge()[0]
+
+    @property
+    def reason(self) -> str:
+        """The reason for the state."""
+        return self.judge()[1]
+
+    @property
+    def last_active(self) -> float:
+        """The time of the last sign of life or submission, in seconds since the epoch."""
+        return max(self.status.seen if self.status else self.summary.last_active, self.summary.submitted)
 
     @property
     def outside_clusters(self) -> bool:
@@ -55,31 +92,68 @@ class RunSeen:
         owner = Owner.parse(self.status.owner)
         return owner == Owner(owner.job)
 
+    @property
+    def progress(self) -> Status | None:
+        """The status, with the newest listed checkpoint unless the run is alive and reports its own."""
+        status, name = self.status, self.summary.checkpoint
+        if status is None or name is None or is_alive(status, self.time):
+            return status
+        step = max(status.step, step_of(name))
+        epoch = status.epoch
+        if step > status.step and status.steps_per_epoch:
+            epoch = (step - 1) // status.steps_per_epoch + 1
+        return replace(status, step=step, epoch=epoch, checkpoint=name, checkpoint_time=self.summary.checkpoint_time)
 
-def look(run: Run, with_state: bool = True) -> RunSeen:
-    """Return a run as seen in storage. A `StorageError` is recorded in the result, not raised.
 
-    Set `with_state` to False to save requests if the state follows from a RayJob.
+def look(run: Run) -> RunSeen:
+    """Return a run as seen in storage. Raises `StorageError`.
+
+    While the status is recent, this takes a small listing, a read, and a check for each request to stop or delete.
     """
-    try:
-        status, stop_wanted, deleting = read_in_parallel(
-            lambda: read_fresh_status(run), lambda: stop_requested(run), lambda: deletion_begun(run)
-        )
-        known = with_state and (status or run_exists(run))
-        state, reason = read_state(run, status) if known else (None, "")
-    except StorageError as error:
-        return RunSeen(trouble=str(error), refused=isinstance(error, RefusedStorageError))
-    return RunSeen(status, stop_wanted, deleting, state, reason)
+    status, stop_wanted, deleting = read_in_parallel(
+        lambda: _refreshed(run, read_status(run)), lambda: stop_requested(run), lambda: deletion_begun(run)
+    )
+    now = time.time()
+    summary = RunSummary() if status and is_alive(status, now) else _list_parts(run, status)
+    return RunSeen(run, replace(summary, stop_requested=stop_wanted, deleting=deleting), status, now)
+
+
+def _list_parts(run: Run, status: Status | None) -> RunSummary:
+    """Return a summary of the folders that the state of a run depends on if its status is not recent."""
+    folders = [run.name]
+    if status:
+        folders = [run.key(FOLDER), run.key("submissions")]
+        folders += [] if status.state.terminal else [run.key("checkpoints")]  # newer ones than the status names
+    return summarize_run(run.name, [entry for found in map_parallel(run.storage.list, folders) for entry in found])
+
+
+def read_listed(storage: Storage, listed: Mapping[str, RunSummary]) -> list[RunSeen]:
+    """Return listed runs with their statuses, except damaged ones. Each status takes one small request."""
+
+    def read(name: str, summary: RunSummary) -> RunSeen:
+        run = Run(storage, name)
+        status = None
+        with contextlib.suppress(NotFoundError):  # deleted since it was listed
+            status = _refreshed(run, load_usable_status(storage, summary.status) if summary.status else None)
+        return RunSeen(run, summary, status, time.time())
+
+    return map_parallel(lambda each: read(*each), listed.items())
+
+
+def _refreshed(run: Run, status: Status | None) -> Status | None:
+    """Return `status`, or read it again if the run seems silent, because an NFS client can lag by a minute."""
+    silent = status and not status.state.terminal and time.time() - status.seen > SILENT_AFTER_S
+    if silent and not run.storage.is_bucket:
+        with contextlib.suppress(StorageError):  # this user might not have write access
+            run.storage.refresh(run.key(FOLDER))
+            return read_status(run)
+    return status
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunDetails(RunSeen):
     """Everything about a run that is in storage."""
 
-    run: Run
-    state: RunState
-    time: float
-    "The time of the read, in seconds since the epoch."
     identity: Identity | None
     "The run's identity, or None before its first driver has started."
     attempts: list[Attempt]
@@ -93,8 +167,6 @@ class RunDetails(RunSeen):
     "Newer checkpoints that cannot be used or no longer exist."
     newest_record: dict[str, Any] = field(default_factory=dict)
     "The newest record of the metric history, or an empty dict before the first record."
-    last_active: float = 0.0
-    "The time at which the run's own processes last wrote to storage, in seconds since the epoch, or 0 if unknown."
 
     @property
     def step(self) -> int:
@@ -153,10 +225,7 @@ class RunDetails(RunSeen):
     @property
     def ended(self) -> float:
         """The time at which the run's processes were last active, in seconds since the epoch, or now if it is live."""
-        if not self.state.terminal:
-            return self.time
-        times = [self.status.time] if self.status else [self.last_active, self.newest_record.get("time") or 0.0]
-        return max(*times, *(attempt.time for attempt in self.attempts[-1:]), 0.0) or self.time
+        return find_end(self, self.attempts, self._written)
 
     @property
     def goodput(self) -> float | None:
@@ -172,17 +241,11 @@ class RunDetails(RunSeen):
     @property
     def spending(self) -> Spending:
         """The cost of the run's nodes."""
-        return compute_spending(self.attempts, self.receipts, self._had_nodes_until)
+        return compute_spending(self.attempts, self.receipts, find_end_of_nodes(self, self.attempts, self._written))
 
     @property
-    def _had_nodes_until(self) -> float:
-        """The time until which the workers had nodes. A driver without an attempt might not have nodes yet."""
-        if self.state.terminal or not self.status or not self.attempts:
-            return self.ended
-        if self.status.state.terminal:  # the run has been submitted again since then
-            return self.status.time
-        if self.status.driver == self.attempts[-1].driver:
-            return self.time
+    def _written(self) -> float:
+        """The time of the newest record or checkpoint, or 0 without either."""
         return max(self.newest_record.get("time") or 0.0, self.checkpoint.time if self.checkpoint else 0.0)
 
     @property
@@ -206,26 +269,22 @@ class RunDetails(RunSeen):
         return sum(attempt.metadata.tier != IN_PLACE for attempt in self.attempts[1:])
 
 
-def read_details(run: Run) -> RunDetails:
-    """Return everything about a run that is in storage. Raises `NotFoundError` and `StorageError`."""
+def read_details(seen: RunSeen) -> RunDetails:
+    """Return everything that is in storage about a run that was just seen.
 
-    def attempts() -> tuple[list[Attempt], Any, dict[str, Any] | None]:
-        found = read_attempts(run)
-        # Checkpoint files are not read if the listing shows that they are unchanged.
-        good, last = read_in_parallel(
-            lambda: find_newest_good(run, found, trust_listing=True), lambda: newest_record(run, lineage(found))
-        )
-        return found, good, last
+    Raises `NotFoundError` if the run does not exist, and `StorageError`.
+    """
+    run, status = seen.run, seen.status
+    if not seen.exists:
+        raise NotFoundError(f"{run.location}: no run is there")
 
-    summary, status, (found, (checkpoint, passed_over), last), identity, events = read_in_parallel(
-        lambda: summarize_known(run),
-        lambda: read_fresh_status(run),
-        attempts,
+    found = read_attempts(run)
+    (checkpoint, passed_over), last, identity, events = read_in_parallel(
+        lambda: find_newest_good(run, found, trust_listing=True),  # reads no file that is unchanged in the listing
+        lambda: newest_record(run, lineage(found)),
         lambda: read_if_exists(lambda: read_identity(run)),
         lambda: read_journal(run, "events"),
     )
-    if not summary:
-        raise NotFoundError(f"{run.location}: no run is there")
     committed = [each.name for each in passed_over if each.kind in (Unusable.DAMAGED, Unusable.NOT_FINITE)]
     if checkpoint:
         committed.append(checkpoint.name)
@@ -233,16 +292,8 @@ def read_details(run: Run) -> RunDetails:
     if gone:
         others = [each for each in passed_over if each.name != gone]
         passed_over = (SkippedCheckpoint(gone, Unusable.GONE, "though the run ended with it"), *others)
-    now = time.time()
-    state, reason = state_from_storage(status, summary, now)
     return RunDetails(
-        run=run,
-        state=state,
-        reason=reason,
-        time=now,
-        status=status,
-        stop_wanted=summary.stop_requested,
-        deleting=summary.deleting,
+        **vars(seen),
         identity=identity,
         attempts=attempts_with_start(found),
         events=events,
@@ -250,8 +301,27 @@ def read_details(run: Run) -> RunDetails:
         checkpoint=checkpoint,
         passed_over=passed_over,
         newest_record=last or {},
-        last_active=summary.last_active,
     )
+
+
+def find_end(seen: RunSeen, attempts: Sequence[Attempt], written: float) -> float:
+    """Return the time at which the run's processes were last active, or the time of the read if the run is live.
+
+    `written` is the time of the run's newest record or checkpoint, or 0 if it is not known.
+    """
+    if not seen.state.terminal:
+        return seen.time
+    times = [seen.status.time] if seen.status else [seen.summary.last_active, written]
+    return max(*times, *(attempt.time for attempt in attempts[-1:]), 0.0) or seen.time
+
+
+def find_end_of_nodes(seen: RunSeen, attempts: Sequence[Attempt], written: float) -> float:
+    """Return the time until which the workers had nodes. A driver without an attempt might not have nodes yet."""
+    if seen.state.terminal or not seen.status or not attempts:
+        return find_end(seen, attempts, written)
+    if seen.status.state.terminal:  # the run has been submitted again since then
+        return seen.status.time
+    return seen.time if seen.status.driver == attempts[-1].driver else written
 
 
 def find_deleted_checkpoint(status: Status | None, committed: Collection[str]) -> str:

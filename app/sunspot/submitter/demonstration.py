@@ -19,8 +19,7 @@ from sunspot.run import Run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, read_receipts
-from sunspot.run.overview import read_state, run_exists
-from sunspot.run.seen import read_details
+from sunspot.run.seen import look, read_details
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import PREFIX
 from sunspot.settings.file import as_variables
@@ -88,7 +87,7 @@ def demonstrate(run: Run, report: Report) -> Demonstration:
     if the training makes no progress.
     """
     refuse_without_training()
-    if run_exists(run):
+    if look(run).exists:
         remove_earlier(run)
         report(time.time(), f"removed an earlier demonstration from {run.location}")
     report(time.time(), f"three processes start to train a ResNet-18 on the bundled digits, as the run {run.location}")
@@ -108,12 +107,12 @@ def demonstrate(run: Run, report: Report) -> Demonstration:
                 joined.first_step, f"step {joined.step + 1}: a new process has joined them, with a copy of their state"
             )
         trainer.finish()
-    view = read_details(run)
-    if view.state is not RunState.SUCCEEDED:
-        raise SunspotError(f"{run.location}: {view.state}, {view.reason}")
-    accuracy = view.checkpoint.metrics.get("test_accuracy") if view.checkpoint else None
+    seen = read_details(look(run))
+    if seen.state is not RunState.SUCCEEDED:
+        raise SunspotError(f"{run.location}: {seen.state}, {seen.reason}")
+    accuracy = seen.checkpoint.metrics.get("test_accuracy") if seen.checkpoint else None
     held_out = "" if accuracy is None else f"; the model reads {accuracy:.0%} of the held-out digits"
-    report(view.newest_record.get("time", view.time), f"step {view.step}: the last step{held_out}")
+    report(seen.newest_record.get("time", seen.time), f"step {seen.step}: the last step{held_out}")
     proof = prove(run)
     if not proof.epochs:
         raise DamageError(f"{run.location}: the rows that the run consumed were not recorded")
@@ -123,15 +122,14 @@ def demonstrate(run: Run, report: Report) -> Demonstration:
 
 def remove_earlier(run: Run) -> None:
     """Remove an earlier demonstration's run. Raises `ConflictError` if the run is live or belongs to a user."""
-    status = read_status(run)
-    owners = [attempt.owner for attempt in read_attempts(run)] + ([status.owner] if status else [])
+    seen = look(run)
+    owners = [attempt.owner for attempt in read_attempts(run)] + ([seen.status.owner] if seen.status else [])
     if not owners or not all(owner.startswith(JOB) for owner in owners):
         instead = f"choose another --storage, or run `sunspot delete {run.name}` first"
         raise ConflictError(f"{run.location} is not a run of `sunspot demo`, which would remove it; {instead}")
-    state, reason = read_state(run, status)
-    if not state.terminal:
+    if not seen.state.terminal:
         instead = "wait for that demonstration, or choose another --storage"
-        raise ConflictError(f"{run.location}: {state}, {reason}; {instead}")
+        raise ConflictError(f"{run.location}: {seen.state}, {seen.reason}; {instead}")
     delete_run(run)
 
 

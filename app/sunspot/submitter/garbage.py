@@ -24,8 +24,8 @@ from sunspot.run.checkpoints import (
     why_abandoned,
 )
 from sunspot.run.objects import read_content
-from sunspot.run.overview import read_state
 from sunspot.run.requests import list_submissions
+from sunspot.run.seen import look
 from sunspot.run.status import RunState
 from sunspot.submitter.printing import warn
 from sunspot.submitter.runs import list_unfinished
@@ -73,7 +73,7 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
     if attempts and not attempts[-1].chosen:
         warn(f"attempt {attempts[-1].number} is still choosing its checkpoint, so none is removed; try again later")
         return
-    ended = read_state(run)[0] in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)
+    ended = look(run).state in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)
     newest, passed_over = find_newest_good(run, attempts)
     if newest is None:
         if directories:

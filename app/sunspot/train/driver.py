@@ -19,9 +19,9 @@ from sunspot.run.checkpoints import Checkpoint, SkippedCheckpoint, Unusable, fin
 from sunspot.run.identity import Rows, record_identity
 from sunspot.run.logs import shipped_driver_output
 from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
-from sunspot.run.overview import read_state
 from sunspot.run.owner import new_owner
 from sunspot.run.requests import StopRequest, refuse_if_deleted, resume_hint, stop_requested
+from sunspot.run.seen import RunSeen, look
 from sunspot.run.status import RunState, find_own_status, new_driver, read_status
 from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.limits import with_deadline
@@ -226,7 +226,7 @@ def _write_report(run: Run, driver: str) -> None:
     status = read_status(run)
     if status is None or status.driver != driver:
         return  # the run never began, was deleted, or belongs to another process now
-    report = read_report(run, status.state, status.reason)
+    report = read_report(RunSeen(run, status=status))
     for line in describe_outcome(run, report):
         print(visible(line))
     page = render(report)
@@ -234,5 +234,5 @@ def _write_report(run: Run, driver: str) -> None:
         return
     run.storage.write(run.key(FILE), page)
     if not find_own_status(run, driver):  # a frozen driver may have overwritten the report of the new owner
-        run.storage.write(run.key(FILE), render(read_report(run, *read_state(run))))
+        run.storage.write(run.key(FILE), render(read_report(look(run))))
     print(f"  report: {run.storage.locate(run.key(FILE))}", flush=True)

@@ -9,13 +9,14 @@ from urllib.parse import urlencode
 
 from sunspot.formatting import in_words, money, plural
 from sunspot.metric_names import HELD_OUT
-from sunspot.report.charts import sparkline
+from sunspot.report.charts import Point, sparkline
 from sunspot.report.html import Html, element, integer, join, paragraph, result, text
 from sunspot.report.page import STATE_SIGNS
 from sunspot.run.attempts import step_of
 from sunspot.run.cost import Spending
+from sunspot.run.seen import RunSeen
 from sunspot.run.status import RunState
-from sunspot.ui.all_runs import RunRow
+from sunspot.ui.all_runs import Curve
 
 PER_PAGE = 50
 """Number of runs on a page, limited because each curve takes requests."""
@@ -46,15 +47,18 @@ class Query:
         page = int(number) if number.isdecimal() and len(number) < 7 else 1
         return cls(fields.get("q", ""), fields.get("state", ""), max(1, page))
 
-    def choose(self, rows: Iterable[RunRow]) -> list[RunRow]:
-        """Return the matching rows of all pages, the most recently active first."""
-        words = self.q.lower().split()
-        found = [row for row in rows if self.state in ("", str(row.state))]
-        found = [row for row in found if all(w in f"{row.name} {row.state} {row.reason}".lower() for w in words)]
-        return sorted(found, key=lambda row: (-row.last_active, row.name))
+    def choose(self, runs: Iterable[RunSeen]) -> list[RunSeen]:
+        """Return the matching runs of all pages, the most recently active first."""
+        found = [seen for seen in runs if self._matches(seen)]
+        return sorted(found, key=lambda seen: (-seen.last_active, seen.run.name))
 
-    def on_page(self, found: Sequence[RunRow]) -> Sequence[RunRow]:
-        """Return the rows on this page, given all rows that match."""
+    def _matches(self, seen: RunSeen) -> bool:
+        state, reason = describe_state(seen)
+        shown = f"{seen.run.name} {state} {reason}".lower()
+        return self.state in ("", state) and all(word in shown for word in self.q.lower().split())
+
+    def on_page(self, found: Sequence[RunSeen]) -> Sequence[RunSeen]:
+        """Return the runs on this page, given all runs that match."""
         return found[(self.page - 1) * PER_PAGE : self.page * PER_PAGE]
 
     def link(self, name: str, **fields: Any) -> Html:
@@ -63,12 +67,17 @@ class Query:
         return element("a", name, href=f"/?{urlencode(asdict(replace(self, **fields)))}", aria_current=current)
 
 
-def show_all(rows: Sequence[RunRow], query: Query, notes: Sequence[Html]) -> Html:
+def describe_state(seen: RunSeen) -> tuple[str, str]:
+    """Return the state and its reason, or an empty state and the error if the run cannot be read."""
+    return ("", f"cannot be read: {seen.trouble}") if seen.trouble else seen.judge()
+
+
+def show_all(runs: Sequence[RunSeen], curves: Mapping[str, Curve], query: Query, notes: Sequence[Html]) -> Html:
     """Return the body of the page."""
-    found = query.choose(rows)
+    found = query.choose(runs)
     shown = query.on_page(found)
-    counts = Counter(str(row.state) for row in rows if row.state)
-    states = [("", "all", len(rows)), *((state, state, number) for state, number in counts.most_common())]
+    counts = Counter(str(seen.state) for seen in runs if not seen.trouble)
+    states = [("", "all", len(runs)), *((state, state, number) for state, number in counts.most_common())]
     chips = join(element("li", query.link(f"{name} {number:,}", state=s, page=1)) for s, name, number in states)
     words = Html(f'<input type="search" name="q" value="{text(query.q)}" aria-label="words in name, state or reason">')
     state = Html(f'<input type="hidden" name="state" value="{text(query.state)}">')
@@ -77,8 +86,8 @@ def show_all(rows: Sequence[RunRow], query: Query, notes: Sequence[Html]) -> Htm
     parts: list[Html] = [*notes]
     if shown:
         button = element("button", "Compare selected runs")
-        parts.append(element("form", join([_table(shown), button]), action="/compare"))
-    elif rows:
+        parts.append(element("form", join([_table(shown, curves), button]), action="/compare"))
+    elif runs:
         parts.append(paragraph("No run matches; ", element("a", "show all", href="/"), "."))
     else:
         parts.append(paragraph("There are no runs yet. A run appears when it is submitted, or when its driver begins."))
@@ -90,52 +99,53 @@ def show_all(rows: Sequence[RunRow], query: Query, notes: Sequence[Html]) -> Htm
     return join([element("header", join(header)), element("main", join(parts), id="all", class_="runs")])
 
 
-def _table(rows: Sequence[RunRow]) -> Html:
+def _table(runs: Sequence[RunSeen], curves: Mapping[str, Curve]) -> Html:
     """Return the table. Narrow windows show rows as cards, and roles keep it a table for screen readers."""
     now = time.time()
     heads = [Html("<span>compare</span>"), *COLUMNS]
     head = element("tr", join(element("th", name, scope="col", role="columnheader") for name in heads), role="row")
-    body = join(element("tr", join(_cells(row, now)), role="row") for row in rows)
+    body = join(element("tr", join(_cells(seen, curves.get(seen.run.name, Curve()), now)), role="row") for seen in runs)
     parts = [element("thead", head, role="rowgroup"), element("tbody", body, role="rowgroup")]
     return element("table", join([element("caption", "Runs and their states"), *parts]), role="table")
 
 
-def _cells(row: RunRow, now: float) -> Iterator[Html]:
-    tick = Html(f'<input type="checkbox" name="run" value="{text(row.name)}" aria-label="compare {text(row.name)}">')
+def _cells(seen: RunSeen, curve: Curve, now: float) -> Iterator[Html]:
+    name = seen.run.name
+    tick = Html(f'<input type="checkbox" name="run" value="{text(name)}" aria-label="compare {text(name)}">')
     yield element("td", tick, role="cell", class_="tick")
-    place = element("small", row.status.place) if row.status and row.status.place else Html("")
-    link = join([element("a", row.name, href=f"/run/{row.name}"), place])
+    place = element("small", seen.status.place) if seen.status and seen.status.place else Html("")
+    link = join([element("a", name, href=f"/run/{name}"), place])
     yield element("th", link, scope="row", role="rowheader")
-    for name, value in zip(COLUMNS[1:], _values(row, now), strict=True):
-        yield element("td", "—" if value is None else value, role="cell", data_name=name)
+    for column, value in zip(COLUMNS[1:], _values(seen, curve, now), strict=True):
+        yield element("td", "—" if value is None else value, role="cell", data_name=column)
 
 
-def _values(row: RunRow, now: float) -> Iterator[Html | None]:
+def _values(seen: RunSeen, curve: Curve, now: float) -> Iterator[Html | None]:
     """Yield the values of the columns after the name, or None for unknown values."""
-    sign, colour = SIGNS.get(row.state, ("", "")) if row.state else ("?", "bad")
-    why = row.reason if row.state not in (RunState.RUNNING, RunState.SUCCEEDED) else ""
-    if row.state is RunState.RUNNING and row.status:
-        why = row.status.nan_warning
+    status = seen.progress
+    state, why = describe_state(seen)
+    sign, colour = SIGNS.get(seen.state, ("", "")) if state else ("?", "bad")
+    if state in (RunState.RUNNING, RunState.SUCCEEDED):
+        why = status.nan_warning if status and state == RunState.RUNNING else ""
     why = why if len(why) <= MAX_REASON else f"{why[: MAX_REASON - 1]}…"
-    state = element("span", f"{sign} {row.state or 'not known'}".strip(), class_=f"state {colour}".strip())
-    yield join([state, element("small", why)])
-    status = row.status
+    shown = element("span", f"{sign} {state or 'not known'}".strip(), class_=f"state {colour}".strip())
+    yield join([shown, element("small", why)])
     if status is None:
         yield from [None] * (len(COLUMNS) - 3)
     else:
         total = status.total_steps
         bar = Html(f'<progress max="{total}" value="{status.step}" aria-hidden="true"></progress>' if total else "")
         yield join([integer(status.step), join([" of ", integer(total)]) if total else "", bar])
-        name, value = row.held_out or (f"{HELD_OUT}loss", status.test_loss)
+        name, value = curve.held_out or (f"{HELD_OUT}loss", status.test_loss)
         yield None if value is None else join([name.removeprefix(HELD_OUT), " ", result(name, value)])
-        loss = row.curve[-1].y if status.loss is None and row.curve else status.loss
-        yield None if loss is None else join([result("loss", loss), _curve(row)])
+        loss = curve.points[-1].y if status.loss is None and curve.points else status.loss
+        yield None if loss is None else join([result("loss", loss), _draw(curve.points)])
         checkpoint = status.checkpoint
         age = _ago(status.checkpoint_time, now) if status.checkpoint_time is not None else ""
         yield join([age, element("small", f"step {step_of(checkpoint):,}")]) if checkpoint else None
-        yield None if row.incidents is None else join([integer(row.incidents)])
-        yield _cost(row.spending) if row.spending else None
-    yield _ago(row.last_active, now) if row.last_active else None
+        yield None if curve.incidents is None else join([integer(curve.incidents)])
+        yield _cost(curve.spending) if curve.spending else None
+    yield _ago(seen.last_active, now) if seen.last_active else None
 
 
 def _cost(spending: Spending) -> Html:
@@ -143,12 +153,12 @@ def _cost(spending: Spending) -> Html:
     return join([money(spending.cost), element("small", hours)]) if spending.cost is not None else join([hours])
 
 
-def _curve(row: RunRow) -> Html:
-    if len(row.curve) < 2:
+def _draw(points: Sequence[Point]) -> Html:
+    if len(points) < 2:
         return Html("")
-    first, last = row.curve[0], row.curve[-1]
+    first, last = points[0], points[-1]
     description = f"Loss from {first.y:.4g} at step {first.x:.0f} to {last.y:.4g} at step {last.x:.0f}"
-    return sparkline(row.curve, description)
+    return sparkline(points, description)
 
 
 def _ago(timestamp: float, now: float) -> Html:

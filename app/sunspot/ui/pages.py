@@ -10,8 +10,8 @@ from sunspot.report.model import Report, read_report
 from sunspot.report.search import read_search, show_search
 from sunspot.run import Run
 from sunspot.run.search import read_results
+from sunspot.run.seen import look
 from sunspot.storage.base import Storage
-from sunspot.ui.all_runs import read_row
 from sunspot.ui.run_pages import show_comparison, show_run
 
 
@@ -33,7 +33,7 @@ def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
     with contextlib.suppress(NotFoundError):
         return RunPage(name, show_search(*read_search(run), link="/run/{}"))
     report = _read_report(run)
-    return RunPage(f"{name}: {report.state}", show_run(report))
+    return RunPage(f"{name}: {report.seen.state}", show_run(report))
 
 
 def read_comparison(storage: Storage, names: Sequence[str]) -> RunPage:
@@ -52,7 +52,7 @@ def read_comparison(storage: Storage, names: Sequence[str]) -> RunPage:
 
 
 def _read_report(run: Run) -> Report:
-    row = read_row(run)
-    if row is None or row.state is None:
+    seen = look(run)
+    if not seen.exists:
         raise NotFoundError(f"{run.location}: no run is there")
-    return read_report(run, row.state, row.reason, read_bytes=False)
+    return read_report(seen, read_bytes=False)

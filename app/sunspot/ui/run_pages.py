@@ -36,10 +36,10 @@ LOG_PLACEHOLDER = Html("<!-- log -->")
 
 def show_run(report: Report) -> Html:
     """Return the body of a run's page with its report, its log, and commands for its checkpoints."""
-    location = report.run.storage.locate("").rstrip("/")
+    location = report.seen.run.storage.locate("").rstrip("/")
 
     def show_checkpoints(report: Report) -> Html:
-        options = f"{quote(report.run.name)} --storage {quote(location)}"
+        options = f"{quote(report.seen.run.name)} --storage {quote(location)}"
         read = paragraph("Verify every byte: ", element("code", f"sunspot checkpoints verify {options}"), ".")
         get = paragraph("Fetch the newest: ", element("code", f"sunspot checkpoints get {options} newest"), ".")
         return join([checkpoints.show(report), read, get])
@@ -50,9 +50,9 @@ def show_run(report: Report) -> Html:
         if anchor == "incidents":
             sections["log"] = ("Log", lambda _: LOG_PLACEHOLDER)
     sections["checkpoints"] = (SECTIONS["checkpoints"][0], show_checkpoints)
-    search = report.labels.get(SEARCH_LABEL, "")
+    search = report.seen.labels.get(SEARCH_LABEL, "")
     shown = show_report(report, sections)
-    if search == report.run.name or not RUN.fullmatch(search):
+    if search == report.seen.run.name or not RUN.fullmatch(search):
         return shown
     return join([paragraph("A trial of ", element("a", search, href=f"/run/{search}"), ".", kind="note"), shown])
 
@@ -69,7 +69,7 @@ def show_log(run: str, log: Log | None) -> Html:
 
 def show_comparison(reports: Sequence[Report], notes: Sequence[Html]) -> Html:
     """Return the body of a page that compares the curves, results and differing settings of runs."""
-    names = [report.run.name for report in reports]
+    names = [report.seen.run.name for report in reports]
     if len(reports) < 2:
         how = paragraph("Select two to six runs in ", element("a", "the list", href="/"), ".")
         return join([BACK, element("main", join([element("h1", "Compare runs"), *notes, how]), id="compared")])
@@ -96,7 +96,7 @@ def _compared_curves(reports: Sequence[Report]) -> Html:
 
 def _compared_curve(name: str, reports: Sequence[Report]) -> Html:
     columns = [points_of(over_steps(report), report.history.drawn(name)) for report in reports]
-    lines = [Line(reports[n].run.name, points, f"s{n}") for n, points in enumerate(columns)]
+    lines = [Line(reports[n].seen.run.name, points, f"s{n}") for n, points in enumerate(columns)]
     y = fitting_axis(name, [point.y for points in columns for point in points])
     title = f"{name.replace('_', ' ').capitalize()}{' on a logarithmic axis' if y.log else ''}"
     return chart(title, XAxis("steps", (), (), ()), y, lines)
@@ -106,17 +106,18 @@ def _results(reports: Sequence[Report]) -> Html:
     columns = [dict(_figures(report)) for report in reports]
     names = dict.fromkeys(name for each in columns for name in each)
     rows = [[name, *(each.get(name) for each in columns)] for name in names]
-    return table("Results of each run", ["figure", *(report.run.name for report in reports)], rows)
+    return table("Results of each run", ["figure", *(report.seen.run.name for report in reports)], rows)
 
 
 def _figures(report: Report) -> Iterator[tuple[str, Any]]:
-    yield "state", str(report.state)
-    yield "steps", integer(report.step)
+    seen = report.seen
+    yield "state", str(seen.state)
+    yield "steps", integer(seen.step)
     yield "time", duration(report.seconds) if report.seconds is not None else None
-    yield "goodput", percent(report.goodput, 0) if report.goodput is not None else None
-    yield "incidents", integer(len(report.incidents))
-    yield "node hours", report.spending.node_hours
-    yield "cost", money(report.spending.cost) if report.spending.cost is not None else None
+    yield "goodput", percent(seen.goodput, 0) if seen.goodput is not None else None
+    yield "incidents", integer(len(seen.incidents))
+    yield "node hours", seen.spending.node_hours
+    yield "cost", money(seen.spending.cost) if seen.spending.cost is not None else None
     for name in sorted(report.history.results, key=results_first):
         newest = report.result(name)
         if newest:
@@ -124,7 +125,7 @@ def _figures(report: Report) -> Iterator[tuple[str, Any]]:
 
 
 def _recorded(report: Report, what: Literal["settings", "versions"]) -> dict[str, str]:
-    return next((found for a in reversed(report.attempts) if (found := getattr(a.metadata, what))), {})
+    return next((found for a in reversed(report.seen.attempts) if (found := getattr(a.metadata, what))), {})
 
 
 def _differing(what: str, names: Sequence[str], values: Sequence[Mapping[str, str]]) -> Html:

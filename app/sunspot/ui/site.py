@@ -99,17 +99,19 @@ class Site:
         return _page("There is no such page", nothing, HTTPStatus.NOT_FOUND)
 
     def _list(self, query: Query) -> Answer:
-        reading = _await(self._all, bool(self._runs.rows))
+        reading = _await(self._all, bool(self._runs.seen))
         notes = _troubles(reading)
-        left = self._runs.total - len(self._runs.rows)
-        names = [row.name for row in query.on_page(query.choose(self._runs.known))]
+        left = self._runs.total - len(self._runs.seen)
+        names = [seen.run.name for seen in query.on_page(query.choose(self._runs.known))]
         if left:
             notes.append(paragraph(f"{left:,} more are being read.", kind="note"))
         elif names:
             curves = self._begin(f"the curves of {' '.join(names)}", partial(self._runs.read_curves, names))
             curves.get(SOON_S)
         place = paragraph("Read from ", element("code", self._storage.locate("")), ".")
-        return _page("Runs", join([show_all(self._runs.known, query, notes), element("footer", place)]))
+        return _page(
+            "Runs", join([show_all(self._runs.known, self._runs.curves, query, notes), element("footer", place)])
+        )
 
     def _run(self, name: str, stream: str) -> Answer:
         run = Run(self._storage, name)

@@ -3,9 +3,10 @@
 1. `kubeconfig.make_client` chooses the API server and the credentials. `api.Cluster` sends all requests.
 2. `preflight.check` looks for problems before a job is sent. `start.submit` then applies the RayJob. `applied` keeps
    the manifest in an annotation for restarts.
-3. `observation.RunAccess` reads the run from the cluster (`views`) and from storage into a `RunSnapshot`.
-4. `pod_problems.find_problems` explains why pods do not run. `state.judge` combines everything known into one state
-   and a reason. `gone_jobs` finds RayJobs that were deleted before their runs had ended.
+3. `observation.RunAccess` reads the run from the cluster (`state.ClusterSeen`, made of `views`) and from storage
+   (`run.seen.RunSeen`). `gone_jobs` finds RayJobs that were deleted before their runs had ended.
+4. `pod_problems.find_problems` explains why pods do not run. `state.judge` combines everything seen into one state
+   and a reason.
 5. `records` combines cluster and storage for `status` and `list`. `progress_lines` prints progress.
 6. `waiting.wait_for_end` follows a run to its end, and restarts it if the operator abandons its head pod.
    `waiting.Reconciler` does this for all runs in a namespace.

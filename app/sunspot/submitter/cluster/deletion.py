@@ -166,7 +166,7 @@ def find_contents(access: RunAccess) -> RunContents:
         advice = f"`sunspot stop {access.arguments}` saves and ends it, then delete it"
         raise ConflictError(f"{run.name} is live, and nothing was removed: {state}, {reason}{unseen}; {advice}")
     own, foreign = _list(run)
-    if (own or foreign) and not snapshot.storage.deleting and not holds_run(run.name, own):
+    if (own or foreign) and not snapshot.storage.summary.deleting and not holds_run(run.name, own):
         jobs = " ".join(job.name for job in snapshot.cluster.jobs)
         raise ConflictError(
             f"{run.location} contains {plural(len(own) + len(foreign), 'file')}, but none that identifies a run, such "

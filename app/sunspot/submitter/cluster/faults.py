@@ -222,7 +222,7 @@ class FaultInjector:
     def _look(self) -> None:
         """Read the run's state and print new receipts."""
         snapshot = self._access.observe()
-        self._outage.note(snapshot)
+        self._outage.note(snapshot.cluster.trouble, snapshot.storage.trouble)
         if snapshot.storage.status:
             self._step = snapshot.storage.status.step
         if self._faults.keys() - self._recovered:

@@ -6,78 +6,49 @@ A RayJob counts as deleted only if it is missing from the cluster and namespace 
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from sunspot.errors import ClusterError, StorageError
-from sunspot.run import Run
 from sunspot.run.attempts import attempt_of, step_of
 from sunspot.run.checkpoints import MANIFEST, list_directories
 from sunspot.run.owner import Owner
 from sunspot.run.requests import newest_submission
-from sunspot.run.status import RunState, Status, is_alive
+from sunspot.run.seen import RunSeen
+from sunspot.run.status import RunState, is_alive
 from sunspot.submitter.cluster.api import Cluster
+from sunspot.submitter.cluster.state import GoneJob
 
 
-@dataclass(frozen=True)
-class GoneJob:
-    """A deleted RayJob that was the last one to train a run."""
-
-    name: str
-    namespace: str
-    began: bool
-    "True if its driver had started."
-    alive: bool
-    "True if the run's processes still send heartbeats."
-    saved_step: int | None
-    "Step of the run's newest checkpoint, or None without a checkpoint."
-
-    def judge(self, stop_wanted: bool) -> tuple[RunState, str]:
-        """Return the run's state and the reason."""
-        gone = f"its RayJob {self.name} is gone from namespace {self.namespace}"
-        saved = "nothing is saved" if self.saved_step is None else f"saved at step {self.saved_step}"
-        if not self.began:
-            return RunState.LOST, f"{gone}, and its driver never began; {saved}; submit it again"
-        if self.alive:
-            return RunState.STOPPING, f"{gone}; its processes are still alive, and save before they end; {saved}"
-        if stop_wanted:
-            return RunState.STOPPED, f"told to stop; {gone}; {saved}"
-        again = "submit it again" if self.saved_step is None else "submit it again to continue from there"
-        return RunState.LOST, f"{gone}, so nothing trains it; {saved}; {again}"
-
-
-def find_gone_job(
-    cluster: Cluster, run: Run, state: RunState, status: Status | None, known: Collection[str] = ()
-) -> GoneJob | None:
+def find_gone_job(cluster: Cluster, seen: RunSeen, known: Collection[str] = ()) -> GoneJob | None:
     """Return the RayJob that last trained a run if it was deleted from this namespace.
 
-    Returns None if the RayJob still exists or that is uncertain. `state` is the run's state according to storage alone.
-    `known` contains the names of existing RayJobs.
+    Returns None if the RayJob still exists or that is uncertain. `known` contains the names of existing RayJobs.
     """
+    state = seen.state
     if state.terminal and state is not RunState.LOST:
         return None
     try:
-        job = _last_job(cluster, run, state, status)
+        job = _last_job(cluster, seen)
         # A search trains several runs with one RayJob, which has only the search's label.
         if not job or job in known or cluster.find("job", job):
             return None
-        committed = [name for name, files in list_directories(run).items() if MANIFEST in files]
+        committed = [name for name, files in list_directories(seen.run).items() if MANIFEST in files]
     except (ClusterError, StorageError):
         return None
     newest = max(committed, key=lambda name: (attempt_of(name), step_of(name)), default=None)
     began = state is not RunState.PENDING
-    alive = began and status is not None and is_alive(status, time.time())
+    alive = began and seen.status is not None and is_alive(seen.status, time.time())
     return GoneJob(job, cluster.namespace, began, alive, step_of(newest) if newest else None)
 
 
-def _last_job(cluster: Cluster, run: Run, state: RunState, status: Status | None) -> str:
+def _last_job(cluster: Cluster, seen: RunSeen) -> str:
     """Return the RayJob that last trained the run, or an empty string if it was not in this namespace and cluster."""
-    if state is RunState.PENDING:
-        record = newest_submission(run)
+    if seen.state is RunState.PENDING:
+        record = newest_submission(seen.run)
         if not record:
             return ""
         same = record.cluster == cluster.identity if record.cluster and cluster.identity else None
         here = (record.server == cluster.server if same is None else same) and record.namespace == cluster.namespace
         return record.job if here or not record.namespace else ""  # earlier versions did not record the namespace
-    owner = Owner.parse(status.owner) if status else Owner("")
+    owner = Owner.parse(seen.status.owner) if seen.status else Owner("")
     here = bool(owner.cluster) and (owner.cluster, owner.namespace) == (cluster.identity, cluster.namespace)
     return owner.job if here else ""

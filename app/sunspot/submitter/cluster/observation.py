@@ -4,27 +4,27 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sunspot.errors import ClusterError, ConflictError, NotFoundError, SettingsError, StorageError
+from sunspot.errors import ClusterError, ConflictError, NotFoundError, RefusedStorageError, SettingsError, StorageError
 from sunspot.formatting import in_words
 from sunspot.run import Run
-from sunspot.run.overview import HALF_DELETED, describe_absence
+from sunspot.run.overview import describe_absence
 from sunspot.run.seen import RunSeen, look
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError, try_connect
-from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
+from sunspot.submitter.cluster.gone_jobs import find_gone_job
 from sunspot.submitter.cluster.kubeconfig import is_configured
 from sunspot.submitter.cluster.state import (
-    JobSnapshot,
+    ClusterSeen,
     describe_failed_tries,
     find_unmet_request,
     judge,
     was_written_by,
 )
-from sunspot.submitter.cluster.views import JobView, Nodes, PodView, WarningEvent, mark_lost_pods
+from sunspot.submitter.cluster.views import JobView, mark_lost_pods
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import Target, named_run
@@ -46,45 +46,16 @@ OUTAGE_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
-class ClusterSnapshot:
-    """A run's objects in the cluster. Values that could not be read are old or missing."""
-
-    jobs: tuple[JobView, ...] = ()
-    "The run's RayJobs, newest first."
-    pods: tuple[PodView, ...] = ()
-    warnings: tuple[WarningEvent, ...] = ()
-    hidden: Mapping[str, str] = field(default_factory=dict)
-    "The API server's messages for the kinds of objects (pods, events, nodes) that this user cannot list."
-    trouble: str = ""
-    "The error that prevented the last read, or an empty string if the values are current."
-    nodes: Nodes = ()
-    "All nodes of the cluster if `RunAccess.with_nodes` has read them, otherwise empty."
-    gone: GoneJob | None = None
-    "A RayJob that was deleted before the run had ended."
-
-
-@dataclass(frozen=True)
 class RunSnapshot:
-    """A snapshot of a run in the cluster and in storage."""
+    """A run as seen in the cluster and in storage."""
 
-    cluster: ClusterSnapshot = field(default_factory=ClusterSnapshot)
-    storage: RunSeen = field(default_factory=RunSeen)
-    time: float = field(default_factory=time.time)
-    "The time of the snapshot, in seconds since the epoch."
+    cluster: ClusterSeen
+    storage: RunSeen
 
     @property
     def job(self) -> JobView | None:
         """The newest RayJob."""
-        return self.cluster.jobs[0] if self.cluster.jobs else None
-
-    @property
-    def job_snapshot(self) -> JobSnapshot | None:
-        """The newest RayJob with its pods."""
-        if not self.job:
-            return None
-        pods = mark_lost_pods(self.cluster.pods, self.cluster.nodes)
-        unseen = PODS_HIDDEN if "pods" in self.cluster.hidden else ""
-        return JobSnapshot(self.job, pods, self.cluster.warnings, self.time, self.cluster.nodes, unseen)
+        return self.cluster.job
 
     @property
     def lacks_workers(self) -> bool:
@@ -98,7 +69,7 @@ class RunSnapshot:
     @property
     def known(self) -> bool:
         """True if the run exists in the cluster or in storage."""
-        return bool(self.cluster.jobs or self.storage.status or self.storage.state or self.storage.deleting)
+        return bool(self.cluster.jobs) or self.storage.exists
 
     @property
     def driver_began(self) -> bool:
@@ -107,17 +78,7 @@ class RunSnapshot:
 
     def state(self) -> tuple[RunState, str]:
         """Return the run's state and the reason for it."""
-        if self.storage.deleting:
-            return RunState.DELETING, HALF_DELETED
-        if self.job_snapshot:
-            return judge(self.job_snapshot, self.storage)
-        if self.storage.trouble and not self.storage.state:
-            return RunState.SILENT, "it has no RayJob, and its storage cannot be read, so its state is unknown"
-        if self.cluster.gone:
-            return self.cluster.gone.judge(self.storage.stop_wanted)
-        if not self.storage.state:
-            return RunState.LOST, "its RayJob is gone, and storage has no record of it"
-        return self.storage.state, self.storage.reason
+        return judge(self.cluster, self.storage)
 
 
 @dataclass(frozen=True)
@@ -139,22 +100,30 @@ class RunAccess:
 
         RayJobs for which `include` returns False are ignored.
         """
-        seen = ClusterSnapshot(trouble=self.cluster_error)
+        seen = ClusterSeen(trouble=self.cluster_error)
         if self.cluster:
             try:
                 seen = read_cluster(self.cluster, list(filter(include, self.cluster.list_jobs(self.run.name))))
             except ClusterError as error:
-                seen = ClusterSnapshot(trouble=str(error))
-        storage = look(self.run, with_state=not seen.jobs)
+                seen = ClusterSeen(trouble=str(error))
+        storage = self.look(RunSeen(self.run))
         if storage.outside_clusters and not self.cluster and not is_configured():
-            seen = ClusterSnapshot()  # there is no cluster, and the run needs none
-        return RunSnapshot(self.with_gone_job(seen, storage), storage, time.time())
+            seen = ClusterSeen()  # there is no cluster, and the run needs none
+        return self.combine(seen, storage)
 
-    def with_gone_job(self, seen: ClusterSnapshot, storage: RunSeen) -> ClusterSnapshot:
-        """Add the run's deleted RayJob if the cluster has no RayJob for the run."""
-        if not self.cluster or seen.trouble or seen.jobs or not storage.state:
-            return replace(seen, gone=None)
-        return replace(seen, gone=find_gone_job(self.cluster, self.run, storage.state, storage.status))
+    def look(self, before: RunSeen) -> RunSeen:
+        """Return the run as seen in storage, or as seen `before` with the error if storage does not answer."""
+        try:
+            return look(self.run)
+        except StorageError as error:
+            return replace(before, trouble=str(error), refused=isinstance(error, RefusedStorageError))
+
+    def combine(self, seen: ClusterSeen, storage: RunSeen) -> RunSnapshot:
+        """Return a snapshot. If the cluster has no RayJob for the run, look for a deleted one."""
+        gone = None
+        if self.cluster and not seen.trouble and not seen.jobs and storage.exists:
+            gone = find_gone_job(self.cluster, storage)
+        return RunSnapshot(replace(seen, gone=gone, time=time.time()), storage)
 
     def with_nodes(self, snapshot: RunSnapshot) -> RunSnapshot:
         """Add all nodes of the cluster. They show which pods are lost and why pods are unscheduled.
@@ -163,11 +132,13 @@ class RunAccess:
         """
         if not self.cluster or snapshot.cluster.nodes or "nodes" in snapshot.cluster.hidden:
             return snapshot
+        seen = snapshot.cluster
         try:
-            part = replace(snapshot.cluster, nodes=tuple(self.cluster.list_all("nodes")))
+            nodes = tuple(self.cluster.list_all("nodes"))
+            seen = replace(seen, nodes=nodes, pods=mark_lost_pods(seen.pods, nodes))
         except ClusterError as error:
-            part = replace(snapshot.cluster, hidden={**snapshot.cluster.hidden, "nodes": str(error)})
-        return replace(snapshot, cluster=part)
+            seen = replace(seen, hidden={**seen.hidden, "nodes": str(error)})
+        return replace(snapshot, cluster=seen)
 
     def observe_existing(self) -> RunSnapshot:
         """Read a run that is about to be stopped or resumed.
@@ -180,7 +151,7 @@ class RunAccess:
         if snapshot.storage.trouble:
             raise StorageError(snapshot.storage.trouble)
         self.require_known(snapshot)
-        if snapshot.storage.deleting:
+        if snapshot.storage.summary.deleting:
             raise ConflictError(f"{self.run.name} is {RunState.DELETING}: {snapshot.state()[1]}")
         if snapshot.cluster.trouble:
             warn(f"only storage was read: {snapshot.cluster.trouble}")
@@ -279,7 +250,7 @@ def warn_of_hidden(snapshot: RunSnapshot) -> None:
             warn(f"without its {what}: {refusal}")
 
 
-def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterSnapshot:
+def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterSeen:
     """Read the pods and warnings of these RayJobs, except those that this user cannot list.
 
     Raises `ClusterError` if the API server does not answer.
@@ -297,7 +268,8 @@ def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterSnapshot:
 
     pods = read_if_allowed("pods", lambda: cluster.list_pods(jobs))
     warnings = read_if_allowed("events", lambda: cluster.list_warnings(jobs[:1]))
-    return ClusterSnapshot(tuple(jobs), pods, warnings, hidden)
+    unseen_pods = PODS_HIDDEN if "pods" in hidden else ""
+    return ClusterSeen(tuple(jobs), pods, warnings, unseen_pods=unseen_pods, hidden=hidden)
 
 
 def explain_missing_output(run: Run, context: str | None, namespace: str | None) -> str:
@@ -325,7 +297,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
     the run's status there explains changes in the cluster. Raises `ClusterError` if the API server rejects the user or
     is unreachable for MAX_OUTAGE_S.
     """
-    snapshot = RunSnapshot(ClusterSnapshot(trouble=access.cluster_error))
+    snapshot = RunSnapshot(ClusterSeen(trouble=access.cluster_error), RunSeen(access.run))
     answered = ask_at = time.monotonic()
     refusals: Iterator[float] = iter(())  # before the first answer, a rejection is final
     while True:
@@ -346,10 +318,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
                     raise
                 ask_at = time.monotonic() + pause
                 cluster = replace(cluster, trouble=str(error))
-        storage = look(access.run, with_state=not cluster.jobs)
-        if storage.trouble:
-            storage = replace(snapshot.storage, trouble=storage.trouble, refused=storage.refused)
-        snapshot = RunSnapshot(access.with_gone_job(cluster, storage), storage)
+        snapshot = access.combine(cluster, access.look(snapshot.storage))
         yield snapshot
         time.sleep(POLL_EVERY_S)
 
@@ -362,10 +331,10 @@ class OutageReporter:
         "The start of each service's outage on the monotonic clock, keyed by name."
         self._warned_at: dict[str, float] = {}
 
-    def note(self, snapshot: RunSnapshot) -> None:
-        """Print a warning if an outage has begun, continues or has ended."""
+    def note(self, of_cluster: str, of_storage: str = "") -> None:
+        """Print a warning if an outage has begun, continues or has ended, given the error of each service, if any."""
         now = time.monotonic()
-        for service, trouble in (("the API server", snapshot.cluster.trouble), ("storage", snapshot.storage.trouble)):
+        for service, trouble in (("the API server", of_cluster), ("storage", of_storage)):
             outage = in_words(now - self._since.setdefault(service, now))
             if not trouble:
                 del self._since[service]

@@ -94,7 +94,7 @@ class ProgressLines:
         self._step = status.step if status else 0
         self._at = time.monotonic()
         if self._as_json:
-            record = {"time": snapshot.time, "run": self._run.name, "state": state, "reason": reason}
+            record = {"time": snapshot.cluster.time, "run": self._run.name, "state": state, "reason": reason}
             print_json_line({**record, **progress(snapshot)})
         else:
             print_text(f"{time.strftime('%H:%M:%S')}  {state:9}  {describe(snapshot, state, reason)}", flush=True)
@@ -135,7 +135,7 @@ def progress(snapshot: RunSnapshot) -> dict[str, Any]:
     status = snapshot.storage.status
     left = None
     if status and status.state is RunState.RUNNING and status.step_time_s is not None:
-        left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (snapshot.time - status.seen))
+        left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (snapshot.cluster.time - status.seen))
     names = ("step", "total_steps", "epoch", "checkpoint", "loss", "rows_per_s")
     since = (status.nan_since or None) if status else None
     return {**{name: getattr(status, name, None) for name in names}, "nan_since": since, "seconds_left": left}

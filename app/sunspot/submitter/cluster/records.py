@@ -1,28 +1,31 @@
 """Combines data from the cluster and from storage into records for `status` and `list`."""
 
 import contextlib
-import time
 from dataclasses import replace
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from sunspot.background import map_parallel
 from sunspot.errors import ClusterError, NotFoundError, StorageError
-from sunspot.run import Run
 from sunspot.run.attempts import step_of
 from sunspot.run.history import model_metrics
-from sunspot.run.overview import RunSummary, list_runs, read_statuses, state_from_storage
+from sunspot.run.overview import RunSummary, list_runs
 from sunspot.run.owner import Owner
-from sunspot.run.seen import RunDetails, RunSeen, read_details
-from sunspot.run.status import RunState, Status
+from sunspot.run.seen import RunDetails, RunSeen, read_details, read_listed
+from sunspot.run.status import RunState
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
-from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
+from sunspot.submitter.cluster.gone_jobs import find_gone_job
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
-from sunspot.submitter.cluster.state import NUM_WORKERS, JobSnapshot, count_workers, judge
+from sunspot.submitter.cluster.state import NUM_WORKERS, ClusterSeen, count_workers, judge
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
+
+Number = int | float
+"""A number that the document shows as it was recorded, with or without decimals."""
 
 
 def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
@@ -31,7 +34,7 @@ def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
     If one of them does not answer, the snapshot contains its error. Raises `NotFoundError` if the run does not exist,
     or the recorded error if that cannot be determined.
     """
-    view = None
+    details = None
     with progress_note("reading the run"):
         snapshot = access.observe()
         if snapshot.lacks_workers:
@@ -39,64 +42,133 @@ def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
         if not snapshot.storage.trouble:
             try:
                 with contextlib.suppress(NotFoundError):  # storage has no files of the run yet
-                    view = read_details(access.run)
+                    details = read_details(snapshot.storage)
             except StorageError as error:
                 snapshot = replace(snapshot, storage=replace(snapshot.storage, trouble=str(error)))
-    if not view:
+    if not details:
         access.require_known(snapshot)
-    return snapshot, view
+    return snapshot, details
 
 
-def make_record(access: RunAccess, snapshot: RunSnapshot, view: RunDetails | None) -> dict[str, Any]:
-    """Return a run as a record with the keys of the JSON document. Unknown values are None."""
+class Record(BaseModel):
+    """A JSON document. Its keys have the order of the fields."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the document, with values that JSON has."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+class StatusRecord(Record):
+    """The document of `sunspot status --json`. Unknown values are None."""
+
+    run: str
+    state: RunState
+    reason: str
+    step: int | None = None
+    total_steps: int | None = None
+    epoch: int | None = None
+    checkpoint: str | None = None
+    "The name of the newest verified checkpoint."
+    metrics: dict[str, Number] | None = None
+    "The model's metrics in that checkpoint."
+    checkpoint_age_s: Number | None = None
+    goodput: Number | None = None
+    cost: dict[str, Number | None] | None = None
+    labels: dict[str, str] | None = None
+    loss: Number | None = None
+    rows_per_s: Number | None = None
+    seconds_left: Number | None = None
+    attempt: int | None = None
+    "The number of the newest attempt, or 0 before the first one."
+    restarts: int | None = None
+    incidents: int | None = None
+    incidents_by_cause: dict[str, int] | None = None
+    steps_replayed: int | None = None
+    warning: str | None = None
+    nan_since: int | None = None
+    save_s: Number | None = None
+    notice_s: Number | None = None
+    memory_every: int | None = None
+    workers_wanted: str | None = None
+    "The setting NUM_WORKERS of the newest RayJob."
+    workers_running: int | None = None
+    pods_wanted: int | None = None
+    pods_running: int | None = None
+    job: str | None = None
+    "The name of the newest RayJob."
+    try_number: int | None = Field(default=None, serialization_alias="try")
+    tries: int | None = None
+    where: dict[str, str] | None = None
+    "The run's last owner (`Owner.record`)."
+    namespace: str | None = None
+    storage: str
+    logs: str
+
+
+class ListRecord(Record):
+    """One run in the document of `sunspot list --json`."""
+
+    run: str
+    state: RunState
+    reason: str
+    where: dict[str, str] | None
+    "The run's last owner (`Owner.record`), or None before its driver started."
+    step: int
+    total_steps: int
+    "The run's total number of steps, or 0 if it is not known."
+    epoch: int
+    loss: Number | None
+    test_loss: Number | None
+    nan_since: int | None
+    checkpoint: str | None
+    checkpoint_time: Number | None
+    modified: Number
+    bytes: int
+
+
+def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDetails | None) -> StatusRecord:
+    """Return the record of one run. `details` is None if storage has no files of the run yet, or cannot be read."""
     run = access.run
-    cluster = access.cluster
-    job = snapshot.job
-    status = snapshot.storage.status
+    status, job = snapshot.storage.status, snapshot.job
     state, reason = snapshot.state()
     is_current = not state.terminal and state is not RunState.SILENT
-    record: dict[str, Any] = {
-        "run": run.name,
-        "state": state,
-        "reason": reason,
-        **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "metrics", "checkpoint_age_s")),
-        **dict.fromkeys(("goodput", "cost", "labels", "loss", "rows_per_s", "seconds_left", "attempt", "restarts")),
-        **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning", "nan_since")),
-        **dict.fromkeys(("save_s", "notice_s", "memory_every")),
-        **dict.fromkeys(("workers_wanted", "workers_running", "pods_wanted", "pods_running", "job", "try", "tries")),
-        "where": Owner.parse(status.owner).record() if status else None,
-        "namespace": cluster.namespace if cluster and job else None,
-        "storage": run.location,
-        "logs": run.storage.locate(run.key("logs")),
-    }
-    if view:
-        record |= {
-            **{name: getattr(view, name) for name in ("step", "epoch", "loss", "goodput", "checkpoint_age_s")},
-            **{name: getattr(view, name) for name in ("restarts", "incidents_by_cause", "steps_replayed")},
-            "total_steps": view.total_steps or None,
-            "checkpoint": view.checkpoint.name if view.checkpoint else None,
-            "metrics": model_metrics(view.checkpoint.metrics) if view.checkpoint else None,
-            "rows_per_s": view.rows_per_s if is_current else None,
-            "seconds_left": view.seconds_left if is_current else None,
-            "attempt": view.attempts[-1].number if view.attempts else 0,
-            "incidents": len(view.incidents),
-            "cost": view.spending.record(view.step),
-            "labels": view.labels,
-        }
+    logs = run.storage.locate(run.key("logs"))
+    record = StatusRecord(run=run.name, state=state, reason=reason, storage=run.location, logs=logs)
+    if details:
+        record.step = details.step
+        record.total_steps = details.total_steps or None
+        record.epoch = details.epoch
+        record.checkpoint = details.checkpoint.name if details.checkpoint else None
+        record.metrics = model_metrics(details.checkpoint.metrics) if details.checkpoint else None
+        record.checkpoint_age_s = details.checkpoint_age_s
+        record.goodput = details.goodput
+        record.cost = details.spending.record(details.step)
+        record.labels = details.labels
+        record.loss = details.loss
+        record.rows_per_s = details.rows_per_s if is_current else None
+        record.seconds_left = details.seconds_left if is_current else None
+        record.attempt = details.attempts[-1].number if details.attempts else 0
+        record.restarts = details.restarts
+        record.incidents = len(details.incidents)
+        record.incidents_by_cause = details.incidents_by_cause
+        record.steps_replayed = details.steps_replayed
     if status:
-        record["workers_running"] = status.world_size if is_current else 0 if state.terminal else None
+        record.workers_running = status.world_size if is_current else 0 if state.terminal else None
         warnings = "; ".join(filter(None, (status.nan_warning, status.warning)))
-        record["warning"] = "" if state.terminal else warnings
-        record["nan_since"] = status.nan_since or None
-        record |= {name: getattr(status, name) for name in ("save_s", "notice_s", "memory_every")}
-    if job and snapshot.job_snapshot:
-        wanted, running = count_workers(snapshot.job_snapshot)
-        record["pods_wanted"] = wanted
-        record["pods_running"] = None if "pods" in snapshot.cluster.hidden else running
-        record["job"] = job.name
-        record["workers_wanted"] = settings_of(job.raw).get(NUM_WORKERS)
-        record["try"] = min(job.failed + 1, job.tries)
-        record["tries"] = job.tries
+        record.warning = "" if state.terminal else warnings
+        record.nan_since = status.nan_since or None
+        record.save_s = status.save_s
+        record.notice_s = status.notice_s
+        record.memory_every = status.memory_every
+        record.where = Owner.parse(status.owner).record()
+    if job and access.cluster:
+        record.pods_wanted, running = count_workers(snapshot.cluster, job)
+        record.pods_running = None if snapshot.cluster.unseen_pods else running
+        record.job = job.name
+        record.workers_wanted = settings_of(job.raw).get(NUM_WORKERS)
+        record.try_number = min(job.failed + 1, job.tries)
+        record.tries = job.tries
+        record.namespace = access.cluster.namespace
     return record
 
 
@@ -105,7 +177,7 @@ def make_record(access: RunAccess, snapshot: RunSnapshot, view: RunDetails | Non
 
 def describe_runs(
     storage: Storage, limit: int | None = None, cluster: Cluster | None = None
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[ListRecord], int]:
     """Return records of the `limit` most recently modified runs, and the number of runs left out.
 
     If `limit` is None, all runs are included.
@@ -113,23 +185,20 @@ def describe_runs(
     with progress_note("listing the runs"):
         runs = list_runs(storage)
         jobs, known = _list_jobs(storage, cluster)
-    stored = {run.name for run in runs}
-    runs += [RunSummary(name, job.created, submitted=job.created) for name, job in jobs.items() if name not in stored]
-    runs.sort(key=lambda run: run.modified, reverse=True)
-    shown = runs[:limit]
-    found = list(zip(shown, read_statuses(storage, shown), strict=True))
+    for name, job in jobs.items():
+        runs.setdefault(name, RunSummary(modified=job.created, submitted=job.created))
+    newest_first = sorted(runs, key=lambda name: runs[name].modified, reverse=True)
 
-    def describe(each: tuple[RunSummary, Status | None]) -> dict[str, Any]:
-        run, status = each
-        gone = None
-        if cluster and known is not None and run.name not in jobs and not run.deleting:
-            state, _ = state_from_storage(status, run, time.time())
-            gone = find_gone_job(cluster, Run(storage, run.name), state, status, known)
-        return _describe(run, status, jobs.get(run.name), gone)
+    def describe(seen: RunSeen) -> ListRecord:
+        name = seen.run.name
+        gone = find_gone_job(cluster, seen, known) if cluster and known is not None and name not in jobs else None
+        unseen = f"`sunspot status {name}` examines its pods"
+        in_cluster = ClusterSeen((jobs[name],) if name in jobs else (), unseen_pods=unseen, gone=gone)
+        return make_list_record(seen, *judge(in_cluster, seen))
 
     with progress_note("reading the runs"):
-        rows = map_parallel(describe, found)
-    return rows, len(runs) - len(shown)
+        seen = read_listed(storage, {name: runs[name] for name in newest_first[:limit]})
+        return map_parallel(describe, seen), len(runs) - len(seen)
 
 
 def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, JobView], set[str] | None]:
@@ -150,27 +219,22 @@ def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, Job
     return newest, {job.name for job in jobs}
 
 
-def _describe(run: RunSummary, status: Status | None, job: JobView | None, gone: GoneJob | None) -> dict[str, Any]:
-    now = time.time()
-    if job and not run.deleting:
-        unseen = f"`sunspot status {run.name}` examines its pods"
-        state, reason = judge(JobSnapshot(job, now=now, unseen_pods=unseen), RunSeen(status, run.stop_requested))
-    else:
-        state, reason = state_from_storage(status, run, now)
-        state, reason = gone.judge(run.stop_requested) if gone else (state, reason)
-    return {
-        "run": run.name,
-        "state": state.value,
-        "reason": reason,
-        "where": Owner.parse(status.owner).record() if status else None,
-        "step": status.step if status else step_of(run.checkpoint) if run.checkpoint else 0,
-        "total_steps": status.total_steps if status else 0,
-        "epoch": status.epoch if status else 0,
-        "loss": status.loss if status else None,
-        "test_loss": status.test_loss if status else None,
-        "nan_since": (status.nan_since or None) if status else None,
-        "checkpoint": run.checkpoint,
-        "checkpoint_time": run.checkpoint_time or None,
-        "modified": run.modified,
-        "bytes": run.bytes,
-    }
+def make_list_record(seen: RunSeen, state: RunState, reason: str) -> ListRecord:
+    """Return the record of a run in the list. `state` and `reason` are from cluster and storage together."""
+    status, checkpoint = seen.progress, seen.summary.checkpoint
+    return ListRecord(
+        run=seen.run.name,
+        state=state,
+        reason=reason,
+        where=Owner.parse(status.owner).record() if status else None,
+        step=status.step if status else step_of(checkpoint) if checkpoint else 0,
+        total_steps=status.total_steps if status else 0,
+        epoch=status.epoch if status else 0,
+        loss=status.loss if status else None,
+        test_loss=status.test_loss if status else None,
+        nan_since=(status.nan_since or None) if status else None,
+        checkpoint=checkpoint,
+        checkpoint_time=seen.summary.checkpoint_time or None,
+        modified=seen.summary.modified,
+        bytes=seen.summary.bytes,
+    )

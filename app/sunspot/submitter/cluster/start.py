@@ -123,7 +123,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
 
     # Reject the job if another owner trains the run, or if another run has the job's name.
     snapshot, job = _observe_job(access, name)
-    if snapshot.storage.deleting:
+    if snapshot.storage.summary.deleting:
         raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; then submit again")
     others = [other for other in snapshot.cluster.jobs if other.live and other.name != name]
     if others:
@@ -147,7 +147,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     # Return early if the job is live or the run has succeeded.
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
     status = snapshot.storage.status
-    stop_wanted = snapshot.storage.stop_wanted
+    stop_wanted = snapshot.storage.summary.stop_requested
     if job and not state.terminal and not elsewhere:
         if stop_wanted and not dry_run:
             clear_stop(run)
@@ -251,13 +251,13 @@ def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
     An owner in this namespace without a RayJob is ignored, because its RayJob has just been deleted.
     """
     status, cluster = snapshot.storage.status, access.require_cluster()
-    if not status or not is_alive(status, snapshot.time):
+    if not status or not is_alive(status, snapshot.cluster.time):
         return ""
     owner = Owner.parse(status.owner)
     deleted_here = owner.cluster and (owner.cluster, owner.namespace) == (cluster.identity, cluster.namespace)
     if deleted_here or any(owns(job, status.owner) for job in snapshot.cluster.jobs):
         return ""
-    ago = in_words(snapshot.time - status.seen)
+    ago = in_words(snapshot.cluster.time - status.seen)
     return (
         f"{access.run.name} is alive elsewhere: {owner.describe()} trains it, at step {status.step}, and was last "
         f"heard of {ago} ago. `sunspot stop {stored_arguments(access.run)}` makes it save and end; then submit "

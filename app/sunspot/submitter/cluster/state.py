@@ -10,11 +10,13 @@ run's processes write another one to storage (`sunspot.run.status`). Three rules
 """
 
 import re
+import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from sunspot.formatting import plural
-from sunspot.run.overview import describe_silence, describe_work
+from sunspot.run.overview import HALF_DELETED, describe_silence, describe_work
 from sunspot.run.owner import Owner
 from sunspot.run.seen import RunSeen
 from sunspot.run.status import SILENT_AFTER_S, RunState, Status
@@ -54,45 +56,100 @@ FAILURES = {
 
 
 @dataclass(frozen=True)
-class JobSnapshot:
-    """A RayJob with its pods, their warnings and the cluster's nodes."""
+class GoneJob:
+    """A deleted RayJob that was the last one to train a run."""
 
-    job: JobView
+    name: str
+    namespace: str
+    began: bool
+    "True if its driver had started."
+    alive: bool
+    "True if the run's processes still send heartbeats."
+    saved_step: int | None
+    "Step of the run's newest checkpoint, or None without a checkpoint."
+
+    def judge(self, stop_wanted: bool) -> tuple[RunState, str]:
+        """Return the run's state and the reason."""
+        gone = f"its RayJob {self.name} is gone from namespace {self.namespace}"
+        saved = "nothing is saved" if self.saved_step is None else f"saved at step {self.saved_step}"
+        if not self.began:
+            return RunState.LOST, f"{gone}, and its driver never began; {saved}; submit it again"
+        if self.alive:
+            return RunState.STOPPING, f"{gone}; its processes are still alive, and save before they end; {saved}"
+        if stop_wanted:
+            return RunState.STOPPED, f"told to stop; {gone}; {saved}"
+        again = "submit it again" if self.saved_step is None else "submit it again to continue from there"
+        return RunState.LOST, f"{gone}, so nothing trains it; {saved}; {again}"
+
+
+@dataclass(frozen=True)
+class ClusterSeen:
+    """A run as seen in the cluster. Values that could not be read are old or missing."""
+
+    jobs: tuple[JobView, ...] = ()
+    "The run's RayJobs, newest first."
     pods: Pods = ()
+    "The pods of all its RayJobs. Those on lost nodes are marked (`mark_lost_pods`) if the nodes were read."
     warnings: Warnings = ()
-    now: float = 0.0
-    "Seconds since the epoch."
+    "The warnings about the newest RayJob and its pods."
     nodes: Nodes = ()
     "All nodes of the cluster, or empty if they were not needed or this user cannot list them."
     unseen_pods: str = ""
     "The reason why the pods are unknown, or an empty string if they are known."
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    "The API server's messages for the kinds of objects (pods, events, nodes) that this user cannot list."
+    gone: GoneJob | None = None
+    "A RayJob that was deleted before the run had ended."
+    trouble: str = ""
+    "The error that prevented the last read, or an empty string if the values are current."
+    time: float = field(default_factory=time.time)
+    "The time at which cluster and storage were last read, even if one did not answer, in seconds since the epoch."
+
+    @property
+    def job(self) -> JobView | None:
+        """The newest RayJob."""
+        return self.jobs[0] if self.jobs else None
 
     @property
     def own_pods(self) -> list[PodView]:
-        """The pods of the RayJob's RayCluster that are not being deleted."""
-        return [pod for pod in self.pods if pod.cluster == self.job.cluster and not pod.deleting]
+        """The pods of the newest RayJob's RayCluster that are not being deleted."""
+        return [pod for pod in self.pods if self.job and pod.cluster == self.job.cluster and not pod.deleting]
 
     @property
     def fresh_warnings(self) -> list[WarningEvent]:
         """The warnings from the last WARNING_FRESH_S seconds."""
-        return [event for event in self.warnings if self.now - event.time < WARNING_FRESH_S]
+        return [event for event in self.warnings if self.time - event.time < WARNING_FRESH_S]
 
 
-def judge(seen: JobSnapshot, stored: RunSeen) -> tuple[RunState, str]:
+def judge(seen: ClusterSeen, stored: RunSeen) -> tuple[RunState, str]:
+    """Return the state of a run and the reason for it, from cluster and storage together."""
+    if stored.summary.deleting:
+        return RunState.DELETING, HALF_DELETED
+    if seen.job:
+        return _judge_job(seen, seen.job, stored)
+    if seen.gone:
+        return seen.gone.judge(stored.summary.stop_requested)
+    state, reason = stored.judge()
+    if not stored.exists:
+        reason = f"{'it has no RayJob' if stored.trouble else 'its RayJob is gone'}, and {reason}"
+    return state, reason
+
+
+def _judge_job(seen: ClusterSeen, job: JobView, stored: RunSeen) -> tuple[RunState, str]:
     """Return the state of a run with a RayJob, and the reason for it."""
-    job, status = seen.job, stored.status
+    status = stored.status
     own = status if was_written_by(stored, job) else None
     if status and not own and _took_over(status, job):
-        silence = _silence(status, seen.now)
+        silence = _silence(status, seen.time)
         detail = silence or status.reason
         taken_by = Owner.parse(status.owner).describe()
         reason = f"{taken_by} has taken the run over from {job.name}" + (f": {detail}" if detail else "")
         return RunState.SILENT if silence else status.state, reason
-    if own and _ended_for_good(own, job, stored.stop_wanted):
+    if own and _ended_for_good(own, job, stored.summary.stop_requested):
         stopped = "stopped " if own.state is RunState.STOPPED else ""
         return own.state, own.reason or f"{stopped}at step {own.step}"
-    state, reason = _judge_job(seen, own, stored)
-    if state.terminal or not (stored.stop_wanted or job.deleting):
+    state, reason = _judge_try(seen, job, own, stored)
+    if state.terminal or not (stored.summary.stop_requested or job.deleting):
         return state, reason
     if job.deleting:
         return RunState.STOPPING, "its RayJob is being deleted"
@@ -126,15 +183,14 @@ def owns(job: JobView, owner: str) -> bool:
     return bool(found.job == job.name and same_submission and same_namespace and same_cluster)
 
 
-def _judge_job(seen: JobSnapshot, last: Status | None, stored: RunSeen) -> tuple[RunState, str]:
+def _judge_try(seen: ClusterSeen, job: JobView, last: Status | None, stored: RunSeen) -> tuple[RunState, str]:
     """Return the state according to the operator and the run's processes. `last` can be from an earlier attempt."""
-    job = seen.job
     deployment, ray = job.deployment_status, job.job_status
     own = last if last and last.time >= job.try_began else None
     if deployment == "ValidationFailed":
         return RunState.FAILED, f"the operator rejects the manifest: {job.message}"
     if deployment == "Failed":
-        return RunState.FAILED, _failure(seen, own)
+        return RunState.FAILED, _failure(seen, job, own)
     if deployment == "Complete":
         return _completed(job, own, stored)
     if deployment in ("Suspending", "Suspended"):
@@ -143,54 +199,54 @@ def _judge_job(seen: JobSnapshot, last: Status | None, stored: RunSeen) -> tuple
     if deployment == "Retrying":
         return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; a new cluster follows"
     if deployment in ("", "Initializing", "Waiting"):
-        why = explain_pods(seen)
+        why = explain_pods(seen, job)
         if job.failed:
             return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; {why}"
-        if not deployment and seen.now - job.created > OPERATOR_OVERDUE_S:
+        if not deployment and seen.time - job.created > OPERATOR_OVERDUE_S:
             check = "check that the KubeRay operator runs and watches this namespace"
             why = f"no operator has handled its RayJob; {check}"
         return RunState.PENDING, why
     if ray == "FAILED" or job.failed_for_good or (own and own.state is RunState.FAILED):
         return _failed_or_retrying(job, own)
     if ray in ("", "PENDING"):
-        return _starting(seen, own)
+        return _starting(seen, job, own)
     if own and own.state is RunState.STOPPED:
         return RunState.STOPPING, "its driver was asked to end and has saved; the operator has not concluded yet"
     if ray == "STOPPED":
         return RunState.STOPPING, "its Ray job was stopped; the operator has not concluded yet"
     if ray == "SUCCEEDED":
         return RunState.FINISHING, "its Ray job has succeeded; the operator has not concluded yet"
-    return _running(seen, own, stored)
+    return _running(seen, job, own, stored)
 
 
-def _starting(seen: JobSnapshot, own: Status | None) -> tuple[RunState, str]:
+def _starting(seen: ClusterSeen, job: JobView, own: Status | None) -> tuple[RunState, str]:
     """Return the state of a job with a driver that is about to start, for the first time or after the head was lost."""
     if own is None:
         return RunState.STARTING, "its pods are ready; the driver is about to start"
-    if not own.state.terminal and not _silence(own, seen.now):  # the operator has not noticed the restart yet
+    if not own.state.terminal and not _silence(own, seen.time):  # the operator has not noticed the restart yet
         return own.state, own.reason or describe_work(own)
-    return RunState.RETRYING, f"its head was lost, and the job starts again; {explain_pods(seen)}"
+    return RunState.RETRYING, f"its head was lost, and the job starts again; {explain_pods(seen, job)}"
 
 
-def _running(seen: JobSnapshot, own: Status | None, stored: RunSeen) -> tuple[RunState, str]:
-    why = summarize_pod_problems(seen)
+def _running(seen: ClusterSeen, job: JobView, own: Status | None, stored: RunSeen) -> tuple[RunState, str]:
+    why = summarize_pod_problems(seen, job)
     and_why = f"; {why}" if why else ""
     if own is None and stored.trouble:
-        return RunState.RUNNING, f"its Ray job runs; {explain_trouble(seen.job, stored)}{and_why}"
+        return RunState.RUNNING, f"its Ray job runs; {explain_trouble(job, stored)}{and_why}"
     if own is None:
         waits = f"driver runs, and has not written its status to storage yet{and_why}"
-        if seen.job.failed:
-            return RunState.RETRYING, f"{describe_failed_tries(seen.job, stored)}; the next one's {waits}"
+        if job.failed:
+            return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; the next one's {waits}"
         return RunState.STARTING, f"its {waits}"
     state = RunState.STARTING if own.state is RunState.LOST else own.state
-    silence = _silence(own, seen.now)
+    silence = _silence(own, seen.time)
     if silence and stored.trouble:
-        return state, f"its Ray job runs; {explain_trouble(seen.job, stored)}{and_why}"
+        return state, f"its Ray job runs; {explain_trouble(job, stored)}{and_why}"
     if silence:
         return RunState.SILENT, f"{silence}, although its Ray job runs; it might be frozen, cut off or gone{and_why}"
-    several_groups = len(seen.job.training_groups) > 1  # one group can wait for pods while another one trains
+    several_groups = len(job.training_groups) > 1  # one group can wait for pods while another one trains
     default = (
-        describe_work(own, find_unmet_request(own, seen.job))
+        describe_work(own, find_unmet_request(own, job))
         if state is RunState.RUNNING and (several_groups or not why)
         else ""
     )
@@ -226,13 +282,12 @@ def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str
     return RunState.FAILED, reason
 
 
-def _failure(seen: JobSnapshot, own: Status | None) -> str:
-    job = seen.job
+def _failure(seen: ClusterSeen, job: JobView, own: Status | None) -> str:
     active, start = (job.spec.get(f"{limit}DeadlineSeconds", "?") for limit in ("active", "preRunning"))
     meaning = FAILURES.get(job.failure, job.failure or "it failed").format(active=active, start=start)
     detail = _last_words(own)
     if job.failure == "PreRunningDeadlineExceeded":
-        detail = summarize_pod_problems(seen)
+        detail = summarize_pod_problems(seen, job)
     elif job.failure not in ("DeadlineExceeded", HEAD_GIVEN_UP):
         detail = detail or job.message
     if detail and job.failure in ("AppFailed", ""):
@@ -249,9 +304,9 @@ def _took_over(status: Status, job: JobView) -> bool:
 # ----------------------------------------------------------------------------------------------------------------- pods
 
 
-def explain_pods(seen: JobSnapshot) -> str:
-    """Return why a RayJob's driver has not started yet, according to its pods."""
-    problem = summarize_pod_problems(seen)
+def explain_pods(seen: ClusterSeen, job: JobView) -> str:
+    """Return why the newest RayJob's driver has not started yet, according to its pods."""
+    problem = summarize_pod_problems(seen, job)
     if problem:
         return problem
     if seen.unseen_pods:
@@ -261,20 +316,19 @@ def explain_pods(seen: JobSnapshot) -> str:
         return "its pods are about to be created"
     if not any(pod.head and pod.ready for pod in pods):
         return "the head pod is starting"
-    wanted, ready = count_workers(seen)
+    wanted, ready = count_workers(seen, job)
     if ready < wanted:
         return f"{plural(wanted, 'worker pod')} wanted, {ready} running; the others are starting"
     return "its pods are ready; the driver is about to start"
 
 
-def summarize_pod_problems(seen: JobSnapshot) -> str:
+def summarize_pod_problems(seen: ClusterSeen, job: JobView) -> str:
     """Return the head's problem or the workers' most common problem, with its fix, or an empty string."""
-    job = seen.job
     problems = find_problems(job, seen.own_pods, seen.fresh_warnings)
     head_problems = [problem for problem in problems if problem.group == HEAD]
     ending = next((pod for pod in seen.pods if pod.cluster == job.cluster and pod.head and pod.deleting), None)
     if ending and not any(pod.head for pod in seen.own_pods):
-        silent = ", which does not answer" if ending.overdue(seen.now) else ""
+        silent = ", which does not answer" if ending.overdue(seen.time) else ""
         return f"the head pod is being deleted; a new one follows when it has left node {ending.node}{silent}"
     if head_problems:
         problem = head_problems[0]
@@ -285,7 +339,7 @@ def summarize_pod_problems(seen: JobSnapshot) -> str:
         return ""
     reasons = Counter(str(problem) for problem in problems if not problem.prevents_creation)
     [(reason, _)] = reasons.most_common(1) or [(f"a pod cannot be created: {problems[0]}", 1)]
-    wanted, ready = count_workers(seen)
+    wanted, ready = count_workers(seen, job)
     if len(job.training_groups) > 1:
         return f"{plural(wanted - ready, 'more worker pod')} requested: {reason}"
     return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {reason}"
@@ -303,10 +357,10 @@ def find_unmet_request(own: Status, job: JobView) -> WorkerRange | None:
     return requested if requested and 0 < own.world_size < requested.most else None
 
 
-def count_workers(seen: JobSnapshot) -> tuple[int, int]:
+def count_workers(seen: ClusterSeen, job: JobView) -> tuple[int, int]:
     """Return the number of training pods that the job needs now, and the number that are ready."""
-    workers = [pod for pod in seen.own_pods if not pod.head and pod.group in seen.job.training_groups]
-    return max(seen.job.least_workers, len(workers)), sum(pod.ready for pod in workers)
+    workers = [pod for pod in seen.own_pods if not pod.head and pod.group in job.training_groups]
+    return max(job.least_workers, len(workers)), sum(pod.ready for pod in workers)
 
 
 # ------------------------------------------------------------------------------------------------------------ sentences

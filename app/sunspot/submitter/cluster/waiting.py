@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sunspot.background import map_parallel
-from sunspot.errors import ClusterError, ConflictError, GaveUpError, StorageError, SunspotError
+from sunspot.errors import ClusterError, ConflictError, GaveUpError, SunspotError
 from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.attempts import step_of
@@ -21,7 +21,6 @@ from sunspot.submitter.cluster.api import ROLE, Cluster, UnreachableError
 from sunspot.submitter.cluster.applied import applied_manifest
 from sunspot.submitter.cluster.observation import (
     MAX_OUTAGE_S,
-    ClusterSnapshot,
     OutageReporter,
     RunAccess,
     RunSnapshot,
@@ -30,7 +29,7 @@ from sunspot.submitter.cluster.observation import (
     warn_of_hidden,
 )
 from sunspot.submitter.cluster.progress_lines import ProgressLines
-from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER
+from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER, ClusterSeen
 from sunspot.submitter.cluster.stopping import POLL_EVERY_S
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
@@ -100,7 +99,7 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
         for snapshot in follow(access):
             state, reason = snapshot.state()
             if access.cluster:
-                outage.note(snapshot)
+                outage.note(snapshot.cluster.trouble, snapshot.storage.trouble)
             if not head_given_up(snapshot):
                 show(snapshot, state, reason)
             # While the cluster does not answer, a failure can still be followed by another attempt.
@@ -139,7 +138,7 @@ class HeadRestarts:
         contain its manifest.
         """
         job, stored = snapshot.job, snapshot.storage
-        if not job or not head_given_up(snapshot) or stored.stop_wanted or stored.trouble:
+        if not job or not head_given_up(snapshot) or stored.summary.stop_requested or stored.trouble:
             return None
         manifest = None if job.gitops_tool else applied_manifest(job, self._run.name)
         if not manifest and not job.gitops_tool:
@@ -233,9 +232,9 @@ class Reconciler:
         try:
             jobs = self._cluster.list_jobs()
         except UnreachableError as error:
-            self._outage.note(RunSnapshot(ClusterSnapshot(trouble=str(error))))
+            self._outage.note(str(error))
             return
-        self._outage.note(RunSnapshot())
+        self._outage.note("")
         newest = {job.raw["metadata"]["labels"][RUN_LABEL]: job for job in reversed(jobs)}
         map_parallel(lambda each: self._attend(*each), newest.items())
 
@@ -245,9 +244,7 @@ class Reconciler:
             return
         try:
             access, restarts = self._reach(name, job)
-            snapshot = RunSnapshot(ClusterSnapshot((job,)), look(access.run, with_state=False))
-            if snapshot.storage.trouble:
-                raise StorageError(snapshot.storage.trouble)
+            snapshot = RunSnapshot(ClusterSeen((job,)), look(access.run))
             state, reason = snapshot.state()
             restart = restarts.next(snapshot)
             if restart:

@@ -9,7 +9,7 @@ from sunspot.run.attempts import step_of
 from sunspot.run.owner import Owner
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster, try_connect
-from sunspot.submitter.cluster.records import describe_runs
+from sunspot.submitter.cluster.records import ListRecord, describe_runs
 from sunspot.submitter.commands.arguments import add_cluster, add_limit
 from sunspot.submitter.printing import print_json, print_table, warn
 from sunspot.submitter.runs import find_storage
@@ -27,29 +27,29 @@ def run(args: argparse.Namespace) -> None:
 
 def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluster | None = None) -> None:
     """Print the `limit` most recently modified runs, or all runs if `limit` is None."""
-    rows, left_out = describe_runs(storage, limit, cluster)
+    records, left_out = describe_runs(storage, limit, cluster)
     now = time.time()
     if as_json:
-        print_json(rows)
+        print_json([record.document() for record in records])
     else:
         columns = ["run", "state", "step", "epoch", "loss", "test loss", "checkpoint", "where", "last change"]
-        print_table(columns, [_cells(row, now) for row in rows])
+        print_table(columns, [_cells(record, now) for record in records])
     if left_out:
         warn(f"left out: {plural(left_out, 'older run')}; --all lists them")
 
 
-def _cells(row: dict[str, Any], now: float) -> list[Any]:
+def _cells(record: ListRecord, now: float) -> list[Any]:
     checkpoint = ""
-    if row["checkpoint"]:
-        checkpoint = f"{step_of(row['checkpoint'])}, {in_words(now - row['checkpoint_time'])} ago"
+    if record.checkpoint:
+        checkpoint = f"{step_of(record.checkpoint)}, {in_words(now - (record.checkpoint_time or 0.0))} ago"
     return [
-        row["run"],
-        row["state"],
-        f"{row['step']}/{row['total_steps'] or '?'}",
-        row["epoch"] or None,
-        row["loss"],
-        row["test_loss"],
+        record.run,
+        record.state,
+        f"{record.step}/{record.total_steps or '?'}",
+        record.epoch or None,
+        record.loss,
+        record.test_loss,
         checkpoint,
-        Owner(**row["where"]).place if row["where"] else None,
-        f"{in_words(now - row['modified'])} ago",
+        Owner(**record.where).place if record.where else None,
+        f"{in_words(now - record.modified)} ago",
     ]

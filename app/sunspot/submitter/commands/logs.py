@@ -1,23 +1,24 @@
 """`sunspot logs`: prints the output of a run's processes from storage, a few seconds late."""
 
+from __future__ import annotations
+
 import argparse
 import codecs
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from sunspot.errors import GaveUpError, NotFoundError, SettingsError
 from sunspot.run import Run
 from sunspot.run.logs import list_streams, read_parts
-from sunspot.run.overview import read_state
-from sunspot.run.status import RunState
 from sunspot.submitter.commands.arguments import add_run_and_cluster
 from sunspot.submitter.printing import print_json_line, print_text, warn
 from sunspot.submitter.runs import find_run, find_stream, streams_of
 
-StateReader = Callable[[Run], tuple[RunState, str]]
-"""A function that returns a run's state and reason, from the cluster if possible and otherwise from storage."""
+if TYPE_CHECKING:
+    from sunspot.submitter.cluster.api import Cluster
+    from sunspot.submitter.cluster.observation import RunAccess
 
 POLL_S = 2.0
 """Seconds between reads of a followed stream. Processes upload their output every 5 s."""
@@ -45,17 +46,12 @@ def run(args: argparse.Namespace) -> None:
         raise SettingsError(
             "-f and --previous cannot be combined, because an earlier start's output is complete; choose one"
         )
-    state: StateReader = read_state
-    if args.follow:
-        from sunspot.submitter.cluster.api import try_connect
-        from sunspot.submitter.cluster.observation import RunAccess
-
-        cluster, _ = try_connect(args.context, args.namespace)
-        state = (lambda run: RunAccess(run, cluster).observe().state()) if cluster else read_state
     run = find_run(args.run, args.storage)
     with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop following
         if args.follow:
-            follow(run, args.rank, args.json, state)
+            from sunspot.submitter.cluster.api import try_connect
+
+            follow(run, args.rank, args.json, try_connect(args.context, args.namespace)[0])
         else:
             printer = _Printer(run, _find_printed(run, args), args.json)
             printer.print_new()
@@ -77,36 +73,43 @@ def _find_printed(run: Run, args: argparse.Namespace) -> str:
         raise NotFoundError(f"{error}; {why}") from error
 
 
-def _await_output(run: Run, rank: int | None, state: StateReader) -> None:
+def _await_output(access: RunAccess, rank: int | None) -> None:
     """Wait until a stream exists or the run has ended. Raises `GaveUpError` after FIRST_OUTPUT_S."""
-    if list_streams(run) or state(run)[0].terminal:
+    run = access.run
+    if list_streams(run) or access.observe().state()[0].terminal:
         return
     warn(f"waiting for the first output of {run.name}")
     deadline = time.monotonic() + FIRST_OUTPUT_S
-    while not streams_of(run, rank) and not state(run)[0].terminal:
+    while not streams_of(run, rank):
+        state, reason = access.observe().state()
+        if state.terminal:
+            return
         if time.monotonic() > deadline:
-            raise GaveUpError(f"{run.name} has printed nothing in {FIRST_OUTPUT_S / 60:.0f} min: {state(run)[1]}")
+            raise GaveUpError(f"{run.name} has printed nothing in {FIRST_OUTPUT_S / 60:.0f} min: {reason}")
         time.sleep(POLL_S)
 
 
-def follow(run: Run, rank: int | None = None, as_json: bool = False, state: StateReader = read_state) -> None:
-    """Print the run's newest stream and the streams of later starts, until `state` returns a final state."""
-    _await_output(run, rank, state)
+def follow(run: Run, rank: int | None = None, as_json: bool = False, cluster: Cluster | None = None) -> None:
+    """Print the run's newest stream and the streams of later starts, until the run has ended."""
+    from sunspot.submitter.cluster.observation import RunAccess
+
+    access = RunAccess(run, cluster)
+    _await_output(access, rank)
     printer = _Printer(run, find_stream(run, rank, previous=False), as_json)
     printer.print_new()
     quiet = 0
     while quiet < QUIET_READS:
         time.sleep(POLL_S)
         printed = printer.print_new()
-        now, reason = state(run)
+        state, reason = access.observe().state()
         later = [stream for stream in streams_of(run, rank) if stream > printer.stream]
         for stream in later:
             printer.print_new()
             printer.close()
             printer = _Printer(run, stream, as_json)
             printer.print_new()
-        quiet = quiet + 1 if now.terminal and not printed and not later else 0
-    warn(f"{run.name}: {now}, {reason}")
+        quiet = quiet + 1 if state.terminal and not printed and not later else 0
+    warn(f"{run.name}: {state}, {reason}")
     printer.close()
 
 

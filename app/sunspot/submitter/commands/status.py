@@ -2,14 +2,13 @@
 
 import argparse
 import time
-from typing import Any
 
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.history import format_metric
 from sunspot.run.owner import Owner
 from sunspot.run.seen import RunDetails
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
-from sunspot.submitter.cluster.records import make_record, read_run
+from sunspot.submitter.cluster.records import StatusRecord, make_status_record, read_run
 from sunspot.submitter.cluster.state import parse_workers
 from sunspot.submitter.commands.arguments import add_run_and_cluster, run_target
 from sunspot.submitter.printing import clear_screen, print_json, print_json_line, print_text, warn
@@ -27,21 +26,21 @@ def run(args: argparse.Namespace) -> None:
     """Print the state of the run. With `--watch`, repeat until the run has ended."""
     access = reach_run(run_target(args))
     while True:
-        record, view = _look(access)
+        record, details = _look(access)
         if args.watch and not args.json:
             clear_screen()
         if args.json:
-            (print_json_line if args.watch else print_json)(record)
+            (print_json_line if args.watch else print_json)(record.document())
         else:
-            _print(record, view)
-        if not args.watch or record["state"].terminal:
+            _print(record, details)
+        if not args.watch or record.state.terminal:
             return
         time.sleep(WATCH_EVERY_S)
 
 
-def _look(access: RunAccess) -> tuple[dict[str, Any], RunDetails | None]:
+def _look(access: RunAccess) -> tuple[StatusRecord, RunDetails | None]:
     """Read the run, and warn if the cluster or storage does not answer."""
-    snapshot, view = read_run(access)
+    snapshot, details = read_run(access)
     if snapshot.cluster.trouble:
         warn(f"shown from storage alone, without the cluster: {snapshot.cluster.trouble}")
     if snapshot.storage.trouble:
@@ -51,70 +50,68 @@ def _look(access: RunAccess) -> tuple[dict[str, Any], RunDetails | None]:
     older = [job.name for job in snapshot.cluster.jobs[1:] if job.live]
     if older:
         warn(f"also live, but superseded once {snapshot.cluster.jobs[0].name} trains: {', '.join(older)}")
-    return make_record(access, snapshot, view), view
+    return make_status_record(access, snapshot, details), details
 
 
-def _print(record: dict[str, Any], view: RunDetails | None) -> None:
+def _print(record: StatusRecord, details: RunDetails | None) -> None:
     def line(name: str, text: str) -> None:
         if text:
             print_text(f"  {name + ':':12}{text}")
 
-    print_text(f"{record['run']}: {record['state']}")
-    line("reason", record["reason"])
-    line("warning", record["warning"])
-    if record["job"]:
-        line("job", f"{record['job']} in {record['namespace']}, try {record['try']} of {record['tries']}")
-    if record["pods_running"] is not None:
-        line("pods", f"{record['pods_running']} of {record['pods_wanted']} worker pods running")
-    if record["attempt"]:
-        workers = record["workers_running"]
-        asked = parse_workers(record["workers_wanted"] or "")
+    print_text(f"{record.run}: {record.state}")
+    line("reason", record.reason)
+    line("warning", record.warning or "")
+    if record.job:
+        line("job", f"{record.job} in {record.namespace}, try {record.try_number} of {record.tries}")
+    if record.pods_running is not None:
+        line("pods", f"{record.pods_running} of {record.pods_wanted} worker pods running")
+    if record.attempt:
+        workers = record.workers_running
+        asked = parse_workers(record.workers_wanted or "")
         train = f", {plural(workers, 'worker')} training" if workers else ""
         if workers and asked and workers < asked.most:
             train = f", {workers} of {asked} workers training"
-        line("attempt", f"{record['attempt']}{train}")
-    if record["total_steps"]:
-        line("step", f"{record['step']} of {record['total_steps']}, epoch {record['epoch']}")
-    if record["loss"] is not None:
-        line("loss", f"{record['loss']:.4g}")
-    if record["rows_per_s"]:
-        line("rows/s", f"{record['rows_per_s']:.0f}")
-    if record["seconds_left"] is not None:
-        line("left", in_words(record["seconds_left"]))
-    if view and record["attempt"]:
-        age = f", verified, {in_words(record['checkpoint_age_s'])} old" if record["checkpoint"] else ""
-        line("checkpoint", f"{record['checkpoint'] or 'none yet'}{age}")
-        line(
-            "metrics", ", ".join(f"{name} {format_metric(value)}" for name, value in (record["metrics"] or {}).items())
-        )
-        for each in view.passed_over:
+        line("attempt", f"{record.attempt}{train}")
+    if record.total_steps:
+        line("step", f"{record.step} of {record.total_steps}, epoch {record.epoch}")
+    if record.loss is not None:
+        line("loss", f"{record.loss:.4g}")
+    if record.rows_per_s:
+        line("rows/s", f"{record.rows_per_s:.0f}")
+    if record.seconds_left is not None:
+        line("left", in_words(record.seconds_left))
+    if details and record.attempt:
+        age = f", verified, {in_words(details.checkpoint_age_s)} old" if details.checkpoint_age_s is not None else ""
+        line("checkpoint", f"{record.checkpoint or 'none yet'}{age}")
+        line("metrics", ", ".join(f"{name} {format_metric(value)}" for name, value in (record.metrics or {}).items()))
+        for each in details.passed_over:
             line("skipped", str(each))
         line("saves", _describe_saves(record))
-        line("goodput", f"{record['goodput']:.0%}" if record["goodput"] is not None else "")
-        line("incidents", _describe_incidents(record))
-        line("labels", ", ".join(f"{name}={value}" for name, value in record["labels"].items()))
-        line("cost", view.spending.describe(view.step))
-        line("begun", as_time(view.begun) if view.begun is not None else "")
-    if record["where"]:
-        line("where", Owner(**record["where"]).describe())
-    line("storage", record["storage"])
-    line("logs", record["logs"])
+        line("goodput", f"{record.goodput:.0%}" if record.goodput is not None else "")
+        line("incidents", _describe_incidents(details))
+        line("labels", ", ".join(f"{name}={value}" for name, value in details.labels.items()))
+        line("cost", details.spending.describe(details.step))
+        line("begun", as_time(details.begun) if details.begun is not None else "")
+    if record.where:
+        line("where", Owner(**record.where).describe())
+    line("storage", record.storage)
+    line("logs", record.logs)
 
 
-def _describe_saves(record: dict[str, Any]) -> str:
+def _describe_saves(record: StatusRecord) -> str:
     """Return text like `4.1 s to commit, of 30 s of notice; copied to memory every 41 steps`."""
     parts = []
-    if record["save_s"]:
-        notice = f", of {record['notice_s']:.0f} s of notice" if record["notice_s"] else ""
-        parts.append(f"{record['save_s']:.1f} s to commit{notice}")
-    if record["memory_every"]:
-        parts.append(f"copied to memory every {plural(record['memory_every'], 'step')}")
+    if record.save_s:
+        notice = f", of {record.notice_s:.0f} s of notice" if record.notice_s else ""
+        parts.append(f"{record.save_s:.1f} s to commit{notice}")
+    if record.memory_every:
+        parts.append(f"copied to memory every {plural(record.memory_every, 'step')}")
     return "; ".join(parts)
 
 
-def _describe_incidents(record: dict[str, Any]) -> str:
+def _describe_incidents(details: RunDetails) -> str:
     """Return text like `3 (2 preempted, 1 node lost), 14 steps replayed`."""
-    if not record["incidents"]:
+    if not details.incidents:
         return "0"
-    causes = ", ".join(f"{times} {cause}" for cause, times in record["incidents_by_cause"].most_common())
-    return f"{record['incidents']} ({causes}), {plural(record['steps_replayed'], 'step')} replayed"
+    causes = ", ".join(f"{times} {cause}" for cause, times in details.incidents_by_cause.most_common())
+    return f"{len(details.incidents)} ({causes}), {plural(details.steps_replayed, 'step')} replayed"

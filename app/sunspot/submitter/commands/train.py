@@ -39,8 +39,7 @@ def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> in
     """Train with stdout redirected to stderr, print the outcome as JSON, and return the training's exit code."""
     from sunspot.machine.stop_signals import end_signals
     from sunspot.run import open_run
-    from sunspot.run.overview import read_state, run_exists
-    from sunspot.run.status import read_status
+    from sunspot.run.seen import look
     from sunspot.settings.search_space import load_common
     from sunspot.submitter.printing import print_json
 
@@ -50,9 +49,8 @@ def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> in
     for number in end_signals():
         signal.signal(number, lambda number, _: training.send_signal(number))
     code = training.wait()
-    run = open_run(settings.storage_path, settings.run_name)
-    status = read_status(run)
-    state, reason = read_state(run, status) if run_exists(run) else (None, "it never began")
-    step = status.step if status else 0
-    print_json({"run": run.name, "state": state, "reason": reason, "step": step, "exit_code": code})
+    seen = look(open_run(settings.storage_path, settings.run_name))
+    state, reason = seen.judge() if seen.exists else (None, "it never began")
+    step = seen.status.step if seen.status else 0
+    print_json({"run": seen.run.name, "state": state, "reason": reason, "step": step, "exit_code": code})
     return code

@@ -15,7 +15,8 @@ from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.pod_problems import find_problems
 from sunspot.submitter.cluster.records import read_run
-from sunspot.submitter.cluster.state import JobSnapshot
+from sunspot.submitter.cluster.state import ClusterSeen
+from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.doctor.failed_tries import find_failed_tries, find_storage_trouble, find_unrecorded_end
 from sunspot.submitter.doctor.fewer_workers import find_fewer_workers
 from sunspot.submitter.doctor.pending import find_pending
@@ -67,8 +68,8 @@ def examine(access: RunAccess) -> Examination:
 
     Raises the same errors as `read_run`.
     """
-    snapshot, view = read_run(access)
-    if snapshot.job_snapshot and _waits_for_node(snapshot.job_snapshot):
+    snapshot, details = read_run(access)
+    if snapshot.job and _waits_for_node(snapshot.cluster, snapshot.job):
         snapshot = access.with_nodes(snapshot)
     state, reason = snapshot.state()
     findings: list[Finding] = []
@@ -79,13 +80,13 @@ def examine(access: RunAccess) -> Examination:
     if cluster_trouble:
         advice = "renew the credentials, or reach the API server, and ask again; the other findings are from storage"
         findings.append(Finding(Diagnosis.UNSEEN, Severity.ERROR, cluster_trouble, advice, cost=1.0))
-    if snapshot.job_snapshot:
-        findings += find_pending(snapshot.job_snapshot, state)
+    if snapshot.job:
+        findings += find_pending(snapshot.cluster, snapshot.job, state)
     if snapshot.cluster.gone and state is RunState.STOPPING:
         advice = "if nobody wanted that, submit it again after they have ended: it continues from the last checkpoint"
         findings.append(Finding(Diagnosis.LOST, Severity.ERROR, reason, advice, cost=0.9))
-    if view:
-        findings = _examine_training(_make_case(access, snapshot, view, unseen), snapshot, findings)
+    if details:
+        findings = _examine_training(_make_case(access, snapshot, details, unseen), snapshot, findings)
     else:
         findings += [end for end in find_unrecorded_end(state, reason) if not _is_explained(end, findings)]
         findings += [find_storage_trouble(snapshot)] if snapshot.storage.trouble else []
@@ -97,7 +98,7 @@ def examine(access: RunAccess) -> Examination:
     return Examination(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
 
 
-def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunDetails, unseen: list[str]) -> Case:
+def _make_case(access: RunAccess, snapshot: RunSnapshot, details: RunDetails, unseen: list[str]) -> Case:
     """Collect the inputs of the checks. Adds a message to `unseen` if the recorded errors cannot be read."""
     failures: list[Failure] = []
     try:
@@ -105,17 +106,16 @@ def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunDetails, unsee
     except StorageError as error:
         unseen.append(f"the errors of its processes: {error}")
     state, reason = snapshot.state()
-    windows = newest_rank_records(access.run, lineage(view.attempts))
+    windows = newest_rank_records(access.run, lineage(details.attempts))
     local = snapshot.storage.outside_clusters and not snapshot.job
-    return Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time, local)
+    return Case(details, state, reason, windows, failures, snapshot.cluster.pods, snapshot.cluster.time, local)
 
 
 def _examine_training(case: Case, snapshot: RunSnapshot, findings: list[Finding]) -> list[Finding]:
     """Add the findings about training, and drop each finding that another finding explains."""
     findings = findings + [finding for check in CHECKS for finding in check(case)]
     findings = [finding for finding in findings if not _is_explained(finding, findings)]
-    seen = snapshot.job_snapshot
-    fewer = list(find_fewer_workers(case, seen if seen and not seen.unseen_pods else None))
+    fewer = list(find_fewer_workers(case, snapshot.cluster))
     findings += fewer
     good = not fewer and all(finding.severity is Severity.NOTE for finding in findings)
     if good and case.state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
@@ -124,8 +124,8 @@ def _examine_training(case: Case, snapshot: RunSnapshot, findings: list[Finding]
     return findings
 
 
-def _waits_for_node(seen: JobSnapshot) -> bool:
-    problems = find_problems(seen.job, seen.own_pods, ())
+def _waits_for_node(seen: ClusterSeen, job: JobView) -> bool:
+    problems = find_problems(job, seen.own_pods, ())
     return any(problem.kind is Diagnosis.NO_NODE for problem in problems)
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.pod_problems import find_problem, find_refusal
-from sunspot.submitter.cluster.state import JobSnapshot, parse_workers
+from sunspot.submitter.cluster.state import ClusterSeen, parse_workers
+from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import summarize_figures
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -15,15 +16,15 @@ MAX_NAMED = 3
 """Maximum number of causes in a finding."""
 
 
-def find_fewer_workers(case: Case, seen: JobSnapshot | None) -> Iterator[Finding]:
-    """Yield a finding if a run trains with fewer workers than requested. `seen` is None if no cluster was read."""
-    status = case.view.status
+def find_fewer_workers(case: Case, seen: ClusterSeen) -> Iterator[Finding]:
+    """Yield a finding if a run trains with fewer workers than requested."""
+    status = case.seen.status
     requested = parse_workers(case.setting("num_workers"))
     if case.state is not RunState.RUNNING or not (status and requested and 0 < status.world_size < requested.most):
         return
     since = _find_beginning(case, requested.most)
     unseen = "room on this machine" if case.local else "not known, because no cluster shows its pods"
-    waits_for = _find_missing(seen) if seen else unseen
+    waits_for = _find_missing(seen, seen.job) if seen.job and not seen.unseen_pods else unseen
     figures, details = summarize_figures(case)
     when = f" since {as_time(since)}, for {in_words(case.now - since)}" if since else ""
     evidence = f"{status.world_size} of {requested} workers train{when}; waits for: {waits_for}; {figures}"
@@ -35,16 +36,15 @@ def find_fewer_workers(case: Case, seen: JobSnapshot | None) -> Iterator[Finding
 def _find_beginning(case: Case, wanted: int) -> float | None:
     """Return the Unix time when the run dropped below `wanted` workers, or None if it is unknown."""
     since = None
-    for attempt in reversed(case.view.attempts):
+    for attempt in reversed(case.seen.attempts):
         if attempt.metadata.world_size >= wanted:
             break
         since = attempt.time
     return since
 
 
-def _find_missing(seen: JobSnapshot) -> str:
+def _find_missing(seen: ClusterSeen, job: JobView) -> str:
     """Describe the pods that the missing workers wait for."""
-    job = seen.job
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in job.training_groups]
     causes = []
     for pod in workers:

@@ -16,7 +16,7 @@ from sunspot.submitter.cluster.state import (
     FAILURES,
     OPERATOR_OVERDUE_S,
     WARNING_FRESH_S,
-    JobSnapshot,
+    ClusterSeen,
     explain_pods,
 )
 from sunspot.submitter.cluster.views import JobView, Pods, Warnings
@@ -36,12 +36,11 @@ DEADLINES = {
 """The RayJob field and the profile key of each time limit, keyed by the operator's failure reason."""
 
 
-def find_pending(seen: JobSnapshot, state: RunState) -> list[Finding]:
+def find_pending(seen: ClusterSeen, job: JobView, state: RunState) -> list[Finding]:
     """Find the reasons why the newest RayJob does not start or its pods do not run.
 
     Examines only the RayJob if this user cannot list pods.
     """
-    job = seen.job
     if job.deployment_status == "ValidationFailed":
         evidence = f"the operator rejects the manifest of {job.name}: {job.message}"
         advice = "fix the problem that the message describes, and submit again"
@@ -52,13 +51,13 @@ def find_pending(seen: JobSnapshot, state: RunState) -> list[Finding]:
     severity = Severity.ERROR if state in NOT_BEGUN else Severity.WARNING
     found = [_deadline(job, late)] if late in DEADLINES else []
     if late != "DeadlineExceeded":
-        found += _explain_job(job, seen.now)
+        found += _explain_job(job, seen.time)
         # Only their last warnings explain deleted pods. Warnings from earlier attempts are ignored.
-        since = max(seen.now - WARNING_FRESH_S, job.try_began - CLOCK_SKEW_S)
+        since = max(seen.time - WARNING_FRESH_S, job.try_began - CLOCK_SKEW_S)
         recent = [event for event in seen.warnings if late or event.time > since]
-        found += [] if seen.unseen_pods else _explain_pods(seen, recent, severity)
+        found += [] if seen.unseen_pods else _explain_pods(seen, job, recent, severity)
     if not found and not seen.unseen_pods and state in (RunState.PENDING, RunState.RETRYING) and not job.failed:
-        found.append(_starting(seen))
+        found.append(_starting(seen, job))
     return found
 
 
@@ -78,8 +77,7 @@ def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
         yield Finding(Diagnosis.QUEUE, Severity.ERROR, evidence, advice, {"queue": job.queue or None})
 
 
-def _explain_pods(seen: JobSnapshot, warnings: Warnings, severity: Severity) -> Iterator[Finding]:
-    job = seen.job
+def _explain_pods(seen: ClusterSeen, job: JobView, warnings: Warnings, severity: Severity) -> Iterator[Finding]:
     pods = seen.own_pods
     yield from _find_restarts(job, pods)
     yield from _find_mixed_images(pods)
@@ -168,10 +166,9 @@ def _deadline(job: JobView, reason: str) -> Finding:
     return Finding(Diagnosis.DEADLINE, Severity.ERROR, evidence, advice, {"limit_s": limit, "job": job.name}, cost=1.0)
 
 
-def _starting(seen: JobSnapshot) -> Finding:
-    job = seen.job
-    waited = seen.now - job.try_began
-    evidence = f"{explain_pods(seen)}; nothing is wrong after {in_words(waited)}"
+def _starting(seen: ClusterSeen, job: JobView) -> Finding:
+    waited = seen.time - job.try_began
+    evidence = f"{explain_pods(seen, job)}; nothing is wrong after {in_words(waited)}"
     limit = job.spec.get("preRunningDeadlineSeconds")
     advice = "wait" + (f"; the operator gives up in {in_words(limit - waited)}" if limit else "")
     return Finding(Diagnosis.STARTING, Severity.NOTE, evidence, advice, {"waited_s": round(waited)})

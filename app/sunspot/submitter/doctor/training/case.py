@@ -20,7 +20,7 @@ MAX_REASON = 600
 class Case:
     """Everything known about a run, from storage and the cluster."""
 
-    view: RunDetails
+    seen: RunDetails
     state: RunState
     reason: str
     "The reason for `state`. Cluster and storage together determine both."
@@ -35,19 +35,19 @@ class Case:
 
     @property
     def newest(self) -> Attempt | None:
-        return self.view.attempts[-1] if self.view.attempts else None
+        return self.seen.attempts[-1] if self.seen.attempts else None
 
     def setting(self, name: str) -> str:
         """Return a setting's text in the newest attempt."""
-        return recorded_setting(self.view.attempts, name)
+        return recorded_setting(self.seen.attempts, name)
 
     def number(self, name: str) -> float:
         """Return a setting's number in the newest attempt."""
-        return recorded_number(self.view.attempts, name)
+        return recorded_number(self.seen.attempts, name)
 
     def host(self, attempt: int, rank: int) -> str:
         """Return a rank's machine or pod, or "" if it is unknown."""
-        return next((a.metadata.nodes.get(str(rank), "") for a in self.view.attempts if a.number == attempt), "")
+        return next((a.metadata.nodes.get(str(rank), "") for a in self.seen.attempts if a.number == attempt), "")
 
     def locate_rank(self, attempt: int, rank: int) -> dict[str, Any]:
         """Return the rank, its host and its node, for the JSON document."""
@@ -68,7 +68,7 @@ def advise_on_full_disk(case: Case, text: str) -> str:
     """Return advice if an error is about a full disk, or "" for any other error."""
     if not any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT)):
         return ""
-    return f"free space: `sunspot checkpoints gc {case.view.run.name}` lists files of the run that can be deleted"
+    return f"free space: `sunspot checkpoints gc {case.seen.run.name}` lists files of the run that can be deleted"
 
 
 def abridge(text: str) -> str:

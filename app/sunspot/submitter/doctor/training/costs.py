@@ -242,7 +242,7 @@ def find_memory_growth(case: Case) -> Iterator[Finding]:
             evidence = f"{case.describe_rank(attempt, rank)}{whose} {grew}, {pace}{limit}"
             details = {**case.locate_rank(attempt, rank), "memory": memory, "from_mib": first, "to_mib": last}
             details |= {"mib_per_s": rate, "limit_in_s": until_s}
-            left_s = case.view.seconds_left
+            left_s = case.seen.seconds_left
             ends = until_s is not None and left_s is not None and until_s < left_s
             yield Finding(Diagnosis.MEMORY, Severity.WARNING, evidence, advice, details, cost=1.0 if ends else 0.0)
 
@@ -287,19 +287,19 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 def find_losses(case: Case) -> Iterator[Finding]:
     """Yield a finding if incidents cost the run much of its time."""
-    share = case.view.goodput
-    if share is None or share >= LOW_GOODPUT or not case.view.incidents:
+    share = case.seen.goodput
+    if share is None or share >= LOW_GOODPUT or not case.seen.incidents:
         return
     lost: Counter[Cause] = Counter()
-    for receipt in case.view.incidents:
+    for receipt in case.seen.incidents:
         lost[receipt.cause] += round(receipt.worker_seconds_lost)
-    times = case.view.incidents_by_cause
+    times = case.seen.incidents_by_cause
     causes = ", ".join(f"{times[cause]} {cause} ({seconds} worker-seconds)" for cause, seconds in lost.most_common())
     evidence = f"{share:.0%} of the worker-seconds were useful; lost to {causes}"
-    replayed = case.view.steps_replayed
+    replayed = case.seen.steps_replayed
     [(costliest, _)] = lost.most_common(1)
     prevent = _prevent(costliest, replayed, case.local)
-    advice = f"`sunspot events {case.view.run.name}` has the receipt of each; {prevent}"
+    advice = f"`sunspot events {case.seen.run.name}` has the receipt of each; {prevent}"
     details = {"goodput": share, "worker_seconds_lost": dict(lost), "steps_replayed": replayed}
     yield Finding(Diagnosis.LOW_GOODPUT, Severity.WARNING, evidence, advice, details, cost=1 - share)
 
@@ -321,10 +321,10 @@ def _prevent(cause: Cause, replayed: int, local: bool) -> str:
 
 def summarize_figures(case: Case) -> tuple[str, dict[str, Any]]:
     """Return the examined figures as text and as details for the JSON document."""
-    view = case.view
+    seen = case.seen
     speed = measure_throughput(case.windows)
-    words = [f"step {view.step}" + (f" of {view.total_steps}" if view.total_steps else "")]
-    details: dict[str, Any] = {"step": view.step, "total_steps": view.total_steps or None}
+    words = [f"step {seen.step}" + (f" of {seen.total_steps}" if seen.total_steps else "")]
+    details: dict[str, Any] = {"step": seen.step, "total_steps": seen.total_steps or None}
     if speed.windows:
         words.append(f"{in_ms(speed.step_s)} a step, {speed.data_share:.0%} of it waiting for rows")
         details |= {"step_s": speed.step_s, "data_share": speed.data_share}
@@ -338,10 +338,10 @@ def summarize_figures(case: Case) -> tuple[str, dict[str, Any]]:
             details["resident_mib"] = max(resident)
     else:
         words.append("no metric window after the first, so its speed and memory are unknown")
-    if view.checkpoint:
-        words.append(f"a checkpoint of step {view.checkpoint.step}")
-        details["checkpoint"] = view.checkpoint.name
-    if view.goodput is not None:
-        words.append(f"goodput {view.goodput:.0%}")
-        details["goodput"] = view.goodput
+    if seen.checkpoint:
+        words.append(f"a checkpoint of step {seen.checkpoint.step}")
+        details["checkpoint"] = seen.checkpoint.name
+    if seen.goodput is not None:
+        words.append(f"goodput {seen.goodput:.0%}")
+        details["goodput"] = seen.goodput
     return ", ".join(words), details

@@ -13,25 +13,25 @@ FIX = "lower SUNSPOT_LEARNING_RATE, set SUNSPOT_CLIP_NORM, or check the rows of 
 
 def find_not_finite(case: Case) -> Iterator[Finding]:
     """Yield a finding if the loss or the weights are not finite."""
-    view = case.view
-    status = view.status
+    seen = case.seen
+    status = seen.status
     since = status.nan_since if status else 0
-    loss = view.loss
+    loss = seen.loss
     broken = loss is not None and not math.isfinite(loss)
     if not since and not broken:
         return
     what = "the loss is" if broken else "the loss or the weights are"
-    seen = f"since step {since}; the newest step is {view.step}" if since else f"at step {view.step}"
-    good = view.checkpoint if view.checkpoint and _is_good(view.checkpoint) else None
+    when = f"since step {since}; the newest step is {seen.step}" if since else f"at step {seen.step}"
+    good = seen.checkpoint if seen.checkpoint and _is_good(seen.checkpoint) else None
     details: dict[str, Any] = {"since": since or None, "checkpoint": good.name if good else None}
-    evidence = f"{what} NaN or infinite {seen}"
+    evidence = f"{what} NaN or infinite {when}"
     yield Finding(Diagnosis.NOT_FINITE, Severity.ERROR, evidence, _advise(case, good), details, cost=1.0)
 
 
 def _advise(case: Case, good: Checkpoint | None) -> str:
     """Return advice on how to resume from a `good` checkpoint, or how to begin a new run."""
     limit = case.number("max_nan_windows")
-    name = case.view.run.name
+    name = case.seen.run.name
     if case.state.terminal:
         first = ""
     elif limit:

@@ -25,16 +25,16 @@ first rows."""
 
 def find_end(case: Case) -> Iterator[Finding]:
     """Find out what ended the run or an attempt. The first error is reported once for all ranks that raised it."""
-    began = case.view.status.began if case.view.status else 0.0
+    began = case.seen.status.began if case.seen.status else 0.0
     recent = [failure for failure in case.failures if failure.time >= began and _counts(case, failure)]
     ended = case.state in (RunState.FAILED, RunState.LOST, RunState.RETRYING)
     if recent:
         yield _first_failure(case, recent, Severity.ERROR if ended else Severity.WARNING)
     elif case.state is RunState.FAILED:
         advice = (
-            f"`sunspot logs {case.view.run.name}` prints the driver's output, or with `--rank 0`, a worker's output"
+            f"`sunspot logs {case.seen.run.name}` prints the driver's output, or with `--rank 0`, a worker's output"
         )
-        if not case.view.attempts and not case.view.status:
+        if not case.seen.attempts and not case.seen.status:
             advice = "it wrote nothing to storage; fix the problem that the message describes, and submit again"
         free_space = advise_on_full_disk(case, case.reason)
         if free_space:
@@ -47,24 +47,24 @@ def find_end(case: Case) -> Iterator[Finding]:
         advice = f"{again}{_where_it_resumes(case)}"
         yield Finding(Diagnosis.LOST, Severity.ERROR, abridge(evidence), advice, cost=0.9)
     elif case.state is RunState.DELETING:
-        advice = f"`sunspot delete {case.view.run.name}` completes the deletion"
+        advice = f"`sunspot delete {case.seen.run.name}` completes the deletion"
         yield Finding(Diagnosis.STOPPED, Severity.NOTE, abridge(case.reason), advice)
     elif case.state is RunState.STOPPED:
-        advice = f"`sunspot resume {case.view.run.name}` continues it"
-        if case.view.status and case.view.status.reason:  # a signal leaves a reason, `sunspot stop` does not
+        advice = f"`sunspot resume {case.seen.run.name}` continues it"
+        if case.seen.status and case.seen.status.reason:  # a signal leaves a reason, `sunspot stop` does not
             advice = f"repeat the command that started it{_where_it_resumes(case)}"
         yield Finding(Diagnosis.STOPPED, Severity.NOTE, abridge(case.reason), advice)
 
 
 def _where_it_resumes(case: Case) -> str:
     """Return the last part of advice to start a run again, or "" for a run without a checkpoint."""
-    return ": it continues from the last checkpoint" if case.view.checkpoint else ""
+    return ": it continues from the last checkpoint" if case.seen.checkpoint else ""
 
 
 def _counts(case: Case, failure: Failure) -> bool:
     """Return False for a failure of a superseded process, which can have come back late."""
     owner = case.newest.driver if case.newest else ""
-    attempt = next((attempt for attempt in case.view.attempts if attempt.number == failure.attempt), None)
+    attempt = next((attempt for attempt in case.seen.attempts if attempt.number == failure.attempt), None)
     return attempt is None or attempt.driver == owner
 
 
@@ -107,20 +107,20 @@ def find_hung(case: Case) -> Iterator[Finding]:
 
     Only the newest attempt with such ranks is examined.
     """
-    hung = read_hangs(case.view.events)
+    hung = read_hangs(case.seen.events)
     if not hung:
         return
     number = max(hang.attempt for hang in hung)
     its = sorted((hang for hang in hung if hang.attempt == number), key=lambda hang: hang.rank)
     starting = any(hang.starting for hang in its)  # in the group after that attempt; its hosts are unknown
-    claimed = next((a.metadata.world_size for a in case.view.attempts if a.number == number), 0)
+    claimed = next((a.metadata.world_size for a in case.seen.attempts if a.number == number), 0)
     of, world = (0, its[0].world_size) if starting else (number, claimed)
     blamed = find_suspects(its, world)
     words = {hang.rank: hang.detail.partition(": ")[2] for hang in its}
     calls = [f"{case.describe_rank(of, rank)}: {words.get(rank, NO_STACKS)}" for rank in blamed or words]
     waiting = [rank for rank in words if rank not in blamed] if blamed else []
     others = f"; {_name_ranks(waiting)} waited for it" if waiting else ""
-    again = any(receipt.attempt > number for receipt in case.view.receipts)
+    again = any(receipt.attempt > number for receipt in case.seen.receipts)
     kind = Diagnosis.NO_ROWS if waited_for_rows(its, world) else Diagnosis.HUNG
     look = "look at that call: it can be a read without a time limit, a lock, or a collective that not all ranks enter"
     advice = BRING_ROWS if kind is Diagnosis.NO_ROWS else look
@@ -153,7 +153,7 @@ def _advise_silent(case: Case, owner: Owner) -> str:
 
 def find_stall(case: Case) -> Iterator[Finding]:
     """Find out why a run that should train is silent or takes no steps."""
-    status = case.view.status
+    status = case.seen.status
     newest = case.newest
     if not status or case.state not in (RunState.RUNNING, RunState.STARTING, RunState.SILENT):
         return

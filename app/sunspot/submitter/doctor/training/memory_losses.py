@@ -24,8 +24,8 @@ def find_out_of_memory(case: Case) -> Iterator[Finding]:
     The run's events and its last error show this.
     """
     driver = case.newest.driver if case.newest else ""
-    own = {attempt.number for attempt in case.view.attempts if attempt.driver == driver}
-    events = [e for e in case.view.events if e["event"] == Cause.OUT_OF_MEMORY and e["attempt"] in own]
+    own = {attempt.number for attempt in case.seen.attempts if attempt.driver == driver}
+    events = [e for e in case.seen.events if e["event"] == Cause.OUT_OF_MEMORY and e["attempt"] in own]
     texts = [str(event.get("detail", "")) for event in events]
     ended = case.state in (RunState.FAILED, RunState.LOST) and f"{Cause.OUT_OF_MEMORY}: " in case.reason
     if ended:

@@ -17,14 +17,14 @@ OLD_CHECKPOINT_S = 60.0
 
 def find_storage(case: Case) -> Iterator[Finding]:
     """Find failed, late, damaged or missing checkpoints, and saves that take longer than a preemption notice."""
-    view = case.view
+    seen = case.seen
     status = view.status
     newest = case.newest
     yield from _find_unusable(case)
     if not newest or not status or case.state is not RunState.RUNNING:
         return
-    committed = view.checkpoint.time if view.checkpoint else 0.0
-    failed = [e for e in view.events if e["event"] == "commit failed" and e["attempt"] == newest.number]
+    committed = seen.checkpoint.time if seen.checkpoint else 0.0
+    failed = [e for e in seen.events if e["event"] == "commit failed" and e["attempt"] == newest.number]
     failed = [e for e in failed if e["time"] > committed]
     if failed:
         since_s = case.now - failed[0]["time"]
@@ -54,7 +54,7 @@ def _find_unusable(case: Case) -> Iterator[Finding]:
     severity = Severity.ERROR if case.state is RunState.SUCCEEDED else Severity.WARNING
     advice = _advise_ended(case) if ended else "the run continues from the checkpoint before"
     gone, damaged, left = (
-        [each for each in case.view.passed_over if each.kind is kind]
+        [each for each in case.seen.passed_over if each.kind is kind]
         for kind in (Unusable.GONE, Unusable.DAMAGED, Unusable.INCOMPLETE)
     )
     if gone:
@@ -67,23 +67,23 @@ def _find_unusable(case: Case) -> Iterator[Finding]:
     if damaged:
         texts = [str(each) for each in damaged]
         evidence = "skipped " + "; ".join(texts)
-        after = f"; check the storage; `sunspot checkpoints verify {case.view.run.name}` finds more damage"
+        after = f"; check the storage; `sunspot checkpoints verify {case.seen.run.name}` finds more damage"
         yield Finding(Diagnosis.DAMAGED, severity, evidence, advice + after, {"checkpoints": texts}, cost=1.0)
     if left and ended:  # a live run can still be committing one
         names = [each.name for each in left]
         evidence = f"{plural(len(names), 'checkpoint')} without a manifest, left by killed commits: {', '.join(names)}"
-        gc = f"`sunspot checkpoints gc {case.view.run.name}`"
+        gc = f"`sunspot checkpoints gc {case.seen.run.name}`"
         advice = f"{gc} lists files that can be deleted; add --yes to delete them"
         yield Finding(Diagnosis.LEFTOVERS, Severity.NOTE, evidence, advice, {"checkpoints": names})
 
 
 def _advise_ended(case: Case) -> str:
     """Return advice on a run that has ended and has an unusable newest checkpoint."""
-    view = case.view
+    seen = case.seen
     generation = case.state is RunState.SUCCEEDED and not case.local
     again = "start it again" + (" (a RayJob with another --generation)" if generation else "")
     if not view.checkpoint:
         begins = "it starts from the beginning, or prints the SUNSPOT_ACCEPT value with which it does"
         return f"restore the files of a checkpoint; or {again}: {begins}"
-    lost = f", and repeats steps {view.checkpoint.step + 1} to {view.step}" * (view.step > view.checkpoint.step)
-    return f"{again}: it starts from step {view.checkpoint.step}{lost}"
+    lost = f", and repeats steps {seen.checkpoint.step + 1} to {seen.step}" * (seen.step > seen.checkpoint.step)
+    return f"{again}: it starts from step {seen.checkpoint.step}{lost}"
