@@ -39,7 +39,7 @@ from sunspot.elastic.restore import read_init
 from sunspot.errors import ConflictError, DamageError, DataError, SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.gradients import gradient_sync
-from sunspot.parallel.sharding import TensorSlice, find_blocks, part_of, shard_model
+from sunspot.parallel.sharding import TensorSlice, find_blocks, is_fsdp, part_of, shard_model
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, claim, lineage, read_attempts
@@ -311,9 +311,10 @@ def test_gathering_in_bf16_changes_no_value(norm: type[nn.Module], group: object
             optimizer.zero_grad()
         if parallel == "fsdp":
             assert model[0][1].weight.to_local().dtype == torch.float32
+            assert not is_fsdp(model[0][0])  # a norm has no collectives of its own
             model[0].unshard()
             dtypes = {name: parameter.dtype for name, parameter in model[0].named_parameters()}
-            assert dtypes["1.weight"] == torch.bfloat16
+            assert (dtypes["0.weight"], dtypes["1.weight"]) == (torch.float32, torch.bfloat16)
             model[0].reshard()
         return [part_of(parameter.detach()).clone() for parameter in model.parameters()]
 
