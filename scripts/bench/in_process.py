@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -57,8 +57,8 @@ def plan_steps(folder: str, task: str, batch_rows: int, **more: str) -> Plan:
     return make_plan(settings, load_task(settings))
 
 
-def our_steps(plan: Plan, device: torch.device = CPU, await_sums: Callable[[], None] | None = None) -> Iterator[None]:
-    """Take Sunspot's steps on one worker. With `await_sums`, it can take back its steps, because it outlives losses."""
+def our_steps(plan: Plan, survives: bool, device: torch.device = CPU) -> Iterator[None]:
+    """Take Sunspot's steps on one worker, which prepares to take back its steps if it `survives` losses."""
     place = WorkerPlace(cast(dist.ProcessGroup, dist.new_group(backend="gloo")), 0, 1, device)
     run = open_run(plan.settings.storage_path, plan.settings.run_name)
     attempt = Attempt(1, "benchmark", None, 0)
@@ -66,7 +66,7 @@ def our_steps(plan: Plan, device: torch.device = CPU, await_sums: Callable[[], N
     workers = LocalWorkers(0, 1, "node", lambda own: [own], lambda act: act())
     learner = build_learner(plan, place, attempt, TrainingState(), lambda *_: TorchLoader(plan.data, device, workers))
     checkpoints = CheckpointManager(run, attempt, plan, learner.saved(), place=place)
-    start = GroupStart(0, True, {}, await_sums=await_sums)
+    start = GroupStart(0, True, {}, await_sums=(lambda: None) if survives else None)
     ignore: Any = SimpleNamespace(
         **dict.fromkeys(("heartbeat", "took_step", "report"), lambda *_, **__: None), due=lambda: False
     )

@@ -34,9 +34,9 @@ def measure(most: int) -> Figures:
     torch.set_num_threads(1)
     with group_of_one(), tempfile.TemporaryDirectory() as folder:
         ways: dict[str, Callable[[Plan], Iterator[None]]] = {
-            "Sunspot": partial(our_steps, await_sums=lambda: None),
+            "Sunspot": partial(our_steps, survives=True),
             "PyTorch with a DataLoader": partial(plain_steps, with_loader=True),
-            "Sunspot, `SURVIVORS=off`": our_steps,
+            "Sunspot, `SURVIVORS=off`": partial(our_steps, survives=False),
             "PyTorch with rows by index": partial(plain_steps, with_loader=False),
         }
         begun = {

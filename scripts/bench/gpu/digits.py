@@ -46,9 +46,8 @@ def measure(session: Session) -> None:
             ways: dict[str, Iterator[None]] = {
                 "plain": plain_steps(plan(f"{folder}/1"), session.device),
                 "plain again": plain_steps(plan(f"{folder}/2"), session.device),
-                "Sunspot, `SURVIVORS=off`": our_steps(plan(f"{folder}/3"), session.device),
-                "Sunspot": our_steps(plan(f"{folder}/4"), session.device, lambda: None),
-                "Sunspot, waits for the sums": our_steps(plan(f"{folder}/5"), session.device, session.synchronize),
+                "Sunspot, `SURVIVORS=off`": our_steps(plan(f"{folder}/3"), False, session.device),
+                "Sunspot": our_steps(plan(f"{folder}/4"), True, session.device),
             }
             figures = in_turns(session, ways, steps, turns)
             compare(session, f"ResNet-18, {batch_rows:,} rows, tf32", figures, ("rows/s", batch_rows))

@@ -69,11 +69,13 @@ def measure(session: Session) -> None:
         device = session.device
         ways: dict[str, Iterator[None]] = {
             "plain": plain_steps(plan(f"{folder}/1"), device),
-            "Sunspot": our_steps(plan(f"{folder}/2"), device, lambda: None),
+            "Sunspot": our_steps(plan(f"{folder}/2"), True, device),
             "plain, mean": plain_steps(plan(f"{folder}/3"), device, mean_loss),
             "plain, mean, compiled": plain_steps(plan(f"{folder}/4"), device, torch.compile(mean_loss, dynamic=False)),
-            "Sunspot, `COMPILE=default`": our_steps(plan(f"{folder}/5", COMPILE="default"), device, lambda: None),
+            "Sunspot, `COMPILE=default`": our_steps(plan(f"{folder}/5", COMPILE="default"), True, device),
         }
+        if hasattr(functional, "linear_cross_entropy"):  # new in torch 2.15
+            ways["plain, `linear_cross_entropy`"] = plain_steps(plan(f"{folder}/6"), device, chunked_loss)
         figures = in_turns(session, ways, steps, turns)
     model = "GPT-2 small" if session.on_gpu else "tiny GPT"
     compare(session, f"{model}, {rows} x {sizes['context']:,} tokens, bf16", figures, ("tokens/s", tokens))
@@ -90,6 +92,19 @@ def mean_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy of all tokens."""
     text = batch["text"].long()
     return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+def chunked_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the same mean without the scores of all tokens at once, which saves memory."""
+    assert isinstance(model, GPT)
+    text = batch["text"].long()
+    stream = model.byte(text[:, :-1]) + model.position.weight
+    for block in model.blocks:
+        stream = block(stream)
+    rows, weight = model.norm(stream).flatten(0, 1), model.head.weight
+    rounded = torch.get_autocast_dtype(rows.device.type)  # autocast does not round the operands of this function
+    options = torch.nn.LinearCrossEntropyOptions()
+    return functional.linear_cross_entropy(rows.to(rounded), weight.to(rounded), text[:, 1:].flatten(), options=options)
 
 
 def operations_per_token(sizes: dict[str, int]) -> int:
