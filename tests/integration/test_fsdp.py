@@ -460,6 +460,15 @@ def test_any_file_can_be_used_as_text(tmp_path: Path) -> None:
         open_text(str(tmp_path / "nothing"), 10)
 
 
+def test_the_loss_of_a_text_is_the_mean_over_its_bytes() -> None:
+    model = gpt.GPT(256, 1, 16, 2, 10, tied=True)
+    text = torch.randint(256, (3, 11))
+    losses, metrics = gpt.loss(model, {"text": text.byte()})
+    each = nn.functional.cross_entropy(model(text[:, :-1]).transpose(1, 2), text[:, 1:], reduction="none")
+    torch.testing.assert_close(losses, each.mean(dim=1), rtol=0, atol=1e-6)
+    assert (losses.shape, metrics["accuracy"].shape) == ((3,), (3,))
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [({"depth": 3}, "depth=3"), ({"width": 30, "heads": 4}, "heads=4"), ({"tied": 1}, "tied=1"), ({"layers": 0}, "=0")],
