@@ -69,7 +69,7 @@ format: .venv/dev  ## format the code
 bench: .venv/dev  ## run the benchmarks and their yardsticks, and print a table
 	@$(SETTINGS) $(BIN)/python -m scripts.bench
 
-bench-gpu: .venv/dev  ## measure a GPU, and print each figure at once; ON=cpu tries it out
+bench-gpu: .venv/dev  ## measure a GPU within ten minutes; OUT names the folder of the results, and ON=cpu tries it out
 	@$(BIN)/python -m scripts.bench.gpu $(if $(ON),--device $(ON))
 
 image:  ## build the container image: make image IMAGE=registry/sunspot:1; with Lightning, Hugging Face and tracking: EXTRAS=1; without CUDA: HEAD=1; without torch and Ray: SUBMITTER=1; PLATFORM=linux/arm64

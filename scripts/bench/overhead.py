@@ -9,33 +9,18 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from scripts.bench import Figures, in_turns
-from sunspot.checkpoint import CheckpointManager
-from sunspot.data.shared_rows import LocalWorkers
+from scripts.bench.in_process import group_of_one, our_steps, plan_steps
 from sunspot.data.source import Batch, read_rows, rows_in
-from sunspot.data.torch_loader import TorchLoader
-from sunspot.elastic.messages import Command
-from sunspot.elastic.restore import TrainingState
-from sunspot.parallel.collectives import WorkerPlace
-from sunspot.plan import Plan, make_plan
-from sunspot.run import open_run
-from sunspot.run.attempts import Attempt, claim
-from sunspot.settings import load_settings
+from sunspot.plan import Plan
 from sunspot.tasks import load_task
-from sunspot.train.build import build_learner
-from sunspot.train.loop import take_step
-from sunspot.train.run import TrainingRun
-from sunspot.train.worker import GroupStart, Worker
 
 TURNS = 30
 STEPS = 200
@@ -47,21 +32,20 @@ BATCH_ROWS = 16
 def measure(most: int) -> Figures:
     """Return the microseconds of the training thread per step, in Sunspot and in plain PyTorch."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            ways: dict[str, Callable[[str], Iterator[None]]] = {
-                "Sunspot": partial(our_steps, survives=True),
-                "PyTorch with a DataLoader": partial(plain_steps, with_loader=True),
-                "Sunspot, `SURVIVORS=off`": partial(our_steps, survives=False),
-                "PyTorch with rows by index": partial(plain_steps, with_loader=False),
-            }
-            begun = {name: way(f"{folder}/{number}") for number, (name, way) in enumerate(ways.items())}
-            timed = {name: partial(microseconds_per_step, steps) for name, steps in islice(begun.items(), most)}
-            in_turns(timed, 2)  # warm up
-            return in_turns(timed, TURNS)
-    finally:
-        dist.destroy_process_group()
+    with group_of_one(), tempfile.TemporaryDirectory() as folder:
+        ways: dict[str, Callable[[Plan], Iterator[None]]] = {
+            "Sunspot": partial(our_steps, survives=True),
+            "PyTorch with a DataLoader": partial(plain_steps, with_loader=True),
+            "Sunspot, `SURVIVORS=off`": partial(our_steps, survives=False),
+            "PyTorch with rows by index": partial(plain_steps, with_loader=False),
+        }
+        begun = {
+            name: way(plan_steps(f"{folder}/{number}", "scripts.bench.small_task", BATCH_ROWS))
+            for number, (name, way) in enumerate(ways.items())
+        }
+        timed = {name: partial(microseconds_per_step, steps) for name, steps in islice(begun.items(), most)}
+        in_turns(timed, 2)  # warm up
+        return in_turns(timed, TURNS)
 
 
 def microseconds_per_step(steps: Iterator[None]) -> float:
@@ -72,50 +56,8 @@ def microseconds_per_step(steps: Iterator[None]) -> float:
     return 1e6 * (time.thread_time() - began) / STEPS
 
 
-def make_small_plan(folder: str) -> Plan:
-    """Return a plan for the small task, without an end that the benchmark could reach."""
-    settings = load_settings(
-        {
-            "STORAGE_PATH": folder,
-            "TASK": "scripts.bench.small_task",
-            "GLOBAL_BATCH_SIZE": str(BATCH_ROWS),
-            "NUM_WORKERS": "1",
-            "EPOCHS": "1000000",
-            "CHECKPOINT_EVERY_S": "0",
-            "REPORT_EVERY_S": "1e9",
-            "SNAPSHOT_COST": "0",
-        }
-    )
-    return make_plan(settings, load_task(settings))
-
-
-def our_steps(folder: str, survives: bool) -> Iterator[None]:
-    """Take Sunspot's steps on one worker, which prepares to take back its steps if it `survives` losses."""
-    plan = make_small_plan(folder)
-    place = WorkerPlace(cast(dist.ProcessGroup, dist.new_group(backend="gloo")), 0, 1)
-    run = open_run(plan.settings.storage_path, plan.settings.run_name)
-    attempt = Attempt(1, "benchmark", None, 0)
-    claim(run, [], attempt)
-    workers = LocalWorkers(0, 1, "node", lambda own: [own], lambda act: act())
-    learner = build_learner(
-        plan, place, attempt, TrainingState(), lambda *_: TorchLoader(plan.data, place.device, workers)
-    )
-    checkpoints = CheckpointManager(run, attempt, plan, learner.saved(), place=place)
-    start = GroupStart(0, True, {}, await_sums=(lambda: None) if survives else None)
-    ignore: Any = SimpleNamespace(
-        **dict.fromkeys(("heartbeat", "took_step", "report"), lambda *_, **__: None), due=lambda: False
-    )
-    commands: Any = SimpleNamespace(poll=Command)
-    worker = Worker(learner, start, checkpoints, commands, ignore, ignore, ignore, ExitStack())
-    training = TrainingRun(worker)
-    for batch in training.batches():
-        take_step(training, batch)
-        yield
-
-
-def plain_steps(folder: str, with_loader: bool) -> Iterator[None]:
+def plain_steps(plan: Plan, with_loader: bool) -> Iterator[None]:
     """Take the steps of a plain loop in PyTorch with the same task."""
-    plan = make_small_plan(folder)
     task = load_task(plan.settings)
     assert task.loss
     columns = {

@@ -39,7 +39,7 @@ from sunspot.elastic.restore import read_init
 from sunspot.errors import ConflictError, DamageError, DataError, SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.gradients import gradient_sync
-from sunspot.parallel.sharding import TensorSlice, find_blocks, part_of, shard_model
+from sunspot.parallel.sharding import TensorSlice, find_blocks, is_fsdp, part_of, shard_model
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, claim, lineage, read_attempts
@@ -311,9 +311,10 @@ def test_gathering_in_bf16_changes_no_value(norm: type[nn.Module], group: object
             optimizer.zero_grad()
         if parallel == "fsdp":
             assert model[0][1].weight.to_local().dtype == torch.float32
+            assert not is_fsdp(model[0][0])  # a norm has no collectives of its own
             model[0].unshard()
             dtypes = {name: parameter.dtype for name, parameter in model[0].named_parameters()}
-            assert dtypes["1.weight"] == torch.bfloat16
+            assert (dtypes["0.weight"], dtypes["1.weight"]) == (torch.float32, torch.bfloat16)
             model[0].reshard()
         return [part_of(parameter.detach()).clone() for parameter in model.parameters()]
 
@@ -457,6 +458,15 @@ def test_any_file_can_be_used_as_text(tmp_path: Path) -> None:
         open_text(str(file), 500)
     with pytest.raises(DataError, match="set it to a file"):
         open_text(str(tmp_path / "nothing"), 10)
+
+
+def test_the_loss_of_a_text_is_the_mean_over_its_bytes() -> None:
+    model = gpt.GPT(256, 1, 16, 2, 10, tied=True)
+    text = torch.randint(256, (3, 11))
+    losses, metrics = gpt.loss(model, {"text": text.byte()})
+    each = nn.functional.cross_entropy(model(text[:, :-1]).transpose(1, 2), text[:, 1:], reduction="none")
+    torch.testing.assert_close(losses, each.mean(dim=1), rtol=0, atol=1e-6)
+    assert (losses.shape, metrics["accuracy"].shape) == ((3,), (3,))
 
 
 @pytest.mark.parametrize(

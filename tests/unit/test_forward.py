@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from torch import nn
 from sunspot.data.order import Steps, micro_batches
 from sunspot.data.source import EmptySource
 from sunspot.errors import SettingsError
+from sunspot.parallel.sharding import find_blocks
 from sunspot.plan import Plan
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
+from sunspot.tasks.gpt import GPT
 from sunspot.train.build import compile_model
 from sunspot.train.evaluate import evaluation_mode
 from sunspot.train.learner import row_losses
@@ -121,20 +124,50 @@ def test_any_number_of_workers_uses_the_same_compiled_graph(
     assert only_graphs["unique_graphs"] == 2
 
 
-def test_blocks_are_compiled_individually_under_fsdp(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_repeated_blocks_share_a_compiled_graph(
+    parallel: str, group: dist.ProcessGroup, only_graphs: Counter[str]
+) -> None:
     gpt = {
         "task": "sunspot.tasks.gpt",
-        "task_args": {"layers": 2, "width": 50, "heads": 2, "context": 16},
+        "task_args": {"layers": 4, "width": 50, "heads": 2, "context": 16},
         "global_batch_size": 25,
         "micro_batch_size": 9,
         "max_steps": 2,
     }
     plain = train_rank(plan_without_evaluation(Settings(**gpt)), group)
-    compiled = train_rank(plan_without_evaluation(Settings(**gpt, parallel="fsdp", compile="default")), group)
-    assert only_graphs["unique_graphs"] > 0
+    compiled = train_rank(plan_without_evaluation(Settings(**gpt, parallel=parallel, compile="default")), group)
+    assert only_graphs["unique_graphs"] == 1
     assert list(compiled) == list(plain)
     for name, weights in plain.items():
         np.testing.assert_allclose(compiled[name], weights, rtol=0, atol=1e-5)
+
+
+def build_resnet() -> nn.Module:
+    from torchvision.models import resnet50  # takes seconds
+
+    return resnet50()
+
+
+@pytest.mark.parametrize(
+    ("mode", "build", "alone"),
+    [
+        ("default", lambda: GPT(256, 4, 32, 2, 16, tied=True), True),
+        ("max-autotune", lambda: GPT(256, 4, 32, 2, 16, tied=True), False),
+        ("default", lambda: GPT(256, 3, 32, 2, 16, tied=True), False),
+        ("default", build_resnet, False),
+        ("default", lambda: nn.Sequential(*(nn.Linear(100, 100) for _ in range(9))), False),
+    ],
+)
+def test_only_models_of_repeated_blocks_are_compiled_in_parts(
+    mode: str, build: Callable[[], nn.Module], alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode, dynamic: compiled.append(self))
+    monkeypatch.setenv("CXX", "true")
+    model = build()
+    compile_model(model, plan_of(10, compile=mode), 1, CPU)
+    assert compiled == (list(find_blocks(model)) if alone else [model])
 
 
 def test_a_missing_compiler_is_reported_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

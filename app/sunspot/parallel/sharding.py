@@ -108,9 +108,13 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
         whole = MixedPrecisionPolicy(reduce_dtype=travel)
         # This halves the communication. Results match ddp, where autocast rounds the same weights after gathering.
         rounded = replace(whole, param_dtype=torch.bfloat16, cast_forward_inputs=False)
+        kept = {weight for module in model.modules() if is_norm(module) for weight in module.parameters()}
+        apart = not hasattr(whole, "param_dtype_override_fn")  # before torch 2.15, norms need their own collectives
+        if not apart:
+            rounded = replace(rounded, param_dtype_override_fn=lambda each: each.dtype if each in kept else None)
         for block in find_blocks(model):
             policy = rounded if settings.precision == "bf16" and not is_norm(block) else whole
-            for norm in [module for module in block.modules() if policy is rounded and is_norm(module)]:
+            for norm in [module for module in block.modules() if policy is rounded and apart and is_norm(module)]:
                 fully_shard(norm, mesh=mesh, mp_policy=whole)
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=whole)
@@ -122,9 +126,7 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     model = model.to(device)
     convolves = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    if (
-        convolves and settings.parallel == "ddp" and device.type in CHANNELS_LAST
-    ):  # under fsdp, parts have no memory layout
+    if convolves and settings.parallel == "ddp" and device.type in CHANNELS_LAST:  # parts have no memory layout
         return model.to(memory_format=torch.channels_last)
     return model
 

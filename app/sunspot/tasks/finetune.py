@@ -128,7 +128,7 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     ].long()  # positions restart at 0 with each text in a row, so that a text attends only to itself
     scores, targets = model(tokens, position_ids=position)[:, :-1], tokens[:, 1:]
     counted = (there & (position > 0))[:, 1:].float()
-    each = functional.cross_entropy(scores.float().transpose(1, 2), targets, reduction="none")
+    each = functional.cross_entropy(scores.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     count = counted.sum(dim=1).clamp(min=1)
     right = (scores.argmax(dim=2) == targets) * counted
     return (each * counted).sum(dim=1) / count, {"accuracy": right.sum(dim=1) / count}

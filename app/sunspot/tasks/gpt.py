@@ -94,7 +94,8 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     text = batch["text"].long()
     scores = model(text[:, :-1])
     targets = text[:, 1:]
-    losses = functional.cross_entropy(scores.transpose(1, 2), targets, reduction="none").mean(dim=1)
+    each = functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
+    losses = each.view_as(targets).mean(dim=1)
     accuracy = (scores.argmax(dim=2) == targets).float().mean(dim=1)
     return losses, {"accuracy": accuracy, "bits_per_byte": losses.detach() / math.log(2)}
 

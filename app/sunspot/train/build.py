@@ -64,6 +64,9 @@ log = logging.getLogger(__name__)
 RECOMPUTED_OPTIONS = ("lr", "initial_lr", "weight_decay", "fused")
 """Optimizer options that are not restored, because settings or the device determine them at each start."""
 
+REPEATED_BLOCKS = 4
+"""Fewest blocks of a model that are compiled alone. A model with fewer blocks is compiled as a whole."""
+
 COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 """The variable that names torch.compile's compiler, and the default compilers, keyed by device type."""
 
@@ -285,8 +288,8 @@ def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> No
 def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: torch.device) -> None:
     """Set a model to compile itself in its first passes, as configured by COMPILE. Its tensors keep their names.
 
-    Under fsdp each block is compiled alone, because parameters are gathered between blocks. Raises `SettingsError` if
-    no compiler is installed.
+    Under fsdp each block is compiled alone, because parameters are gathered between blocks. With COMPILE=default,
+    repeated blocks are compiled alone under ddp, too. Raises `SettingsError` if no compiler is installed.
     """
     settings = plan.settings
     if settings.compile == "off":
@@ -300,9 +303,22 @@ def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: t
     if mode == "max-autotune" and (is_fsdp(model) or plan.passes(fewest) > 1):
         # CUDA graphs need parameters at fixed addresses, and gradients that are used before the next pass.
         mode = "max-autotune-no-cudagraphs"
-    blocks = list(find_blocks(model)) if is_fsdp(model) else list(model.children()) if has_several(model) else []
-    for module in blocks or [model]:
-        module.compile(mode=mode, dynamic=False)
+    parts = list(model.children()) if has_several(model) else [model]
+    for part in parts:
+        blocks = list(find_blocks(part))
+        alone = is_fsdp(part) or (mode == "default" and are_repeated(blocks))
+        for module in blocks if alone and blocks else [part]:
+            module.compile(mode=mode, dynamic=False)
+
+
+def are_repeated(blocks: list[torch.nn.Module]) -> bool:
+    """Return True if blocks are so much alike that one or two compiled graphs serve all of them.
+
+    Compiling then takes much less time than for the whole model, and each block's gradients are averaged while the
+    blocks before it still compute theirs.
+    """
+    kinds = {(type(block), *(parameter.shape for parameter in block.parameters())) for block in blocks}
+    return len(blocks) >= REPEATED_BLOCKS and len(kinds) <= 2 and all(any(block.children()) for block in blocks)
 
 
 def find_compiler_problem(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Runs the subjects one after the other. If a subject fails or lacks a package, the others still run."""
+"""Measures the subjects one after the other. If a subject fails, the others are still measured."""
 
 import argparse
 import importlib
@@ -6,14 +6,17 @@ import logging
 import os
 import platform
 import sys
-import time
 import traceback
 import warnings
+from pathlib import Path
 
 import torch
 
-SUBJECTS = ("checkpoints", "steps")
-"""Modules of this package to run. The longest comes last."""
+from scripts.bench.gpu import no_ray
+from scripts.bench.gpu.session import Session
+
+SUBJECTS = {"digits": 170, "gpt2": 220, "checkpoints": 60, "product": 100}
+"""Modules of this package to measure in this order, and the most seconds that each of them may take."""
 
 
 def main() -> int:
@@ -21,22 +24,27 @@ def main() -> int:
     parser = argparse.ArgumentParser("bench-gpu", description=__doc__)
     parser.add_argument("subjects", nargs="*", choices=[*SUBJECTS, []], help="subjects to measure; default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=560, help="limit of all subjects together (%(default)s)")
     arguments = parser.parse_args()
-    began, failed = time.monotonic(), False
-    name = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine()
-    print(f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}", flush=True)
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    session = Session(device, arguments.seconds, Path(os.environ.get("OUT", "bench-gpu")))
+    name = torch.cuda.get_device_name() if session.on_gpu else platform.processor() or platform.machine()
+    session.say(f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}")
+    failed = False
     for subject in arguments.subjects or SUBJECTS:
-        print(f"\n{subject} ({time.monotonic() - began:.0f} s)", flush=True)
+        session.begin(subject, SUBJECTS[subject])
         try:
-            importlib.import_module(f"scripts.bench.gpu.{subject}").measure(torch.device(arguments.device))
-        except Exception:  # keep measuring the other subjects
-            traceback.print_exc(file=sys.stdout)
+            importlib.import_module(f"scripts.bench.gpu.{subject}").measure(session)
+        except Exception as error:
+            traceback.print_exc()
+            session.say(f"{subject} failed: {error!r}")
             failed = True
-    print(f"\n{time.monotonic() - began:.0f} s in all", flush=True)
+    session.say(f"\n{session.elapsed_s:.0f} s in all; results in {session.folder}")
     return int(failed)
 
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")  # PyTorch's own checkpoints warn
+    no_ray.install()
     sys.exit(main())

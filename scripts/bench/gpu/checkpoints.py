@@ -1,21 +1,20 @@
-"""Measures how long checkpoints of 0.1 to 8 GB stall the training thread, compared with PyTorch's own saves.
+"""Measures how long a checkpoint stalls the training thread, compared with PyTorch's asynchronous save.
 
-All ways save the same state on the GPU to the same local disk, with the same work between the save and the next
-optimizer step.
+Both save the same state to the same local disk, with the same passes between the save and the next optimizer step.
 """
+
+from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from scripts.bench.checkpoint import Dcp, Ours, Waits, Way, nothing
-from scripts.bench.gpu.workloads import synchronize
+from scripts.bench.checkpoint import Dcp, Ours, Way, nothing
+from scripts.bench.gpu.session import Session
+from scripts.bench.in_process import group_of_one
 from sunspot.checkpoint import SavedObjects
 
 SAVES = 4
@@ -25,80 +24,66 @@ WORK_S = 0.15
 """Seconds of forward and backward passes between a save and the next optimizer step."""
 
 
-def measure(device: torch.device) -> None:
-    """Print a line for each size."""
-    if not dist.is_initialized():  # dcp.async_save needs a group
-        store = Path(tempfile.mkdtemp(), "store")
-        dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    for gigabytes in (0.1, 1, 8) if device.type == "cuda" else (0.01, 0.1):
-        training = Training(round(gigabytes * 1e9), device)
-        cells = []
-        with tempfile.TemporaryDirectory() as folder:
-            ways: dict[str, Way] = {
-                "Sunspot": Ours(folder, SavedObjects(training.model, training.optimizer)),
-                "dcp.async_save": Dcp("THREAD"),
-                "torch.save": TorchSave(Path(folder)),
-            }
-            for name, way in ways.items():
-                stalls, ends = stall(way, training)
-                cells.append(f"{name} {1000 * median(stalls):8.1f} ms, done after {median(ends):5.2f} s")
-        print(f"{gigabytes:5} GB  " + "   ".join(cells), flush=True)
-        del training, ways
+def measure(session: Session) -> None:
+    """Write a line for each way, while time is left."""
+    width, layers = (4096, 8) if session.on_gpu else (64, 2)
+    training = Training(session, width, layers)
+    session.say(f"| {12 * layers * width**2 / 1e9:.2g} GB of weights and averages | stall, ms | stored after, s |")
+    session.say("|---|---|---|")
+    with group_of_one(), tempfile.TemporaryDirectory() as folder:  # dcp.async_save needs a group
+        ours = Ours(folder, SavedObjects(training.model, training.optimizer))
+        ways: dict[str, Way] = {"Sunspot": ours, "`dcp.async_save`, written by a thread": Dcp("THREAD")}
+        for name, way in ways.items():
+            saves: list[tuple[float, float]] = []
+            while len(saves) <= SAVES and session.left_s > 3 * max((save[1] for save in saves), default=0):
+                saves.append(training.save(way, len(saves) + 1))
+            session.store(name, {"stall_and_end_s": saves})
+            measured = saves[1:]
+            if measured:
+                stall_s, end_s = (median(save[side] for save in measured) for side in (0, 1))
+                session.say(f"| {name} | {1000 * stall_s:.1f} | {end_s:.2f} |")
+            else:
+                session.say(f"| {name} | left out for lack of time | |")
 
 
 class Training:
-    """Training of square layers, whose weights and Adam's two averages take `size` bytes."""
+    """Training of square layers."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        width = 4096 if size > 4e8 else 1024
-        layers = max(1, round(size / (12 * width**2)))
+    def __init__(self, session: Session, width: int, layers: int) -> None:
         linear = [torch.nn.Linear(width, width, bias=False) for _ in range(layers)]
-        self.model = torch.nn.Sequential(*linear).to(device)
+        self.model = torch.nn.Sequential(*linear).to(session.device)
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        self._rows, self._device = torch.randn(64, width, device=device), device
+        self._rows = torch.randn(64, width, device=session.device)
+        self._session = session
+        self._finish_step(nothing)
 
-    def step(self, wait: Callable[[], object], began: float = 0.0) -> float:
-        """Take a step, and call `wait` before its end. Return its seconds, or those since `began`, without its passes.
+    def save(self, way: Way, step: int) -> tuple[float, float]:
+        """Return the seconds for which a save stalls the training, and the seconds until it is stored."""
+        self._pass()
+        undisturbed_s = self._finish_step(nothing)
+        state: dict[str, Any] = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        began = time.perf_counter()
+        copied, stored = way.save(step, state)
+        stall_s = time.perf_counter() - began
+        self._pass()
+        stall_s += self._finish_step(copied) - undisturbed_s
+        stored()
+        return stall_s, time.perf_counter() - began
 
-        The passes take at least WORK_S.
-        """
-        began = began or time.perf_counter()
-        work_began = time.perf_counter()
-        passes = 0
-        while passes == 0 or time.perf_counter() - work_began < WORK_S:
+    def _pass(self) -> None:
+        """Compute for WORK_S seconds, as the passes of a large model do."""
+        began = time.perf_counter()
+        while True:
             self.model(self._rows).square().mean().backward()
-            synchronize(self._device)
-            passes += 1
-        ended = time.perf_counter()
+            self._session.synchronize()
+            if time.perf_counter() - began > WORK_S:
+                return
+
+    def _finish_step(self, wait: Any) -> float:
+        """Return the seconds of an optimizer step that first waits until the state may change."""
+        began = time.perf_counter()
         wait()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        synchronize(self._device)
-        return time.perf_counter() - ended + (work_began - began)
-
-
-def stall(way: Way, training: Training) -> tuple[list[float], list[float]]:
-    """Return the seconds for which each save stalls the training, and the seconds until it is stored or committed."""
-    stalls, ends = [], []
-    for step in range(1, 2 + SAVES):
-        undisturbed = training.step(nothing)
-        state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
-        began = time.perf_counter()
-        wait, finish = way.save(step, state)
-        lost = training.step(wait, began) - undisturbed
-        finish()
-        if step > 1:
-            stalls.append(lost)
-            ends.append(time.perf_counter() - began)
-    return stalls, ends
-
-
-class TorchSave:
-    """PyTorch's `torch.save`, for which the training waits."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def save(self, step: int, state: dict[str, Any]) -> Waits:
-        torch.save(state, self._folder / str(step % 2))
-        return nothing, nothing
+        self._session.synchronize()
+        return time.perf_counter() - began

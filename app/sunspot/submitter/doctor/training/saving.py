@@ -18,7 +18,7 @@ OLD_CHECKPOINT_S = 60.0
 def find_storage(case: Case) -> Iterator[Finding]:
     """Find failed, late, damaged or missing checkpoints, and saves that take longer than a preemption notice."""
     seen = case.seen
-    status = view.status
+    status = seen.status
     newest = case.newest
     yield from _find_unusable(case)
     if not newest or not status or case.state is not RunState.RUNNING:
@@ -82,7 +82,7 @@ def _advise_ended(case: Case) -> str:
     seen = case.seen
     generation = case.state is RunState.SUCCEEDED and not case.local
     again = "start it again" + (" (a RayJob with another --generation)" if generation else "")
-    if not view.checkpoint:
+    if not seen.checkpoint:
         begins = "it starts from the beginning, or prints the SUNSPOT_ACCEPT value with which it does"
         return f"restore the files of a checkpoint; or {again}: {begins}"
     lost = f", and repeats steps {seen.checkpoint.step + 1} to {seen.step}" * (seen.step > seen.checkpoint.step)
