@@ -30,7 +30,7 @@ BUDGETS = {
     "adapters": 1190,
     "baseline": 140,
     "checkpoint": 3620,
-    "data": 5000,
+    "data": 5060,
     "elastic": 3740,
     "machine": 360,
     "observe": 690,

@@ -29,6 +29,7 @@ from sunspot.data.dataset_files import (
     read_range,
 )
 from sunspot.data.fingerprint import digest, sample_ranges
+from sunspot.data.images import SCALING
 from sunspot.data.labels import (
     LABEL,
     NO_LABELS,
@@ -333,8 +334,11 @@ def _check_file(path: str, columns: dict[str, Column], model: ModelData | None) 
                 cells = file.read([fields[name].name])[0]
                 column.read(cells, ColumnOrigin(name, file, np.arange(len(cells))))
         parts = [(labels or NO_LABELS).digest.encode(), json.dumps(file.identity).encode()]
-        if any(isinstance(columns[name], ImageColumn) and is_encoded(field.type) for name, field in fields.items()):
+        images = [columns[name] for name, field in fields.items() if is_encoded(field.type)]
+        if any(isinstance(image, ImageColumn) for image in images):
             parts.append(PICTURE_DECODING)
+        if any(isinstance(image, ImageColumn) and image.scales for image in images):
+            parts.append(SCALING.encode())
         return _FileSummary(file.groups, file.size, digest(*parts), labels, file.notes)
 
 
