@@ -8,7 +8,7 @@ import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 from numpy.lib import format as npy
@@ -292,16 +292,25 @@ def _describe_beginning(file: BinaryIO) -> str:
 
 
 @dataclass(frozen=True)
-class Resized:
-    """A `Column.decode` that decodes images of any size to one `shape`, [C, H, W]. C is 1 or 3."""
+class Unscaled:
+    """A `Column.decode` that decodes images of one `shape`, [C, H, W], and rejects all other images."""
 
     shape: tuple[int, ...]
+    thread_safe: ClassVar[bool] = True
+    scales: ClassVar[bool] = False
+
+    def __call__(self, stored: Any) -> np.ndarray:
+        """Decode a file's bytes, or a dict that contains them as `bytes`, to uint8 [C, H, W]. Raises `DataError`."""
+        return decode_picture(stored["bytes"] if isinstance(stored, dict) else stored, self.shape, self.scales)
+
+
+@dataclass(frozen=True)
+class Resized(Unscaled):
+    """A `Column.decode` that decodes images of any size to one `shape`, [C, H, W]. C is 1 or 3."""
+
+    scales: ClassVar[bool] = True
 
     @property
     def fingerprint(self) -> str:
         """A string that identifies how images are decoded."""
         return f"resized to {self.shape}, upright, {SCALING}"
-
-    def __call__(self, stored: Any) -> np.ndarray:
-        """Decode a file's bytes, or a dict that contains them as `bytes`, to uint8 [C, H, W]. Raises `DataError`."""
-        return decode_picture(stored["bytes"] if isinstance(stored, dict) else stored, self.shape, scales=True)
