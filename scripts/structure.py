@@ -32,7 +32,7 @@ BUDGETS = {
     "checkpoint": 3620,
     "data": 5060,
     "elastic": 3740,
-    "machine": 360,
+    "machine": 390,
     "observe": 690,
     "parallel": 1060,
     "predict": 1190,
