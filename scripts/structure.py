@@ -30,7 +30,7 @@ BUDGETS = {
     "adapters": 1190,
     "baseline": 140,
     "checkpoint": 3620,
-    "data": 5060,
+    "data": 5120,
     "elastic": 3740,
     "machine": 390,
     "observe": 690,

@@ -163,10 +163,14 @@ class Column:
     def read_lists(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> Lists:
         """Return the column's lists at full length. Raises `DataError` for invalid values."""
         if self.decode:
-            decoded = [self._decode(value, origin, index) for index, value in enumerate(values)]
-            for index, each in enumerate(decoded):
+
+            def decode(index: int) -> np.ndarray:
+                each = self._decode(values[index], origin, index)
                 if each.ndim != 1:
                     raise origin.error(index, f"was decoded to an array of shape {list(each.shape)}; it must be a list")
+                return each
+
+            decoded = map_parallel(decode, range(len(values)), self._decoding_threads)
             lengths = np.array([len(each) for each in decoded], np.int64)
             return Lists(np.concatenate([*decoded, np.empty(0, self.dtype)]), lengths)
         array = _without_nulls(values, origin)
@@ -210,13 +214,17 @@ class Column:
                 )
             found[index] = decoded
 
-        at_once = 1
-        if getattr(self.decode, "thread_safe", False):
-            from torch import get_num_threads  # torch is slow to import, and most columns do not need it
-
-            at_once = get_num_threads()  # the cores of this worker or of this task of Ray Data
-        map_parallel(decode, range(len(values)), at_once)
+        map_parallel(decode, range(len(values)), self._decoding_threads)
         return found
+
+    @property
+    def _decoding_threads(self) -> int:
+        """The number of threads that decode values: the cores of this worker or Ray Data task, or one."""
+        if not getattr(self.decode, "thread_safe", False):
+            return 1
+        from torch import get_num_threads  # torch is slow to import, and most columns do not need it
+
+        return get_num_threads()
 
     def _decode(self, value: pa.Scalar, origin: ColumnOrigin, index: int) -> np.ndarray:
         """Return the decoded value in the column's dtype."""
