@@ -46,9 +46,13 @@ def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
 
 
 def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = AT_ONCE) -> list[Result]:
-    """Return the results of `act` in the order of the items. After an error, no further item is started."""
+    """Return the results of `act` in the order of the items.
+
+    After an error, no further item is started. The error of the first item that fails is raised.
+    """
     todo = deque(enumerate(items))
     results = {}
+    errors = {}
 
     def work() -> None:
         while todo:
@@ -58,14 +62,13 @@ def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: 
                 return
             try:
                 results[number] = act(item)
-            except BaseException:
+            except BaseException as error:
+                errors[number] = error
                 todo.clear()
-                raise
 
-    workers = [start_thread(work, "parallel") for _ in range(min(at_once, len(todo)))]
-    wait(workers)
-    for worker in workers:
-        worker.result()
+    wait([start_thread(work, "parallel") for _ in range(min(at_once, len(todo)))])
+    if errors:  # items start in order, so all items before the first error have succeeded
+        raise errors[min(errors)]
     return [results[number] for number in sorted(results)]
 
 

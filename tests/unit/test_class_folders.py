@@ -289,6 +289,10 @@ def test_the_fingerprint_depends_on_how_images_are_decoded(tmp_path: Path, monke
         pq.write_table(pa.table({"image": images, "label": [0]}), tmp_path / f"{name}.parquet")
     places = [folders, str(tmp_path / "encoded.parquet"), str(tmp_path / "numbers.parquet")]
     before = [open_rows(place)[0].fingerprint for place in places]
-    monkeypatch.setattr(table, "PICTURE_DECODING", b"another decoding")
-    after = [open_rows(place)[0].fingerprint for place in places]
-    assert [one == other for one, other in zip(before, after, strict=True)] == [False, False, True]
+    for name, value, same in (
+        ("SCALING", "another filter", [False, True, True]),
+        ("PICTURE_DECODING", b"another decoding", [False, False, True]),
+    ):
+        monkeypatch.setattr(table, name, value)
+        after = [open_rows(place)[0].fingerprint for place in places]
+        assert [one == other for one, other in zip(before, after, strict=True)] == same

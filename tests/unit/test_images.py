@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, TiffImagePlugin
+from PIL import Image, ImageOps, TiffImagePlugin
 
 from sunspot.data import images
 from sunspot.data.images import (
@@ -280,6 +280,22 @@ def test_pixels_equal_those_read_by_torchvision(form: str, mode: str) -> None:
     content = encode(image, form, **options.get(form, {}))
     expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).transpose(2, 0, 1)
     np.testing.assert_array_equal(decode_picture(content, SHAPE, scales=True), expected)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("size", [(1000, 750), (500, 375), (60, 101), (64, 48), (32, 24), (48, 64)])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_scaled_pixels_stay_close_to_those_of_pillow(size: tuple[int, int], mode: str, turned: bool) -> None:
+    coarse = np.random.default_rng(1).integers(0, 256, (6, 8, 3), np.uint8)
+    photo = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).convert(mode)
+    exif = Image.Exif()
+    exif[0x0112] = 6 if turned else 1
+    content = encode(photo, "JPEG", quality=90, exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    expected = np.asarray(ImageOps.fit(upright.convert("RGB"), (48, 64), Image.Resampling.BICUBIC), float)
+    differences = np.abs(decode_picture(content, (3, 64, 48), scales=True) - expected.transpose(2, 0, 1))
+    assert differences.mean() < 2  # the crop can begin half a pixel of the photo further out
+    assert differences.max() < 16
 
 
 # ----------------------------------------------------------------------------------------------------------------- .npy

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sunspot.data.columns import Column
 from sunspot.data.packing import PackedSource, open_packed
 from sunspot.data.source import rows_in
+from sunspot.data.table import LISTS_AT_ONCE
 from sunspot.errors import DataError, SettingsError
 from sunspot.settings import Settings
 from tests.harness import REPOSITORY
@@ -62,6 +63,35 @@ def test_every_packed_value_is_in_exactly_one_row(
     chosen = np.array([source.row_groups[group] - 1, 0])
     for name, array in source.read(group, chosen).items():
         np.testing.assert_array_equal(array, source.read(group)[name][chosen])
+
+
+class CountingDecoder:
+    """A `decode` that returns lists of two values and counts its calls."""
+
+    thread_safe = True
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, value: int) -> list[int]:
+        self.calls.append(value)
+        return [value, -value]
+
+
+def test_only_the_lists_before_the_last_wanted_row_are_decoded(tmp_path: Path) -> None:
+    lists = 3 * LISTS_AT_ONCE
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": range(lists)}), path)
+    decode = CountingDecoder()
+    source, _ = open_packed(Settings(dataset=str(path)), {"x": Column("int64", decode=decode)}, length=4)
+    everything = source.read(0)["x"]
+    assert everything.tolist() == [[n, -n, n + 1, -n - 1] for n in range(0, lists, 2)]
+    for last, calls in ((1, LISTS_AT_ONCE), (LISTS_AT_ONCE // 2, 2 * LISTS_AT_ONCE), (lists // 2 - 1, lists)):
+        decode.calls.clear()
+        found = source.read(0, np.array([last, 0]))
+        assert found["x"].tolist() == everything[[last, 0]].tolist()
+        assert found["x_length"].tolist() == [4, 4]
+        assert len(decode.calls) == calls
 
 
 def test_columns_are_packed_at_the_same_positions(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ class CountingSource:
 
     row_groups: tuple[int, ...]
     reads: Counter[int] = field(default_factory=Counter)
+    fingerprint: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         if rows is None:
@@ -58,6 +61,50 @@ def test_workers_of_a_node_read_rows_once_into_shared_pages(shared: bool, monkey
     loaded[2][0]["label"][0] = 99
     changed = [int(batches[0]["label"][0]) == 99 for batches in loaded]
     assert changed == [shared, False, True, shared]
+
+
+def join(source: CountingSource, node: str) -> torch.Tensor:
+    """Return the labels that a worker loads alone, as a replacement does."""
+    [[rows]] = load_in_threads([source], [node])
+    return rows["label"]
+
+
+def test_a_worker_that_joins_a_node_maps_the_rows_that_are_in_memory_there() -> None:
+    source = CountingSource((5, 7))
+    loaded = load_in_threads([source], ["a", "a"])
+    assert join(source, "a").tolist() == list(range(12))
+    assert set(source.reads.values()) == {1}
+    assert join(source, "b").tolist() == list(range(12))
+    assert set(source.reads.values()) == {2}
+    join(source, "a")[3] = 99
+    assert [int(rows["label"][3]) for [rows] in loaded] == [99, 99]
+
+
+def test_rows_leave_memory_with_the_last_worker_that_maps_them() -> None:
+    source = CountingSource((5, 7))
+    first = load_in_threads([source], ["a"])
+    second = join(source, "a")
+    del first
+    third = join(source, "a")
+    assert set(source.reads.values()) == {1}
+    del second, third
+    join(source, "a")
+    assert set(source.reads.values()) == {2}
+
+
+def test_rows_are_not_mapped_before_they_are_complete() -> None:
+    source = CountingSource((5, 7))
+
+    def read(group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        if rows is None and group == 1:
+            joined.append(join(source, "a"))
+        return source.read(group, rows)
+
+    joined: list[torch.Tensor] = []
+    unfinished: Any = SimpleNamespace(row_groups=source.row_groups, fingerprint=source.fingerprint, read=read)
+    load_in_threads([unfinished], ["a"])
+    assert joined[0].tolist() == list(range(12))
+    assert set(source.reads.values()) == {2}
 
 
 def test_rows_that_do_not_fit_in_memory_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,22 @@ def test_a_killed_writers_unfinished_write_is_listed_and_discarded(storage: Stor
     assert storage.read("run/a") == b"whole"
 
 
+def test_map_parallel_raises_the_error_of_the_first_item() -> None:
+    both_started = threading.Barrier(2, timeout=60)
+
+    def fail(number: int) -> None:
+        both_started.wait()
+        if number == 0:
+            second_failed.wait(60)
+        else:
+            second_failed.set()
+        raise ValueError(number)
+
+    second_failed = threading.Event()
+    with pytest.raises(ValueError, match=r"^0$"):
+        map_parallel(fail, range(2))
+
+
 def test_map_parallel_keeps_the_order_and_stops_at_the_first_error() -> None:
     begun: list[int] = []
 

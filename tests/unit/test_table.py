@@ -6,6 +6,9 @@ import io
 import json
 import pickle
 import shutil
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 from sunspot.data.columns import Column
@@ -129,6 +133,46 @@ def test_encoded_images_are_scaled_to_one_size(tmp_path: Path, shape: tuple[int,
     assert (source.shape, source.classes, test) == (shape, 5, None)
     whole = Image.open(io.BytesIO(pictures[0])).convert("RGB" if shape[0] == 3 else "L")
     assert abs(float(np.asarray(whole).mean()) - float(found["image"][0].mean())) < 20
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Give this process two cores, which is the number of threads that torch uses."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class InPairs:
+    """A `decode` that returns only if another thread is decoding at the same time."""
+
+    thread_safe = True
+
+    def __init__(self) -> None:
+        self._both = threading.Barrier(2, timeout=60)
+
+    def __call__(self, value: int) -> int:
+        self._both.wait()
+        return -value
+
+
+def test_values_are_decoded_in_as_many_threads_as_the_process_has_cores(tmp_path: Path, two_threads: None) -> None:
+    found = read(tmp_path, list(range(100)), Column("int64", decode=InPairs()))
+    np.testing.assert_array_equal(found["x"], -np.arange(100))
+
+
+def test_a_function_without_thread_safe_decodes_one_value_at_a_time(tmp_path: Path, two_threads: None) -> None:
+    at_work = threading.Lock()
+
+    def decode(value: int) -> int:
+        assert at_work.acquire(blocking=False)
+        time.sleep(0.001)  # let other threads run
+        at_work.release()
+        return value
+
+    found = read(tmp_path, list(range(20)), Column("int64", decode=decode))
+    np.testing.assert_array_equal(found["x"], np.arange(20))
 
 
 def test_training_and_held_out_rows_have_the_same_columns(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ Transparency is dropped, 16-bit values keep their upper 8 bits, and grey images 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sunspot.data.images import decode_picture
+from sunspot.background import map_parallel
+from sunspot.data.images import Resized, Unscaled
 from sunspot.data.numeric import describe_inexact, find_inexact, read_numbers
 from sunspot.data.table_files import TableFile
 from sunspot.errors import DataError, shorten
@@ -75,7 +75,9 @@ class Column:
     cut: bool = False
     "True to truncate longer lists, which are rejected by default."
     decode: Callable[[Any], Any] | None = None
-    "A picklable function that converts a Python value (bytes, str or dict) to an array or nested lists."
+    """A picklable function that converts a Python value (bytes, str or dict) to an array or nested lists.
+
+    If it has a true attribute `thread_safe`, it runs in as many threads as the process has cores."""
     of: str = ""
     "The column's name in the files, if it is different there."
 
@@ -161,10 +163,14 @@ class Column:
     def read_lists(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> Lists:
         """Return the column's lists at full length. Raises `DataError` for invalid values."""
         if self.decode:
-            decoded = [self._decode(value, origin, index) for index, value in enumerate(values)]
-            for index, each in enumerate(decoded):
+
+            def decode(index: int) -> np.ndarray:
+                each = self._decode(values[index], origin, index)
                 if each.ndim != 1:
                     raise origin.error(index, f"was decoded to an array of shape {list(each.shape)}; it must be a list")
+                return each
+
+            decoded = map_parallel(decode, range(len(values)), self._decoding_threads)
             lengths = np.array([len(each) for each in decoded], np.int64)
             return Lists(np.concatenate([*decoded, np.empty(0, self.dtype)]), lengths)
         array = _without_nulls(values, origin)
@@ -199,14 +205,26 @@ class Column:
 
     def _decode_all(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> np.ndarray:
         found = np.empty((len(values), *self.shape), self.dtype)
-        for index, value in enumerate(values):
-            decoded = self._decode(value, origin, index)
+
+        def decode(index: int) -> None:
+            decoded = self._decode(values[index], origin, index)
             if decoded.shape != self.shape:
                 raise origin.error(
                     index, f"was decoded to an array of shape {list(decoded.shape)}; it must be {list(self.shape)}"
                 )
             found[index] = decoded
+
+        map_parallel(decode, range(len(values)), self._decoding_threads)
         return found
+
+    @property
+    def _decoding_threads(self) -> int:
+        """The number of threads that decode values: the cores of this worker or Ray Data task, or one."""
+        if not getattr(self.decode, "thread_safe", False):
+            return 1
+        from torch import get_num_threads  # torch is slow to import, and most columns do not need it
+
+        return get_num_threads()
 
     def _decode(self, value: pa.Scalar, origin: ColumnOrigin, index: int) -> np.ndarray:
         """Return the decoded value in the column's dtype."""
@@ -292,7 +310,7 @@ class ImageColumn(Column):
 
     def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
         if is_encoded(values.type):
-            decode = partial(decode_picture, shape=self.shape, scales=self.scales)
+            decode = Resized(self.shape) if self.scales else Unscaled(self.shape)
             return Column("uint8", self.shape, decode=decode).read(encoded(values), origin)
         images = Column("uint8", self.dims).read(values, origin)[""]
         _, axes = order_dims(self.dims, origin.file.path)

@@ -52,13 +52,14 @@ class PackedSource:
         return f"packed row {row} of the rows from {self.table.where(group, 0)}"
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        lists = self.table.read_lists(group)
+        chosen = np.arange(self.row_groups[group]) if rows is None else rows
+        end = int(chosen.max(initial=-1)) + 1
+        lists = self.table.read_lists(group, None if rows is None else end * self.length)
         lengths = next(iter(lists.values())).lengths
         used = int(lengths.sum())
         count = -(-used // self.length)
-        if count != self.row_groups[group]:
+        if count < end or (rows is None and count != end):
             raise DataError(f"{self.table.location} has changed since it was opened; restart the run")
-        chosen = np.arange(count) if rows is None else rows
         found: dict[str, np.ndarray] = {}
         for name, (values, _) in lists.items():
             column = self.table.columns[name]

@@ -1,5 +1,7 @@
 """Loads all rows of a dataset into memory that the workers of a node share. Each worker reads a part of the rows.
 
+A worker that joins others of its run on a node maps their rows instead of reading them again.
+
 If memory cannot be shared, for example in a sandbox that hides /proc, each worker loads all rows.
 """
 
@@ -13,12 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sunspot.data.fingerprint import digest
 from sunspot.data.source import Batch, Source, rows_in
 from sunspot.data.table_files import clear_file_cache
 from sunspot.errors import DataError
 from sunspot.formatting import as_bytes
 from sunspot.machine.cgroup import memory_left
-from sunspot.machine.shared_pages import Pages, map_pages
+from sunspot.machine.shared_pages import Pages, find_pages, map_pages
 
 ALIGNMENT = 64
 """Alignment of each column's first byte, in bytes."""
@@ -33,7 +36,7 @@ class LocalWorkers(NamedTuple):
     rank: int
     world_size: int
     node: str
-    "The node's name. Workers on the same node share memory."
+    "The name of the run's job and of the node. Workers with the same name share memory."
     gather: Callable[[Any], list[Any]]
     "A function that returns every worker's object, ordered by rank."
     finish: Callable[[Callable[[], None]], None]
@@ -62,12 +65,13 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
     """
     plans = [_plan_columns(source) for source in sources]
     size = sum(column.size for plan in plans for column in plan)
-    shared = _share_pages(size, workers)
+    name = digest(workers.node.encode(), sources[0].fingerprint.encode(), repr(plans).encode())
+    shared = _share_pages(size, f"sunspot-rows-{name}", workers)
     need = size
     if shared.pages is None:
         need = size * shared.workers
         shared = SharedPages(np.empty(size, np.uint8), number=0, workers=1)
-    workers.finish(lambda: _await_memory(need) if shared.number == 0 else None)
+    workers.finish(lambda: _await_memory(need) if shared.number == 0 and not shared.complete else None)
     pages = shared.pages
     assert pages is not None
     loaded = []
@@ -79,6 +83,8 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
         loaded.append(columns)
 
     def read() -> None:
+        if shared.complete:
+            return
         for source, columns in zip(sources, loaded, strict=True):
             ends = np.cumsum(source.row_groups)
             for group in range(shared.number, len(source.row_groups), shared.workers):
@@ -89,6 +95,9 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
                     columns[name][first : ends[group]] = values
 
     workers.finish(read)
+    if shared.file:
+        shared.file.complete()
+        shared.file.close()
     clear_file_cache()  # parsed text would double the memory usage
     return [{name: torch.from_numpy(values) for name, values in columns.items()} for columns in loaded]
 
@@ -109,19 +118,27 @@ class SharedPages(NamedTuple):
     "This worker's number among the workers of its node, from 0."
     workers: int
     "The number of workers on this node."
+    complete: bool = False
+    "True if the pages contain the rows already."
+    file: Pages | None = None
+    "The file with the pages, in the worker that created it."
 
 
-def _share_pages(size: int, workers: LocalWorkers) -> SharedPages:
+def _share_pages(size: int, name: str, workers: LocalWorkers) -> SharedPages:
     """Map pages that all workers of this node share. Pages use no memory until they are written."""
-    mine = Pages(size)
-    paths = [path for node, path in workers.gather((workers.node, mine.path)) if node == workers.node]
-    pages = None
+    found = find_pages(name, size)
+    mine = Pages(size, name)
+    everyone = workers.gather((workers.node, mine.path, found is not None))
+    paths = [path for node, path, _ in everyone if node == workers.node]
+    number = paths.index(mine.path)
+    complete = all(found_here for node, _, found_here in everyone if node == workers.node)
+    pages = found if complete else None
     with contextlib.suppress(OSError):
-        pages = map_pages(paths[0], size, shared=True).numpy()
+        pages = pages if complete else map_pages(paths[0], size, shared=True)
     answers = workers.gather((workers.node, pages is not None))
-    mine.close()
-    all_mapped = all(mapped for node, mapped in answers if node == workers.node)
-    return SharedPages(pages if all_mapped else None, paths.index(mine.path), len(paths))
+    if pages is None or not all(mapped for node, mapped in answers if node == workers.node):
+        return SharedPages(None, number, len(paths))
+    return SharedPages(pages.numpy(), number, len(paths), complete, None if number or complete else mine)
 
 
 def _await_memory(size: int) -> None:

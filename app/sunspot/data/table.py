@@ -29,6 +29,7 @@ from sunspot.data.dataset_files import (
     read_range,
 )
 from sunspot.data.fingerprint import digest, sample_ranges
+from sunspot.data.images import SCALING
 from sunspot.data.labels import (
     LABEL,
     NO_LABELS,
@@ -57,6 +58,9 @@ PICTURE_DECODING = b"upright"
 
 FILES_AT_ONCE = 8
 """Number of files that are read concurrently when a dataset is opened."""
+
+LISTS_AT_ONCE = 1024
+"""Number of lists of a row group that are converted together."""
 
 MAX_NAMED_COLUMNS = 10
 """Largest number of columns that a message lists."""
@@ -141,13 +145,31 @@ class TableSource:
             found |= {name + suffix: array for suffix, array in self.columns[name].read(values, origin).items()}
         return found
 
-    def read_lists(self, group: int) -> dict[str, Lists]:
-        """Return the complete lists of a row group, keyed by column.
+    def read_lists(self, group: int, enough: int | None = None) -> dict[str, Lists]:
+        """Return the complete lists of a row group, keyed by column, or only its first lists with `enough` values.
 
         Raises whatever `read` raises, and `DataError` if the lists of a row have different lengths.
         """
+        columns = self._read_columns(group, None)
+        parts = []
+        found = 0
+        for first in range(0, self.groups[group].rows, LISTS_AT_ONCE):
+            some = slice(first, first + LISTS_AT_ONCE)
+            part = self._convert_lists(
+                [(name, values[some], origin._replace(rows=origin.rows[some])) for name, values, origin in columns]
+            )
+            parts.append(part)
+            found += int(next(iter(part.values())).lengths.sum())
+            if enough is not None and found >= enough:
+                break
+        return {
+            name: Lists(*map(np.concatenate, zip(*(part[name] for part in parts), strict=True)))
+            for name in self.columns
+        }
+
+    def _convert_lists(self, columns: list[tuple[str, pa.ChunkedArray, ColumnOrigin]]) -> dict[str, Lists]:
         found: dict[str, Lists] = {}
-        for name, values, origin in self._read_columns(group, None):
+        for name, values, origin in columns:
             found[name] = self.columns[name].read_lists(values, origin)
             first = next(iter(found))
             differs = found[name].lengths != found[first].lengths
@@ -333,8 +355,11 @@ def _check_file(path: str, columns: dict[str, Column], model: ModelData | None) 
                 cells = file.read([fields[name].name])[0]
                 column.read(cells, ColumnOrigin(name, file, np.arange(len(cells))))
         parts = [(labels or NO_LABELS).digest.encode(), json.dumps(file.identity).encode()]
-        if any(isinstance(columns[name], ImageColumn) and is_encoded(field.type) for name, field in fields.items()):
+        images = [columns[name] for name, field in fields.items() if is_encoded(field.type)]
+        if any(isinstance(image, ImageColumn) for image in images):
             parts.append(PICTURE_DECODING)
+        if any(isinstance(image, ImageColumn) and image.scales for image in images):
+            parts.append(SCALING.encode())
         return _FileSummary(file.groups, file.size, digest(*parts), labels, file.notes)
 
 

@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from sunspot.errors import DataError, shorten
 from sunspot.extras import how_to_install
@@ -17,6 +17,7 @@ class Tokenizer:
     "The content of tokenizer.json."
     end: int | None = None
     "The token ID appended to each text, if any."
+    thread_safe: ClassVar[bool] = True
 
     @cached_property
     def fingerprint(self) -> str:
@@ -26,7 +27,8 @@ class Tokenizer:
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
             raise DataError(f"has type {type(text).__name__}, but the tokenizer needs text")
-        ids: list[int] = load_tokenizer(self.content).encode(text).ids
+        [encoding] = load_tokenizer(self.content).encode_batch_fast([text])  # `encode` also locates tokens in the text
+        ids: list[int] = encoding.ids
         return ids if self.end is None else [*ids, self.end]
 
 

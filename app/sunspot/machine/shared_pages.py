@@ -1,10 +1,13 @@
 """Shares memory between processes. One process on a machine fills it, and the others map it instead of copying it."""
 
+import fcntl
+import glob
 import mmap
 import os
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -16,11 +19,14 @@ class Pages:
     memory is freed when this object is closed or garbage-collected and no process maps the file any longer.
     """
 
-    def __init__(self, size: int = 0) -> None:
-        """Create a file of `size` bytes, to which `write` appends. The bytes use no memory until they are accessed."""
+    def __init__(self, size: int = 0, name: str = "sunspot") -> None:
+        """Create a file of `size` bytes, to which `write` appends. The bytes use no memory until they are accessed.
+
+        If `name` is unique, other processes can find the file once it is `complete`.
+        """
         self.close: Callable[[], object]
         try:
-            self._descriptor = os.memfd_create("sunspot")
+            self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
             self.close = weakref.finalize(self, os.close, self._descriptor)
         except (AttributeError, OSError):
@@ -33,6 +39,28 @@ class Pages:
         view = memoryview(data)
         while view:
             view = view[os.write(self._descriptor, view) :]
+
+    def complete(self) -> None:
+        """Declare that the file has its content, so that `find_pages` returns it as long as any process maps it."""
+        with suppress(AttributeError, OSError):  # temporary files, and systems other than Linux, have no seals
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+
+
+def find_pages(name: str, size: int) -> torch.Tensor | None:
+    """Map the pages that another process of this user has completed and still maps, or return None.
+
+    The descriptor of a mapped file stays open in the process that maps it, where Linux shows its name.
+    """
+    for path in glob.iglob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.readlink(path) == f"/memfd:{name} (deleted)" and _is_complete(path):
+                return map_pages(path, size, shared=True)
+    return None
+
+
+def _is_complete(path: str) -> bool:
+    with open(path, "rb") as file:
+        return bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW)
 
 
 def map_pages(path: str, size: int, shared: bool = False) -> torch.Tensor:

@@ -342,10 +342,11 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
     device = place.device
     if plan.settings.loader == "ray":
         return RayLoader(plan.steps, place.world_size, place.rank, device, plan.test is not None)
+    context = ray.get_runtime_context()
     workers = LocalWorkers(
         rank=place.rank,
         world_size=place.world_size,
-        node=ray.get_runtime_context().get_node_id(),
+        node=f"{context.get_job_id()} on {context.get_node_id()}",
         gather=lambda mine: gather_objects(mine, place.group),
         finish=lambda act: run_on_all_ranks(place.group, act),
     )
