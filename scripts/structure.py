@@ -3,7 +3,8 @@
 A function takes at most MAX_ARGUMENTS besides `self`. A constructor takes at most MAX_FIELDS, and a mutable dataclass
 has at most MAX_FIELDS. A longer list means that an object is missing. A frozen dataclass may have any number of fields.
 
-Each package has a budget of lines. A decision record in docs/decisions/ gives the reason for each increase.
+Each package has a budget of lines of code. Blank lines, comments and docstrings do not count, so that nobody shortens
+them to stay within the budget. A decision record in docs/decisions/ gives the reason for each increase.
 
 Two modules may only have the same name if they have the same subject: as a record in `run`, as a part of the page in
 `report`, or as a subcommand in `submitter/commands`.
@@ -26,35 +27,35 @@ ALLOWED = {
 """Lists that are longer than allowed. Shorten them, and remove them here."""
 
 BUDGETS = {
-    ".": 1830,
-    "adapters": 1190,
-    "baseline": 140,
-    "checkpoint": 3620,
-    "data": 5120,
-    "elastic": 3740,
-    "machine": 390,
-    "observe": 690,
-    "parallel": 1060,
-    "predict": 1190,
-    "ray_internals": 780,
-    "ray_session": 280,
-    "report": 1890,
-    "run": 4860,
-    "settings": 1050,
-    "storage": 2420,
-    "submitter": 1420,
-    "submitter/cluster": 3990,
-    "submitter/commands": 2000,
-    "submitter/doctor": 2090,
-    "submitter/manifest": 2420,
-    "tasks": 1690,
-    "templates": 140,
-    "tracking": 1020,
-    "train": 5560,
-    "tune": 790,
-    "ui": 1210,
+    ".": 1170,
+    "adapters": 780,
+    "baseline": 90,
+    "checkpoint": 2350,
+    "data": 3360,
+    "elastic": 2390,
+    "machine": 230,
+    "observe": 440,
+    "parallel": 630,
+    "predict": 830,
+    "ray_internals": 410,
+    "ray_session": 180,
+    "report": 1340,
+    "run": 2880,
+    "settings": 650,
+    "storage": 1630,
+    "submitter": 940,
+    "submitter/cluster": 2790,
+    "submitter/commands": 1550,
+    "submitter/doctor": 1560,
+    "submitter/manifest": 1680,
+    "tasks": 1040,
+    "templates": 90,
+    "tracking": 700,
+    "train": 3850,
+    "tune": 560,
+    "ui": 850,
 }
-"""The most lines that each package of `sunspot` may have. The modules directly in `sunspot` count as `.`."""
+"""The most lines of code that each package of `sunspot` may have. The modules directly in `sunspot` count as `.`."""
 
 SAME_SUBJECT = ("run/", "report/", "submitter/commands/", "submitter/commands/checkpoints/")
 
@@ -80,7 +81,7 @@ def main() -> int:
     faults += [f"{name}.py: {', '.join(places)}" for name, places in repeated.items() if name not in REPEATED]
     sizes = count_lines(root / "app/sunspot")
     faults += [
-        f"{name}: has {size} lines, and its budget is {BUDGETS.get(name, 0)}"
+        f"{name}: has {size} lines of code, and its budget is {BUDGETS.get(name, 0)}"
         for name, size in sizes.items()
         if size > BUDGETS.get(name, 0)
     ]
@@ -126,14 +127,29 @@ def count_fields(node: ast.ClassDef) -> int:
 
 
 def count_lines(package: Path) -> dict[str, int]:
-    """Return the number of lines of each package directly in `package`, and of each package of the submitter."""
+    """Return the lines of code in each package directly in `package`, and in each package of the submitter."""
     sizes = defaultdict[str, int](int)
     for file in package.rglob("*.py"):
         folder = file.relative_to(package).parent
-        sizes["/".join(folder.parts[: 2 if folder.parts[:1] == ("submitter",) else 1]) or "."] += len(
-            file.read_text().splitlines()
+        sizes["/".join(folder.parts[: 2 if folder.parts[:1] == ("submitter",) else 1]) or "."] += count_code(
+            file.read_text()
         )
     return dict(sorted(sizes.items()))
+
+
+def count_code(source: str) -> int:
+    """Return the number of lines that are not blank, not only a comment, and not part of a docstring.
+
+    A string that stands alone, such as the description of a field, counts as a docstring.
+    """
+    prose = {
+        number
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = enumerate(source.splitlines(), 1)
+    return sum(number not in prose and not line.lstrip().startswith("#") and line.strip() != "" for number, line in lines)
 
 
 def find_repeated(package: Path) -> dict[str, list[str]]:

@@ -102,7 +102,7 @@ class Background:
         self._thread.join(max(0.0, min(now, self._began) + CLOSE_TIMEOUT_S - now))
 
     def run_now(self) -> None:
-        """Run the tasks immediately instead of at the end of the interval."""
+        """Run the tasks now, without waiting for the end of the interval."""
         self._due.set()
 
     def _work(self) -> None:
@@ -131,10 +131,10 @@ class Background:
 
 
 class Timer:
-    """A timer that is due once per interval."""
+    """A timer that is due at the end of each interval."""
 
     def __init__(self, since: float | None = None) -> None:
-        """Begin the first interval at `since` (seconds of the monotonic clock), or now."""
+        """Begin the first interval at `since`, in seconds of the monotonic clock. The default is now."""
         self._last = time.monotonic() if since is None else since
 
     def due(self, every_s: float) -> bool:

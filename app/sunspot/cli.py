@@ -1,7 +1,8 @@
 """The `sunspot` command: its subcommands and their common options.
 
-`sunspot NAME` is `submitter/commands/NAME.py`: `add_arguments` declares its arguments, and `run` runs it. The module is
-imported only when the subcommand is used, which keeps `--help` and usage errors fast.
+The module `submitter/commands/NAME.py` implements `sunspot NAME`. Its `add_arguments` declares the arguments, and its
+`run` runs the subcommand. The module is imported only when the subcommand is used, which keeps `--help` and usage
+errors fast.
 """
 
 import functools

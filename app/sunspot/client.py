@@ -1,4 +1,4 @@
-"""Python API for runs: train or submit a run, follow it, read its files, predict with its model, and delete it."""
+"""The Python API. It can train or submit a run, follow it, read its files, predict with its model, and delete it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 def train(name: str, settings: Mapping[str, Any] | None = None, *, storage: str | None = None) -> Run:
     """Train the run on this machine from its newest state, like `python -m sunspot.train`, and return when it ends.
 
-    `settings` are as for `submit`, and take precedence over the environment. An open Ray session is used. Raises the
+    `settings` have the same form as in `submit`, and take precedence over the environment. An open Ray session is
+    used. Raises the
     error that ended the run, or `SettingsError` if the extra `train` is not installed.
     """
     wanted = load_settings(with_place(_to_texts(settings), name, storage))
@@ -79,10 +80,10 @@ def submit(
 ) -> Run:
     """Start the run on the cluster, after the checks of `sunspot submit`, and return without waiting for it.
 
-    `settings` have names with or without the prefix, and strings, numbers, booleans or dictionaries as values. `code`
-    is the folder of your own code, which is uploaded. If the run is already live with the same settings, the returned
-    `Run` follows it. A finished run is not started again. With `take_over`, a run that is live elsewhere, for example
-    in another cluster, is taken over.
+    The names in `settings` may have the prefix. The values are strings, numbers, booleans or dictionaries. `code` is
+    the folder of your own code, which is uploaded. If the run is already live with the same settings, a `Run` for the
+    live run is returned. A finished run is not started again. With `take_over`, a run that is live elsewhere, for
+    example in another cluster, is taken over.
 
     Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` if the run is live with other settings or
     elsewhere. After an error, nothing has changed.
@@ -101,7 +102,7 @@ def _to_texts(settings: Mapping[str, Any] | None) -> dict[str, str]:
 
 @contextmanager
 def _extra_required(what: str) -> Iterator[None]:
-    """Raise `SettingsError` with the fix if an import in the context fails because the extra `train` is missing."""
+    """Raise `SettingsError` with the fix if an import inside the context fails because the extra `train` is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -111,8 +112,8 @@ def _extra_required(what: str) -> Iterator[None]:
 class Run:
     """A run, identified by its name and its storage location, which defaults to SUNSPOT_STORAGE_PATH.
 
-    If neither is given, the run is read from the bucket that its RayJob names, but `stop`, `resume` and `delete` raise
-    an error. Every method reads the run again. All methods raise `NotFoundError` if the run does not exist, and
+    Without either, the run is read from the bucket that its RayJob names, but `stop`, `resume` and `delete` raise an
+    error. Every method reads the run again. All methods raise `NotFoundError` if the run does not exist, and
     `StorageError` if storage cannot be reached.
     """
 
@@ -137,7 +138,7 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Return the run's status from the cluster and storage, in the format of `sunspot status --json`.
 
-        If only the cluster or only storage answers, the status is based on that one.
+        If only one of the cluster and storage answers, the status is based on its answer.
         """
         access = reach_run(self._target)
         return make_status_record(access, *read_run(access)).document()
@@ -152,7 +153,7 @@ class Run:
         return wait_for_end(access, timeout, ProgressLines(access.run)).value
 
     def stop(self, timeout: float = 600) -> None:
-        """Let the run save and end, and remove its Ray cluster. `submit` continues the run.
+        """Ask the run to save and end, and remove its Ray cluster. `submit` continues the run.
 
         Raises `GaveUpError` if the run has not ended after `timeout` seconds.
         """
@@ -160,8 +161,10 @@ class Run:
         print_state(access.run, *stop_run(access, timeout), as_json=False)
 
     def resume(self) -> None:
-        """Continue a stopped run. A submitted run starts again; a run on this machine can be passed to `train`
-        again."""
+        """Allow a stopped run to continue.
+
+        A submitted run starts again. Call `train` again for a run on this machine.
+        """
         access = reach_run(self._target, changed_by="resume")
         submission = resume_run(access, access.observe_existing())
         if submission:
@@ -185,7 +188,7 @@ class Run:
         return examine(reach_run(self._target)).record()
 
     def metrics(self) -> pyarrow.Table:
-        """Return the metric history, oldest first, with each rank's numbers (`ranks`) as lists of structs.
+        """Return the metric history, oldest record first. The column `ranks` has each rank's numbers.
 
         `.to_pylist()` turns it into a list of dictionaries. `.to_pandas()` turns it into a DataFrame if pandas is
         installed, for example with the extra `train`.
@@ -197,7 +200,10 @@ class Run:
         return read_events(self._stored())
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """Verify the run's checkpoints and return them by step, in the format of `sunspot checkpoints ls --json`."""
+        """Verify the run's checkpoints.
+
+        Return them sorted by step, in the format of `sunspot checkpoints ls --json`.
+        """
         return list_checkpoints(self._stored()).records()
 
     def audit(self) -> list[dict[str, int]]:

@@ -1,7 +1,8 @@
-"""Brings your own code to a cluster without an image. Each node unpacks an archive and puts it first on `sys.path`.
+"""Brings your own code to a cluster without building an image. Each node unpacks an archive and puts it first on
+`sys.path`.
 
 `sunspot submit --code` makes the archive (sunspot/submitter/code_files.py). SUNSPOT_CODE contains its URL and SHA-256,
-so a run trains with exactly this code or not at all. The archive is an uncompressed tar file, because compressed bytes
+so a run trains with exactly this code, or fails. The archive is an uncompressed tar file, because compressed bytes
 depend on the version of zlib. It contains only files and folders.
 """
 
@@ -45,20 +46,20 @@ SETUP_HOOK = f"{__name__}.set_up_process"
 
 
 def code_in(text: str) -> str:
-    """Return the hash contained in CODE, or an empty string if it has none (for example, if it is a folder)."""
+    """Return the hash in CODE, or an empty string if CODE contains no hash (for example, because it is a folder)."""
     found = re.fullmatch(r".+@sha256:([0-9a-f]{64})", text)
     return found[1] if found else ""
 
 
 def enter_code(reference: str) -> None:
-    """Put the code first on this process's path, and change to its folder so that a task's relative paths are found."""
+    """Put the code first on this process's path, and change to its folder, so that a task's relative paths work."""
     folder = find_code(reference)
     if folder:
         os.chdir(folder)
 
 
 def set_up_process() -> None:
-    """Put the code in the environment's CODE first on this process's path, or log a warning if that fails.
+    """Put the code that SUNSPOT_CODE names first on this process's path. Log a warning if that fails.
 
     Ray would keep restarting a process that fails here, so the worker raises the error later (train/joining.py).
     """

@@ -37,7 +37,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog, description=description, allow_abbrev=False, **options)
 
     def add_verbs(self, other_verbs: Mapping[str, str]) -> Any:
-        """Make this the parser of a group, and return the action to which its subcommands are added."""
+        """Turn this into the parser of a command group, and return the action to which subcommands are added."""
         self.other_verbs = other_verbs
         self.verbs = self.add_subparsers(title="commands", metavar="COMMAND", required=True)
         return self.verbs
@@ -49,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
             self.deferred = None
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse the words. An unknown word ends the process with exit code 2."""
+        """Parse the words of a command line. An unknown word ends the process with exit code 2."""
         words = list(sys.argv[1:] if args is None else args)
         self.add_deferred_arguments()
         if self.verbs:

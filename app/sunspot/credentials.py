@@ -1,4 +1,4 @@
-"""Recognizes credentials by their form and by the names of their arguments, like secret scanners do."""
+"""Recognizes credentials by their form and by the names of their arguments, like secret scanners."""
 
 import math
 import re
@@ -117,7 +117,10 @@ def is_credential(name: str, value: str) -> bool:
 
 
 def find_credential(text: str) -> FoundCredential | None:
-    """Return the first credential of a known form in a text. Made-up credentials and marked lines are ignored."""
+    """Return the first credential of a known form in a text.
+
+    Credentials that look like placeholders, and lines that are marked as safe, are ignored.
+    """
     found = [match for form in FORMS if form.marker in text for match in _matches(form, text)]
     if not found:
         return None

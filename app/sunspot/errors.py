@@ -1,4 +1,4 @@
-"""Defines the errors that a user can see and their exit codes, and turns an error into the end of a process."""
+"""Defines the errors that users can see, and their exit codes. Ends a process with the exit code of its error."""
 
 import contextlib
 import os
@@ -148,7 +148,7 @@ class EndAtOnceError(KeyboardInterrupt):
 
 
 def find_in(error: BaseException) -> SunspotError | None:
-    """Return `error` if it is a `SunspotError`, or the `SunspotError` quoted in its text, or None if there is neither.
+    """Return `error` if it is a `SunspotError`, or else the `SunspotError` that its text quotes, or None.
 
     Ray only keeps the text of an error that a task raises.
     """
@@ -167,7 +167,7 @@ def error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def by_name(name: str) -> type[SunspotError]:
-    """Return the error class of this name, which another process sent, or `SunspotError` if the name is unknown."""
+    """Return the error class with this name, which another process has sent. Unknown names give `SunspotError`."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, SunspotError) else SunspotError
 
@@ -186,7 +186,7 @@ def without_secrets(text: str) -> str:
 
 
 def _secrets() -> list[str]:
-    """Return every credential in the environment, in each form in which an error can quote it, longest first."""
+    """Return every credential in the environment, longest first, in each form in which an error can quote it."""
     found = set()
     for name, value in os.environ.items():
         if CREDENTIAL.search(name.upper()):

@@ -15,8 +15,8 @@ encoded. Tabs, line ends, and the joiners that Persian and emoji need do not mat
 
 
 def visible(text: str) -> str:
-    """Return text that is safe to print on a terminal: without colours, and with UNPRINTABLE as escapes such as
-    `\\x1b`."""
+    """Return text that is safe to print on a terminal. Colours are removed, and UNPRINTABLE characters become escapes
+    such as `\\x1b`."""
     plain = COLOUR.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), plain)
 
@@ -32,7 +32,7 @@ def brief(text: str, most: int = 60) -> str:
 
 
 def some_of(names: Sequence[str], most: int = 10) -> str:
-    """Return a list of names for a message: the first `most`, and the number of the others."""
+    """Return a list of names for a message, with the first `most` names and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(brief(name) for name in names[:most]) + more
 
@@ -53,7 +53,7 @@ def as_time(moment: float) -> str:
 
 
 def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
-    """Return an amount of data for people, in bytes or the largest suitable unit of the decimal `units`."""
+    """Return an amount of data for people, in bytes or in the largest suitable unit of the decimal `units`."""
     if size < 1000:
         return f"{size:.0f} bytes"
     number, power = size / 1000, 0

@@ -1,7 +1,7 @@
 """Handles Sunspot's log records. All modules log to children of the logger `sunspot`.
 
-A process started by an entry point prints its records, and a worker also sends its warnings to the driver. Importing
-Sunspot as a library installs no handler, so the importing program decides what happens to the records.
+A process that an entry point started prints its records. A worker also sends its warnings to the driver. If a program
+imports Sunspot as a library, no handler is installed, so the program decides what happens to the records.
 """
 
 import logging
@@ -39,14 +39,14 @@ def sent_warnings(send: Callable[[str], object]) -> Iterator[None]:
 
 
 def warn_once(log: logging.Logger, text: str) -> None:
-    """Log a warning only the first time, because callers can meet the same problem every few seconds."""
+    """Log a warning only the first time. Callers can meet the same problem every few seconds."""
     if (log.name, text) not in WARNED:
         WARNED.add((log.name, text))
         log.warning("%s", text)
 
 
 class _Printer(logging.Handler):
-    """Prints records on a standard stream, which is replaced while a run copies its output to storage."""
+    """Prints records on the current standard stream, which a run replaces to copy its output to storage."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(logging.INFO)

@@ -31,7 +31,9 @@ MAX_LENGTH = 200
 
 
 def refuse_names(names: Iterable[object], who: str) -> None:
-    """Raise `SettingsError` if one of the names is not allowed for a task's metric. `who` begins the message."""
+    """Raise `SettingsError` if one of the names is not allowed for a task's metric.
+
+    `who` is the start of the message, such as "self.log('x') records"."""
     for name in names:
         fault = find_fault(name)
         if fault:

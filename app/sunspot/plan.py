@@ -1,4 +1,4 @@
-"""Plans a run before it starts: its data, steps and resources, with a reason for each value that it chooses."""
+"""Plans a run's data, steps and resources before it starts, with a reason for each value that it chooses."""
 
 import json
 import math
@@ -41,7 +41,7 @@ class Plan:
 
     @cached_property
     def pass_limit(self) -> int:
-        """Maximum number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share when all workers train.
+        """Maximum number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share if all workers train.
 
         After the loss of a worker, the others get larger shares but need no more memory, because they accumulate
         gradients.
@@ -59,8 +59,9 @@ class Plan:
 
     @property
     def pass_rows(self) -> int:
-        """Number of rows in every forward pass if COMPILE is on, for any number of workers, or 0 if passes vary in
-        size."""
+        """Number of rows in every forward pass if COMPILE is on, regardless of the number of workers.
+
+        0 if the passes vary in size."""
         return 0 if self.settings.compile == "off" else self.pass_limit
 
     def find_order(self) -> str:
@@ -81,9 +82,9 @@ class Resources:
 
 
 def make_plan(settings: Settings, task: Task) -> Plan:
-    """Return the plan of a run with this task, from its settings and the size of its data.
+    """Return the plan of a run with this task and these settings. Reads the size of the data.
 
-    Raises `DataError` if the data are not sufficient for training, and `SettingsError` if a setting does not fit them.
+    Raises `DataError` if there are too few data for training, and `SettingsError` if a setting does not fit the data.
     """
     source, test = open_rows_of_task(settings, task)
     unrated = task.train is not None and task.loss is None
@@ -150,7 +151,7 @@ def describe_batch(steps: Steps) -> str:
 
 
 def describe_ways_to_evaluate(task: Task) -> str:
-    """Return a description of the ways in which a run of this task can get held-out rows."""
+    """Return a description of how a run of this task can get held-out rows."""
     own = "return train and test from build_dataset"
     share = "hold out a tenth of the rows with SUNSPOT_TEST_SHARE=0.1"
     if "test_share" in task.unread:
@@ -169,7 +170,10 @@ def describe_share(settings: Settings, test: Source) -> str:
 
 
 def describe_classes(source: Source) -> str:
-    """Return a description of the classes: their number and names, and how many have rows if some have none."""
+    """Return a description of the classes with their number and names.
+
+    It also says how many have rows, unless all have.
+    """
     classes, names = source.classes, ModelData.of(source).class_names
     if not classes:
         return "no classes"
@@ -180,7 +184,7 @@ def describe_classes(source: Source) -> str:
 
 
 def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) -> Resources:
-    """Choose the resources of one worker in a cluster with these Ray resources and this number of nodes.
+    """Choose the resources of one worker, given the cluster's Ray resources and its number of nodes.
 
     Raises `SettingsError` if RESOURCES_PER_WORKER leaves no core for LOADER=ray.
     """

@@ -14,7 +14,7 @@ PATH = "PYTHONPATH"
 
 
 def find_module(path: str) -> tuple[str, str]:
-    """Return the name of a file's module and the folder to import it from, which is empty for the working directory.
+    """Return a file's module name, and the folder to import it from. The folder is empty for the working directory.
 
     The name includes the file's package, if any. Raises `SettingsError` if the file does not exist, or if an import
     would not find it.
@@ -42,7 +42,7 @@ def find_module(path: str) -> tuple[str, str]:
 
 
 def extend_path(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return PYTHONPATH with `folder` before the others in `environment`, as a dictionary to update it with.
+    """Return an update for `environment` that puts `folder` first in its PYTHONPATH.
 
     The dictionary is empty if `folder` is empty.
     """
@@ -51,6 +51,6 @@ def extend_path(environment: Mapping[str, str], folder: str) -> dict[str, str]:
 
 
 def import_as_module_run(environment: Mapping[str, str]) -> None:
-    """Extend `sys.path` like `python -m` would: by the working directory and the environment's PYTHONPATH."""
+    """Extend `sys.path` by the working directory and the environment's PYTHONPATH, like `python -m`."""
     places = ["", *filter(None, environment.get(PATH, "").split(os.pathsep))]
     sys.path[:0] = [place for place in places if place not in sys.path]

@@ -291,7 +291,7 @@ def test_a_run_starts_even_if_a_listed_node_is_gone(
         node.lose()
         assert node.node_id not in {one["NodeID"] for one in reachable_nodes(nodes)}
         probe_all_nodes(str(tmp_path), "run", nodes)
-        assert f"1 node did not answer when asked about the storage: {node.node_id[:12]}: " in capsys.readouterr().out
+        assert f"1 node did not answer when asked about the storage: {node.node_id[:12]} (" in capsys.readouterr().out
 
 
 def test_a_notice_before_the_first_step_is_not_lost(ray_address: str) -> None:

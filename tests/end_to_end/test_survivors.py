@@ -59,7 +59,7 @@ def test_the_other_workers_keep_training_and_a_killed_worker_is_replaced(
 
 
 @pytest.mark.slow
-def test_a_paused_worker_without_others_keeps_its_process(
+def test_a_worker_alone_in_its_group_keeps_its_process_after_a_pause(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     """The driver presumes the worker lost, but no collective fails in a group of one, so the worker does not notice."""
@@ -80,7 +80,7 @@ def test_a_paused_worker_without_others_keeps_its_process(
 
 
 @pytest.mark.slow
-def test_a_prepared_replacement_forms_a_group_with_a_later_one(
+def test_two_replacements_form_a_group_even_if_one_comes_later(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
 ) -> None:
     """All workers that trained are gone by then. Only the first replacement has prepared itself."""

@@ -96,7 +96,7 @@ def test_forward_passes_use_the_runs_precision(classifier: Classifier, finished_
     assert (probabilities != in_fp32.numpy()).any()
 
 
-def test_an_image_a_batch_a_tensor_and_files_give_the_same_predictions(
+def test_predictions_do_not_depend_on_the_form_of_the_images(
     classifier: Classifier, finished_run: FinishedRun, tmp_path: Path
 ) -> None:
     images = finished_run.rows()["image"][:3]
@@ -162,7 +162,9 @@ def test_files_without_suitable_images_are_rejected(classifier: Classifier, tmp_
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_checkpoint_is_chosen_by_newest_best_name_or_directory(copied_run: FinishedRun, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_chosen_as_newest_best_by_name_or_by_directory(
+    copied_run: FinishedRun, tmp_path: Path
+) -> None:
     newest = copied_run.newest
     names = {path.name for path in copied_run.directory(newest).parent.iterdir()}
     older = min(names - {newest.name})
@@ -228,7 +230,7 @@ def test_the_error_for_a_task_without_predict_includes_its_name(copied_run: Fini
         Classifier("run", newest.name, copied_run.storage, task="tests.tasks.batch_norm")
 
 
-def test_requiring_a_missing_gpu_fails_at_once(finished_run: FinishedRun) -> None:
+def test_a_missing_gpu_that_is_required_is_reported_at_once(finished_run: FinishedRun) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     with pytest.raises(SettingsError, match="USE_GPU=true"):

@@ -86,7 +86,7 @@ def test_a_checkpoint_holds_only_the_adapter(adapters: Path, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", ["two", "fsdp"])
-def test_the_model_of_a_checkpoint_answers(adapters: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoints_model_generates_text(adapters: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = f"sunspot.predict {name} --storage {adapters} --prompt The --prompt if --tokens 4".split()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [*arguments, "--json"])

@@ -151,7 +151,7 @@ def test_schedules_resume_at_the_step_of_the_checkpoint(step: int, source: Empty
     assert groups[0]["betas"][0] != 0.5, "OneCycleLR changes this option, too"
 
 
-def test_a_module_has_the_same_rates_as_in_lightning_itself() -> None:
+def test_learning_rates_equal_those_in_lightning_itself() -> None:
     """A run can resume at any step. An epoch's ten steps are not a multiple of a scheduler's frequency."""
     import lightning
 
@@ -201,11 +201,13 @@ def test_an_optimizer_that_counts_in_its_groups_continues_counting(source: Empty
 @pytest.mark.parametrize(
     ("task", "package", "extra"), [("lightning_mnist", "lightning", "lightning"), ("finetune", "huggingface_hub", "hf")]
 )
-def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_reported_by_name(
+    task: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in (task, "pretrained"):
         monkeypatch.delitem(sys.modules, f"sunspot.tasks.{name}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(SettingsError, match=rf"{task}: cannot be imported.*; add EXTRAS={extra} to"):
+    with pytest.raises(SettingsError, match=rf"{task} cannot be imported.*; add EXTRAS={extra} to"):
         load_task(load_settings({"TASK": f"sunspot.tasks.{task}"}))
 
 
@@ -219,13 +221,13 @@ def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypat
         ("NoOptimizer", "did not return an optimizer for the module's parameters"),
         ("TwoOptimizers", "configure_optimizers.*multiple optimizers"),
         ("Plateau", "ReduceLROnPlateau"),
-        ("Whole", "loss is a NoneType; return the mean loss"),
-        ("ManyLosses", r"loss is a Tensor of shape \[2, 1\]; return the mean loss"),
+        ("Whole", "loss is a NoneType; return the batch's mean loss"),
+        ("ManyLosses", r"loss is a Tensor of shape \[2, 1\]; return the batch's mean loss"),
         ("LogsRows", "every record of the metric history has its own rows"),
         ("LogsMany", "log one number per batch"),
     ],
 )
-def test_an_untrainable_module_is_named(name: str, message: str, source: EmptySource) -> None:
+def test_a_module_that_cannot_be_trained_is_reported(name: str, message: str, source: EmptySource) -> None:
     # Imported by the tests that use it, because Lightning takes seconds, and collecting tests imports every file.
     from sunspot.adapters.lightning import LightningTask
     from tests.tasks import spoiled_lightning
@@ -254,7 +256,7 @@ def log_value(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return LogCapture()
 
 
-def test_lightnings_log_rejects_a_reserved_name(log_value: Callable[..., Any]) -> None:
+def test_self_log_rejects_a_reserved_name(log_value: Callable[..., Any]) -> None:
     for name in ("train_step", "rows", "val_time", "learning_rate", ""):
         with pytest.raises(SettingsError, match=rf"self.log\('{name}'\) records a metric with the name"):
             log_value(name, 1.0)

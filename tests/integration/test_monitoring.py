@@ -120,7 +120,7 @@ def groups() -> Iterator[dict[str, Any]]:
         yield from (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
 
 
-def test_the_pod_monitor_finds_every_pod() -> None:
+def test_the_pod_monitor_selects_every_pod() -> None:
     monitor = load("podmonitor.yaml")
     assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
     assert set(monitor["spec"]) == {"selector", "podMetricsEndpoints"}
@@ -166,7 +166,7 @@ def test_prometheus_is_allowed_to_scrape_every_pod() -> None:
         assert [str(port["port"]) for port in rule["ports"]] == [group["rayStartParams"]["metrics-export-port"]]
 
 
-def test_relabelling_keeps_the_exported_metrics() -> None:
+def test_relabelling_rules_keep_the_exported_metrics() -> None:
     keep, drop = load("podmonitor.yaml")["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
     assert keep["action"] == "keep"
     assert all(re.fullmatch(keep["regex"], name) for name in wanted())

@@ -122,9 +122,9 @@ def test_predictions_are_made_once_per_checkpoint(
     [
         (
             "tests.tasks.batch_norm",
-            "no predictions for the report: SUNSPOT_TASK=tests.tasks.batch_norm: does not define",
+            "the report has no predictions: SUNSPOT_TASK=tests.tasks.batch_norm: does not define",
         ),
-        ("tests.tasks.tiny", "warning: no predictions for the report: storage is full"),
+        ("tests.tasks.tiny", "warning: the report has no predictions: storage is full"),
     ],
 )
 def test_the_reason_for_missing_predictions_is_logged(

@@ -84,10 +84,10 @@ def test_held_out_rows_are_evaluated_with_the_trainers_metrics(trained: Path) ->
 
 def test_a_trainer_with_state_that_checkpoints_lack_is_rejected(trained: Path) -> None:
     messages = {
-        "auto_find_batch_size": "its arguments contain auto_find_batch_size=True; leave it out",
-        "enable_jit_checkpoint": "its arguments contain enable_jit_checkpoint=True; leave it out",
+        "auto_find_batch_size": "its arguments contain auto_find_batch_size=True; leave this argument out",
+        "enable_jit_checkpoint": "its arguments contain enable_jit_checkpoint=True; leave this argument out",
         "optim": "optim='lomo' changes weights in the backward pass; choose another optimizer",
-        "left_out": "its RowTrainer has 39 rows as train_dataset, but build_dataset returned 40",
+        "left_out": "the train_dataset of its RowTrainer has 39 rows, but build_dataset returned 40",
     }
     for name, said in read(trained, "refused").items():
         assert said.startswith(f"SUNSPOT_TASK=tests.tasks.adapting_trainer: {messages[name]}"), name

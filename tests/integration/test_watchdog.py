@@ -165,7 +165,7 @@ def test_a_rank_that_makes_progress_is_not_ended(run: Run, train: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_timeout_of_0_ends_no_rank(run: Run) -> None:
+def test_a_timeout_of_0_disables_the_watchdog(run: Run) -> None:
     code, output, _ = run_rank(run, "watchdog.heartbeat(41)\ntime.sleep(2)", timeout_s=0)
     assert (code, output) == (0, "trained\n")
 
@@ -294,7 +294,7 @@ def test_a_rank_ends_even_if_storage_and_the_control_channel_hang(run: Run) -> N
 
 
 @pytest.mark.slow
-def test_the_timer_ends_a_rank_whose_report_hangs(run: Run) -> None:
+def test_the_timer_ends_a_rank_that_hangs_while_it_reports(run: Run) -> None:
     code, _, seconds = run_rank(
         run, "hang.describe = lambda *a: ctypes.PyDLL(None).sleep(1000)\nwatchdog.heartbeat(41)\ntime.sleep(1000)"
     )
@@ -480,10 +480,10 @@ def test_a_process_that_hangs_before_its_first_step_ends_itself() -> None:
         ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=120)
         assert ended.returncode == 1
         assert 'File "<string>"' in ended.stderr, "the output shows where the process hung"
-    assert "this process ends itself, because this did not happen within 1 s: a group of 3 formed" in ended.stderr
+    assert "this process ends, because it waited more than 1 s until a group of 3 formed" in ended.stderr
 
 
-def test_the_context_around_a_pause_lasts_as_long_as_the_pause(run: Run) -> None:
+def test_the_context_around_a_pause_is_active_only_during_the_pause(run: Run) -> None:
     pauses = list[str]()
 
     @contextlib.contextmanager
@@ -498,7 +498,7 @@ def test_the_context_around_a_pause_lasts_as_long_as_the_pause(run: Run) -> None
     assert pauses == ["begins", "ends"]
 
 
-def test_a_process_cancels_its_timer_at_a_fork_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timer_is_cancelled_once_at_a_fork(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group of the process has a watchdog, but a fork hook stays registered until the process ends."""
     registered = list[object]()
     monkeypatch.setattr(os, "register_at_fork", lambda before: registered.append(before))

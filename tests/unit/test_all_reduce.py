@@ -52,9 +52,7 @@ def test_a_pod_warns_if_the_other_pod_does_not_come(rank: int, tmp_path: Path, m
     assert not open_storage(str(tmp_path)).list("")
 
 
-def test_a_pod_that_cannot_reach_the_other_one_names_its_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pod_reports_the_address_that_it_cannot_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce, "ANSWER_S", 1.0)
     open_storage(str(tmp_path)).write(f"{FOLDER}/here", b"127.0.0.1 9")
     check = try_all_reduce(str(tmp_path), "here", 1, 0)

@@ -71,9 +71,9 @@ def test_a_node_with_a_broken_gpu_is_left_out_if_the_others_suffice(
 @pytest.mark.parametrize(
     ("broken", "head", "least", "why"),
     [
-        ("ab", C, 1, "the other nodes have room for 0 of at least 1 worker"),
-        ("a", C, 3, "the other nodes have room for 2 of at least 3 workers"),
-        ("a", A, 1, "the head cannot be left out"),
+        ("ab", C, 1, "the other nodes can run 0 workers, but the run needs at least 1"),
+        ("a", C, 3, "the other nodes can run 2 workers, but the run needs at least 3"),
+        ("a", A, 1, "the run cannot continue without its head node"),
     ],
     ids=["all", "too few others", "the head's"],
 )
@@ -104,7 +104,7 @@ def training(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> BrokenInTrain
     ],
     ids=["launch failure, and dead since", "lost", "answers after an ECC error"],
 )
-def test_a_node_whose_gpu_broke_is_left_out_of_the_next_group(
+def test_a_node_with_a_newly_broken_gpu_is_left_out_of_the_next_group(
     codes: Suspects, broken: str, told: str, cluster: Cluster, training: BrokenInTraining
 ) -> None:
     cluster.broken = broken
@@ -126,7 +126,7 @@ def test_the_remaining_group_still_gets_notices_after_a_node_is_left_out(
     [({A: 710, B: 700}, {A, B}), ({C: None}, set()), ({"gone": None}, set()), ({}, set())],
     ids=["the program's error", "no GPU", "a lost node", "none"],
 )
-def test_a_gpu_that_still_works_stays_in_use(
+def test_a_gpu_stays_in_use_if_it_still_works(
     codes: Suspects, asked: set[str], cluster: Cluster, training: BrokenInTraining
 ) -> None:
     assert not training(codes)
@@ -136,13 +136,14 @@ def test_a_gpu_that_still_works_stays_in_use(
 
 def test_a_run_ends_if_it_needs_a_gpu_that_broke(cluster: Cluster, training: BrokenInTraining) -> None:
     cluster.broken = "ab"
-    told = rf"a GPU broke: {A[:12]}, {B[:12]}: no driver; the other nodes have room for 0 of at least 2 workers"
+    room = "the other nodes can run 0 workers, but the run needs at least 2"
+    told = rf"a GPU broke: {A[:12]}, {B[:12]}: no driver; {room}"
     with pytest.raises(SunspotError, match=told):
         training({A: 719, B: 719})
     assert not cluster.done
 
 
-def test_a_needed_gpu_is_used_again_if_it_works_or_had_no_error(cluster: Cluster, training: BrokenInTraining) -> None:
+def test_a_required_gpu_is_used_again_if_it_works_or_had_no_error(cluster: Cluster, training: BrokenInTraining) -> None:
     """MAX_FAILURES limits the number of attempts in that case."""
     assert not training({A: 214, B: 220})
     cluster.broken = "ab"  # the GPUs of a node that is about to end might not answer, either

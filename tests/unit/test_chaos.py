@@ -191,7 +191,7 @@ def test_chaos_prints_each_fault_with_its_receipt_and_then_the_audit(
     }
 
 
-def test_the_text_output_contains_fault_receipt_and_audit(
+def test_the_text_output_contains_the_fault_its_receipt_and_the_audit(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
     assert sunspot("chaos", "run", "--kind", "kill", "--seed", "1", "--yes") == 0
@@ -354,7 +354,7 @@ def test_chaos_exits_with_the_audits_result(
     assert "1 checkpoint damaged" in sunspot.err
 
 
-def test_chaos_says_that_rows_are_not_proved_without_an_audit(
+def test_chaos_says_that_rows_are_not_checked_without_an_audit(
     cluster: FakeCluster,
     run: Run,
     sunspot: Command,
@@ -365,4 +365,4 @@ def test_chaos_says_that_rows_are_not_proved_without_an_audit(
     for entry in run.storage.list(run.key("audit")):
         run.storage.delete(entry.key)
     assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 0
-    assert "but the rows cannot be proved: no audit was recorded" in sunspot.err
+    assert "but the rows cannot be checked: no audit was recorded" in sunspot.err

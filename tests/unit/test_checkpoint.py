@@ -256,7 +256,7 @@ class Positive(torch.nn.Linear):
         return super().forward(rows)
 
 
-def test_weights_that_each_pass_changes_through_data_are_copied_at_once(run: Run) -> None:
+def test_weights_changed_through_data_in_each_pass_are_copied_at_once(run: Run) -> None:
     trainee = Trainee(run, model=Positive(40, 40))
     trainee.train(2)
     assert trainee.checkpoints._optimizer_only.ids == {id(trainee.model.bias)}
@@ -496,7 +496,9 @@ def test_the_next_attempt_removes_files_of_killed_attempts(run: Run) -> None:
     assert [name for name, files in list_directories(run).items() if MANIFEST not in files] == [may_count]
 
 
-def test_a_manifest_written_late_by_the_old_owner_does_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_the_previous_owner_writes_late_does_not_count(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The old owner is superseded after its check, but before it writes its manifest."""
     import sunspot.checkpoint.commit as module
 

@@ -88,12 +88,12 @@ def test_each_image_becomes_a_row_of_its_class(
     [
         (
             ["cat/a.heic", "cat/b.heic", "dog/a.png"],
-            ["no readable images in the class folders cat/ (2 .heic files)", ".png"],
+            ["the class folders cat/ (2 .heic files) contain no readable images", ".png"],
         ),
-        (["cat/a.png", "dog/a.png", "owl/"], ["no readable images in the class folders owl/ (empty)"]),
+        (["cat/a.png", "dog/a.png", "owl/"], ["the class folders owl/ (empty) contain no readable images"]),
         (
             ["train/cat/a.png", "train/dog/a.png", "train/owl/a.txt"],
-            ["no readable images in the class folders train/owl/ (1 .txt file)"],
+            ["the class folders train/owl/ (1 .txt file) contain no readable images"],
         ),
         (
             ["images/cat/a.png", "images/dog/a.png"],
@@ -255,7 +255,7 @@ def test_image_folders_in_a_bucket_are_read_like_local_ones(tmp_path: Path, s3_b
     train, _ = open_rows(there)
     assert (train.class_names, train.fingerprint) == (("cat", "dog"), open_rows(here)[0].fingerprint)
     bucket.write("owl/a.heic", b"")
-    with refusal(DataError, f"{there}: no readable images in the class folders owl/ (1 .heic file)"):
+    with refusal(DataError, f"{there}: the class folders owl/ (1 .heic file) contain no readable images"):
         open_rows(there)
 
 
@@ -264,7 +264,7 @@ def test_image_folders_in_a_bucket_are_read_like_local_ones(tmp_path: Path, s3_b
     [
         (
             ["train/cat/a.png", "train/dog/a.heic", "Test/cat/a.png"],
-            ["/train: no readable images in the class folders dog/"],
+            ["/train: the class folders dog/"],
         ),
         (["a/cat/a.png", "a/dog/a.png"], ["same class, a"]),
         (["training_set/cat/a.png", "test_set/cat/a.png"], ["training_set/ and test_set/"]),

@@ -72,7 +72,7 @@ def test_wait_raises_an_error_if_the_run_failed(cluster: FakeCluster, s3_bucket:
         ({"EPOCHS": "many"}, "SUNSPOT_EPOCHS=many"),
         (
             {"TASK_ARGS": {1, 2}},
-            "TASK_ARGS={1, 2}: give a string, a number, a boolean, or another JSON value",
+            "TASK_ARGS={1, 2} is not a JSON value; use a string, a number or a boolean",
         ),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_missing_run_raises_not_found(run: StoredRun) -> None:
 
 
 @pytest.mark.parametrize("call", ["Run(*sys.argv[1:]).predict([])", "train(sys.argv[1], storage=sys.argv[2])"])
-def test_methods_that_need_a_missing_extra_name_it(call: str, run: StoredRun) -> None:
+def test_methods_name_the_missing_extra_that_they_need(call: str, run: StoredRun) -> None:
     program = f"{WITHOUT}from sunspot.client import Run, train; {call}"
     begin(run)
     answer = process("run", run.storage.locate(""), program=program)

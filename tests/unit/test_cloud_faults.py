@@ -102,7 +102,7 @@ def assert_nothing_left(storage: Storage) -> None:
     assert storage.list_unfinished("") == []
 
 
-def test_deleting_an_object_replaced_after_its_listing_keeps_it(cloud: Cloud) -> None:
+def test_an_object_replaced_after_its_listing_is_not_deleted(cloud: Cloud) -> None:
     def is_conditional(request: Request) -> bool:
         return request.method == "DELETE" and ("if-match" in request.headers or "ifGenerationMatch" in request.query)
 

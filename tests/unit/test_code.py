@@ -347,7 +347,7 @@ def test_an_archive_from_git_archive_is_accepted(folder: Path, tmp_path: Path, n
     assert (Path(found) / "layers/__init__.py").exists()
 
 
-def test_a_folder_that_others_can_write_to_becomes_private(node: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_is_made_private_if_others_can_write_to_it(node: Path, folder: Path, tmp_path: Path) -> None:
     home = node / f"sunspot-{os.getuid()}"
     home.mkdir()
     home.chmod(0o777)

@@ -213,7 +213,7 @@ def test_a_stopped_run_costs_nothing_until_it_trains_again(tmp_path: Path) -> No
     assert read_details(look(run)).spending.node_hours == 0.0, "it has no records that would show a later sign of life"
 
 
-def test_an_incidents_cost_includes_node_time_until_the_first_step() -> None:
+def test_the_cost_of_an_incident_includes_node_time_until_the_first_step() -> None:
     run = [
         Attempt(n, "job", None, 0, time=time, metadata=Metadata(nodes=hosts("a"), settings=settings()))
         for n, time in ((1, 0), (2, 2 * HOUR))

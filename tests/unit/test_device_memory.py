@@ -52,13 +52,13 @@ def test_a_group_waits_until_the_previous_groups_memory_is_free(gpu: Gpu, capsys
     assert 2.5 < waited_s < 3.5
     begin, end = capsys.readouterr().out.splitlines()
     assert begin.startswith(
-        "cuda:0: 20 GB of its memory is free, 79.5 GB was free when the previous group began; waiting up"
+        "cuda:0: 20 GB of its memory is free, but 79.5 GB was free when the previous group began; waiting up"
     )
-    assert end == "cuda:0: 79.5 GB of its memory is free"
+    assert end == "cuda:0: 79.5 GB of its memory is free now"
     assert gpu.begin_group(lambda waited_s: 1.0) == 0, "a small difference belongs to no group"
 
 
-def test_only_one_group_waits_for_memory_of_another_program(gpu: Gpu) -> None:
+def test_only_the_first_group_waits_for_another_programs_memory(gpu: Gpu) -> None:
     assert gpu.begin_group(lambda waited_s: 30) == 0
     assert gpu.begin_group(lambda waited_s: 30) == 0, "the other program had the memory before"
     assert gpu.begin_group(lambda waited_s: 50) == pytest.approx(DEVICE_WAIT_S, abs=0.5)

@@ -385,7 +385,7 @@ def test_advice_on_a_local_run_does_not_mention_a_cluster(run: Run, sunspot: Com
     assert not re.search(r"cluster|kubectl|RayJob|\bpods?\b|profile|submit", sunspot.out + sunspot.err), sunspot.out
 
 
-def test_a_run_that_has_taken_all_steps_is_finishing(run: Run, sunspot: Command) -> None:
+def test_a_run_is_finishing_once_it_has_taken_all_steps(run: Run, sunspot: Command) -> None:
     report(
         run, trains(run, step=100, state=RunState.FINISHING, reason="all steps are taken", world_size=0), *windows(10)
     )
@@ -938,7 +938,7 @@ def test_workers_that_ran_out_of_memory_are_the_first_finding(run: Run, sunspot:
     assert "out of memory" not in findings(sunspot), "it has been submitted again since, perhaps with more memory"
 
 
-def test_running_out_of_memory_at_the_end_is_the_first_finding(run: Run, sunspot: Command) -> None:
+def test_a_run_that_ended_out_of_memory_has_this_as_its_first_finding(run: Run, sunspot: Command) -> None:
     reason = f"training failed: rank 0: lost after step 9: {FIGURES}; 4 times in a row"
     trains(run, state=RunState.FAILED, reason=f"{reason}\nstep 9 of 20 is kept")
     found = findings(sunspot)
@@ -1128,7 +1128,7 @@ def test_a_damaged_attempt_is_reported(run: Run, sunspot: Command) -> None:
     run.storage.write(run.key("attempts", "0002.json"), b"{")
     for verb in ("status", "doctor", "audit"):
         assert sunspot(verb, "run") == 7
-        assert "start 2 of the run" in sunspot.err
+        assert "The file should record attempt 2" in sunspot.err
         assert "SUNSPOT_ACCEPT=loss-of-attempt-0002" in sunspot.err
 
     give_up_damaged(run, {"SUNSPOT_ACCEPT": "loss-of-attempt-0001"})

@@ -106,7 +106,7 @@ def test_a_driver_records_its_outcome(run: Run) -> None:
 
 @pytest.mark.parametrize("error", [ConflictError("other settings"), SettingsError("a typo"), ZeroDivisionError()])
 @pytest.mark.parametrize("found", [RunState.RUNNING, RunState.STOPPED, RunState.FAILED, RunState.SUCCEEDED])
-def test_a_start_that_fails_before_its_claim_does_not_change_the_run(
+def test_a_driver_that_fails_before_its_claim_does_not_change_the_run(
     run: Run, found: RunState, error: Exception
 ) -> None:
     attempt = start(run, "job")
@@ -125,7 +125,7 @@ def test_a_start_that_fails_before_its_claim_does_not_change_the_run(
     assert not read_failures(run)
 
 
-def test_a_start_that_fails_after_its_claim_ends_the_run(run: Run) -> None:
+def test_the_run_fails_if_its_driver_fails_after_claiming_an_attempt(run: Run) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
     driver = new_driver()
     with pytest.raises(SettingsError), recorded_outcome(Claimant(run, "another", driver), None, 10):  # noqa: PT012
@@ -145,7 +145,7 @@ def test_a_failed_retry_ends_the_run(run: Run) -> None:
         assert state(run) == (RunState.FAILED, reason)
 
 
-def test_a_failed_first_start_leaves_a_run_only_if_it_was_submitted(tmp_path: Path) -> None:
+def test_a_failed_first_driver_leaves_a_run_only_if_it_was_submitted(tmp_path: Path) -> None:
     run = open_run(str(tmp_path), "typo")
     for submitted in (False, True):
         if submitted:
@@ -155,7 +155,9 @@ def test_a_failed_first_start_leaves_a_run_only_if_it_was_submitted(tmp_path: Pa
         assert (read_status(run) is not None) == bool(list_runs(run.storage)) == submitted
 
 
-def test_a_second_starts_status_counts_once_the_first_is_gone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_drivers_status_counts_once_the_first_driver_is_gone(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
     with recorded_outcome(Claimant(run, "another", new_driver()), None, 10):
         assert state(run)[0] is RunState.RUNNING

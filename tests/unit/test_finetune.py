@@ -100,7 +100,7 @@ def test_texts_in_a_row_do_not_attend_to_each_other(base: str, texts: str) -> No
 
 
 @pytest.mark.parametrize("package", ["peft", "tokenizers", "transformers"])
-def test_a_missing_package_is_named_before_anything_starts(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_anything_starts(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "sunspot.tasks.finetune")
     with refusal(SettingsError, f"No module named '{package}'", "EXTRAS=hf"):
@@ -232,7 +232,7 @@ def test_a_directory_without_a_model_is_rejected(base: str, tmp_path: Path, lack
         open_base(str(folder))
 
 
-def test_damaged_weights_and_tokenizers_are_named(base: str, texts: str, tmp_path: Path) -> None:
+def test_damaged_weights_and_tokenizers_are_reported(base: str, texts: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "model"

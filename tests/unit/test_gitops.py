@@ -106,7 +106,7 @@ def test_the_health_checks_agree_with_sunspot_status() -> None:
         assert (flux(job) == "failed") is (argo_cd(job)[0] == "Degraded"), case
 
 
-def test_a_job_that_no_operator_has_handled_is_progressing() -> None:
+def test_a_job_is_progressing_before_the_operator_handles_it() -> None:
     assert argo_cd(rayjob("digits-1")) == ("Progressing", "")
     assert flux(rayjob("digits-1")) == "unknown"
 

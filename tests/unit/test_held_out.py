@@ -52,7 +52,7 @@ class Numbers:
 
 
 @given(SIZES, st.floats(0.01, 0.99), st.integers(0, 3))
-def test_each_row_is_either_for_training_or_held_out(sizes: list[int], share: float, seed: int) -> None:
+def test_each_row_is_either_a_training_row_or_held_out(sizes: list[int], share: float, seed: int) -> None:
     whole = Numbers(tuple(sizes))
     train, test = hold_out(whole, share, seed)
     assert rows_in(test) == min(max(1, round(share * sum(sizes))), sum(sizes) - 2)

@@ -101,12 +101,12 @@ def test_all_rows_are_scored_once_on_any_number_of_workers(plan_of: Callable[[st
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        ("scores.mean()", "returned a Tensor; return a dict of numbers by name"),
+        ("scores.mean()", "returned a Tensor; return a dict of numbers"),
         ("{'f1': scores}", "returned f1 as a Tensor; return one number"),
         ("{'f1': None}", "returned f1 as a NoneType"),
         ("{'step': 1}", "its compute_metrics returns a metric with the name 'step'"),
         ("{'test_f1': 1}", "is reserved for metrics of held-out rows"),
-        ("{'hits': 1}", "returned hits, which loss returns for each row; rename one"),
+        ("{'hits': 1}", "returned hits, but loss also returns hits; rename one"),
     ],
 )
 def test_an_invalid_result_of_compute_metrics_is_rejected(
@@ -121,7 +121,7 @@ def test_scores_that_need_too_much_memory_are_rejected(
     plan_of: Callable[[str], Plan], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.train.held_out_scores, "MAX_BYTES", 3000)
-    with pytest.raises(SettingsError, match=r"of 101 held-out rows take 3\.23 KB, more than the 3 KB that it may get"):
+    with pytest.raises(SettingsError, match=r"of 101 held-out rows take 3\.23 KB, but the limit is 3 KB"):
         evaluate_rank(plan_of(ALL_ROWS), group)
 
 

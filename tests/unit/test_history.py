@@ -130,7 +130,7 @@ def test_a_failed_write_of_records_is_repeated(run: Run, monkeypatch: pytest.Mon
     assert [record["step"] for record in read_journal(run, "events")] == [1, 2]
 
 
-def test_only_records_of_steps_that_count_are_read(run: Run) -> None:
+def test_only_records_in_the_lineage_are_read(run: Run) -> None:
     for number, steps in [(1, range(1, 9)), (2, range(5, 8))]:
         journal = Journal(run, "metrics", number)
         for step in steps:

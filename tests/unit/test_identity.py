@@ -45,7 +45,7 @@ def test_different_rows_with_the_same_layout_are_rejected(run: Run) -> None:
     start(run)
 
 
-def test_a_new_row_order_is_rejected_unless_accepted(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_row_order_is_rejected_unless_the_user_accepts_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     start(run)
     other = replace(ROWS, order="3c4d", shuffled_by="NumPy 3.0.0")
     for accept in ("", "order-1a2b", "order-3c4"):
@@ -72,7 +72,7 @@ def test_a_plans_row_order_depends_on_the_shuffling_library(loader: str, monkeyp
     assert found == identify_rows(plan)
     assert found.shuffled_by == f"NumPy {np.__version__}"
     monkeypatch.setattr(Order, "permutation", lambda self, epoch, window: np.arange(window.last - window.first))
-    with pytest.raises(ConflictError, match="another order of the rows than the driver's"):
+    with pytest.raises(ConflictError, match="shuffles rows differently than the driver's NumPy"):
         make_loader(plan, load_task(settings), WorkerPlace(None, 0, 2))
     other = identify_rows(make_plan(settings, load_task(settings)))
     assert (other.data, other.rows) == (found.data, found.rows)

@@ -52,7 +52,7 @@ def test_a_process_leaves_when_no_further_group_forms(config: WorkerConfig) -> N
     assert not survivor.await_outputs.called
 
 
-def test_output_of_the_previous_group_is_awaited_once_the_next_group_has_formed(config: WorkerConfig) -> None:
+def test_the_next_group_forms_before_it_waits_for_the_previous_groups_output(config: WorkerConfig) -> None:
     survivor = survivor_that(form=lambda: PLACE)
     with Joining(config, survivor) as joined:
         assert joined.form() is PLACE
@@ -70,7 +70,7 @@ def test_nothing_is_claimed_once_an_error_has_ended_the_run(
     assert not agree.called
 
 
-def test_a_group_that_agrees_on_no_start_does_not_train(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_without_an_agreed_start_does_not_train(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "agree_on_start", lambda *_: (None, None))
     with Joining(config) as joined:
         assert joined.claim(PLACE) is None
@@ -88,7 +88,7 @@ def test_a_claim_gives_each_rank_its_node_and_the_attempt(
         assert setup.place.nodes == ["node-a", "node-b"]
 
 
-def test_building_a_worker_loads_and_frees_the_state_that_was_found(
+def test_building_a_worker_loads_the_state_and_frees_its_memory(
     config: WorkerConfig, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found, state = object(), SimpleNamespace(tier="storage")

@@ -197,7 +197,7 @@ def test_the_fix_at_the_end_of_a_long_message_is_shown(control: Control) -> None
     assert fix in control.gave_up_for[0]
 
 
-def test_the_next_trainer_knows_of_a_bug_that_ended_the_previous_one(control: Control) -> None:
+def test_the_next_trainer_remembers_the_bug_that_ended_the_previous_one(control: Control) -> None:
     """An error of the program ends Ray's trainer in survivor mode, together with its judge."""
     start, bug = TrainerStart(), TrainingFailedError("of the user")
     for begun in range(2):
@@ -222,7 +222,7 @@ def test_earlier_losses_are_forgotten_once_a_trainer_has_taken_a_step(control: C
     assert control.heard("log")[-1].endswith("; starting again, 1 of 2 SUNSPOT_MAX_FAILURES left")
 
 
-def test_the_next_trainer_knows_of_a_lack_of_memory_that_left_no_worker(control: Control) -> None:
+def test_the_next_trainer_remembers_that_all_workers_ran_out_of_memory(control: Control) -> None:
     """Each trainer makes a checkpoint before all of its workers are killed."""
     start: TrainerStart | None = TrainerStart()
     for step in (10, 20, 30):
@@ -300,7 +300,7 @@ def test_a_hung_rank_is_distinguished_from_those_that_waited_for_it(control: Con
     ]
 
 
-def test_a_hung_rank_that_left_no_record_is_named(control: Control) -> None:
+def test_a_hung_rank_is_named_even_if_it_left_no_record(control: Control) -> None:
     control.end = group_end([], hangs=[hung(0, waiting=True)])
     assert FailureJudge(control, 3)({0: LOST, 1: LOST})
     assert control.said[0].startswith("rank 1: left no stacks: it was stopped, or lost with its node, after step 53")
@@ -324,7 +324,7 @@ def test_groups_without_rows_are_counted_separately(control: Control) -> None:
     assert not judge({1: LOST}), "another loss is charged, and SUNSPOT_MAX_FAILURES is 0"
 
 
-def test_a_copy_in_memory_from_which_no_group_takes_a_step_costs_no_failure(control: Control) -> None:
+def test_groups_that_take_no_step_from_a_copy_are_not_counted_as_failures(control: Control) -> None:
     """The third group begins from storage, even if few failures are allowed."""
     judge = FailureJudge(control, 0)
     for again in ("once more from that copy", "from storage"):
@@ -368,7 +368,7 @@ def test_the_group_after_a_loss_also_saves_for_a_preempted_head() -> None:
     assert control.command().save
 
 
-def test_the_receipt_of_a_group_without_rows_names_that_cause() -> None:
+def test_the_receipt_of_a_group_without_rows_gives_this_cause() -> None:
     control = ControlChannel()
     control.add_hang(hung(0, waiting=True), late=False)
     control.add_hang(hung(1, loading=True), late=False)
@@ -387,7 +387,7 @@ def test_errors_that_follow_from_another_ranks_end_are_not_shown(control: Contro
 
 
 @pytest.mark.parametrize("told_it", [True, False])
-def test_a_killed_rank_is_named_instead_of_the_errors_that_followed(control: Control, told_it: bool) -> None:
+def test_a_killed_rank_is_named_instead_of_its_consequences(control: Control, told_it: bool) -> None:
     """The killed ranks may be a step ahead of the last reported progress."""
     peer = {"type": "RuntimeError", "message": "[gloo/pair.cc:545] Connection reset by peer"}
     control.end = group_end(failed(0, step=55, **peer) if told_it else [])
@@ -559,7 +559,7 @@ def test_a_controller_killed_for_memory_is_restarted_only_on_a_cluster(
         assert "Object store" not in said
 
 
-def test_the_channel_has_a_group_from_its_beginning_to_its_failure() -> None:
+def test_the_channel_knows_a_group_until_the_group_fails() -> None:
     control = ControlChannel()
     assert not control.has_group()
     control.begin_group(worker_group(1, "a"))
@@ -580,7 +580,7 @@ def test_running_out_of_memory_occasionally_never_ends_the_run(
         assert judge({0: killed_for_memory()})
 
 
-def test_a_gpu_without_enough_memory_on_every_start_ends_the_run(control: Control) -> None:
+def test_the_run_ends_if_a_gpu_lacks_memory_on_every_start(control: Control) -> None:
     judge, attempt = FailureJudge(control, 2), Attempt(1, "me", None, 0, metadata=Metadata(world_size=1))
     for step in (10, 20, 30):
         error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -645,7 +645,7 @@ def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:
     assert control.said[0].endswith(end)
 
 
-def test_a_worker_lost_in_survivor_mode_is_known_by_its_node_and_not_its_rank(control: Control) -> None:
+def test_a_lost_worker_is_identified_by_its_node_in_survivor_mode(control: Control) -> None:
     """Ray numbers the workers in the order in which it started them, and the workers number themselves as they
     connect.
     """
@@ -663,12 +663,13 @@ def test_a_worker_lost_in_survivor_mode_is_known_by_its_node_and_not_its_rank(co
     assert not control.channel.group_end().lost_on, "it was asked about"
 
 
-def test_a_broken_node_that_the_run_needs_ends_the_run(control: Control) -> None:
+def test_the_run_ends_if_it_cannot_continue_without_a_broken_node(control: Control) -> None:
     def refuse(suspects: Suspects) -> list[str]:
-        raise SunspotError("a GPU broke: a: GPU 3 cannot be used; the head cannot be left out")
+        raise SunspotError("a GPU broke: a: GPU 3 cannot be used; the run cannot continue without its head node")
 
     assert not FailureJudge(control, 3, refuse)({1: LOST})
-    assert control.gave_up_for[0].endswith("; a GPU broke: a: GPU 3 cannot be used; the head cannot be left out")
+    reason = "; a GPU broke: a: GPU 3 cannot be used; the run cannot continue without its head node"
+    assert control.gave_up_for[0].endswith(reason)
 
 
 def test_an_unknown_error_while_leaving_nodes_out_does_not_end_the_run(control: Control) -> None:
@@ -679,7 +680,7 @@ def test_an_unknown_error_while_leaving_nodes_out_does_not_end_the_run(control: 
     assert "; could not check for broken GPUs: drain_node; starting again" in control.said[0]
 
 
-def test_a_restart_is_recognized_by_its_class_and_costs_no_failure(control: Control) -> None:
+def test_a_restart_is_recognized_by_its_class_and_is_not_a_failure(control: Control) -> None:
     """Ray Train's controller gets this error from a worker. Errors that only look similar are ordinary failures."""
     raised = UserExceptionWithTraceback(GroupRestartError(), "a traceback")
     restart = WorkerStatus(running=False, error=pickle.loads(pickle.dumps(raised)))

@@ -166,7 +166,7 @@ def test_a_rejected_credential_is_renewed_once(cluster: FakeCluster, config: Con
         (None, (), "sunspot"),
     ],
 )
-def test_the_namespace_defaults_to_the_contexts(
+def test_the_default_namespace_is_that_of_the_context(
     cluster: FakeCluster, config: Config, sunspot: Command, own: str | None, given: tuple[str, ...], asked: str
 ) -> None:
     config.set("context", namespace=own)

@@ -265,7 +265,7 @@ def build_for_another(optimizer: Any) -> Any:
         (ReduceLROnPlateau, "a ReduceLROnPlateau, which follows a metric; .* choose another scheduler"),
         (lambda optimizer: None, r"a NoneType; return a scheduler of torch\.optim\.lr_scheduler"),
         (lambda optimizer: {"first": 1.0}, "a float; return a scheduler"),
-        (build_for_another, "a ConstantLR of another optimizer; make it with the optimizer that"),
+        (build_for_another, "a ConstantLR for another optimizer; create it with the optimizer that"),
     ],
 )
 def test_a_scheduler_that_cannot_set_the_rates_is_rejected(build: Callable[[Any], Any], says: str) -> None:
@@ -277,13 +277,13 @@ def test_a_scheduler_that_cannot_set_the_rates_is_rejected(build: Callable[[Any]
 @pytest.mark.parametrize(
     ("functions", "says"),
     [
-        ({"build_scheduler": lambda o, *_: OneCycleLR(o, 0.1, 30)}, "step 32 of 40: .*Tried to step 31 times"),
-        ({"schedule": lambda step, total: [1.0, 0.5, 0.25][step]}, "step 4 of 40: IndexError"),
+        ({"build_scheduler": lambda o, *_: OneCycleLR(o, 0.1, 30)}, "step 32 of 40 cannot .*Tried to step 31 times"),
+        ({"schedule": lambda step, total: [1.0, 0.5, 0.25][step]}, "step 4 of 40 cannot be computed: IndexError"),
     ],
 )
 def test_a_step_without_a_rate_is_reported_before_the_first_step(functions: dict[str, Any], says: str) -> None:
     rates = rates_of(module_of(**functions), Settings(task="mine"))
-    with pytest.raises(SettingsError, match=f"TASK=mine: has no learning rate for {says}"):
+    with pytest.raises(SettingsError, match=f"TASK=mine: the learning rate of {says}"):
         rates.describe(STEPS)
 
 

@@ -170,7 +170,7 @@ class Foreign(nn.Module):
         raise NotImplementedError
 
 
-def test_a_model_without_parameters_is_checked_by_its_state() -> None:
+def test_the_state_of_a_model_without_parameters_is_checked() -> None:
     assert not has_finite_weights(Foreign())
     assert has_finite_weights(nn.Identity())
 

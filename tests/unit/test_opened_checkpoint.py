@@ -134,7 +134,7 @@ def test_a_task_file_in_another_folder_is_also_found_in_child_processes(
 def test_a_task_that_is_not_found_is_reported_with_the_fix(job_id: str, fix: str, module: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_task(Settings(task="bystandr", job=JobContext(job_id=job_id)))
-    assert str(refused.value) == f"SUNSPOT_TASK=bystandr: cannot be imported: No module named 'bystandr'; {fix}"
+    assert str(refused.value) == f"SUNSPOT_TASK=bystandr cannot be imported: No module named 'bystandr'; {fix}"
 
 
 def test_a_missing_run_is_reported_with_the_existing_runs(run: Run) -> None:

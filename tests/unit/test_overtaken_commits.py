@@ -307,7 +307,7 @@ def test_the_next_group_saves_if_the_newest_checkpoint_is_older_than_the_interva
     assert survivor.is_due() == due
 
 
-def test_a_process_that_becomes_rank_0_again_knows_the_commits_of_others(run: Run, memory: NodeMemory) -> None:
+def test_a_process_that_becomes_rank_0_again_knows_other_ranks_commits(run: Run, memory: NodeMemory) -> None:
     survivor = Survivor(run, memory, checkpoint_every_s=60.0)
     survivor.form_group()
     survivor.take_step()

@@ -202,7 +202,7 @@ class Odd(torch.nn.Module):
             assert float(self.one.weight.detach().sum()) < 1e9
 
 
-def test_a_model_built_without_values_is_otherwise_complete() -> None:
+def test_a_model_on_the_meta_device_is_otherwise_complete() -> None:
     model = build_without_values(lambda: Odd(table="fixed"))
     assert model
     assert {name for name, parameter in model.named_parameters() if parameter.is_meta} == {
@@ -216,7 +216,7 @@ def test_a_model_built_without_values_is_otherwise_complete() -> None:
 
 
 @pytest.mark.parametrize("table", ["drawn", "derived", "looked at"])
-def test_a_model_that_depends_on_its_values_is_not_built_without_them(table: str) -> None:
+def test_a_model_that_reads_its_parameters_is_not_built_on_the_meta_device(table: str) -> None:
     assert build_without_values(lambda: Odd(table=table)) is None
 
 

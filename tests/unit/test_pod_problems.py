@@ -45,7 +45,7 @@ def test_a_pods_problem_comes_from_its_status_or_a_warning() -> None:
     assert missing.evidence == 'FailedMount: secret "keys" not found'
 
 
-def test_a_missing_pods_problem_says_why_it_cannot_be_created() -> None:
+def test_the_reason_why_a_pod_cannot_be_created_is_reported() -> None:
     head = pod_view(pod("head", CLUSTER, head=True))
     refusal = WarningEvent(CLUSTER, "FailedToCreateWorkerPod", "exceeded quota", 0.0)
     [problem] = find_problems(job(), [head], [refusal])

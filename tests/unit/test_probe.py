@@ -58,7 +58,7 @@ def test_one_error_lists_all_nodes_that_cannot_use_the_storage(
     with pytest.raises(StorageError) as refused:
         probe_fakes(monkeypatch, tmp_path, 50, answer)
     text = str(refused.value)
-    assert "28 of 50 other nodes cannot use it" in text
+    assert "28 of 50 other nodes cannot use this storage" in text
     assert (
         "000000000000, 000000000001, 000000000002 and 15 others: it does not read what another node has written" in text
     )
@@ -66,7 +66,7 @@ def test_one_error_lists_all_nodes_that_cannot_use_the_storage(
     assert "SUNSPOT_STORAGE_PATH must be s3://..., gs://... or az://..., or a file system that all nodes share" in text
     assert "\n" not in text
     [warning] = [line for line in capsys.readouterr().out.splitlines() if line]
-    expected = "warning: 2 nodes did not answer when asked about the storage: 000000000003, 000000000004: "
+    expected = "warning: 2 nodes did not answer when asked about the storage: 000000000003, 000000000004 ("
     assert warning.startswith(expected)
     assert "no answer" in warning
 

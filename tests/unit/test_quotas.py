@@ -192,7 +192,7 @@ def test_init_containers_and_overhead_count_like_the_scheduler_counts_them() -> 
         (3, 5, "3"),
     ],
 )
-def test_amounts_are_printed_in_the_quotas_unit(amount: float, pattern: Any, text: str) -> None:
+def test_amounts_are_printed_in_the_unit_of_the_quota(amount: float, pattern: Any, text: str) -> None:
     assert format_like(amount, pattern) == text
 
 

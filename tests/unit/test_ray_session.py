@@ -187,7 +187,7 @@ def test_an_address_where_nothing_listens_is_reported_with_the_fix(
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(SunspotError, match=f"^Ray cannot be reached at RAY_ADDRESS={re.escape(address)}: ") as raised:
         begin()
-    assert "correct it, start Ray there, or unset it to start Ray on this machine" in str(raised.value)
+    assert "correct the address, start Ray there, or unset RAY_ADDRESS to start" in str(raised.value)
     assert started == []
 
 

@@ -211,7 +211,7 @@ def test_the_stock_loops_workers_get_the_same_pods_as_ours(tmp_path: Path) -> No
     assert workers["securityContext"] == {**head["securityContext"], "runAsUser": 7} != head["securityContext"]
 
 
-def test_the_stock_loop_does_not_tune_ray_or_kuberay() -> None:
+def test_the_stock_loop_uses_rays_and_kuberays_defaults() -> None:
     """The stock loop must use the defaults of Ray and KubeRay."""
     text = STOCK.read_text()
     spec = yaml.safe_load(text)["spec"]

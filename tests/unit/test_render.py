@@ -1134,7 +1134,7 @@ def test_invalid_settings_are_rejected_with_a_fix(
             r"SUNSPOT_NUM_WORKERS=3\.\.4 .*set it to a multiple of 2",
         ),
         ("extends: gke-spt", "no profile named 'gke-spt'; did you mean gke-spot"),
-        ("extends: ./mine.yaml", "extends mine.yaml, which also extends it"),
+        ("extends: ./mine.yaml", "extends mine.yaml; remove one `extends`"),
         ("- a", "is not a profile; write it as a mapping"),
         ("a: [", "not valid YAML: "),
         ("settings: {EPOCS: 3}", "SUNSPOT_EPOCS: no such setting"),

@@ -566,7 +566,7 @@ def test_the_security_policy_blocks_scripts_and_remote_images(browser: Browser, 
     assert browser.run("return document.title") == "run: failed"
 
 
-def test_a_metric_named_few_does_not_hide_means() -> None:
+def test_a_tasks_metric_can_be_named_few() -> None:
     """A metric with this name does not hide means over enough rows."""
     history = History()
     for step in (1, 2):

@@ -384,7 +384,7 @@ def test_a_checkpoint_that_was_never_committed_is_not_reported_as_lost(run: Run)
     assert begin_start(run).attempt.step == 0
 
 
-def test_a_lost_claim_is_repeated_with_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_claim_is_repeated_with_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     claim = sunspot.run.attempts.claim
 
     def lose(*arguments: Any) -> bool:
@@ -509,7 +509,7 @@ def test_a_pause_does_not_count_as_lost_time() -> None:
     assert receipt.worker_seconds_lost == pytest.approx(2 * 10 + 2 * 10)
 
 
-def test_a_lost_run_is_paused_until_it_is_started_again() -> None:
+def test_time_until_a_lost_run_is_started_again_counts_as_a_pause() -> None:
     """Its nodes are gone by that time, unless the operator has only replaced its head."""
     lost = Status(RunState.RUNNING, "before", time=50.0, step=14)
     now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=PastRecords(other=lost))
@@ -649,7 +649,7 @@ def test_a_file_without_weights_is_rejected_and_runs_no_code(kind: str, tmp_path
             path.write_text("weights")
         case "nothing":
             path.touch()
-    with pytest.raises(SettingsError, match=r"SUNSPOT_INIT_FROM=.*weights\.pt: .*give a state_dict") as refused:
+    with pytest.raises(SettingsError, match=r"SUNSPOT_INIT_FROM=.*weights\.pt.*give a state_dict") as refused:
         read_init(Settings(init_from=str(path)), None)
     assert not proof.exists()
     assert "weights_only" not in str(refused.value), "torch's advice would run the code"
@@ -692,7 +692,7 @@ def test_a_file_that_changes_while_ranks_read_it_is_rejected(tmp_path: Path) -> 
     chosen = choose_init(settings)
     assert load_init(settings, chosen)["weight"].item() == 1
     torch.save({"weight": torch.zeros(1)}, file)
-    with pytest.raises(ConflictError, match=r"weights\.pt: it was replaced while it was read"):
+    with pytest.raises(ConflictError, match=r"weights\.pt was replaced while it was read"):
         load_init(settings, chosen)
 
 

@@ -394,7 +394,7 @@ def test_runs_are_listed_newest_first(run: Run, sunspot: StorageCommand) -> None
 
     limited = sunspot("list", "--limit", "1", "--json")
     assert [line["run"] for line in limited.json] == ["run"]
-    assert limited.err == "left out: 1 older run; --all lists them\n"
+    assert limited.err == "1 older run not shown; --all lists them\n"
     assert len(sunspot("list", "--all", "--json").json) == 2
     assert sunspot("list", "--limit", "0").code == 2
 
@@ -641,7 +641,7 @@ def test_following_logs_ends_quietly_when_it_is_interrupted(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_character_split_between_two_writes_is_printed_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_character_split_between_two_writes_is_printed_intact(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, RUNNING)
     writer = LogWriter(run, "driver-1")
     writer.append("ü".encode()[:1])

@@ -272,7 +272,7 @@ def test_ordinary_arguments_are_accepted() -> None:
         assert load_settings({name: place}).model_dump()[name.lower()] == place
 
 
-def test_overrides_win_with_or_without_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_take_precedence_with_or_without_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_EPOCHS", "5")
     monkeypatch.setenv("SUNSPOT_SEED", "")
     assert load_settings().epochs == 5

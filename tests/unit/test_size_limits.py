@@ -76,9 +76,9 @@ def test_an_oversized_segment_counts_as_damaged_and_is_not_read(run: Run) -> Non
     damaged: list[str] = []
     records = list(iter_records(run, "metrics", damaged=damaged))
     assert records
-    assert "more than 32 MiB" in "".join(damaged)
+    assert "the limit is 32 MiB" in "".join(damaged)
     page = page_of(run)
-    assert page.count("more than 32 MiB") == 2
+    assert page.count("the limit is 32 MiB") == 2
     assert "Loss over steps" in page, "the rest is shown"
 
 
@@ -118,7 +118,7 @@ def test_an_oversized_output_segment_is_replaced_by_a_note(run: Run, sunspot: Co
     assert whole.startswith(b"first\n")
     for text in (whole, tail):
         assert len(text) < 2 << 20
-        assert b"more than 32 MiB" in text
+        assert b"the limit is 32 MiB" in text
         assert text.endswith(b"the last line\n")
     assert sunspot("logs", run.name) == 0
     assert "the last line" in sunspot.out
@@ -148,7 +148,7 @@ def test_the_newest_record_is_found_by_reading_backwards(run: Run) -> None:
 def test_reading_beyond_the_budget_raises_an_error() -> None:
     with budget(10, "reading it"):
         spend(10)
-        with pytest.raises(TooLargeError, match="reading it: more than"):
+        with pytest.raises(TooLargeError, match="reading it: the limit of"):
             spend(1)
     spend(1 << 40)
 
@@ -174,7 +174,7 @@ def test_a_report_with_thousands_of_metrics_is_fast_and_counts_them(run: Run, su
     assert time.monotonic() - began < 60
 
 
-def test_a_series_takes_no_space_for_missing_values() -> None:
+def test_a_series_uses_no_memory_for_missing_values() -> None:
     series = Series()
     for number in range(2000):
         series.add({"step": float(number), **{f"{number}_{each}": 1.0 for each in range(20)}})
@@ -234,7 +234,7 @@ def test_an_audit_file_with_too_many_rows_counts_as_damaged(run: Run, monkeypatc
     [found] = read_audit(run, lineage([attempt]))
     assert len(found) == rows
     monkeypatch.setattr("sunspot.run.audit.MAX_AUDIT_ROWS", rows - 1)
-    with pytest.raises(DamageError, match="10,000 rows, more than 9,999"):
+    with pytest.raises(DamageError, match="10,000 rows, but the limit is 9,999"):
         read_audit(run, lineage([attempt]))
 
 
@@ -276,7 +276,7 @@ def test_a_long_table_says_how_many_rows_are_left_out() -> None:
     assert wide.count("<td") < 25_000
 
 
-def test_a_report_shows_only_some_of_thousands_of_settings_and_exhibits(run: Run) -> None:
+def test_a_report_shows_only_some_of_thousands_of_settings_and_results(run: Run) -> None:
     trained(run)
     write_shown(
         run, TaskExhibit(NEWEST, 188, [Exhibit(f"part {number}", "text") for number in range(MAX_PARTS + 5000)])

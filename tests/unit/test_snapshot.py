@@ -320,7 +320,7 @@ def test_checkpoints_are_saved_even_if_shared_memory_is_full(monkeypatch: pytest
     trainee = Trainee()
     trainee.train()
     assert trainee.take(1) is None
-    assert "no copies in shared memory" in trainee.warnings[0]
+    assert "the state is not copied to shared memory" in trainee.warnings[0]
     snapshot = trainee.take(2, for_storage=True)
     snapshot.copied.result()
     assert_same(snapshot.state, trainee.state())
@@ -384,7 +384,7 @@ def test_the_old_copy_is_kept_while_memory_is_full(
     trainee.memory._paused_until = time.monotonic()
     assert [copy(step) for step in (8, 9)] == [8, 9]
     [lost, regained] = trainee.warnings
-    assert lost.startswith("no copies in shared memory until there is room: No space left on device")
+    assert lost.startswith("copies in shared memory are paused until there is room: No space left on device")
     assert regained == "copies in shared memory continue at step 8"
 
 

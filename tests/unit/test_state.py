@@ -262,7 +262,7 @@ def test_an_unreadable_status_is_not_called_missing() -> None:
     assert snapshot.state()[0] is RunState.SILENT, "and not lost for good, which would end `wait`"
 
 
-def test_a_status_from_before_the_job_was_replaced_does_not_count() -> None:
+def test_a_status_written_before_the_job_was_replaced_is_ignored() -> None:
     old = status(RunState.STOPPED, "run-1#1a2b3c4d")
     again = job_view(submitted(job("Initializing", "").raw))
     assert judge(again, status=old, now=NOW)[0] is RunState.PENDING
@@ -295,7 +295,7 @@ def test_an_owner_matches_by_name_namespace_cluster_and_submission(job_id: str, 
     assert states.owns(job_view(raw), owner) is (same or owner.endswith("b" * 10)), "the cluster is not known"
 
 
-def test_an_exceeded_deadline_is_a_failure_although_the_ray_job_runs() -> None:
+def test_an_exceeded_deadline_is_a_failure_even_if_the_ray_job_runs() -> None:
     late = job("Failed", "RUNNING", reason="DeadlineExceeded", spec={"activeDeadlineSeconds": 60})
     state, reason = judge(late, status=status(RunState.RUNNING), now=NOW)
     assert state is RunState.FAILED
@@ -347,7 +347,7 @@ def test_a_running_job_with_an_old_status_is_silent() -> None:
     assert judge(job(), status=status(RunState.RUNNING), now=NOW)[1] == "2 workers train"
 
 
-def test_a_run_that_has_taken_all_steps_is_finishing() -> None:
+def test_a_run_is_finishing_once_it_has_taken_all_steps() -> None:
     for owner in ("run-1", "run-2#1"):
         finishing = status(RunState.FINISHING, owner, reason="all steps are taken", began=CREATED + 1)
         state, reason = judge(job(), status=finishing, now=NOW)
@@ -494,7 +494,7 @@ def test_pod_problems_of_a_run_that_trains_are_reported() -> None:
     assert "2 worker pods wanted, 1 running: no node takes it" in reason
 
 
-def test_a_status_from_before_the_job_existed_does_not_count() -> None:
+def test_a_status_written_before_the_job_existed_is_ignored() -> None:
     """A deleted RayJob of the same name wrote it."""
     old = status(RunState.SUCCEEDED, owner="run-1", age=NOW - CREATED + 2 * CLOCK_SKEW_S)
     assert judge(job(), status=old, now=NOW)[0] is RunState.STARTING

@@ -158,7 +158,7 @@ def test_rank_0_stops_writing_once_its_driver_has_ended(run: Run) -> None:
     show_claim(run, OLD)
     refuse_if_ended(run, OLD)
     DriverStatusWriter(run, OLD).end(RunState.FAILED, "MAX_FAILURES")
-    with pytest.raises(SupersededError, match="the driver of attempt 7 has ended it"):
+    with pytest.raises(SupersededError, match="the driver of attempt 7 has ended"):
         refuse_if_ended(run, OLD)
     refuse_if_ended(run, NEW)
 
@@ -210,7 +210,7 @@ def test_a_status_written_by_an_older_version_is_read(run: Run) -> None:
     assert read_status(run).driver == OLD.driver, "the next driver's status counts"
 
 
-def test_a_second_starts_status_counts_until_it_withdraws(run: Run) -> None:
+def test_a_second_drivers_status_counts_until_it_is_withdrawn(run: Run) -> None:
     write_status(run, OLD)
     second = replace(OLD, state=RunState.STARTING, driver="cccccccc")
     write_status(run, second)
@@ -342,7 +342,7 @@ def test_unreadable_predictions_only_log_a_warning(
     plan: Any = SimpleNamespace(settings=Settings(), test=object(), source=SimpleNamespace(classes=1))
     checkpoint: Any = SimpleNamespace(finished=True, step=1, name="step-00000001-attempt-0001")
     save_predictions(plan, run, checkpoint, NEW.driver)
-    assert "no predictions for the report: away" in caplog.text
+    assert "the report has no predictions: away" in caplog.text
 
 
 def test_only_the_new_owner_delivers_to_the_tracking_service(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

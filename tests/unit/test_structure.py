@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from scripts.structure import find_long, find_repeated
+from scripts.structure import count_code, find_long, find_repeated
 
 CODE = """
 from dataclasses import dataclass
@@ -38,3 +38,20 @@ def test_only_modules_with_the_same_subject_can_share_a_name(tmp_path: Path) -> 
         (tmp_path / place).parent.mkdir(exist_ok=True)
         (tmp_path / f"{place}.py").touch()
     assert find_repeated(tmp_path) == {"images": ["data/", "tasks/"]}
+
+
+def test_only_lines_of_code_are_counted() -> None:
+    source = '''"""A module."""
+
+# A comment.
+LIMIT = 3  # a comment after code counts with its line
+"""A description,
+in two lines."""
+
+
+def act() -> str:
+    """Act."""
+    return """a text
+    that is code"""
+'''
+    assert count_code(source) == 4

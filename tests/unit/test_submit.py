@@ -315,7 +315,7 @@ def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Comman
     sunspot.run = open_run("s3://no-such-bucket/runs", "run")
     assert sunspot.submit() == 4
     for part in (
-        "5 problems, and nothing was sent",
+        "found 5 problems, so nothing was submitted",
         "no permission to create rayjobs in namespace sunspot; ask for the Role sunspot-submitter in k8s/base",
         "no permission to list pods",
         "Secret sunspot-storage is not in namespace sunspot; create it: kubectl -n sunspot create secret generic",
@@ -412,7 +412,7 @@ def test_pods_that_would_be_rejected_are_found_in_a_dry_run(
     if "dry run" in said or status == 404:
         assert told not in sunspot.err
     elif code:
-        assert "1 problem, and nothing was sent:\n  pods of group workers would be rejected" in sunspot.err
+        assert "found 1 problem, so nothing was submitted:\n  pods of group workers would be rejected" in sunspot.err
         fix = (
             "set cpu_limit"
             if "limits.cpu" in said
@@ -784,7 +784,7 @@ def test_stop_with_an_expired_credential_says_that_the_stop_marker_is_written(
     assert cluster.jobs
 
 
-def test_a_user_without_a_name_can_stop_a_run(
+def test_a_run_can_be_stopped_by_a_user_without_a_name(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A user in a container can have a number but no name."""

@@ -222,7 +222,7 @@ def test_errors_about_csv_explain_the_fault(tmp_path: Path, content: str | bytes
         open_text(write(tmp_path / "a.csv", content), x=Column(), **LABEL)
 
 
-def test_quotes_inside_unquoted_cells_need_not_be_closed(tmp_path: Path) -> None:
+def test_a_quote_inside_an_unquoted_cell_is_an_ordinary_character(tmp_path: Path) -> None:
     assert read_text(write(tmp_path / "a.csv", 'text\n5" pipe\nb\n')) == ['5" pipe', "b"]
 
 

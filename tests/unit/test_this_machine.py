@@ -29,21 +29,23 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"USE_GPU": "true"},
-            "SUNSPOT_USE_GPU=true: 2 workers of 1 GPU need 2, but this machine has 0 that torch sees; leave it at auto",
+            "SUNSPOT_USE_GPU=true: the run needs 2 GPU for 2 workers, but this machine has 0 that torch sees; leave it "
+            "at auto",
         ),
         (
             {"RESOURCES_PER_WORKER": '{"CPU": 4}'},
-            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 4}: 2 workers of 4 CPU need 8, but this machine has 2; lower it',
+            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 4}: the run needs 8 CPU for 2 workers, but this machine has 2; '
+            "lower it",
         ),
         (
             {"RESOURCES_PER_WORKER": '{"CPU": 2}'},
-            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 2}: 2 workers of 2 CPU need 4, but this machine has 2; lower it, or '
-            "set SUNSPOT_NUM_WORKERS to 1",
+            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 2}: the run needs 4 CPU for 2 workers, but this machine has 2; lower '
+            "it, or set SUNSPOT_NUM_WORKERS to 1",
         ),
         (
             {"NUM_WORKERS": "64"},
-            "SUNSPOT_NUM_WORKERS=64: 64 workers would be too many for this machine, with 2 cores and 30 GB of free "
-            "memory, of which a worker takes at least 300 MB; set it to 8 or less, or start them anyway with "
+            "SUNSPOT_NUM_WORKERS=64: 64 workers would be too many for this machine, which has 2 cores and 30 GB of "
+            "free memory (a worker needs at least 300 MB); set it to 8 or less, or start them anyway with "
             "SUNSPOT_ACCEPT=64-workers",
         ),
     ],
@@ -83,12 +85,12 @@ def test_more_workers_than_fit_in_memory_are_rejected(left: int, fix: str, monke
 def test_without_known_memory_the_cores_limit_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_machine, "memory_left", lambda: None)
     refuse_impossible(load_settings({"NUM_WORKERS": "8"}))
-    with pytest.raises(SettingsError, match="with 2 cores; set it to 8 or less"):
+    with pytest.raises(SettingsError, match="which has 2 cores; set it to 8 or less"):
         refuse_impossible(load_settings({"NUM_WORKERS": "9"}))
 
 
 def test_a_resource_unknown_to_ray_is_reported() -> None:
     given = {"CPU": 1.0, "gpu": 1.0}
     settings = load_settings({"RESOURCES_PER_WORKER": '{"CPU": 1, "gpu": 1}'})
-    with pytest.raises(SettingsError, match=r'"gpu": 1\}: 2 workers of 1 gpu need 2, but this machine has 0; lower it'):
+    with pytest.raises(SettingsError, match=r'"gpu": 1\}: the run needs 2 gpu for 2 workers, but this machine has 0; '):
         refuse_lack(settings, given, {"CPU": 2.0, "GPU": 2.0})

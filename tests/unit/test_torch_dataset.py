@@ -351,7 +351,7 @@ def test_find_sources_must_return_two_sources(text: str, says: str, task: Callab
         (
             "from tests.tasks.tiny import predict\ndel loss\n"
             "def train(run): ...\ndef compute_metrics(scores, rows): ...",
-            "compute_metrics would never be called, because held-out rows are evaluated by loss",
+            "compute_metrics would never be called, because held-out rows cannot be evaluated without loss",
         ),
     ],
 )

@@ -95,7 +95,7 @@ def test_an_evaluation_that_is_always_interrupted_does_not_stop_the_training(
     assert leaves_out_evaluation(start, total) == left_out
 
 
-def test_a_group_that_only_grows_does_not_count_as_a_failed_evaluation() -> None:
+def test_an_evaluation_interrupted_by_growth_does_not_count_as_failed() -> None:
     def attempt(number: int, *processes: str) -> Attempt:
         return Attempt(number, "me", None, 20, metadata=Metadata(processes=processes))
 

@@ -111,7 +111,7 @@ def test_the_state_of_another_library_is_rejected(library: str) -> None:
             load_weights(build(library), state, "run:other")
 
 
-def test_a_round_uses_all_rows() -> None:
+def test_each_boosting_round_uses_all_rows() -> None:
     plan = make_plan(Settings(task="sunspot.tasks.trees", epochs=7), load_task(Settings(task="sunspot.tasks.trees")))
     assert (plan.steps.per_epoch, plan.steps.batch, plan.total_steps) == (1, 12000, 7)
 
@@ -141,20 +141,20 @@ def test_features_are_the_columns_of_a_table(library: str, classes: bool, tmp_pa
 @pytest.mark.parametrize("columns", [["age", "label"], "age", [3]])
 def test_columns_must_be_names(columns: Any) -> None:
     settings = settings_for("xgboost", columns=columns)
-    with pytest.raises(SettingsError, match="set it to a list of column names other than label"):
+    with pytest.raises(SettingsError, match="columns must be a list of names other than label"):
         load_task(settings).find_sources(settings)
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (settings_for("catboost"), "SUNSPOT_TASK_ARGS: library='catboost': set it to one of xgboost, lightgbm"),
+        (settings_for("catboost"), "SUNSPOT_TASK_ARGS: library must be xgboost or lightgbm, not 'catboost'"),
         (
             settings_for("xgboost", objective="rank:ndcg"),
-            "options for xgboost contain objective, which follow from the data",
+            "options for xgboost contain objective, but the data",
         ),
-        (settings_for("xgboost", max_depth="deep"), "xgboost refuses {'max_depth': 'deep'}: "),
-        (settings_for("lightgbm", num_leaves="many"), "lightgbm refuses {'num_leaves': 'many'"),
+        (settings_for("xgboost", max_depth="deep"), "xgboost rejects {'max_depth': 'deep'}: "),
+        (settings_for("lightgbm", num_leaves="many"), "lightgbm rejects {'num_leaves': 'many'"),
     ],
     ids=lambda value: json.dumps(value.task_args) if isinstance(value, Settings) else "",
 )

@@ -258,7 +258,7 @@ def test_a_thousand_ended_runs_cost_few_requests(tmp_path: Path) -> None:
     )
 
 
-def test_a_line_of_deeply_nested_lists_is_left_out_of_the_curve(tmp_path: Path) -> None:
+def test_a_record_with_deeply_nested_lists_is_omitted_from_the_curve(tmp_path: Path) -> None:
     run = ended(LocalStorage(str(tmp_path)), "deep")
     report(run, start(run, "job"), {"step": 1, "loss": 2.0})
     [entry] = run.storage.list("deep/metrics")
@@ -287,7 +287,7 @@ def test_the_curve_of_a_long_history_takes_few_requests(tmp_path: Path) -> None:
     assert all(point.y == 1e4 / point.x for point in points)
 
 
-def test_an_earlier_reading_is_shown_if_storage_fails_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_previous_page_is_shown_if_storage_fails_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Counting(str(tmp_path))
     ended(storage, "digits")
     monkeypatch.setattr(site, "SOON_S", 0.5)

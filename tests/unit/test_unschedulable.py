@@ -150,7 +150,7 @@ def explain(said: dict[str, list[str]], nodes: Any = (), **spec: Any) -> list[Fi
     return list(explain_unplaced(UnplacedPods("workers", problems, pod(**spec)), nodes, Severity.ERROR))
 
 
-def test_no_reason_is_reported_twice() -> None:
+def test_each_reason_is_reported_once() -> None:
     """The scheduler's messages differ from pod to pod, because nodes come and go."""
     said = {message("3 node(s) had untolerated taint(s)"): ["w-1", "w-2"], message(UNNAMED, LABELS): ["w-3"]}
     findings = explain(said, nodeSelector=L4)

@@ -1,27 +1,27 @@
-"""Adapters that train tasks with other libraries instead of Sunspot's own loop in PyTorch.
+"""Adapters that train tasks with other libraries instead of Sunspot's own PyTorch loop.
 
-A task's module selects its library by defining a function such as `build_keras`. `sunspot.tasks.load_task` looks the
-function up in ADAPTERS, and calls the adapter with the module and the settings.
+A task's module selects its library by defining a function such as `build_keras`. `sunspot.tasks.load_task` finds the
+adapter for this function in ADAPTERS, and calls the adapter with the module and the settings.
 
 To write an adapter:
-1. Write a module here with a subclass of `sunspot.tasks.Task`, and add it to ADAPTERS below. The program
-   needs no other change. The library's extra belongs in pyproject.toml.
-2. Define `build_model`, which returns a `torch.nn.Module`. Checkpoints hold its state_dict, so wrap another library's
-   model in a module with a `get_extra_state` and a `set_extra_state` for the library's variables (keras.py).
+1. Write a module here with a subclass of `sunspot.tasks.Task`, and add it to ADAPTERS below. The library's extra
+   belongs in pyproject.toml. Nothing else needs to change.
+2. Define `build_model`, which returns a `torch.nn.Module`. Checkpoints contain its state_dict. Wrap the model of
+   another library in a module whose `get_extra_state` and `set_extra_state` handle its variables (keras.py).
 3. Define `build_optimizer`. If the library has its own optimizer, return `build_empty_optimizer` (tasks/defaults.py).
-4. Choose how the steps are taken. Either define `train(run)`, which loops over `run.batches()` (keras.py). It calls
-   `run.optimizer.step()` before anything changes the model's state, because that call waits until a checkpoint has
-   copied the state. Or, if the library has a Trainer with a loop of its own, define `library_loop(worker)` with a
-   `sunspot.train.run.LibraryRun` (lightning_loop.py). It calls `before_change` before each optimizer step, and
+4. Choose who takes the steps. If the adapter does, define `train(run)`, which loops over `run.batches()` (keras.py). It
+   must call `run.optimizer.step()` before it changes the model's state, because this call waits until a checkpoint has
+   copied the state. If the library has a Trainer with its own loop, define `library_loop(worker)` with a
+   `sunspot.train.run.LibraryRun` (lightning_loop.py). It must call `before_change` before each optimizer step, and
    `end_step` after each step.
-5. If a Ray trainer other than TorchTrainer must start the workers, define `find_ray_trainer`. A task with
-   `find_ray_trainer` or `library_loop` restarts all workers after a loss. With any other task, the workers that are
-   left keep training, so its `train(run)` must take every step through `run`.
-6. List the functions in a task's module that the library never calls in the class attribute `uncalled`. Pass the
+5. If a Ray trainer other than TorchTrainer must start the workers, define `find_ray_trainer`. If a task has
+   `find_ray_trainer` or `library_loop`, all workers are restarted after a loss. With any other task, the remaining
+   workers keep training, so its `train(run)` must take every step through `run`.
+6. In the class attribute `uncalled`, list the functions of a task's module that the library never calls. Pass the
    settings that the library ignores to `Task.__init__` as `unread`. Both map a name to the reason.
 
-Adapters import from everything below `tune/`, and nothing imports them, because `load_task` finds them
-by name. A library is imported only for the tasks that use it.
+Adapters may import everything below `tune/`. Nothing imports adapters, because `load_task` finds them by name. A
+library is imported only for the tasks that use it.
 """
 
 from typing import NamedTuple

@@ -49,7 +49,7 @@ class TreesTask(Task):
     uncalled = UNCALLED
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt a task's module. Raises `SettingsError` if the settings include one that trees ignore."""
+        """Adapt a task's module. Raises `SettingsError` if the settings include one that tree models ignore."""
         super().__init__(module, settings, UNREAD_SETTINGS)
 
     def find_ray_trainer(self, settings: Settings, source: Source) -> str:
@@ -68,7 +68,7 @@ class TreesTask(Task):
             if not run.weight:
                 raise SettingsError(
                     f"{PREFIX}NUM_WORKERS={run.settings.num_workers}: there are too few rows for {run.world_size} "
-                    "workers, and trees need rows on each worker; start fewer workers"
+                    "workers, because each worker needs rows to build trees; start fewer workers"
                 )
             if number == 0:
                 trees.begin(batch, run.world_size)
@@ -87,7 +87,7 @@ class TreesTask(Task):
         return model(batch)
 
     def show(self, model: Trees, rows: Batch) -> dict[str, Any]:
-        """Return a table of the features with the largest gain, for the report."""
+        """Return a table of the most important features by gain, for the report."""
         gains = sorted(model.importance().items(), key=lambda feature: -feature[1])
         names = names_of(rows)
         total = sum(gain for _, gain in gains)
@@ -96,7 +96,7 @@ class TreesTask(Task):
 
 
 def rate(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Batch]:
-    """Return each row's log loss and accuracy, [B], or only its squared error if there are no classes."""
+    """Return each row's log loss and accuracy, [B]. If there are no classes, return only its squared error."""
     if scores.ndim == 1:
         return (scores - labels).square(), {}
     return functional.cross_entropy(scores, labels, reduction="none"), {"accuracy": scores.argmax(1) == labels}

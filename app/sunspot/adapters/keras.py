@@ -1,7 +1,7 @@
-"""Adapts a Keras model on TensorFlow to the functions of a task (`sunspot.tasks.Task`), including a training loop.
+"""Adapter for tasks that train a Keras model on TensorFlow, with a training loop of its own.
 
-The model becomes a PyTorch module without weights. Its state consists of Keras's variables. Only this file imports
-Keras, and it is only imported for a task that defines `build_keras`.
+The model becomes a PyTorch module without weights, whose state consists of the Keras variables. Only this file imports
+Keras. It is imported only for tasks that define `build_keras`.
 """
 
 import functools
@@ -40,9 +40,9 @@ UNCALLED = dict.fromkeys(RATE_FUNCTIONS, "its Keras model brings its optimizer, 
 
 
 class KerasModule(torch.nn.Module):
-    """A compiled Keras model with its optimizer. Outputs are scores before softmax, [B, classes], or values, [B].
+    """A compiled Keras model with its optimizer, as a PyTorch module.
 
-    In a group of workers, gradients are summed over all workers.
+    Its outputs are scores before softmax, [B, classes], or values, [B]. Gradients are summed over all workers.
     """
 
     def __init__(self, build: Callable[[], keras.Model]) -> None:
@@ -60,9 +60,9 @@ class KerasModule(torch.nn.Module):
         self._learn = tf.function(lambda *batch: self._strategy.run(self._take_step, batch), reduce_retracing=True)
 
     def take_step(self, batch: Batch, learning_rate: float, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take an optimizer step together with all workers, and return the losses, [B], and the outputs.
+        """Take an optimizer step together with all workers, and return the rows' losses, [B], and the outputs.
 
-        The gradient is that of the sum of the rows' losses, multiplied by `weight`.
+        The gradient is that of the sum of the losses, multiplied by `weight`.
         """
         self.keras.optimizer.learning_rate = learning_rate
         losses, outputs = self._learn(inputs_of(batch), batch["label"].numpy(force=True), np.float32(weight))
@@ -93,7 +93,7 @@ class KerasModule(torch.nn.Module):
     def set_extra_state(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
         for kind, variables in self._variables().items():
             if [tuple(each.shape) for each in state[kind]] != [tuple(each.shape) for each in variables]:
-                raise RuntimeError(f"the shapes of the {kind}'s variables differ from the shapes in the state")
+                raise RuntimeError(f"the {kind}'s variables differ in shape from those in the state")
             for variable, value in zip(variables, state[kind], strict=True):
                 variable.assign(value.numpy(force=True))
 
@@ -107,7 +107,7 @@ class KerasTask(Task):
     uncalled = UNCALLED
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt a task's module. Raises `SettingsError` if a setting is set that Keras ignores."""
+        """Adapt a task's module. Raises `SettingsError` if the settings include one that Keras ignores."""
         super().__init__(module, settings, UNREAD_SETTINGS)
         self.schedule = functools.partial(learning_rate_factor, settings)
 
@@ -115,31 +115,31 @@ class KerasTask(Task):
         return "ray.train.tensorflow:TensorflowTrainer"
 
     def build_model(self, settings: Settings, source: Source) -> KerasModule:
-        """Build the same model on all workers. Raises `SettingsError` if `build_keras` returns no compiled model."""
+        """Build the same Keras model on all workers. Raises `SettingsError` if it is not a compiled `keras.Model`."""
         keras.utils.set_random_seed(settings.seed)
 
         def build() -> keras.Model:
             model = self.module.build_keras(settings, source)
             if not isinstance(model, keras.Model) or not model.built or not model.compiled:
                 raise self.error(
-                    f"build_keras returned a {type(model).__name__}; return a keras.Model with its input's shape, "
-                    "after model.compile(optimizer, loss)"
+                    f"build_keras returned a {type(model).__name__}; return a keras.Model with an input shape, and "
+                    "call its compile(optimizer, loss) first"
                 )
             return model
 
         return KerasModule(build)
 
     def build_optimizer(self, model: KerasModule, settings: Settings) -> torch.optim.Optimizer:
-        """Build an optimizer that only holds the peak rate: LEARNING_RATE if it is set, otherwise Keras's own rate.
+        """Build an optimizer that only holds the peak rate. This is LEARNING_RATE if set, or else Keras's own rate.
 
-        Raises `SettingsError` if the Keras optimizer has its own schedule.
+        Raises `SettingsError` if the Keras optimizer has a schedule of its own.
         """
         own = model.built_rate
         if not isinstance(own, float):
             raise self.error(
                 "the optimizer of its Keras model has a learning rate schedule "
                 f"({type(model.keras.optimizer).__name__} with {own.get('class_name')}), but {PREFIX}SCHEDULE and "
-                f"{PREFIX}WARMUP_STEPS set the rate of each step; give the optimizer a number instead"
+                f"{PREFIX}WARMUP_STEPS set the rate of each step; give the optimizer a fixed rate instead"
             )
         given = settings.learning_rate != Settings.model_fields["learning_rate"].default
         rounded = float(f"{own:.7g}")  # Keras stores it in float32
@@ -173,7 +173,7 @@ class KerasTask(Task):
 
 @functools.cache
 def join_workers() -> tf.distribute.Strategy:
-    """Return the TensorFlow strategy for Ray's TensorflowTrainer, or for a single process outside it."""
+    """Return the TensorFlow strategy for the workers of Ray's TensorflowTrainer, or for a single process."""
     tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
     tf.config.experimental.enable_op_determinism()
     if "TF_CONFIG" in os.environ:
@@ -182,9 +182,9 @@ def join_workers() -> tf.distribute.Strategy:
 
 
 def inputs_of(batch: Batch) -> Any:
-    """Return the columns except `row` and `label` as an array, or as a dict of arrays if there are several.
+    """Return the inputs of the model, which are all columns except `row` and `label`.
 
-    Images have the shape [B, H, W, C], as Keras expects.
+    The result is an array, or a dict of arrays if there are several columns. Images are [B, H, W, C], as in Keras.
     """
     columns = {name: column.numpy(force=True) for name, column in model_inputs(batch).items()}
     if "image" in columns:

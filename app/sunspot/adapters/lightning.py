@@ -54,9 +54,9 @@ X_AXES = ("step", "epoch")
 class LightningTask(Task):
     """Adapter for a task that defines `build_module(settings, source)`, which returns a `LightningModule`.
 
-    `training_step` returns the mean loss of its batch, and `validation_step` returns or logs it. Without a
-    `validation_step`, `training_step` evaluates. The values that these two log (`self.log`) go to the metric history.
-    Values from other hooks are dropped.
+    `training_step` returns the mean loss of its batch, and `validation_step` returns or logs it. If the module has no
+    `validation_step`, `training_step` is used for the evaluation. Values that these two methods log (`self.log`) are
+    added to the metric history. Values that other hooks log are dropped.
     """
 
     uncalled = UNCALLED
@@ -80,12 +80,12 @@ class LightningTask(Task):
             raise self.error(f"{type(model).__name__} does not define {', '.join(missing)}")
         if not model.automatic_optimization:
             raise self.error(
-                "manual optimization is not supported, because it hides when a step is taken; "
-                "leave automatic_optimization on"
+                "manual optimization is not supported, because Sunspot cannot see when a step is taken; leave "
+                "automatic_optimization on"
             )
         if defines(model, "configure_model"):
             raise self.error(
-                "configure_model would add weights that checkpoints lack; create these weights in build_module"
+                "configure_model is not supported, because checkpoints lack its weights; create them in build_module"
             )
         model.log = LogCapture()  # type: ignore[assignment, method-assign]
         self._steps = Steps(rows_in(source), settings.global_batch_size)
@@ -100,7 +100,7 @@ class LightningTask(Task):
         try:
             trainer.strategy.setup_optimizers(trainer)
         except Exception as error:  # both Lightning's callbacks and the module's
-            raise self.error(f"configure_optimizers: {shorten(error)}") from error
+            raise self.error(f"configure_optimizers failed: {shorten(error)}") from error
         [optimizer] = trainer.strategy.optimizers  # Lightning itself rejects several
         parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if parameters.isdisjoint(model.parameters()):
@@ -108,8 +108,8 @@ class LightningTask(Task):
         self._schedulers = trainer.strategy.lr_scheduler_configs
         if any(config.reduce_on_plateau for config in self._schedulers):
             raise self.error(
-                "its scheduler follows a metric (ReduceLROnPlateau), but learning rates must be a function of the "
-                "step, so that a run can resume from any step; choose another scheduler"
+                "its scheduler follows a metric (ReduceLROnPlateau); a run can resume from any step, so its learning "
+                "rates must be a function of the step; choose another scheduler"
             )
         # Reset only the options that schedulers set or add. An optimizer may count in others, as Prodigy does.
         kept = optimizer.defaults.keys() - SET_BY_SCHEDULERS
@@ -120,14 +120,14 @@ class LightningTask(Task):
         return optimizer
 
     def schedule(self, step: int, total_steps: int) -> float:
-        """Raise `SettingsError`, because a LightningModule's schedulers are objects (`begin_schedule`)."""
+        """Raise `SettingsError`, because a LightningModule has scheduler objects instead of this function."""
         raise self.error("only `python -m sunspot.train` trains a LightningModule; choose a task in plain PyTorch here")
 
     def begin_schedule(self, model: LightningModule, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Set all scheduled options to their values after `step` optimizer steps.
 
-        Replay the schedulers of the current `configure_optimizers` from the beginning, because checkpoints do not store
-        them.
+        The schedulers of the current `configure_optimizers` are replayed from the beginning, because checkpoints do not
+        store them.
         """
         for group, first in zip(optimizer.param_groups, self._at_first, strict=True):
             group.update(first)
@@ -139,9 +139,9 @@ class LightningTask(Task):
                 self.advance_schedule(model, taken)
 
     def advance_schedule(self, model: LightningModule, step: int) -> None:
-        """Step the schedulers that are due after optimizer step `step`.
+        """Step the schedulers that are due after the optimizer step `step`.
 
-        Like Lightning, count a `frequency` in steps from the beginning of each epoch.
+        As in Lightning, a `frequency` in steps is counted from the beginning of each epoch.
         """
         in_epoch = (step - 1) % self._steps.per_epoch + 1
         for config in self._schedulers:
@@ -170,8 +170,8 @@ class LightningTask(Task):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
             raise self.error(
-                f"a step's loss is a {type(loss).__name__}{shape}; return the mean loss of the batch as a tensor of "
-                "one number, or a dict with this tensor as 'loss'"
+                f"a step's loss is a {type(loss).__name__}{shape}; return the batch's mean loss as a scalar tensor, or "
+                "a dict with that tensor under 'loss'"
             )
         means = {"loss": loss, **logged}
         each = {name: value.reshape(()).expand(rows) for name, value in means.items()}
@@ -187,9 +187,9 @@ class LogCapture:
         "Original name of each value, before its prefix was removed."
 
     def __call__(self, name: str, value: Any, *_: Any, **__: Any) -> None:
-        """Record a batch's value. Lightning's options for reducing and showing it are ignored.
+        """Store a value of the current batch. Other arguments of Lightning's `log` are ignored.
 
-        A value for an x axis is ignored with a warning. Raises `SettingsError` if the name is not allowed.
+        A value for an x axis is ignored with a warning. Raises `SettingsError` if the name or value is not allowed.
         """
         if name in X_AXES:
             warn_on_rank_0(f"self.log({name!r}) is ignored: every record of the metric history has the run's {name}")
@@ -201,8 +201,8 @@ class LogCapture:
         if number is None or number.numel() != 1:
             kind = type(value).__name__
             raise SettingsError(
-                f"self.log({name!r}) got a {kind}; log one number per batch (for a metric object, the result of "
-                "calling it)"
+                f"self.log({name!r}) got a {kind}; log one number per batch; if this is a metric object, call it and "
+                "log the result"
             )
         first = self._names.setdefault(short, name)
         if short != LOSS and name != first:
@@ -255,9 +255,9 @@ def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTra
 
 
 def count_from(trainer: Trainer, step: int, epoch: int) -> None:
-    """Set a module's `global_step` and `current_epoch`, and the Trainer's own counters, to `step` and `epoch`, from 0.
+    """Set the Trainer's counters to `step` and `epoch`, which are counted from 0.
 
-    Lightning sets these only from its own checkpoints, but the state comes from Sunspot's checkpoints.
+    Lightning would set them, and the module's `global_step` and `current_epoch`, only from its own checkpoints.
     """
     loop = trainer.fit_loop
     loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step

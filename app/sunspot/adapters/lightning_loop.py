@@ -1,4 +1,4 @@
-"""The training loop of a LightningModule, in which Lightning's Trainer takes a run's steps."""
+"""The training loop for a LightningModule, in which Lightning's Trainer takes the steps of a run."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -46,10 +46,10 @@ def train(worker: Worker, task: LightningTask) -> None:
 
 
 class LightningRun(LibraryRun):
-    """A run that leaves precision, schedulers and hooks to Lightning. The Trainer iterates over the run to get batches.
+    """A run in which Lightning controls precision, schedulers and hooks. The Trainer iterates over it to get batches.
 
     The module is wrapped after its `setup` has run. Lightning makes the forward and backward passes inside the
-    optimizer's step, so a hook of the optimizer would be too early. `StepCallback` waits for the copy instead.
+    optimizer's step, so a hook on the optimizer would run too early. `StepCallback` waits for the copy instead.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -57,19 +57,19 @@ class LightningRun(LibraryRun):
         self._hooks_between_steps = any(defines(cast(LightningModule, self.model), hook) for hook in BETWEEN_STEPS)
 
     def __len__(self) -> int:
-        """Return the number of steps in an epoch. If the Trainer knows the length, it does not prefetch a batch."""
+        """Return the number of steps in an epoch. A Trainer that knows this number does not prefetch a batch."""
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
         """Return an iterator over the rest of the epoch.
 
-        It does nothing before the first `next`, because the Trainer makes iterators that it does not use. The Trainer
-        asks for the next batch when all hooks of a step have run, including the module's.
+        The iterator does nothing before its first `next`, because the Trainer creates iterators that it does not use.
+        The Trainer requests the next batch after all hooks of a step have run, including the module's hooks.
         """
         return self.rest_of_epoch()
 
     def wrap_model(self) -> torch.nn.Module:
-        """Return the module, wrapped so that its gradients are averaged over the workers."""
+        """Wrap the module so that its gradients are averaged over the workers, and return it."""
         self.model = prepare(self.model, self.settings, self._worker.averages)
         self._finite = FiniteGradients(self.model)
         return self.model
@@ -81,9 +81,9 @@ class LightningRun(LibraryRun):
 
 
 class RowWeightedDDPStrategy(RayDDPStrategy):
-    """DDP with the same weight for all rows of a step, as in `TrainingRun.passes`.
+    """DDP strategy that gives all rows of a step the same weight, as `TrainingRun.passes` does.
 
-    One batch is one optimizer step. If it has more rows than `Plan.pass_limit`, their gradients are accumulated.
+    One batch is one optimizer step. If it has more rows than `Plan.pass_limit`, gradients are accumulated.
     """
 
     def __init__(self, run: LightningRun, task: LightningTask) -> None:
@@ -94,7 +94,7 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
         self.model = self._run.wrap_model()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Use the run's optimizer, which has its state already. `StepCallback` steps its schedulers."""
+        """Use the run's optimizer, which already has its state. `StepCallback` steps the schedulers."""
         self.optimizers = [self._run.optimizer]
 
     def training_step(self, batch: Any, *index: int) -> Any:
@@ -110,7 +110,7 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
         return self._forward(next(self._passes))
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **options: Any) -> torch.Tensor:
-        """Make the backward pass of the first part, and both passes of each other part. Return the sum of losses."""
+        """Run the first part's backward pass, and both passes of the other parts. Return the sum of the losses."""
         total = super().backward(closure_loss, optimizer, *args, **options)
         for rows in self._passes:
             output = self._forward(rows)
@@ -119,7 +119,7 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
         return total
 
     def _forward(self, rows: slice) -> Any:
-        """Make the forward pass of one part. Return the module's output with the part's weighted sum as its loss."""
+        """Run a part's forward pass. Return the module's output, with the weighted sum of the part's losses."""
         run = self._run
         module = cast(LightningModule, self.lightning_module)
         batch = self._batch if rows == self._whole else map_tensors(self._batch, lambda tensor: tensor[rows])
@@ -135,8 +135,8 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
 class StepCallback(Callback):
     """Steps the schedulers, waits before parameters change, and ends the last step of each epoch.
 
-    It replaces Ray's `RayTrainReportCallback`. Checkpoints that Ray uploads can lose files without an error, and delay
-    the training. Sunspot commits its own with a manifest (checkpoint/commit.py), and Ray gets only the metrics.
+    It replaces Ray's `RayTrainReportCallback`, whose uploads can lose files without an error, and delay the training.
+    Sunspot commits its own checkpoints with a manifest (checkpoint/commit.py), and reports only metrics to Ray.
     """
 
     def __init__(self, run: LightningRun, task: LightningTask) -> None:

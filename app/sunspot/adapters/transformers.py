@@ -1,4 +1,4 @@
-"""Adapter for tasks that train with a Trainer of transformers or TRL.
+"""Adapter for tasks that train with a Trainer from transformers or TRL.
 
 Only this file and transformers_loop.py use the Trainer. They are imported only for tasks that define `build_trainer`.
 """
@@ -57,7 +57,7 @@ ROW_METHODS = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples"
 
 
 class TrainedModel(PretrainedModel):
-    """A Trainer's model, together with the Trainer."""
+    """The model of a Trainer, together with the Trainer itself."""
 
     def __init__(self, trainer: Trainer, task: str) -> None:
         adapted = hasattr(trainer.model, "peft_config")
@@ -71,7 +71,7 @@ class TrainedModel(PretrainedModel):
             self._loaders.append(trainer.get_eval_dataloader())
 
     def collate(self, batch: Batch) -> Any:
-        """Return the rows of a batch of ids, collated for the Trainer."""
+        """Return the rows whose ids are in `batch`, collated for the Trainer."""
         loader, ids = self._loaders[int(batch[HELD_OUT][0])], batch["row"].tolist()
         fetch = getattr(loader.dataset, "__getitems__", None)
         return loader.collate_fn(fetch(ids) if fetch else [loader.dataset[row] for row in ids])
@@ -80,7 +80,7 @@ class TrainedModel(PretrainedModel):
 class TrainerTask(Task):
     """Adapter for a task that defines `build_dataset(settings)` and `build_trainer(settings, dataset) -> Trainer`.
 
-    `build_dataset` returns a map-style dataset, or a dict of the datasets `train` and `test` (the held-out rows). Its
+    `build_dataset` returns a map-style dataset, or a dict with the datasets `train` and `test` (the held-out rows). The
     result is passed to `build_trainer`.
     """
 
@@ -89,14 +89,14 @@ class TrainerTask(Task):
     def __init__(self, module: ModuleType, settings: Settings) -> None:
         """Adapt a task's module.
 
-        Raises `SettingsError` if the module does not define `build_dataset`, or if a setting is set that a Trainer
-        ignores.
+        Raises `SettingsError` if the module does not define `build_dataset`, or if the settings include one that a
+        Trainer ignores.
         """
         mixed_precision = {"precision": IN_ARGUMENTS} if settings.precision == "bf16" else {}
         super().__init__(module, settings, UNREAD_SETTINGS | mixed_precision)
         if not self.build_dataset:
             raise self.error(
-                "the module defines build_trainer but not build_dataset(settings), which returns the rows; define it"
+                "the module defines build_trainer, but not build_dataset(settings), which returns the rows; define both"
             )
 
     def library_loop(self, worker: Any) -> None:
@@ -105,14 +105,14 @@ class TrainerTask(Task):
         train(worker, self)
 
     def find_sources(self, settings: Settings) -> tuple[RowNumbers, RowNumbers | None]:
-        """Return sources of the row numbers of the datasets from `build_dataset`."""
+        """Return sources for the datasets from `build_dataset`. The sources contain only row numbers."""
         return self._number(self.module.build_dataset(settings))
 
     def build_model(self, settings: Settings, source: Source) -> TrainedModel:
-        """Build the Trainer with this machine's rows.
+        """Build the Trainer with the rows on this machine, and return its model.
 
-        Raises `SettingsError` if the Trainer uses features that are not supported, and `ConflictError` if the rows
-        differ from the driver's.
+        Raises `SettingsError` if the Trainer uses unsupported features, and `ConflictError` if the rows differ from
+        those on the driver.
         """
         dataset = self.module.build_dataset(settings)
         here, held_out = self._number(dataset)
@@ -141,7 +141,7 @@ class TrainerTask(Task):
         return model.trainer.create_optimizer()
 
     def begin_schedule(self, scheduler: LRScheduler, step: int) -> None:
-        """Advance a new scheduler to its state after `step` optimizer steps, because checkpoints do not store it."""
+        """Advance a new scheduler to its state after `step` optimizer steps. Checkpoints do not store this state."""
         with warnings.catch_warnings():
             # The scheduler steps before the optimizer on purpose.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step")
@@ -149,7 +149,7 @@ class TrainerTask(Task):
                 scheduler.step()
 
     def loss(self, model: TrainedModel, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """Return the mean loss of held-out rows and the values that the Trainer logs, repeated for each row."""
+        """Return the mean loss of held-out rows and the values that the Trainer logs, each repeated for every row."""
         trainer, rows = model.trainer, len(batch["row"])
         with trainer.accelerator.autocast():
             loss, _, _ = trainer.prediction_step(trainer.model, model.collate(batch), prediction_loss_only=True)
@@ -177,19 +177,19 @@ class TrainerTask(Task):
     def _refuse(self, trainer: Trainer, rows: list[int]) -> None:
         """Raise `SettingsError` if the Trainer uses unsupported features.
 
-        Also raise it if the Trainer's numbers of training and held-out rows differ from `rows`.
+        Also raises it if the Trainer's numbers of training and held-out rows differ from `rows`.
         """
         name, args = type(trainer).__name__, trainer.args
         own = [each for each in ROW_METHODS if getattr(type(trainer), each) is not getattr(Trainer, each)]
         if own:
             raise self.error(
-                f"its {name} chooses rows itself ({own[0]}), but another number of workers could not repeat its choice"
+                f"its {name} chooses rows itself ({own[0]}), and another number of workers would get other rows"
             )
         given = [f"{each}={value!r}" for each in REFUSED if (value := getattr(args, each, None))]
         if given:
             raise self.error(
-                f"its arguments contain {given[0]}; leave it out, because checkpoints would lack shards, loss scales, "
-                "and any other state that the Trainer keeps or saves itself"
+                f"its arguments contain {given[0]}; leave this argument out, because checkpoints would lack shards, "
+                "loss scales, and other state that the Trainer keeps or saves itself"
             )
         if "lomo" in args.optim or "layerwise" in args.optim:
             raise self.error(
@@ -198,21 +198,21 @@ class TrainerTask(Task):
         plateau = args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
         if plateau or isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
             raise self.error(
-                "its scheduler follows a metric, but learning rates must be a function of the step; choose another "
-                "scheduler"
+                "its scheduler follows a metric; a run can resume from any step, so its learning rates must be a "
+                "function of the step; choose another scheduler"
             )
         if trainer.compute_metrics or trainer.model_init:
             raise self.error(
-                "compute_metrics and model_init would never be called; leave them out, because the loss evaluates "
-                "held-out rows, and build_trainer creates the model"
+                "compute_metrics and model_init would never be called, because held-out rows are evaluated by their "
+                "loss, and build_trainer creates the model; leave these arguments out"
             )
         for kind, dataset, there in zip(
             ("train", "eval"), (trainer.train_dataset, trainer.eval_dataset), rows, strict=True
         ):
             if count(dataset) != there:
                 raise self.error(
-                    f"its {name} has {max(0, count(dataset))} rows as {kind}_dataset, but build_dataset returned "
-                    f"{there}; pass these rows to it, and pack or leave out rows in build_dataset"
+                    f"the {kind}_dataset of its {name} has {max(0, count(dataset))} rows, but build_dataset returned "
+                    f"{there}; pass these rows to the {name}, and pack or omit rows in build_dataset"
                 )
 
 
@@ -243,7 +243,7 @@ def count(dataset: Any) -> int:
 
 
 def hash_frozen(model: torch.nn.Module) -> str:
-    """Return a SHA-256 hash of the sums of the frozen weights' bits, which are the same on all devices."""
+    """Return a SHA-256 hash of the frozen weights. It uses sums of their bits, which are equal on all devices."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     frozen = {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
     sums = [(name, [*each.shape], int(each.view(bits[each.element_size()]).sum())) for name, each in frozen.items()]

@@ -1,7 +1,7 @@
-"""The training loop of tasks with a Trainer of transformers.
+"""The training loop for tasks with a Trainer from transformers.
 
 Accelerate wraps the model, as in an ordinary script. The Trainer's arguments therefore control precision, DDP, and work
-that only one process per node performs. Accelerate uses Ray Train's process group and environment.
+that only one process per node does. Accelerate uses Ray Train's process group and environment.
 """
 
 from collections import deque
@@ -33,9 +33,9 @@ def train(worker: Worker, task: TrainerTask) -> None:
         run.trainer.train()
     if run.position < run.total_steps and not run.stopped:
         raise SettingsError(
-            f"{PREFIX}TASK={run.settings.task}: the Trainer ended at step {run.position} of {run.total_steps}, perhaps "
-            f"because of a callback; end a run with {PREFIX}MAX_STEPS, SUNSPOT_EPOCHS or "
-            "SUNSPOT_EARLY_STOP_EVALUATIONS instead"
+            f"{PREFIX}TASK={run.settings.task}: the Trainer stopped at step {run.position} of {run.total_steps}, "
+            f"perhaps because of a callback; set {PREFIX}MAX_STEPS, {PREFIX}EPOCHS or {PREFIX}EARLY_STOP_EVALUATIONS "
+            "to end a run early"
         )
 
 
@@ -67,7 +67,7 @@ class TrainerRun(LibraryRun):
         trainer.add_callback(StepCallback(self, task))
 
     def __len__(self) -> int:
-        """Number of passes in an epoch."""
+        """Return the number of passes in an epoch."""
         return self.steps_per_epoch * self._per_step
 
     def __iter__(self) -> Iterator[Any]:
@@ -83,7 +83,7 @@ class TrainerRun(LibraryRun):
                 yield inputs
 
     def count_samples(self, iterator: Iterator[Any], number: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Return the passes of a step, and the number of items over all workers, which divides the losses."""
+        """Return a step's passes, and its number of items over all workers, by which the Trainer divides losses."""
         samples, items = self._count(iterator, number, device)
         if items is not None:
             items = torch.as_tensor(items, device=device)
@@ -99,10 +99,10 @@ class TrainerRun(LibraryRun):
     def weighted_loss(
         self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return a pass's contribution to the step's loss, times the number of workers, because gradients are averaged.
+        """Return a pass's contribution to the step's loss, multiplied by the number of workers.
 
-        If the Trainer divides losses by the items of the whole step, its loss already has this value. Otherwise, the
-        pass's mean loss is multiplied by the weights of its rows.
+        Gradients are averaged over the workers. If the Trainer divides losses by the items of the whole step, its loss
+        already has this value. Otherwise, the pass's mean loss is multiplied by the weights of its rows.
         """
         if not self.in_step:  # the mean loss of held-out rows
             return self._loss(model, inputs, return_outputs=return_outputs)
@@ -119,7 +119,7 @@ class TrainerRun(LibraryRun):
         return (loss, outputs) if return_outputs else loss
 
     def _is_divided(self, items: Any) -> bool:
-        """Return True if the Trainer divides losses by a step's items. Uses the same rule as its `training_step`."""
+        """Return True if the Trainer divides losses by a step's items. The rule is that of its `training_step`."""
         scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
         accepts = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
         return items is not None and (accepts if scaled is None else scaled)

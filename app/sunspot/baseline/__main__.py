@@ -20,7 +20,7 @@ def main() -> int:
         if variable.removeprefix(PREFIX).lower() not in READS and value != defaults[variable]:
             raise SettingsError(f"{variable} is not read by the baseline; unset it, or use `python -m sunspot.train`")
     if "://" in settings.storage_path:
-        raise SettingsError(f"{PREFIX}STORAGE_PATH={settings.storage_path}: the baseline writes only to a folder")
+        raise SettingsError(f"{PREFIX}STORAGE_PATH={settings.storage_path} is a bucket; set it to a local folder")
 
     import torch
 

@@ -395,7 +395,7 @@ class CheckpointCommitter:
 
     def _refuse_if_stopped(self) -> None:
         if self._stopped:
-            raise SupersededError(f"attempt {self._attempt.number} has ended, and its newest checkpoint does not count")
+            raise SupersededError(f"attempt {self._attempt.number} has ended, and its newest checkpoint is not used")
 
     def _write_history(self) -> None:
         """Write the journals and the consumed rows, because a checkpoint relies on them."""

@@ -1,9 +1,9 @@
 """Gathers the IDs of the rows that each optimizer step consumed (AUDIT), and keeps them until they are in storage.
 
-Each node stores the rows with its copy of the state, so a group that resumes from the copy can write the rows that are
-not in storage yet. All nodes have the same windows, because they gather and drop windows together. If workers can
-outlive each other, they exchange a step's rows before the step changes parameters. Every worker that has taken the step
-then knows all of its rows.
+Each node stores these IDs with its copy of the state. A group that resumes from the copy writes the IDs that are not in
+storage yet. The IDs are the same on all nodes, because all nodes gather and drop them at the same steps. If workers can
+outlive each other, they exchange a step's IDs before the step changes parameters. Every worker that has taken the step
+then knows the IDs of all its rows.
 """
 
 from __future__ import annotations

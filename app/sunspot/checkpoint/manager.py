@@ -284,7 +284,7 @@ class CheckpointManager:
     def memory_summary(self) -> str:
         """A description of how often the state is copied to memory, and how much time that costs.
 
-        Empty until the cost has been measured.
+        It is empty until the cost has been measured.
         """
         if not self.in_memory or len(self._snapshots.costs) < COPIES_MEASURED:
             return ""
@@ -332,7 +332,7 @@ class CheckpointManager:
 
 
 class SnapshotInterval:
-    """The shortest interval between snapshots for which they cost at most a given fraction of the time."""
+    """The shortest interval at which snapshots cost at most a given fraction of the time."""
 
     def __init__(self, fraction: float, start: int) -> None:
         """Begin the first interval at step `start`. A `fraction` of 0 disables snapshots."""

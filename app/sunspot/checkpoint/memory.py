@@ -102,7 +102,7 @@ class Slot:
         """Write the sidecar of the slot's complete copy, then the marker.
 
         Returns the copy and an empty string, or None and the reason if it could not be marked. A slot without a file
-        has no marker. `changed` is called after the checksum, so that it includes changes that were still in progress
+        has no marker. `changed` is called after the checksum, because some changes might still have been in progress
         when the copy ended.
         """
         if not self.file:
@@ -162,8 +162,8 @@ class NodeMemory:
     def __init__(self, location: str | None, warns: bool = True) -> None:
         """Lock a directory for this run, and find the previous process's copies in it.
 
-        Problems are logged as warnings if `warns` is True. It suffices to set it in one process per node, because all
-        processes of a node have the same problems.
+        Problems are logged as warnings if `warns` is True. Set it in only one process per node, because all processes
+        of a node have the same problems.
         """
         self._level = logging.WARNING if warns else logging.INFO
         self._slots: list[Slot] = []
@@ -185,7 +185,7 @@ class NodeMemory:
                 self.directory, self._lock = lock_directory(location)
                 self._inherited = keep_newest(self.directory)
         except OSError as error:
-            self._log(f"no copies in shared memory: {error}")
+            self._log(f"the state is not copied to shared memory: {error}")
         self._heartbeat = self._open_heartbeat()
 
     @property
@@ -206,14 +206,14 @@ class NodeMemory:
     # Slots, in the training thread.
 
     def expect_copies(self, count: int) -> None:
-        """Create slots only if the node has memory for `count` copies of their size."""
+        """Require memory for `count` copies on the node before a slot is created."""
         self._copies = count
 
     def free_slot(self, size: int, needed: bool, device: torch.device | None = None) -> Slot | None:
         """Return a free slot of `size` bytes, or None if all are in use.
 
-        If no slot is free, a `needed` slot is created at once. Another slot is created in the background (`reserve`) if
-        no slot is free now, or if no slot will be left after this copy.
+        If no slot is free and `needed` is set, a slot is created at once. Another slot is created in the background
+        (`reserve`) if no slot is free now, or if no slot will be left after this copy.
         """
         if self._making:
             if not needed and not self._making.done():
@@ -347,12 +347,12 @@ class NodeMemory:
         self._paused_until = max(self._paused_until, time.monotonic() + RETRY_S)
         if not self._failing:
             self._failing = True
-            self._log(f"no copies in shared memory until there is room: {why}; {FALLBACK}")
+            self._log(f"copies in shared memory are paused until there is room: {why}; {FALLBACK}")
 
     def stop(self, why: str) -> None:
         """Stop making copies that outlive this process. Existing copies are kept."""
         if self.shared:
-            self._log(f"no more copies in shared memory: {why}; {FALLBACK}")
+            self._log(f"copies in shared memory have ended: {why}; {FALLBACK}")
         self._paused_until = math.inf
 
     def keep_parts_of(self, checkpoint: str | None) -> None:

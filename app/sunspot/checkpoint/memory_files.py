@@ -232,7 +232,7 @@ def lock_directory(location: str) -> tuple[Path, IO[str]]:
             lock.close()
         else:
             return directory, lock
-    raise OSError(f"{MAX_PROCESSES} processes of the run already use this node's shared memory, which is the limit")
+    raise OSError(f"{MAX_PROCESSES} processes of the run, the most allowed, already use this node's shared memory")
 
 
 def _list_processes(location: str) -> list[Path]:

@@ -313,7 +313,7 @@ class Snapshots:
             self.spent_s += self._exchange.cost_s
 
     def _charge_thread(self, before: float, on_cpu: bool) -> None:
-        """Add this thread's CPU time since `before` to the cost of snapshots, unless a GPU trains."""
+        """Add this thread's CPU time since `before` to the cost of snapshots, unless training runs on a GPU."""
         if on_cpu:  # this slows down the training threads
             self.spent_s += (time.thread_time() - before) / torch.get_num_threads()
 

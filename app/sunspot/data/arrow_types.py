@@ -8,7 +8,7 @@ import pyarrow as pa
 def map_type(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
     """Return a type after applying `change` to it, or to each type inside its lists and structs.
 
-    List views are kept: rows can be selected from them, and pyarrow 26 casts them to lists of wrong lengths.
+    List views are kept. Rows can be selected from them, and pyarrow 26 would cast them to lists with wrong lengths.
     """
     types = pa.types
     if types.is_struct(stored):

@@ -58,12 +58,12 @@ class ClassFolders:
         if self.without_pictures:
             lost = ", ".join(f"{folder}/ ({files})" for folder, files in self.without_pictures.items())
             raise DataError(
-                f"{self.location}: no readable images in the class folders {lost}; move these folders out of the "
+                f"{self.location}: the class folders {lost} contain no readable images; move these folders out of the "
                 f"dataset, or convert their files to {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
             )
 
     def refuse_wrong_level(self) -> None:
-        """Raise `DataError` if the class folders seem to be at a deeper level."""
+        """Raise `DataError` if the class folders seem to be at a deeper level than expected."""
         folders = {os.path.dirname(name) for name in self.pictures}
         common = os.path.commonpath(folders)
         if len({self.class_of(name) for name in self.pictures}) == 1 and common not in folders:
@@ -106,7 +106,7 @@ def find_classes(location: str, listing: Listing) -> ClassFolders:
 
 
 def _find_root(location: str, folders: set[str]) -> str:
-    """Return the class folders' prefix: the training folder if only it contains images, otherwise an empty string."""
+    """Return the prefix of the class folders: the training folder if there is one, otherwise an empty string."""
     outermost = sorted({folder.partition("/")[0] for folder in folders})
     train = next((name for name in outermost if name.lower() in TRAINING and name not in folders), "")
     others = [name for name in outermost if name != train]

@@ -56,13 +56,13 @@ class ColumnOrigin(NamedTuple):
     "The row number of each value in the file."
 
     def error(self, index: int, what: str) -> DataError:
-        """Return an error about the value at `index`. `what` is the predicate of its sentence."""
+        """Return an error about the value at `index`. `what` follows the column's name in the message."""
         return DataError(f"{self.file.name_row(int(self.rows[index]))}: {self.name} {what}")
 
 
 @dataclass(frozen=True)
 class Column:
-    """The declaration of a column of numbers, of lists of numbers, or of values that `decode` converts to them."""
+    """The declaration of a column of numbers, lists of numbers, or values that `decode` converts to one of these."""
 
     dtype: str = "float32"
     "One of DTYPES. Integer types accept integers and booleans. Float types accept any finite number."
@@ -180,7 +180,7 @@ class Column:
         return Lists(numbers, lengths)
 
     def _read_fixed(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> np.ndarray:
-        """Return [n, *shape]. If the dtype matches, the result is a view of Arrow's memory."""
+        """Return an array [n, *shape]. If the dtype matches, the array is a view of Arrow's memory."""
         if self.decode:
             return self._decode_all(values, origin)
         if not origin.file.has_types:
@@ -281,7 +281,7 @@ class Column:
 
 @dataclass(frozen=True)
 class ImageColumn(Column):
-    """A column of images of one size, in any of the three forms. It is read as uint8 [n, C, H, W], C-contiguous."""
+    """A column of images of one size, in one of the forms above. It is read as uint8 [n, C, H, W], C-contiguous."""
 
     dims: tuple[int, ...] = ()
     "The stored dimensions of an image, [H, W], [H, W, C] or [C, H, W]."
@@ -349,12 +349,12 @@ def order_dims(dims: tuple[int, ...], place: str) -> tuple[tuple[int, int, int],
 
 
 def is_bytes(stored: pa.DataType) -> bool:
-    """Return True for an Arrow type of bytes."""
+    """Return True if an Arrow type contains bytes."""
     return bool(pa.types.is_binary(stored) or pa.types.is_large_binary(stored))
 
 
 def is_encoded(stored: pa.DataType) -> bool:
-    """Return True for the type of encoded images: bytes, or the struct with `bytes` that `datasets` writes."""
+    """Return True if a type can contain encoded images: bytes, or the struct with `bytes` that `datasets` writes."""
     return is_bytes(stored) or (
         pa.types.is_struct(stored) and stored.get_field_index("bytes") >= 0 and is_bytes(stored.field("bytes").type)
     )

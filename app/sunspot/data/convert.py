@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif not given.root:
         raise SettingsError("--from imagefolder needs a folder; set it with --root DIR")
     elif given.size < 1:
-        raise SettingsError(f"--size {given.size}: must be a positive integer")
+        raise SettingsError(f"--size must be a positive integer, not {given.size}")
     else:
         rows = convert_image_folder(given.root, given.size, given.out)
     written = [f"{plural(count, 'row')}{' in ' + split if split else ''}" for split, count in rows.items()]

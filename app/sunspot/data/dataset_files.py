@@ -71,7 +71,7 @@ class Listing:
 
 
 class DatasetFiles(NamedTuple):
-    """The files of a dataset that are read."""
+    """The files to read from a dataset."""
 
     names: list[str]
     "Sorted paths below the dataset's folder, or [''] if the dataset is a single file."
@@ -92,8 +92,8 @@ def join(location: str, name: str) -> str:
 def list_files(location: str) -> DatasetFiles:
     """List a dataset's files, which all have the same format. Raises `DataError` if the format is ambiguous.
 
-    A dataset saved by Hugging Face's `datasets` has the files in its STATE_FILE, in that order. For folders of images,
-    the only name is PICTURES. If there is Parquet, other tables and images are skipped with a note.
+    A dataset saved by Hugging Face's `datasets` lists its files, in order, in STATE_FILE. For folders of images, the
+    only name is PICTURES. If there are Parquet files, other tables and images are skipped with a note.
     """
     system, path = _file_system(location)
     with arrow_errors(location):
@@ -234,7 +234,7 @@ def _list_saved_dataset(location: str, state: bytes) -> list[str]:
             f"{join(location, STATE_FILE)} does not list the dataset's files: {shorten(error)}; save the dataset again"
         ) from error
     if not names or any("/" in name for name in names):
-        raise DataError(f"{join(location, STATE_FILE)} lists no files of its folder; save the dataset again")
+        raise DataError(f"{join(location, STATE_FILE)} lists no files in its own folder; save the dataset again")
     return names
 
 
@@ -332,7 +332,7 @@ def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, autho
 
 @lru_cache(maxsize=4)
 def _google(emulator: str) -> fs.FileSystem:
-    """Return Arrow's client for Google Cloud Storage, with Application Default Credentials unless it is an emulator."""
+    """Return Arrow's client for Google Cloud Storage. Without `emulator`, it uses Application Default Credentials."""
     scheme, _, host = emulator.rpartition("://")
     return fs.GcsFileSystem(
         anonymous=bool(host),

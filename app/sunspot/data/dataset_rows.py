@@ -1,7 +1,7 @@
 """Converts the items of a `torch.utils.data.Dataset` to arrays by column.
 
 An item is a tuple, a dict or a single value. A value is a tensor, an array, a number or a Pillow image. Numbers are
-never changed. Values that are not numeric, or that differ in shape from row 0, are errors that give the row's number.
+never changed. A value that is not numeric, or whose shape differs from row 0, raises an error with the row's number.
 """
 
 import traceback
@@ -97,7 +97,7 @@ def to_columns(item: Any, row: str) -> dict[str, np.ndarray]:
 
 
 def to_array(value: Any, place: str) -> np.ndarray:
-    """Return a value as an array. Raises `DataError`, beginning with `place`, if the value is not numeric."""
+    """Return a value as an array. Raises `DataError`, whose message begins with `place`, if it is not numeric."""
     if isinstance(value, Image.Image):
         if value.mode not in PICTURE_MODES:
             raise DataError(f"{place} is an image of mode {value.mode}; convert it to {' or '.join(PICTURE_MODES)}")
@@ -123,7 +123,7 @@ def describe_columns(columns: Mapping[str, RowColumn]) -> str:
 
 
 def describe_difference(columns: Mapping[str, RowColumn], first: Mapping[str, RowColumn]) -> str:
-    """Return how a row's columns differ from those of row 0, and the fix."""
+    """Explain how a row's columns differ from those of row 0, and how to fix this."""
     if columns.keys() != first.keys():
         return (
             f"the columns are {some_of(list(columns))}, but row 0 has {some_of(list(first))}; return the same columns "

@@ -1,4 +1,4 @@
-"""TEST_SHARE: holds out a fraction of a source's rows. They are the same on every start, with any number of workers."""
+"""TEST_SHARE: holds out a fraction of a source's rows, the same rows on every start and with any number of workers."""
 
 from __future__ import annotations
 

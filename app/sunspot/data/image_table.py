@@ -1,4 +1,4 @@
-"""Image datasets: tables with an `image` and a `label` column. The first file determines their form."""
+"""Image datasets: tables with an `image` and a `label` column. The first file determines the form of all images."""
 
 import io
 from dataclasses import replace
@@ -49,8 +49,8 @@ def open_images(
     """Open an image dataset, on disk or in a bucket, and check everything except the pixels.
 
     Images in separate files are scaled to one size (`PictureFolder.find_dims`). If `side` is set, encoded images in
-    tables are scaled to it as well. If `like` scales images, its size is used instead. Raises `DataError` or
-    `StorageError`.
+    tables are scaled to that size as well. If `like` is a column of scaled images, its size takes precedence. Raises
+    `DataError` or `StorageError`.
     """
     location = absolute(location)
     files = find_files(location)
@@ -66,7 +66,7 @@ def open_image_splits(
 ) -> tuple[TableSource, TableSource | None]:
     """Open the training rows of DATASET and the held-out rows, if any.
 
-    With `model`, the rows are opened for that model to predict, and need no labels.
+    If `model` is given, the rows are for its predictions and need no labels.
     """
     locations = locate_splits(dataset, test_dataset)
     scaled = ImageColumn("uint8", model.shape, dims=model.shape, scales=True) if model and model.scales else None
@@ -92,7 +92,7 @@ def find_images(path: str) -> pa.Field:
     schema = open_table_file(path).schema
     if IMAGE not in schema.names:
         raise DataError(
-            f"{path}: no column 'image' {describe_columns(schema, IMAGE)}; set {PREFIX}TASK to a "
+            f"{path} has no column 'image' {describe_columns(schema, IMAGE)}; set {PREFIX}TASK to a "
             "task that declares these columns (`sunspot init table` creates one, docs/data.md), or rename the column "
             "that contains images"
         )
@@ -118,7 +118,7 @@ def _declare_images(path: str, side: int) -> ImageColumn:
         raise DataError(f"{path} has no rows; add rows, or remove the file")
     first = encoded(file.read([IMAGE], filled)[IMAGE])
     if not len(first):
-        raise DataError(f"{path}: damaged: the footer promises more rows than the file contains")
+        raise DataError(f"{path} is damaged: its footer declares more rows than the file contains")
     found = _declare_image(first[0], file.name_row(0))
     if side and is_bytes(first.type):
         return ImageColumn.of_dims((side, side, *found.dims[2:]), path, scales=True)

@@ -147,7 +147,7 @@ def is_picture(name: str) -> bool:
 
 
 def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
-    """Decode an image to uint8 [C, H, W]. Raises `DataError` with a message that lacks only the subject.
+    """Decode an image to uint8 [C, H, W]. Raises `DataError` with a message such as "is damaged".
 
     If `scales` is set, an image of a different size or colour is cropped and scaled to `shape`. Otherwise, it is
     rejected.
@@ -244,10 +244,10 @@ def _find_orientation(image: Any) -> int:
 
 
 def _find_obstacle(image: Any) -> str:
-    """Return why an image cannot be read as 8-bit grey or RGB without loss, with the fix, or an empty string.
+    """Explain why an image cannot be read as 8-bit grey or RGB without loss. Returns an empty string if it can.
 
-    Pillow's pixel limit is checked too, because a small file can claim any number of pixels, which decoding would
-    allocate.
+    Pillow's pixel limit is checked too. A small file can claim any number of pixels, and decoding would allocate memory
+    for all of them.
     """
     from PIL import Image
 

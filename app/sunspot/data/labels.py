@@ -1,4 +1,4 @@
-"""Class labels: non-negative integers, or text. Classes in text are numbered in sorted order."""
+"""Class labels: non-negative integers, or class names. The names are numbered in sorted order."""
 
 import json
 from collections.abc import Iterable
@@ -76,7 +76,7 @@ class TextLabels(Column):
 
 
 def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
-    """Return a file's class labels. If the rows are `to_predict`, labels can be missing.
+    """Return a file's class labels. If `to_predict` is set, labels can be missing.
 
     Raises `DataError` for the first invalid label.
     """
@@ -209,7 +209,7 @@ def refuse_lookalikes(names: Iterable[str], location: str) -> None:
 
 
 def is_text(stored: pa.DataType) -> bool:
-    """Return True if labels of this Arrow type are names, which text and booleans are."""
+    """Return True if labels of this Arrow type are class names, as text and booleans are."""
     return any(test(stored) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_boolean))
 
 

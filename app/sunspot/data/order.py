@@ -51,11 +51,11 @@ class Steps:
 
     @property
     def sizes(self) -> set[int]:
-        """The possible numbers of rows in a step. The last step of an epoch can have fewer rows, or one more."""
+        """The possible numbers of rows in a step. An epoch's last step can have fewer rows than others, or one more."""
         return {end - begin for begin, end in map(self.bounds, (0, self.per_epoch - 1))}
 
     def total(self, epochs: int, limit: int) -> int:
-        """Return the number of steps in `epochs` epochs, but at most `limit` unless it is 0."""
+        """Return the number of steps in `epochs` epochs, but at most `limit`. A `limit` of 0 means no limit."""
         return min(epochs * self.per_epoch, limit or epochs * self.per_epoch)
 
     def bounds(self, step: int) -> tuple[int, int]:
@@ -69,7 +69,7 @@ class Steps:
         return first + begin, first + end
 
     def ranks(self, world_size: int, first: int, last: int) -> np.ndarray:
-        """Return the ranks that take positions `first` .. `last` - 1, int64 [last - first]."""
+        """Return the rank that takes each of the positions `first` .. `last` - 1, int64 [last - first]."""
         positions = np.arange(first, last)
         steps = np.minimum(positions // self.batch, self.per_epoch - 1)
         begins = steps * self.batch
@@ -119,7 +119,7 @@ def forward_passes(rows: int, world_size: int, limit: int) -> int:
 
 
 class ShuffleWindow(NamedTuple):
-    """Positions `first` .. `last` - 1 of an epoch's order, which are the permuted rows of a few row groups."""
+    """Positions `first` .. `last` - 1 of an epoch's order. They contain the rows of a few row groups, permuted."""
 
     number: int
     groups: tuple[int, ...]
@@ -157,7 +157,7 @@ class Order:
         return windows
 
     def permutation(self, epoch: int, window: ShuffleWindow, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
-        """Return a window's row numbers in the order of their visits, `dtype` [last - first].
+        """Return a window's row numbers in the order in which the epoch visits them, `dtype` [last - first].
 
         Rows are numbered across the concatenated `window.groups`. `locate_rows` finds their groups.
         """
@@ -183,9 +183,9 @@ def run_order(loader: str, row_groups: Sequence[int], seed: int) -> Order:
 
 
 def locate_rows(lengths: Sequence[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the group and the position in the group of each row, both int64.
+    """Return each row's group, and its position in that group, as int64 arrays.
 
-    Rows are numbered across concatenated groups with `lengths` rows.
+    Rows are numbered consecutively across all groups. `lengths` contains the number of rows in each group.
     """
     ends = np.cumsum(lengths)
     which = np.searchsorted(ends, rows, side="right")

@@ -128,7 +128,7 @@ def find_line(content: bytes, row: int) -> int:
 
 
 def find_json_line(content: bytes, row: int, rows: int) -> int:
-    """Return the line number of a row in JSON lines, from 1, or 0 unless each of the `rows` has its own line."""
+    """Return the 1-based number of a row's line in JSON lines, or 0 if the `rows` do not each have their own line."""
     lines = [number for number, line in enumerate(io.BytesIO(content), 1) if line.strip()]
     return lines[row] if len(lines) == rows else 0
 
@@ -161,7 +161,7 @@ def _refuse_open_quote(content: bytes, path: str) -> None:
 
 
 def _explain_csv(content: bytes, error: Exception) -> str:
-    """Return why CSV cannot be parsed, with the fix."""
+    """Explain why CSV cannot be parsed, and how to fix it."""
     found = _explain_text(content)
     if found:
         return found
@@ -204,7 +204,7 @@ def _explain_text(content: bytes) -> str:
 
 
 def _find_separator(header: list[str]) -> str:
-    """Return an error about a separator other than commas, with the fix, or an empty string."""
+    """Return an error with its fix if cells are not separated by commas, otherwise an empty string."""
     found = next((separator for separator in SEPARATORS if separator in header[0]), "")
     if len(header) > 1 or not found:
         return ""

@@ -1,7 +1,7 @@
 """LOADER=ray: streams rows with Ray Data, which reads and decodes them in tasks across the cluster.
 
-One stream serves all workers from the run's position to its end, in rounds of a few shuffle windows. A task reads each
-round and cuts it into one part per worker. Each row is therefore read once, regardless of the number of workers, and
+One stream serves all workers until the end of the run, in rounds of a few shuffle windows. A task reads each round and
+cuts it into one part per worker. Each row is therefore read once, regardless of the number of workers, and
 each worker gets exactly its own rows, in the order of its steps:
 
     `RoundPlanner`                       | round 0               | round 1               | ...
@@ -53,7 +53,7 @@ class RoundPlanner:
     round_rows: int
 
     def __call__(self, start: pa.Table) -> Iterator[pa.Table]:
-        """Yield a one-row table for each round, starting at column `step` of `start`.
+        """Yield a one-row table for each round, beginning at the step in `start`.
 
         Its columns are `epoch`, the positions `first` and `last`, `windows`, and `starts`, the IDs of the first rows of
         each window's groups.
@@ -67,7 +67,7 @@ class RoundPlanner:
                 yield pa.Table.from_pylist([{"epoch": epoch, **bounds, "windows": described, "starts": firsts}])
 
     def _epochs(self, step: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the number of each epoch from `step` on, from 1, and its start and end positions."""
+        """Yield each epoch's number, start position and end position, beginning at `step`. Epochs count from 1."""
         while step < self.total_steps:
             epoch, first = divmod(step, self.steps.per_epoch)
             last = min(self.steps.per_epoch, first + self.total_steps - step)
@@ -135,7 +135,7 @@ class RoundReader:
 
 
 def read_pieces(pieces: dict[str, np.ndarray], source: Source) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the held-out rows in pieces of row groups. Runs in Ray Data tasks."""
+    """Yield the held-out rows of each of the `pieces` from `cut_evenly`. Runs in Ray Data tasks."""
     for group, first, last in zip(*(pieces[name].tolist() for name in ("group", "first", "last")), strict=True):
         rows = np.arange(first, last)
         yield {"row": sum(source.row_groups[:group]) + rows, **source.read(group, rows)}
@@ -144,7 +144,7 @@ def read_pieces(pieces: dict[str, np.ndarray], source: Source) -> Iterator[dict[
 def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[dict[str, int]]:
     """Return a rank's pieces of row groups. A piece is rows `first` .. `last` - 1 of a `group`.
 
-    All ranks get the same number of rows, up to one. The pieces are adjacent, so most groups are read by one rank only.
+    The ranks' numbers of rows differ by at most one. Pieces are adjacent, so most groups are read by one rank only.
     """
     begin, end = (sum(row_groups) * number // world_size for number in (rank, rank + 1))
     bounds = enumerate(pairwise(accumulate(row_groups, initial=0)))

@@ -124,7 +124,7 @@ class ModelData:
         are_names = all(isinstance(name, str) for name in data.class_names)
         if not (are_counts and are_names and math.prod(data.shape) <= MAX_VALUES):
             raise ValueError(
-                f"the shape {data.shape}, {data.classes} classes and their names cannot be those of a model's rows"
+                f"the shape {data.shape}, the number of classes ({data.classes}) or the class names are invalid"
             )
         return data
 
@@ -157,7 +157,7 @@ class PredictionSettings(Settings):
 
     @classmethod
     def of(cls, settings: Settings, model: ModelData) -> PredictionSettings:
-        """Return a run's settings, extended by its model's data."""
+        """Return a run's settings together with its model's data."""
         return cls.model_construct(settings.model_fields_set, **dict(settings), predicting_model=model)
 
 

@@ -67,7 +67,7 @@ MAX_NAMED_COLUMNS = 10
 
 
 class Group(NamedTuple):
-    """A row group. `file` is an index into `TableSource.files`, and `number` and `first` count within that file."""
+    """A row group of `TableSource.files[file]`. `number` is its position in that file, and `first` is its first row."""
 
     file: int
     number: int
@@ -104,7 +104,7 @@ class TableSource:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the column `image`, or without one, the number of values in a row without its label."""
+        """The shape of the column `image`. If there is none, the number of values in a row without its label."""
         if "image" in self.columns:
             return self.columns["image"].shape
         others = [column for name, column in self.columns.items() if name != LABEL]
@@ -210,8 +210,8 @@ class TableSource:
 def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[TableSource, TableSource | None]:
     """Open the training rows of DATASET and the held-out rows, if any, with the given columns.
 
-    Raises `SettingsError` for an invalid column, `DataError` for column types or labels that do not fit, or
-    `StorageError`. Other values are checked when they are read.
+    Raises `StorageError`, `SettingsError` for an invalid column, or `DataError` for column types or labels that do not
+    fit. Other values are checked when they are read.
     """
     for name, column in columns.items():
         mistake = column.find_mistake()
@@ -220,7 +220,7 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
     if settings.dataset in ("sample", "mnist"):
         raise DataError(
             f"{PREFIX}DATASET={settings.dataset} contains images of digits, but {settings.task} reads the columns "
-            f"{some_of(list(columns))}; set it to {SUPPORTED}"
+            f"{some_of(list(columns))}; set {PREFIX}DATASET to {SUPPORTED}"
         )
     model = predicting_model(settings)
     locations = locate_splits(settings.dataset, settings.test_dataset)
@@ -269,7 +269,7 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
 def check_training_rows(train: TableSource, locations: SplitLocations, model: ModelData | None) -> TableSource:
     """Return the training rows with the notes about their location.
 
-    Raises `DataError` if the class folders are at a deeper level, unless a `model` predicts the rows.
+    Raises `DataError` if the class folders are at a deeper level than expected, unless a `model` predicts the rows.
     """
     if PICTURES in train.files and LABEL in train.columns and model is None:
         open_pictures(train.location).folders.refuse_wrong_level()
@@ -291,8 +291,8 @@ def open_rows(
 ) -> TableSource:
     """Open a dataset's files, and check their types, labels and CSV cells.
 
-    If `has_class_names` is set, numbers in CSV labels are names. With `model`, the rows are opened for that model to
-    predict, and need no labels.
+    If `has_class_names` is set, numbers in CSV labels are names. If `model` is given, the rows are for its predictions
+    and need no labels.
     """
     paths = [join(location, name) for name in found.names]
     if model is not None and LABEL in columns:
@@ -390,10 +390,10 @@ def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
     """Return the column `name`. Raises `DataError` unless the file has exactly one such column."""
     if name not in schema.names:
         raise DataError(
-            f"{path}: no column {name!r} {describe_columns(schema, name)}; {_how_to_name(schema, name, path)}"
+            f"{path} has no column {name!r} {describe_columns(schema, name)}; {_how_to_name(schema, name, path)}"
         )
     if schema.names.count(name) > 1:
-        raise DataError(f"{path}: several columns {name!r} {describe_columns(schema, name)}; rename all but one")
+        raise DataError(f"{path} has several columns {name!r} {describe_columns(schema, name)}; rename all but one")
     field = schema.field(name)
     return field.with_type(plain_type(field.type))
 

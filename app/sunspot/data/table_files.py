@@ -160,9 +160,9 @@ class TextTable(TableFile):
         changed = next((self._inexact[name] for name in columns if name in self._inexact), "")
         if changed:
             raise DataError(
-                f"{self.path}, {changed}, which float64 cannot represent exactly, but the column is read as float64 "
-                "because of its fractions or larger integers; write these numbers as strings, or write the file as "
-                "Parquet"
+                f"{self.path}, {changed}, which float64 cannot represent exactly. The column is read as float64, "
+                "because it also contains fractions or integers beyond int64; write these numbers as strings, or write "
+                "the file as Parquet"
             )
         rows = self._table if group is None else self._table.slice(group * TEXT_GROUP_ROWS, TEXT_GROUP_ROWS)
         return rows.select(list(columns))

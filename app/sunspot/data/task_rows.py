@@ -12,7 +12,7 @@ from sunspot.settings import PREFIX, Settings
 def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | None]:
     """Open the training rows and the held-out rows, if any. TEST_SHARE is applied if nothing else is held out.
 
-    Raises `SettingsError` if a function of the task returns anything but rows, `DataError` or `StorageError`.
+    Raises `DataError`, `StorageError`, or `SettingsError` if a function of the task returns anything but rows.
     """
     train, test = open_without_test_share(settings, task)
     if test is None and settings.test_share:

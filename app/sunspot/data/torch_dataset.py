@@ -75,7 +75,7 @@ class DatasetSource:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the column `image`, or without images, the number of values in a row without its label."""
+        """The shape of the column `image`. If there is none, the number of values in a row without its label."""
         if IMAGE in self.columns and self.columns[IMAGE].is_picture:
             return self.columns[IMAGE].shape
         return (sum(math.prod(column.shape) for name, column in self.columns.items() if name != LABEL),)
@@ -255,7 +255,7 @@ def is_list_of_datasets(returned: Any) -> bool:
 
 
 def find_fault(dataset: Any) -> str:
-    """Return why a dataset cannot be used, with the fix, or an empty string if it can."""
+    """Explain why a dataset cannot be used, and how to fix it. Returns an empty string if it can."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         return "a DataLoader; return its dataset, because Sunspot creates the batches"
@@ -302,8 +302,8 @@ def refuse_random(dataset: Any, task: str, held_out: bool) -> None:
         if changed:
             raise SettingsError(
                 f"{PREFIX}TASK={task}: {row_name(number)} has a different {changed[0]} each time it is read, but a run "
-                "can read a row once for all epochs; move random transforms to augment_row(row), which is called for "
-                "each training row in each epoch (docs/tasks.md#augmentation)"
+                "might read the row only once for all epochs; move random transforms to augment_row(row), which is "
+                "called for each training row in each epoch (docs/tasks.md#augmentation)"
             )
 
 

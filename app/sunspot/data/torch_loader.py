@@ -44,7 +44,7 @@ class TorchLoader:
         "The rows of every step if `full_batch` is set. Empty before the first step."
 
     def move(self, world_size: int, rank: int) -> None:
-        """Change the worker's rank and the number of workers for the following batches."""
+        """Change the worker's rank and the number of workers for all later batches."""
         self._world_size = world_size
         self._rank = rank
         self._ahead = None

@@ -13,21 +13,23 @@ the kernel of its machine no longer acknowledges packets, and after PROCESS_LIMI
 heartbeat; a worker that is building its model may take longer. Ray finds out later. It then asks failures.FailureJudge,
 which counts the loss against MAX_FAILURES, and replaces the process.
 
-In restart mode, Ray Train decides, in its controller: an actor has died, or does not answer a health check. Ray then
-calls failure_callback.FailureCallback, which asks failures.FailureJudge whether another group starts. For the judge, a
-worker is lost if its error is one of ray_internals.controller.LOST. The worker raised any other error itself.
+In restart mode, Ray Train's controller decides. A worker is lost if its actor has died or does not answer a health
+check. Ray then calls failure_callback.FailureCallback, which asks failures.FailureJudge whether another group starts.
+The judge treats the errors in ray_internals.controller.LOST as the loss of a worker, and any other error as one that
+the worker raised itself.
 
 merged_incidents.Incidents merges what all observers report about one loss into the incident that its receipt shows.
 
-In both modes, watchdog.Watchdog ends its own process if that takes no step for HANG_TIMEOUT_S; the process then counts
-as lost like any other. Three functions look similar, but decide nothing. nodes.find_lost (a node is gone) only reports
-the loss, so that its receipt can name the cause. ray_internals.nodes.reachable_nodes chooses nodes for new workers. In
-survivor mode, ray_internals.controller.end_lost ends dead and unresponsive processes that Ray is about to replace.
+In both modes, watchdog.Watchdog ends its own process if the process takes no step for HANG_TIMEOUT_S. The process then
+counts as lost. Three functions look similar, but do not decide whether a worker is lost. nodes.find_lost only reports
+that a node is gone, so that the receipt can name the cause of the loss. ray_internals.nodes.reachable_nodes chooses
+nodes for new workers. In survivor mode, ray_internals.controller.end_lost ends dead and unresponsive processes that Ray
+is about to replace.
 
 A loss in survivor mode, from the last packet of a process to the repeated step
 -------------------------------------------------------------------------------
  1. membership_channel.MembershipServer   notices the loss, and closes the group (a generation) for the other members
- 2. parallel.process_group.ProcessGroups  breaks their collectives, so that the step that cannot end raises an error
+ 2. parallel.process_group.ProcessGroups  breaks their collectives, so that their step raises an error and does not hang
  3. train.survivor.Survivor.leave         restores the state from before that step (train.undo.StepUndo)
  4. membership.Membership.decide          forms the next group once all living members ask to join -> Survivor.form
  5. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt from it
@@ -35,8 +37,8 @@ A loss in survivor mode, from the last packet of a process to the repeated step
  7. receipts.make_receipt                 records what the loss cost (train.reporter.Reporter.took_step)
 
 If a node is preempted with a notice, or another worker is ready to join, steps 1 and 2 do not happen. Instead, the
-membership server asks for a change between two steps, and `Worker.finish_step` raises RegroupError. A replacement that
-cannot train ends without the others (train.replacement.end_replacement). The server hears from members through
+membership server asks for a change between two steps, and `Worker.finish_step` raises RegroupError. If a replacement
+cannot train, only its own process ends (train.replacement.end_replacement). Members connect to the server through
 member_connections.MemberListener.
 
 A restart of the whole group, from the notice to the first step of the new group
@@ -48,7 +50,7 @@ A restart of the whole group, from the notice to the first step of the new group
  5. control.CommandPoller.poll            passes the command to rank 0, after a step (train.worker.Worker.wanted)
  6. parallel.decisions.StepDecisionBroadcast.agree  passes it to all ranks (train.worker.Worker.finish_step)
  7. checkpoint.CheckpointManager.save     copies the state to shared memory, and begins to commit it to storage
- 8. checkpoint.CheckpointManager.drain    waits for that commit, until a second before the deadline at most
+ 8. checkpoint.CheckpointManager.drain    waits for that commit, until one second before the deadline at the latest
  9. train.worker.Worker.restart_group     raises GroupRestartError and exits, so that the idle node can end
 10. Ray Train                             starts a group on ray_internals.nodes.staying_nodes -> train.joining.Joining
 11. claim.agree_on_start                  finds the newest state in memory or storage, and claims an attempt from it

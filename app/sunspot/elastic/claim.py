@@ -1,4 +1,7 @@
-"""Starts a worker group: its ranks agree on the newest intact state, and rank 0 claims the next attempt from it."""
+"""Chooses the state that a worker group starts from, and claims an attempt for the group.
+
+The group's ranks agree on the newest intact state. Rank 0 claims the attempt.
+"""
 
 import contextlib
 import functools
@@ -89,7 +92,7 @@ DEFAULT_LOADERS = CheckpointLoaders()
 
 
 class LocalState(NamedTuple):
-    """The state that a rank found on its node, and the data that it has already read from the chosen start."""
+    """The state that a rank found on its node, and the data that the rank has already read."""
 
     snapshot: LoadedSnapshot | None
     state: NodeState
@@ -135,10 +138,11 @@ def process_name() -> str:
 def agree_on_start(
     claimant: Claimant, settings: Settings, group: dist.ProcessGroup, live: LiveState | None = None
 ) -> tuple[StartPoint | None, LocalState]:
-    """Claim the next attempt from the newest intact state in storage or on any node. All workers call this together.
+    """Claim the next attempt, which starts from the newest intact state in storage or on any node.
 
-    `live` is this process's own state. Returns the start, or None if this job may no longer train the run, and the
-    state that this rank has found and read. Raises the same errors as `begin_attempt`.
+    All workers call this together. `live` is this process's own state. The first result is the start point, or None if
+    this job may no longer train the run. The second result is the state that this rank found on its node. Raises the
+    same errors as `begin_attempt`.
     """
     location = claimant.run.location
     node = ray.get_runtime_context().get_node_id()
@@ -176,14 +180,16 @@ def begin_attempt(
     loaders: CheckpointLoaders = DEFAULT_LOADERS,
     group: dist.ProcessGroup | None = None,
 ) -> StartPoint | None:
-    """Claim the next attempt and choose its start, given the inventory of each rank's node.
+    """Claim the next attempt and choose its start point, given the inventory of each rank's node.
 
-    Returns None if this job may no longer train the run. If there is a live state, it is used and no in-memory copy is
-    read. Otherwise, a checkpoint is chosen by its manifest and the storage listing, and the `loaders` check that it is
-    intact. If any rank finds a checkpoint or part copy damaged, all ranks skip it. All workers of `group` call this
-    together. `group` is None for a single worker. Rank 0 raises `StorageError` if storage fails for longer than
-    `storage_timeout_s`, `ConflictError` if the run has been started over with other settings, and `DamageError` like
-    `refuse_to_start_over`.
+    Returns None if this job may no longer train the run. All workers of `group` call this together. `group` is None for
+    a single worker.
+
+    If there is a live state, it is used, and no in-memory copy is read. Otherwise, a checkpoint is chosen by its
+    manifest and the storage listing, and the `loaders` check that it is intact. If any rank finds a checkpoint or part
+    copy damaged, all ranks skip it. Rank 0 raises `StorageError` if storage fails for longer than `storage_timeout_s`,
+    `ConflictError` if the run has been started over with other settings, and `DamageError` if `refuse_to_start_over`
+    raises it.
     """
     run, limit_s = claimant.run, settings.storage_timeout_s
 
@@ -232,9 +238,9 @@ def begin_attempt(
 def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> StartPoint | None:
     """Claim the next attempt for workers that continue with their live state.
 
-    Returns None if no worker has a usable state, or if the workers may no longer train the run. Because the workers are
-    waiting in the middle of a step, records for the receipt are read in other threads. Raises `SupersededError` if
-    another group has replaced this one.
+    Returns None if no worker has a usable state, or if the workers may no longer train the run. Raises
+    `SupersededError` if another group has replaced this one. The records for the receipt are read in other threads, to
+    save time while the workers wait in the middle of a step.
     """
     if not any(inventory.live for inventory in inventories):
         return None
@@ -254,7 +260,7 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     *before, attempt = claimed
     live = choose_live(before, inventories)
     if not live:
-        raise SupersededError(f"{run.location}: another group has replaced the one in which this process trained")
+        raise SupersededError(f"{run.location}: another worker group has replaced the group of this process")
     attempt = attempt.starting_from(live.checkpoint, IN_PLACE)
     record_start(run, attempt)
     past = PastRecords(heartbeats_in(inventories), receipts.result(), status.result())
@@ -265,8 +271,8 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
     """Claim the next attempt, but do not choose its start yet.
 
     Like `claim_next`, returns all attempts, the claimed one last. Returns an empty list if this job may no longer train
-    the run. Raises `ConflictError` if the run has been started over with other settings, and `SupersededError` if it
-    was deleted while these workers were training.
+    the run. Raises `ConflictError` if the run has been started over with other settings, and `SupersededError` if the
+    run was deleted while these workers were training.
     """
     run = claimant.run
     status = read_status(run, claimant.driver) if claimant.driver else None
@@ -274,7 +280,7 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
 
     def make(before: list[Attempt]) -> Attempt | None:
         if not trained <= {attempt.label for attempt in before}:
-            raise SupersededError(f"{run.location} was deleted while these workers trained; they have ended")
+            raise SupersededError(f"{run.location} was deleted while these workers were training")
         if claimant.cancelled.is_set() or fatal_error(claimant, before):
             return None
         return make_attempt(claimant, settings, inventories, before, status.after if status else ())
@@ -292,8 +298,10 @@ def make_attempt(
     before: list[Attempt],
     after: tuple[str, ...],
 ) -> Attempt:
-    """Return the attempt that follows the attempts in `before`, without a start. `after` lists earlier driver
-    starts."""
+    """Return the attempt that follows those in `before`. Its start point is not chosen yet.
+
+    `after` contains the IDs of drivers that began before this driver.
+    """
     metadata = Metadata(
         settings=settings.environment(),
         versions=versions(),
@@ -314,10 +322,10 @@ def choose_start(
 ) -> StartPoint:
     """Choose the state that an attempt starts from.
 
-    `claimed` contains all attempts, the newly claimed one last. `damaged` maps names of checkpoints to their faults.
-    From now on, only this attempt commits or deletes checkpoints. Requests of earlier attempts may still complete, but
+    `claimed` contains all attempts, the newly claimed one last. `damaged` maps checkpoint names to faults. Only the
+    claimed attempt commits or deletes checkpoints from now on. Requests from earlier attempts may still complete, but
     cannot produce a checkpoint newer than the ones listed now. Raises `SupersededError` if the claim is superseded, and
-    `DamageError` like `refuse_to_start_over`.
+    `DamageError` if `refuse_to_start_over` raises it.
     """
 
     def inspect(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
@@ -359,12 +367,12 @@ def choose_start(
 
 
 def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[tuple[int, int, float]]:
-    """Return the last known steps of earlier processes on these nodes, as tuples like in `PastRecords.heartbeats`."""
+    """Return the last known steps of earlier processes on these nodes, in the form of `PastRecords.heartbeats`."""
     return [heartbeat for inventory in inventories for heartbeat in inventory.heartbeats]
 
 
 def nodes_in(inventories: Sequence[NodeInventory]) -> dict[int, str]:
-    """Return Ray's node ID of each rank."""
+    """Return the Ray node ID for each rank."""
     return {rank: inventory.node for rank, inventory in enumerate(inventories)}
 
 
@@ -373,7 +381,8 @@ def refuse_to_start_over(
 ) -> None:
     """Raise `DamageError` if a run had checkpoints but has no intact state left, unless ACCEPT allows their loss.
 
-    `passed_over` lists the checkpoints that `find_newest_good` skipped. `environment` maps variables to values.
+    `passed_over` lists the checkpoints that `find_newest_good` skipped. `environment` contains the run's settings as
+    environment variables.
     """
     lost = [each for each in passed_over if each.kind is Unusable.DAMAGED] or find_lost_start(attempts)
     if not lost:
@@ -390,10 +399,10 @@ def refuse_to_start_over(
 
 
 def find_lost_start(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
-    """Return the checkpoint from which the current lineage last started, if any. Call this if storage has no
-    checkpoint.
+    """Return the checkpoint from which the current lineage last started, or an empty list.
 
-    Retention always keeps a checkpoint at least this new, so an empty storage means that checkpoints were lost.
+    Call this if storage has no checkpoint. Retention always keeps this checkpoint or a newer one, so checkpoints must
+    have been lost.
     """
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.tier == "storage"]
@@ -405,7 +414,7 @@ def find_lost_start(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
 
 
 def newest_committed(run: Run, attempts: list[Attempt]) -> int:
-    """Return the step of the newest checkpoint by name, even if it is damaged, or -1 if there is no checkpoint."""
+    """Return the step in the newest checkpoint's name, even if the checkpoint is damaged, or -1."""
     spans = lineage(attempts)
     names = [name for name, files in list_directories(run).items() if MANIFEST in files]
     return max((step_of(name) for name in names if leads_to_newest(name, spans)), default=-1)

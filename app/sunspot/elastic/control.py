@@ -1,4 +1,7 @@
-"""The control channel between driver and workers, a Ray actor on the driver's node. Workers cannot call a driver."""
+"""The control channel between the driver and the workers.
+
+The channel is a Ray actor on the driver's node, because workers cannot call the driver itself.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -69,11 +72,14 @@ class ControlChannel:
         return self._with_last_step(self._incidents.begin_group())
 
     def close_incident(self) -> Incident:
-        """Return the incident that started the current group, and clear it because the group has taken a step."""
+        """Return the incident that started the current group, and clear it.
+
+        Call this once the group has taken a step.
+        """
         return self._incidents.take_step()
 
     def free_memory(self, gpu: str) -> int:
-        """Return the bytes that were free on a GPU when the newest group began on it, or 0 if no group has."""
+        """Return the bytes that were free on a GPU when the newest group began on it, or 0 if none has begun on it."""
         return self._free_memory.get(gpu, 0)
 
     def set_free_memory(self, gpu: str, size: int) -> None:
@@ -85,7 +91,7 @@ class ControlChannel:
         return self._command
 
     def set_fatal_error(self, error: Exception) -> None:
-        """Record an error that no restart can fix, unless there already is one."""
+        """Record an error that no restart can fix, unless such an error is already recorded."""
         self._fatal_error = self._fatal_error or error
 
     def add_rank_error(self, error: RankError) -> None:
@@ -114,11 +120,11 @@ class ControlChannel:
         self._progress = progress
 
     def add_metrics(self, record: dict[str, Any]) -> None:
-        """Add a record of the metric history for the terminal."""
+        """Queue a record of the metric history to be printed in the terminal."""
         self._metrics.append(record)
 
     def log(self, line: str) -> None:
-        """Add a line for the terminal."""
+        """Queue a line to be printed in the terminal."""
         self._lines.append(line)
 
     # --------------------------------------------------------------------------------- called by Ray's controller
@@ -159,7 +165,7 @@ class ControlChannel:
         self.add_incident_facts(incident)
 
     def explain_loss(self, detail: str) -> None:
-        """Record that a lost worker had run out of memory, which Ray reports some time after the loss."""
+        """Record that a lost worker had run out of memory. Ray reports this some time after the loss."""
         self._incidents.explain_loss(detail)
 
     def give_up(self, reason: str) -> None:
@@ -167,7 +173,7 @@ class ControlChannel:
         self._gave_up = reason
 
     def forget_group(self) -> None:
-        """Forget the newest group, which has ended, so that later changes of its nodes cause no event."""
+        """Forget the newest group, which has ended, so that later changes to its nodes cause no event."""
         self._group = None
 
     # ------------------------------------------------------------------------------------------- called by the driver
@@ -193,7 +199,7 @@ class ControlChannel:
         self._incidents.observe(facts)
 
     def add_left_out(self, lines: list[str]) -> None:
-        """Record which nodes were left out, and why, for the run's events."""
+        """Record lines that say which nodes were left out and why. They become part of the run's events."""
         self._incidents.note("node left out", lines)
 
     def incident(self) -> Incident:
@@ -215,14 +221,14 @@ class ControlChannel:
         return self._has_group
 
     def fetch_news(self) -> News:
-        """Return the progress, and the metrics and lines since the last call."""
+        """Return the progress, and the metrics and lines that were added since the last call."""
         news = News(self._progress, self._metrics, self._lines, self._ended)
         self._metrics, self._lines = [], []
         return news
 
 
 class ControlClient:
-    """Calls a `ControlChannel` in its actor. A client can be pickled and sent to other processes."""
+    """A client of the `ControlChannel` in an actor. It can be pickled and sent to other processes."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -257,8 +263,9 @@ class ControlClient:
 
 @contextmanager
 def open_control() -> Iterator[ControlClient]:
-    """Yield a client of a new control channel. Its actor runs on the driver's node, so a preemption ends both or
-    neither.
+    """Yield a client of a new control channel.
+
+    The channel's actor runs on the driver's node, so that a preemption ends either both or neither.
     """
     here = ray.get_runtime_context().get_node_id()
     actor: Any = ray.remote(num_cpus=0)(ControlChannel)
@@ -279,7 +286,7 @@ class CommandPoller(Background):
         self._known = Command()
 
     def poll(self) -> Command:
-        """Return the newest command. It requests nothing until the first answer arrives."""
+        """Return the newest command. Until the first answer arrives, the command requests nothing."""
         return replace(self._known, regroup=self._regroups())
 
     def _fetch(self) -> None:

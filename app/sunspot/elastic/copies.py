@@ -65,9 +65,9 @@ class SurvivingState(NamedTuple):
 def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> SurvivingState | None:
     """Return the newest live state among the survivors, or None if no survivor has one.
 
-    The survivors' states differ by at most one step, which some of them completed before the group broke. The state of
-    a process that missed a group does not count, because the others may have moved on and deleted the state's
-    checkpoint.
+    The survivors' states differ by at most one step, because some survivors may have completed their step before the
+    loss. The state of a process that missed a group is ignored, because the other processes may have continued without
+    it, and deleted the state's checkpoint.
     """
     spans = lineage(attempts)
     live = {
@@ -86,7 +86,7 @@ def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
 
 
 def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
-    """Return True if a survivor was in every group since its last step, so that no step was taken without it."""
+    """Return True if a survivor was in every group since its last step. Then no step was taken without it."""
     assert inventory.live
     last = attempt_of(inventory.live.checkpoint)
     since = [attempt for attempt in attempts if attempt.number > last and attempt.chosen]
@@ -94,9 +94,10 @@ def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> boo
 
 
 def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> ChosenCopy | None:
-    """Return the newest copy on any node that belongs to the newest attempt's lineage. The lowest rank breaks ties.
+    """Return the newest in-memory copy in the newest attempt's lineage, on any node.
 
-    A superseded attempt's copy is not in that lineage, even if the copy is newer.
+    Among equally new copies, the one with the lowest rank is chosen. A superseded attempt's copy is not in the lineage,
+    even if the copy is newer.
     """
     spans = lineage(attempts)
     found = [
@@ -111,10 +112,10 @@ def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
 
 
 def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> list[PartCopy]:
-    """Return the parts of the newest sharded state that is complete across the nodes, in the newest attempt's lineage.
+    """Return the parts of the newest complete sharded state in the newest attempt's lineage.
 
-    Each part is assigned to a rank on a node with a copy of the part, if possible on the node that is likely to need
-    it.
+    A state is complete if the nodes together have all of its parts. Each part is assigned to a rank on a node that has
+    a copy of the part. The node that is likely to need the part is preferred.
     """
     spans = lineage(attempts)
     states = dict[tuple[int, bool, str, int], dict[int, dict[str, MemorySnapshot]]]()  # part -> node -> copy
@@ -151,8 +152,8 @@ def exclude_crashing_copy(
 ) -> tuple[list[NodeInventory], str]:
     """Remove the copy from which the last RESTORES groups took no step.
 
-    Returns the remaining inventories, and the name of the removed copy or an empty string. Groups that have lost a node
-    do not count, because the loss may have ended the group, whatever the copy.
+    Returns the remaining inventories, and the name of the removed copy or an empty string. If one of these groups has
+    lost a node, no copy is removed, because the loss may have ended the group.
     """
     last = attempts_with_start(before)[-RESTORES:]
     names = {attempt.starts_from if attempt.metadata.tier == "memory" else None for attempt in last}

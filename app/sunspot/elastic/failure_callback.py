@@ -1,7 +1,7 @@
-"""Asks the failure judge about workers' errors in Ray Train's controller, and ends the trainer if the judge says so.
+"""Passes workers' errors to the failure judge, and ends the trainer if the judge says so.
 
-Both use Ray's public API: a `ray.train.UserCallback` receives the errors before Ray acts on them, and an error that the
-callback raises ends the trainer.
+This uses only Ray's public API. A `ray.train.UserCallback` in Ray Train's controller receives the errors before Ray
+acts on them, and an error that the callback raises ends the trainer.
 """
 
 import time

@@ -2,9 +2,9 @@
 
 Ray Train's controller asks about each worker failure (failure_callback.py). An error that the user's program raises on
 all ranks alike would occur again, so it ends the run at once. Other failures are counted, and the next checkpoint
-resets the count. Two kinds of groups are counted separately: those that got no rows from Ray Data, and those that took
-no step from an in-memory copy, until that copy is skipped in favor of storage (copies.py). Processes that run out of
-memory soon after each other are counted even if there was a checkpoint in between (out_of_memory.py).
+resets the count. Groups that got no rows from Ray Data are counted separately. So are groups that started from an
+in-memory copy and took no step: after a few such groups, the run continues from storage (copies.py). Processes that run
+out of memory in quick succession are counted even if there was a checkpoint in between (out_of_memory.py).
 """
 
 import re
@@ -138,11 +138,11 @@ class FailureJudge:
     """Decides whether another worker group follows one that failed.
 
     At most `max_failures` groups in a row may fail without a new checkpoint, or without a new step in survivor mode. Up
-    to MAX_STARVED groups that got no rows, and RESTORES groups that took no step from an in-memory copy, are not
-    charged. In survivor mode, the losses within one step end the run only if there were as many as the group had
-    workers, because the workers of a zone are lost within seconds of each other. The control channel keeps the counts,
-    because each of Ray's trainers has its own judge. `leave_out` is called before each group, and a `SunspotError` that
-    it raises ends the run.
+    to MAX_STARVED groups that got no rows, and RESTORES groups that took no step from an in-memory copy, do not count
+    toward this limit. In survivor mode, losses within one step end the run only if there are at least as many losses as
+    workers in the group, because all workers in a zone can be lost within seconds. The control channel keeps the
+    counts, because each of Ray's trainers has its own judge. `leave_out` is called before each group, and a
+    `SunspotError` that it raises ends the run.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class FailureJudge:
         self._one_machine = one_machine
 
     def __call__(self, errors: dict[int, Exception]) -> bool:
-        """Return True if Ray Train should continue after these errors, keyed by rank.
+        """Return True if Ray Train should continue after these errors, which are keyed by rank.
 
         In restart mode, Ray then starts another group. In survivor mode, it only replaces lost processes. If a worker
         raised an error itself or the group ends for a restart, the trainer ends, and the driver decides whether another
-        one starts.
+        trainer starts.
         """
         if any(isinstance(error, GroupRestartError) for error in errors.values()):
             return not self._survivor_mode
@@ -200,7 +200,7 @@ class FailureJudge:
         return continues
 
     def _judge(self, end: GroupEnd, lost: int, only_lost: bool, short: set[str]) -> tuple[bool, str, FailureCounts]:
-        """Decide whether another group starts, and count the failure of this one.
+        """Decide whether another group starts, and count this group's failure.
 
         `lost` is the number of lost workers, excluding replacements that could not train. `only_lost` is True in
         survivor mode if no worker raised an error itself. `short` lists the nodes that ran out of memory. Returns the
@@ -251,7 +251,7 @@ class FailureJudge:
         return True, f"; {action}, {remaining} of {self._max} SUNSPOT_MAX_FAILURES left", counts
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
-        """Leave out the nodes with a broken GPU. Returns whether another group starts, and the text to print."""
+        """Exclude the nodes with a broken GPU. Returns whether another group starts, and the text to print."""
         try:
             left_out = self._leave_out(suspects)
         except SunspotError as error:
@@ -285,7 +285,8 @@ def count_ends(loops: Mapping[str, tuple[int, float]], kinds: set[str], now: flo
 def find_suspects(end: GroupEnd, errors: dict[int, Exception]) -> Suspects:
     """Return the nodes with a CUDA error or a lost rank.
 
-    NCCL ends a process whose GPU fails, often before it can report the error. Some GPUs hang when they fail.
+    A broken GPU often shows up only as a lost rank. NCCL ends a process whose GPU fails, often before the process can
+    report the error, and some GPUs hang when they fail.
     """
     ranks = [rank for rank, error in errors.items() if isinstance(error, LOST) and rank in end.nodes]
     lost = end.lost_on or [end.nodes[rank] for rank in ranks]
@@ -316,7 +317,7 @@ def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[objec
 
 
 def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
-    """Describe in one line which ranks ended and why, without errors that another rank's end caused.
+    """Describe in one line which ranks ended and why. Errors that another rank's end caused are omitted.
 
     If ranks have hung and ended themselves, the line names the ranks that the others waited for.
     """
@@ -350,7 +351,7 @@ def describe_failure_in_line(failure: Failure) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the line of an error that states the reason. Ray precedes it with a page of text if a worker is lost."""
+    """Return the line of an error that states the reason. If a worker is lost, Ray's error is a page long."""
     killed, figures = find_killed_for_memory(error)
     if killed:
         return figures

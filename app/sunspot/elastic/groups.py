@@ -11,8 +11,8 @@ class GroupChoice:
 
     The first group is always asked for its maximum number of workers, so that its nodes come as soon as they are
     available. A later group is asked for the workers that exceed the earlier groups' maximum. If the earlier groups
-    lack nodes for longer than the later group's `after_s`, it is also asked for the missing workers, until the earlier
-    groups have had enough nodes for that long.
+    lack nodes for longer than the later group's `after_s`, the later group is also asked for the missing workers. This
+    ends once the earlier groups have had enough nodes for `after_s`.
     """
 
     def __init__(self, groups: Sequence[NodeGroup], workers: int) -> None:
@@ -58,7 +58,7 @@ def capacity_by_group(room: Mapping[str, int], group_of: Mapping[str, str]) -> d
 def nodes_to_release(
     room: Mapping[str, int], group_of: Mapping[str, str], asked: Mapping[str, int], used: Collection[str]
 ) -> list[str]:
-    """Return the nodes that exceed the number requested from their group, unused nodes first."""
+    """Return the nodes that the workers requested from their group do not need, unused nodes first."""
     spare = []
     excess = {
         group: workers - asked.get(group, workers) for group, workers in capacity_by_group(room, group_of).items()

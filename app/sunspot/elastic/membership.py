@@ -165,9 +165,10 @@ class Membership:
                 self._first_request = now
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Record which nodes will go away. Generations leave them out once other members have the state.
+        """Record which nodes will go away. Later generations exclude them once members on other nodes have the state.
 
-        A drained node stays drained. The connections of a node that has just gone may not be closed yet.
+        Nodes are never removed from this record, because the connections of a node that has just gone may still be
+        open.
         """
         self._draining |= frozenset(nodes)
 
@@ -229,7 +230,10 @@ class Membership:
         return [(uid, message) for uid in self._living()]
 
     def _form(self, now: float) -> list[tuple[str, Message]]:
-        """Form the next generation once all live members of the previous one have requested it, whatever their uid."""
+        """Form the next generation once all live members of the previous generation have requested it.
+
+        This includes members that have reconnected under another uid.
+        """
         living = self._living()
         chosen = self._choose(self._requests.keys())
         if now < self._settled_at or (living | self._returned()) - self._requests.keys() or not chosen:
@@ -247,8 +251,8 @@ class Membership:
         """Choose the next members. Members of the last generation keep their order, and newcomers follow.
 
         A candidate on a draining node is left out if a member on a staying node has a state at least as new. A newcomer
-        without a state on a draining node is also left out if others stay. The state of a newcomer on a staying node
-        does not count, because the members may have trained since it left.
+        on a draining node is also left out if it has no state and any candidate is on a staying node. The state of a
+        newcomer on a staying node is ignored, because the members may have trained since the newcomer left.
         """
         order = {member.process or member.uid: rank for rank, member in enumerate(self.generation.members)}
         living = [member for uid, member in self._members.items() if uid in candidates]
@@ -259,7 +263,7 @@ class Membership:
         return tuple(member for member in living if member.node not in self._draining or self._step_of(member) > newest)
 
     def _step_of(self, member: Member) -> float:
-        """Return the step of a process's state. A member that trains has the newest state."""
+        """Return the step of a process's state. A member that is training has the newest state."""
         is_member = self._is_member(member.uid)
         if self._open and is_member:
             return math.inf

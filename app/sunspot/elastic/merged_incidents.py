@@ -1,8 +1,8 @@
 """Merges what several observers report about the end of a worker group into one incident.
 
-The workers, the membership server, Ray's controller and the driver's supervisor each see a part of an incident, and
-report that part in any order. The strongest cause wins, or the earliest of equally strong causes (`merge`). Every other
-fact stays as first reported. The reports arrive through control.ControlChannel.
+The workers, the membership server, Ray's controller and the driver's supervisor each see a part of an incident. Their
+reports arrive in any order, through control.ControlChannel. The strongest cause wins, or the earliest of equally strong
+causes (`merge`). Any other fact keeps the value that was reported first.
 """
 
 import time
@@ -62,9 +62,9 @@ class Incidents:
         self._ending = merge(self._ending, facts)
 
     def explain_loss(self, detail: str) -> None:
-        """Record that a lost worker had run out of memory, which Ray reports some time after the loss.
+        """Record that a lost worker had run out of memory. Ray reports this some time after the loss.
 
-        If the next group has already taken a step by then, only the events have this explanation.
+        If the next group has already taken a step by then, only the run's events contain this explanation.
         """
         self.note(Cause.OUT_OF_MEMORY, [detail])
         explanation = Incident(Cause.OUT_OF_MEMORY, detail)
@@ -78,7 +78,7 @@ class Incidents:
         self._notes += [Note(event, detail, time.time()) for detail in details]
 
     def begin_group(self) -> Incident:
-        """Return why a new group begins, including why previous groups without a step ended."""
+        """Return why a new group begins. This covers all previous groups since the last group that took a step."""
         began = merge(self._began, self._ending)
         began = replace(began, notes=(*began.notes, *self._notes))
         self._began, self._ending = replace(began, notes=()), Incident()
@@ -86,7 +86,10 @@ class Incidents:
         return began
 
     def take_step(self) -> Incident:
-        """Return the incident that started the current group, and clear it because the group has taken a step."""
+        """Return the incident that started the current group, and clear it.
+
+        Call this once the group has taken a step.
+        """
         began, self._began = self._began, Incident()
         return began
 

@@ -48,7 +48,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True)
 class Note:
-    """A cluster or process event, for the run's events."""
+    """An event in the cluster or in a process, to be added to the run's events."""
 
     event: str
     detail: str
@@ -126,7 +126,7 @@ class FailureCounts:
     "True if another group would fail in the same way on any cluster."
 
     def since(self, kept: int) -> FailureCounts:
-        """Return these counts, or zeros if a newer step has been kept since. The error and the loops always remain."""
+        """Return these counts, or zeros if `kept` is a newer step. `error` and `loops` are never reset."""
         none = FailureCounts(error=self.error, loops=self.loops)
         return replace(none if kept > self.kept else self, kept=kept)
 

@@ -161,8 +161,8 @@ def find_preempted(group: WorkerGroup, draining: dict[str, float | None]) -> Nod
 def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float]) -> dict[str, int]:
     """Return how many workers fit on each node, by node id. Nodes without room are left out.
 
-    The count is that of Ray Train (ElasticScalingPolicy): it uses a node's total resources, because the group's own
-    workers are on these nodes, and leaves out a head without CPUs and GPUs.
+    Like Ray Train's ElasticScalingPolicy, this counts a node's total resources, because the group's own workers use
+    some of them, and ignores a head node without CPUs and GPUs.
     """
     room = {}
     for node in nodes:
@@ -178,9 +178,9 @@ def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float
 def choose_placement(room: dict[str, int]) -> str:
     """Return the strategy by which Ray places workers in survivor mode, given the room on each node.
 
-    While no node has room for a replacement, Ray tries to place it without a pause, which takes 91 % of a processor of
-    the head (ray-project/ray#65007; Ray 2.60). It waits for a node instead if each worker must have its own node and
-    all remaining nodes have one. This strategy is therefore chosen if no node has room for two workers.
+    While no node has room for a replacement, Ray 2.60 retries without a pause, which takes 91 % of one of the head's
+    CPUs (ray-project/ray#65007). If each worker must have its own node and all remaining nodes have a worker, Ray waits
+    for another node instead. This function therefore chooses that strategy if no node has room for two workers.
     """
     return "STRICT_SPREAD" if set(room.values()) == {1} else "PACK"
 
@@ -211,13 +211,13 @@ def wait_for_nodes(
         if wanted != asked:
             asked = wanted
             ask_of_groups(resources_per_worker, asked)
-            print(f"there are {available}; requested {describe_asked(asked)}", flush=True)
+            print(f"there are {available}; requested workers: {describe_asked(asked)}", flush=True)
         if sum(room.values()) >= workers.least:
             return
         if time.monotonic() - began > timeout_s:
             raise SunspotError(
-                f"after {in_words(timeout_s)} there are {available}, although {describe_asked(asked)} were requested; "
-                "`sunspot doctor` says what the pods wait for; run the same command to try again"
+                f"after {in_words(timeout_s)}, there are only {available}; requested workers: {describe_asked(asked)}; "
+                "`sunspot doctor` shows what the pods are waiting for; to try again, run the same command"
             )
         time.sleep(NODE_CHECK_EVERY_S)
 
@@ -228,9 +228,9 @@ def asked_nodes(
 ) -> Iterator[WorkerRange]:
     """Request nodes for the largest number of workers, and yield the number of workers that begin in survivor mode.
 
-    Ray replaces these workers but adds none, so that a start with the smallest number would soon be followed by a
-    restart with more. The start therefore waits for a node, and then until no other node has come for FIRST_SETTLED_S.
-    With `one_machine`, no other node can come.
+    Ray replaces these workers, but adds none. If the run began with the smallest number, it would soon restart with
+    more workers. This therefore waits for a first node, and then until no other node has joined for FIRST_SETTLED_S.
+    With `one_machine`, it does not wait, because no other node can join.
     """
     if one_machine:
         found = min(sum(find_room(staying_nodes(), resources_per_worker).values()), workers.most)
@@ -256,5 +256,5 @@ def asked_nodes(
 
 
 def describe_asked(asked: dict[str, int]) -> str:
-    """Return the requested workers of each group as text: `2 in group spot, 1 in group on-demand`."""
+    """Return the number of requested workers by group, such as `2 in group spot, 1 in group on-demand`."""
     return ", ".join(f"{workers} in group {name}" for name, workers in asked.items())

@@ -77,9 +77,9 @@ def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
 def first_incident(start: StartPoint) -> Incident:
     """Return why a driver starts its first worker group, or an empty incident for a later group.
 
-    Another start of the run was alive if it wrote a status after this driver had begun or, running elsewhere, shortly
-    before the claim. An earlier start of the same job means that its driver was lost, although the workers can outlive
-    it for a minute.
+    The run was taken over if the previous driver was still alive and belonged to another job. The previous driver was
+    alive if it wrote a status after this driver had begun. If the two run in different places, a status shortly before
+    the claim is enough. A previous driver of the same job is lost, even if its workers still run for a minute.
     """
     own, other = start.past.status, start.past.other
     if not start.before:
@@ -105,7 +105,10 @@ def first_incident(start: StartPoint) -> Incident:
 
 
 def explain_error(error: RankError) -> Incident:
-    """Return the incident for an error that a rank reports, without a cause if another process ended first."""
+    """Return the incident for an error that a rank reports.
+
+    The incident is empty if the error is a consequence of the end of another process.
+    """
     if error.failure.is_consequence:
         return Incident()
     cause = Cause.OUT_OF_MEMORY if error.out_of_memory else Cause.WORKER_FAILED

@@ -73,9 +73,9 @@ def hand_over(
 ) -> TrainingState:
     """Return the state from which the group continues. All workers of the group call this together.
 
-    Ranks that have the state receive no tensors; `saved` has theirs. The other ranks receive the tensors from the first
-    rank that has them. All ranks take that rank's `metadata`, because the loss of a member may have left them with
-    different values.
+    The first rank that has the state sends its tensors, which are in `saved`, to the ranks that lack the state. For
+    ranks that have the state, the result contains no tensors. All ranks use the sender's `metadata`, because the loss
+    of a member may have left them with different values.
     """
     assert place.group
     source, rank = surviving.ranks[0], place.rank
@@ -117,7 +117,10 @@ def load_start(
     found: LocalState,
     group: dist.ProcessGroup | None,
 ) -> TrainingState:
-    """Load the state from which the group continues, given the result of `agree_on_start`, on all workers together."""
+    """Load the state from which the group continues. All workers call this together.
+
+    `start` and `found` are the results of `agree_on_start`.
+    """
     if not start.checkpoint:
         found.state.close()  # frees a checkpoint that turned out to be damaged
     if start.copy:
@@ -139,7 +142,7 @@ def load_start(
 def _load_sharded(
     run: Run, settings: Settings, checkpoint: Checkpoint, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Load a sharded checkpoint on every rank. Rank 0 reads the parts' contents for all, with one request per part."""
+    """Load a sharded checkpoint on every rank. Rank 0 reads the parts' tables of contents and broadcasts them."""
 
     def patiently(read: Callable[[], Any]) -> Any:
         return retry_storage(settings.storage_timeout_s, "reading a checkpoint", read)
@@ -175,7 +178,7 @@ def _load_copy(copy: ChosenCopy, found: LocalState) -> TrainingState:
 
 
 def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
-    """Return the state_dict of the file or run in INIT_FROM. A run's newest intact checkpoint is used.
+    """Return the state_dict of INIT_FROM, which is a file or the newest intact checkpoint of a run.
 
     Rank 0 chooses the source. All workers call this together and get the same state_dict. Raises `SettingsError` if
     INIT_FROM cannot be used, and `ConflictError` if its source was replaced while it was read.
@@ -186,9 +189,9 @@ def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
 
 
 def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None] | str:
-    """Return the newest intact checkpoint of the run in INIT_FROM, or the SHA-256 of its file.
+    """Return what INIT_FROM refers to: the newest intact checkpoint of a run, or the SHA-256 digest of a file.
 
-    A sharded checkpoint comes with the contents of its parts.
+    The checkpoint comes with the contents of its parts, or None if it is not sharded.
     """
     wanted = settings.init_from
     if not wanted.startswith("run:"):
@@ -206,9 +209,9 @@ def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None]
 
 
 def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | None] | str) -> Any:
-    """Return the state_dict that `choose_init` chose. Raises `ConflictError` if it no longer exists."""
+    """Return the state_dict that `choose_init` chose. Raises `ConflictError` if the source has changed since."""
     wanted, content = settings.init_from, bytearray()
-    replaced = f"SUNSPOT_INIT_FROM={wanted}: it was replaced while it was read; use a source that nobody writes to"
+    replaced = f"SUNSPOT_INIT_FROM={wanted} was replaced while it was read; use a source that nobody writes to"
     try:
         if isinstance(chosen, tuple):
             return load_model(_init_run(settings), *chosen)
@@ -222,11 +225,11 @@ def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | No
         state = read_weights(storage, file, content)
     except ValueError as error:
         raise SettingsError(
-            f"SUNSPOT_INIT_FROM={wanted}: {error}; give a state_dict saved by torch.save, or as safetensors"
+            f"SUNSPOT_INIT_FROM={wanted}: {error}; give a state_dict saved by torch.save or as safetensors"
         ) from error
     if not isinstance(state, dict):
         raise SettingsError(
-            f"SUNSPOT_INIT_FROM={wanted}: contains a {type(state).__name__}; give a state_dict saved by torch.save"
+            f"SUNSPOT_INIT_FROM={wanted} contains a {type(state).__name__}; give a state_dict saved by torch.save"
         )
     return state
 

@@ -89,17 +89,17 @@ class Supervisor:
         self._stopping = True
         why = "interrupted" if request.signal is signal.SIGINT else f"told to end by {request.signal.name}"
         if self._monitor and self._control.call_or_none(ControlChannel.has_group) is False:
-            print(f"{why}: no worker trains, so it ends without saving", flush=True)
+            print(f"{why}: no worker is training, so the run ends without saving", flush=True)
         elif request.signal is signal.SIGINT:
             print(INTERRUPTED, flush=True)
         else:
-            print(f"{why}: it saves and ends", flush=True)
+            print(f"{why}: the run saves and ends", flush=True)
 
     def _look_at_nodes(self, monitor: NodeMonitor) -> None:
         """Restart the worker group if nodes are preempted or added.
 
         A lost node is only recorded, because Ray Train restarts the group itself. If the head is about to go, the group
-        saves, and keeps training until the head takes everything with it.
+        saves, and keeps training until the loss of the head ends the whole cluster.
         """
         group, draining = self._control.call(ControlChannel.group), draining_nodes()
         if self._membership:  # the server may have formed a group that the control channel does not know yet
@@ -127,7 +127,7 @@ class Supervisor:
         if monitor.asked != self._asked:
             ask_of_groups(monitor.per_worker, monitor.asked)
             self._asked = monitor.asked
-            self._control.send(ControlChannel.log, f"requested {describe_asked(self._asked)}")
+            self._control.send(ControlChannel.log, f"requested workers: {describe_asked(self._asked)}")
 
 
 @contextmanager

@@ -93,12 +93,12 @@ OnHang = Callable[[Hang, bool], Any]
 
 
 class Watchdog:
-    """Ends this process if the thread that created the watchdog has taken no step for `timeout_s` seconds, unless that
-    is 0.
+    """Ends this process if the thread that created the watchdog has taken no step for `timeout_s` seconds.
 
-    Before that, it records an event in this rank's journal and calls `on_hang`. It does the same for a rank of the
-    previous attempt that left only its stacks on this node. Ranks take no steps until their group has claimed an
-    attempt; until then, hearing from the other ranks counts as a heartbeat.
+    A `timeout_s` of 0 disables the watchdog. Before the process ends, the watchdog records an event in this rank's
+    journal and calls `on_hang`. It does the same for a rank of the previous attempt that left only its stacks on this
+    node. Ranks take no steps until their group has claimed an attempt. Until then, hearing from the other ranks counts
+    as a heartbeat.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Watchdog:
         on_hang: OnHang,
         around_pauses: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Create a watchdog. It enters the context that `around_pauses` makes whenever it expects no heartbeat."""
+        """Create a watchdog. Whenever it expects no heartbeat, it enters a context created by `around_pauses`."""
         self._around_pauses = around_pauses
         self._run = run
         self._rank = rank
@@ -136,8 +136,9 @@ class Watchdog:
         self._attempt = attempt.number
 
     def heartbeat(self, step: int | None = None) -> None:
-        """Record progress. `step` is the number of optimizer steps, or None after a batch of an evaluation or a
-        round.
+        """Record progress.
+
+        `step` is the number of optimizer steps, or None after an evaluation batch or a round of `run_on_all_ranks`.
         """
         self._last_heartbeat = time.monotonic()
         if step is not None:
@@ -238,8 +239,8 @@ def ended_after(limit_s: float, until: str) -> Iterator[None]:
     _cancel_timers_at_fork()
 
     def end() -> None:
-        why = f"this did not happen within {limit_s:.0f} s: {until}"
-        print(f"this process ends itself, because {why}", file=sys.stderr, flush=True)
+        why = f"it waited more than {limit_s:.0f} s until {until}"
+        print(f"this process ends, because {why}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(STDERR)
         os._exit(1)
 
@@ -319,7 +320,7 @@ def _read_own(path: Path) -> str:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-            raise PermissionError(f"{path} is not a regular file of this user")
+            raise PermissionError(f"{path} is not a regular file that belongs to this user")
         return file.read(MAX_DUMP_BYTES).decode(errors="replace")
 
 

@@ -17,7 +17,7 @@ def private_folder(parent: Path | None = None) -> Path:
     try:
         return make_private_folder(parent or Path(tempfile.gettempdir()))
     except OSError as error:
-        raise SettingsError(f"{error}; or set TMPDIR to another folder") from error
+        raise SettingsError(f"{error}; to use another folder, set TMPDIR") from error
 
 
 def make_private_folder(parent: Path) -> Path:

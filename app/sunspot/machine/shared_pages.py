@@ -64,7 +64,7 @@ def _is_complete(path: str) -> bool:
 
 
 def map_pages(path: str, size: int, shared: bool = False) -> torch.Tensor:
-    """Return the first `size` bytes of a file, as uint8 [size]. Changes are private unless `shared` is True."""
+    """Return the first `size` bytes of a file as a uint8 tensor. Changes are private unless `shared` is True."""
     with open(path, "r+b") as file:
         access = mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY
         return torch.frombuffer(mmap.mmap(file.fileno(), size, access=access), dtype=torch.uint8)

@@ -19,7 +19,7 @@ from sunspot.run.history import Columns
 
 
 class Sums:
-    """Sums of per-row values. They stay on the device, because reading a value would wait for it."""
+    """Sums of per-row values. They stay on the device, because reading a value would have to wait for the device."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -144,7 +144,7 @@ class MetricWindow:
         self._open()
 
     def move(self, group: dist.ProcessGroup) -> None:
-        """Change the group with which the following windows are reduced."""
+        """Use `group` to reduce all later windows."""
         self._group = group
 
     def _open(self) -> None:

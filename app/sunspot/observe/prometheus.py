@@ -170,7 +170,7 @@ class Telemetry:
 
 @contextmanager
 def exported_run(run: str) -> Iterator[None]:
-    """Context manager that exports the run as active from the driver, even while it waits for workers."""
+    """Context manager in which the driver exports the run as active, even while it waits for workers."""
     text = "1 while a driver trains the run, even if it has no workers yet."
     active = _make(Gauge, RUN_ACTIVE, text, {"run": run})
     active.set(1)

@@ -73,7 +73,7 @@ class RankHistory:
 
 
 def downsample(text: bytes) -> bytes:
-    """Combine older records in groups of a power of two, so that combined records stay in the same group."""
+    """Combine older records in groups whose size is a power of two, so that groups can be combined again later."""
     lines = text.splitlines()
     newest = size = 0
     while newest < len(lines) and (newest < MIN_RECORDS or size < MIN_BYTES):

@@ -52,8 +52,8 @@ They are in a module variable, because most callers of `run_on_all_ranks` do not
 def sync_buffers(model: torch.nn.Module) -> None:
     """Copy rank 0's buffers to every worker, so that all workers have the buffers of a checkpoint.
 
-    All workers must call this together. Until then, batch norm's averages on each worker are those of its own rows.
-    DDP does the same before the next forward pass.
+    All workers must call this together. Before this call, each worker's batch norm has averages of only its own rows.
+    DDP also copies the buffers, but not until the next forward pass.
     """
     for same, flat in flatten(model.buffers()):  # one message per type instead of one per buffer
         dist.broadcast(flat, src=0)
@@ -81,7 +81,7 @@ def unflatten(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
 
 
 def same_parameters(model: torch.nn.Module, group: dist.ProcessGroup) -> bool:
-    """Return True if all workers have the same parameters, judged by bit sums. All workers must call this together."""
+    """Return True if all workers' parameters have the same bit sums. All workers must call this together."""
     with torch.no_grad():
         sums = [sum_of_bits(parameter) for parameter in model.parameters()]
         mine = torch.stack(sums).tolist() if sums else []
@@ -89,7 +89,7 @@ def same_parameters(model: torch.nn.Module, group: dist.ProcessGroup) -> bool:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's numbers, reinterpreted as integers. Does not wait for the device."""
+    """Return the sum of a tensor's values, whose bits are read as integers. Does not wait for the device."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.view(INTEGER_OF_SIZE[real.element_size()]).sum()
 
@@ -129,8 +129,9 @@ def listening_to_rounds(listener: Callable[[], Any]) -> Iterator[None]:
 def run_on_all_ranks(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Result:
     """Call `act`, and return its result once it has returned on all workers. All workers must call this together.
 
-    Each collective waits at most ROUND_S for the slowest worker, so none times out. An error raised by `act` is raised
-    at once, because the other workers end with this one. `group` is None for a single worker.
+    The workers exchange messages at least every ROUND_S, so that no collective times out if one worker is slow. An
+    error raised by `act` is raised at once, because the other workers end with this one. `group` is None for a single
+    worker.
     """
     if group is None:
         return act()

@@ -76,7 +76,7 @@ class DataParallel(DistributedDataParallel):
         return output
 
     def count_rows(self, counted: bool) -> None:
-        """Set whether the rows of the following passes count. Uncounted rows do not mark parameters as used."""
+        """Set whether the rows of later passes count. Rows that do not count do not mark parameters as used."""
         if not counted:
             if self._unused_before is None:
                 self._unused_before = [each for each in self._averaged if each.grad is None]
@@ -86,7 +86,7 @@ class DataParallel(DistributedDataParallel):
             self._unused_before = None
 
     def complete(self) -> None:
-        """Complete the averaging of a backward pass if it waits for parameters without a gradient."""
+        """Complete the averaging after a backward pass, if it still waits for parameters without a gradient."""
         waiting = self._find_waiting()
         if waiting:
             self._announce(each for each in self._averaged if each.grad is None)
@@ -100,7 +100,7 @@ class DataParallel(DistributedDataParallel):
                 self._averaged[index].grad = None
 
     def _find_waiting(self) -> list[int]:
-        """Return the numbers of the parameters for which an unfinished averaging waits, if any."""
+        """Return the indices of the parameters that an unfinished averaging waits for, if any."""
         try:
             self._check_reducer_finalized()  # torch has no public API for this (2.15)
         except RuntimeError as error:
@@ -221,7 +221,7 @@ def find_sparse(module: nn.Module) -> dict[Any, None]:
 
 
 def find_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a model's output. Nested containers are searched like in DDP."""
+    """Yield the tensors in a model's output. Nested containers are searched as in DDP."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):

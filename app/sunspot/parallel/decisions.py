@@ -116,7 +116,10 @@ class EvaluationEnd:
     """
 
     def __init__(self, group: dist.ProcessGroup, together: bool) -> None:
-        """`together` is True if workers must make each forward pass together."""
+        """Prepare to end one evaluation.
+
+        `together` is True if workers must make each forward pass together.
+        """
         self._group, self._together = group, together
         self._flags = torch.zeros(3, dtype=torch.uint8)
         self._pending: dist.Work | None = None

@@ -43,8 +43,8 @@ def prepare(
 def release(model: nn.Module) -> None:
     """Make a prepared model stop averaging gradients, so that the wrapped model can be prepared for another group.
 
-    This removes DDP's gradient hooks, for which torch has no public API (2.15). A loop might still use the prepared
-    model.
+    This removes DDP's gradient hooks, because a loop might still use the prepared model. torch 2.15 has no public API
+    for this.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -69,17 +69,18 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
 
 
 def complete_gradients(model: nn.Module) -> None:
-    """Average a prepared model's gradients after a backward pass from a loss that used none of its outputs."""
+    """Average a prepared model's gradients after the backward pass of a loss that did not use the model's output."""
     for part in model.children() if has_several(model) else [model]:
         if isinstance(part, DataParallel):
             part.complete()
 
 
 class FiniteGradients:
-    """A switch that excludes uncounted rows from gradients.
+    """A switch that excludes rows that do not count from gradients.
 
-    Multiplying their loss by 0 is not enough: 0 times an infinite loss is NaN, which the average would send to all
-    workers. A parameter used only by these rows would also get a gradient of zeros, and the optimizer would change it.
+    Multiplying the loss of these rows by 0 is not enough. 0 times an infinite loss is NaN, and averaging would spread
+    NaN to all workers. A parameter used only by these rows would also get a gradient of zeros, and the optimizer would
+    change the parameter.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -41,7 +41,7 @@ class ProcessGroups:
     """The process groups of the newest generation: the default group for gradients, and another for agreements."""
 
     def __init__(self, device: torch.device, limit_s: float, server: tuple[str, int] = ("", 0)) -> None:
-        """Gradients are summed on `device`. CPU collectives time out after `limit_s` seconds.
+        """Prepare groups that sum gradients on `device`. CPU collectives time out after `limit_s` seconds.
 
         Connections to `server`, the membership server's address, are never cut, even if they were opened while a group
         formed.

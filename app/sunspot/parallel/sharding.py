@@ -72,7 +72,7 @@ def build_without_values(build: Callable[[], nn.Module]) -> nn.Module | None:
 
 
 def _outside_of_state(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors of all modules that are not in the state_dict."""
+    """Yield the tensors of the model and its submodules that its state_dict does not contain."""
     for module in model.modules():
         # No public API returns the names of buffers that are not persistent.
         held: list[Any] = [module._buffers[name] for name in module._non_persistent_buffers_set]
@@ -97,7 +97,7 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
         if has_several(model):
             raise SettingsError(
                 f"SUNSPOT_PARALLEL=fsdp does not support several models, but {settings.task} has a "
-                f"{type(model).__name__} of models; set it to ddp"
+                f"{type(model).__name__} of models; set SUNSPOT_PARALLEL=ddp"
             )
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -169,7 +169,7 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
 
 
 def _class(module: str, name: str) -> Any:
-    """Return a class for `isinstance`, or () if its module is not imported and so cannot have instances."""
+    """Return a class for `isinstance`, or () if its module is not imported. In that case, no instances exist."""
     return getattr(sys.modules.get(module), name, ())
 
 

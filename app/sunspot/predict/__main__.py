@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    """Predict files or a dataset, or answer prompts. Print text, or a single document if --json is given."""
+    """Predict files or a dataset, or answer prompts. Print text, or one JSON document if --json is given."""
     check_arguments(arguments)
     task = find_task(arguments.task)
     given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset, "TASK": task}

@@ -60,8 +60,8 @@ def call_in_task(
 ) -> Any:
     """Call `act(plan, run, checkpoint, use_gpu)` in a Ray task with a training worker's resources.
 
-    A node has room for a task with these resources. Raises whatever `act` raises, and `GaveUpError` if `act` has not
-    returned after `limit_s` seconds.
+    A node that can run a training worker can also run this task. Raises whatever `act` raises, and `GaveUpError` if
+    `act` has not returned after `limit_s` seconds.
     """
     with ray_session():
         nodes = sum(node["Alive"] for node in ray.nodes())
@@ -84,7 +84,7 @@ def _call(folder: str, act: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def wants_gpu(use_gpu: str) -> bool:
-    """Return True if a GPU should be requested. Without a GPU, Ray would wait for one forever."""
+    """Return True if a worker should request a GPU. If Ray has none, the worker would wait forever."""
     available = ray.cluster_resources().get("GPU", 0) >= 1
     if use_gpu == "true" and not available:
         raise SettingsError(f"{PREFIX}USE_GPU=true, but Ray has no GPU here; set it to auto")

@@ -184,7 +184,7 @@ def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
 def open_output(
     storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[OutputFile]
 ) -> set[OutputFile]:
-    """Claim an empty folder, or check that it contains the same predictions. Return the existing parts."""
+    """Claim the folder if it is empty, or check that it belongs to these predictions. Return the existing parts."""
     present = {entry.key for entry in storage.list("")}
     if present and IDENTITY not in present:
         raise SettingsError(f"{storage.locate('')} is not empty, but contains no predictions; choose another --output")

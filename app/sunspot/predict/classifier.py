@@ -48,7 +48,7 @@ class ModelCheckpoint(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, str]:
-        """The arguments for a `Classifier` in any process to open this checkpoint."""
+        """The arguments with which a `Classifier` in any process opens this checkpoint."""
         if isinstance(self.run, CheckpointDirectory):
             return {"run": self.run.location, "task": self.settings.task}
         storage = self.run.storage.locate("")
@@ -74,7 +74,7 @@ class Classifier:
     ) -> None:
         """Load the checkpoint that `open_checkpoint` finds. `use_gpu` is a value of USE_GPU.
 
-        If `folder` is set, first change to it, because a Ray process starts in another folder than its caller. Raises
+        If `folder` is set, change to it first, because a Ray process does not start in its caller's folder. Raises
         `SettingsError` if the task has no `predict`, and `ConflictError` if the weights do not fit the task's model.
         """
         enter_folder(folder)
@@ -111,9 +111,9 @@ class Classifier:
 
     @torch.inference_mode()
     def predict_rows(self, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Predict rows with the task's columns, like `predict`.
+        """Predict rows with the task's columns, and return the same arrays as `predict`.
 
-        If there are no classes, this returns the model's output and an empty array [B, 0].
+        If there are no classes, return the model's output and an empty array [B, 0].
         """
         run = self._settings
         largest = largest_pass(run.global_batch_size, run.num_workers.most, run.micro_batch_size)
@@ -154,8 +154,8 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
 
     A directory is a path or URL with a '/', passed as `run` or `checkpoint`. All files must match the size and SHA-256
     in the manifest before anything is unpickled. Only tensors and plain values are unpickled. Loading the model imports
-    the checkpoint's task, which must be one of Sunspot's own tasks, or `task`. The default is the module that
-    `find_task` finds.
+    the checkpoint's task, which must be one of Sunspot's own tasks, or `task`. If `task` is empty, `find_task` finds
+    the user's task.
 
     Raises `SettingsError` for any other task, `NotFoundError`, `StorageError` or `DamageError`.
     """
@@ -223,7 +223,7 @@ def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use
     if answer is None:
         raise SettingsError(
             f"{PREFIX}TASK={loaded.settings.task} does not define answer(model, prompts, tokens) -> texts, so its "
-            "models cannot answer prompts; use a model of sunspot.tasks.finetune, or define it"
+            "models cannot answer prompts; use a model of sunspot.tasks.finetune, or define this function"
         )
     texts = answer(restore_model(loaded).to(choose_device(use_gpu)).eval(), prompts, tokens)
     return {

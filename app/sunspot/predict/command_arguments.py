@@ -53,8 +53,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if missing:
         raise SettingsError(f"{missing[0]} does not exist; check the path")
     if arguments.tokens < 1:
-        raise SettingsError(f"--tokens {arguments.tokens}: must be a positive integer")
+        raise SettingsError(f"--tokens must be a positive integer, not {arguments.tokens}")
     if arguments.workers < 0:
         raise SettingsError(
-            f"--workers {arguments.workers}: must be an integer >= 0; 0 uses as many workers as fit in Ray"
+            f"--workers must be an integer >= 0, not {arguments.workers}; 0 uses as many workers as fit in Ray"
         )

@@ -1,6 +1,6 @@
-"""Stores predictions of the run's newest checkpoint for the report, at the end of training.
+"""Stores results of the newest checkpoint's model for the report, at the end of training.
 
-These are predictions of held-out rows, and the result of the task's `show` function.
+The results are predictions of held-out rows, and the output of the task's `show` function.
 """
 
 import io
@@ -75,7 +75,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
         load_predict(plan.settings)
     except SettingsError as error:
         if not load_task(plan.settings).show:  # otherwise, the report shows the result of `show`
-            print(f"  no predictions for the report: {error}", flush=True)
+            print(f"  the report has no predictions: {error}", flush=True)
         return
     try:
         kept = read_shown(run, Predictions)
@@ -92,7 +92,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
         if find_own_status(run, driver):
             write_shown(run, predictions)
     except Exception as error:
-        log.warning(f"no predictions for the report: {shorten(error)}")
+        log.warning(f"the report has no predictions: {shorten(error)}")
 
 
 def predict_held_out(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> Predictions:
@@ -214,7 +214,7 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
         if find_own_status(run, driver):
             write_shown(run, TaskExhibit(checkpoint.name, checkpoint.step, parts))
     except Exception as error:
-        log.warning(f"no output of the task's show function for the report: {shorten(error)}")
+        log.warning(f"the report has no output of the task's show function: {shorten(error)}")
 
 
 def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
@@ -230,7 +230,7 @@ def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
 
 
 def to_parts(found: Any) -> list[Exhibit]:
-    """Return the parts in the result of a task's `show`, truncated to the limits.
+    """Convert the result of a task's `show` to parts of the report, truncated to the limits.
 
     Raises `SettingsError` if the result is invalid.
     """

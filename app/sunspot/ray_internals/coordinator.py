@@ -40,7 +40,7 @@ TRAIN_REQUESTER = "train-"
 def install_coordinator() -> float:
     """Make Ray Train count only nodes that will stay when it sizes worker groups.
 
-    Returns the delay in seconds with which Ray Train sees changes of the nodes. Call this before `fit`.
+    Returns the delay in seconds after which Ray Train notices changes in the nodes. Call this before `fit`.
 
     Ray's own coordinator updates every 20 s, and counts draining and unreachable nodes. After a loss, Ray would first
     size a worker group for nodes that are gone, and wait for them. Ray uses an existing actor of that name
@@ -70,9 +70,7 @@ def install_coordinator() -> float:
 def ask_of_groups(per_worker: dict[str, float], workers: dict[str, int]) -> None:
     """Request nodes from Ray's autoscaler for a number of workers in each node group.
 
-    A node group is a resource that its nodes have.
-
-    Only our coordinator supports this.
+    A node group is a resource that its nodes have. Only our coordinator supports this.
     """
     coordinator = ray.get_actor(COORDINATOR, COORDINATOR)
     ray.get(coordinator.ask_of_groups.remote(per_worker, workers), timeout=COORDINATOR_START_TIMEOUT_S)

@@ -37,7 +37,7 @@ def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
                 if job:
                     _mark_stopped(job, error)
             except Exception as trouble:  # other versions of Ray can raise anything
-                log.warning(f"the operator might start this job again, which cannot help: {shorten(trouble)}")
+                log.warning(f"the operator might start this job again in vain: {shorten(trouble)}")
             raise
 
     return run

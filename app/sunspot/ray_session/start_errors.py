@@ -73,8 +73,8 @@ def refuse_unreachable(address: str) -> None:
             return
         except (OSError, OverflowError, UnicodeError) as error:  # a port above 65535, or an invalid name
             if time.monotonic() > deadline:
-                seen = f"RAY_ADDRESS={address}: {shorten(error)}, for {REACH_WITHIN_S:.0f} s"
-                fix = "correct it, start Ray there, or unset it to start Ray on this machine"
+                seen = f"RAY_ADDRESS={address}: {shorten(error)} (for {REACH_WITHIN_S:.0f} s)"
+                fix = "correct the address, start Ray there, or unset RAY_ADDRESS to start Ray on this machine"
                 raise SunspotError(f"Ray cannot be reached at {seen}; {fix}") from error
             if not waiting:
                 log.info(f"waiting up to {REACH_WITHIN_S:.0f} s for Ray at RAY_ADDRESS={address}: {shorten(error)}")

@@ -1,4 +1,4 @@
-"""Charts as inline SVG with legends and text alternatives, over steps or time, with a mark for each new worker group.
+"""Inline SVG charts over steps or time, with legends, text alternatives, and a mark for each new worker group.
 
 Colours and fonts come from the style of the page.
 """
@@ -45,7 +45,7 @@ LOG_FROM = 100.0
 
 
 class Point(NamedTuple):
-    """A point of a line. Points of different groups are not connected."""
+    """A point of a line. Points of different worker groups are not connected."""
 
     x: float
     y: float
@@ -86,7 +86,7 @@ class Axis:
 
 
 class XAxis(NamedTuple):
-    """The x axis, with the positions of all records of a history and of the starts of worker groups."""
+    """An x axis, with the positions of all records in a history and of all worker group starts."""
 
     label: str
     positions: Sequence[float | None]
@@ -118,7 +118,7 @@ def over_time(report: Report, series: Series) -> XAxis:
 
 
 def points_of(x_axis: XAxis, values: Sequence[float | None]) -> list[Point]:
-    """Return the points of a column, except values that cannot be drawn."""
+    """Return a column's points, without values that cannot be drawn."""
     return [
         Point(x, y, group)
         for x, y, group in zip(x_axis.positions, values, x_axis.groups, strict=True)
@@ -127,7 +127,7 @@ def points_of(x_axis: XAxis, values: Sequence[float | None]) -> list[Point]:
 
 
 def chart(title: str, x_axis: XAxis, y: Axis, lines: Sequence[Line], band: Band | None = None) -> Html:
-    """Return a figure with title, legend and drawing. `band` spans the values from the lowest to the highest rank."""
+    """Return a figure with title, legend and drawing. `band` spans the range of the ranks' values."""
     name = f"{title} over {x_axis.label.partition(',')[0]}"
     lines = [line for line in lines if line.points]
     if not lines:
@@ -147,7 +147,7 @@ def chart(title: str, x_axis: XAxis, y: Axis, lines: Sequence[Line], band: Band 
 
 
 def figure(title: str, legend: Sequence[tuple[str, str]], drawing: str) -> Html:
-    """Return a figure. `legend` has the style (`legend_sample`) and the name of each item."""
+    """Return a figure. `legend` is a list of pairs: an item's style (see `legend_sample`) and its name."""
     samples = join(element("span", join([Html(legend_sample(style)), label])) for style, label in legend)
     caption = element("figcaption", join([element("strong", title), element("span", samples, class_="legend")]))
     return element("figure", join([caption, Html(drawing)]))
@@ -259,7 +259,10 @@ def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = 
 
 
 def log_axis(values: Iterable[float]) -> Axis:
-    """Return a logarithmic axis with ticks at powers of ten and, if these are few, at 2 and 5 times each power."""
+    """Return a logarithmic axis with ticks at powers of ten.
+
+    If there are few powers, 2 and 5 times each also have ticks.
+    """
     low, high = _bounds(values)
     if high < low * (1 + ALIKE):
         low, high = low / 2, high * 2
@@ -280,7 +283,7 @@ def fitting_axis(name: str, values: Sequence[float]) -> Axis:
 
 
 def tick_label(value: float, step: float) -> str:
-    """Return the label of a tick if ticks are `step` apart, such as 0.25, 1.5k or 20M."""
+    """Return a tick's label, such as 0.25, 1.5k or 20M. Ticks are `step` apart."""
     if step < 1e-4:
         return f"{value:.4g}"
     unit, size = next(((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(value) >= s), ("", 1.0))
@@ -308,7 +311,7 @@ def _scale(axis: Axis, begin: float, end: float) -> Callable[[float], float]:
 
 
 def downsample(points: Sequence[Point]) -> list[Point]:
-    """Return the lowest and the highest point of each of BUCKETS sections of the x axis."""
+    """Divide the x axis into BUCKETS sections, and return the lowest and the highest point in each."""
     if len(points) <= 2 * BUCKETS:
         return list(points)
     low, high = _bounds(point.x for point in points)
@@ -330,7 +333,7 @@ def _path(points: Sequence[Point], at: Callable[[Point], str]) -> str:
 
 
 def _alone(points: Sequence[Point]) -> list[Point]:
-    """Return the points that are alone in their group."""
+    """Return the points that are the only ones in their worker group."""
     sizes = Counter(point.group for point in points)
     return [point for point in points if sizes[point.group] == 1]
 

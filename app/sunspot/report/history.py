@@ -18,7 +18,7 @@ MAX_DRAWN = 1e100
 class Series:
     """A sequence of numeric records, stored by column to save memory.
 
-    A column stores nothing for records without its name.
+    A column uses no memory for records that lack its name.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Series:
         return sorted({index for name in names for index, _ in self._known(name)})
 
     def values_at(self, name: str, chosen: Sequence[int]) -> list[Any]:
-        """Return the values of `column` at the chosen indexes, without reading the rest of the column."""
+        """Return a column's values at the chosen indexes, without reading the rest of the column."""
         indexes, values = self._columns.get(name, (array("I"), array("d")))
         places = [(bisect_left(indexes, index), index) for index in chosen]
         found = [values[at] if at < len(indexes) and indexes[at] == index else math.nan for at, index in places]
@@ -68,7 +68,7 @@ def can_draw(value: float | None) -> TypeGuard[float]:
 
 @dataclass
 class RankTotal:
-    """Totals of one rank over all attempts, in seconds, rows and MiB."""
+    """One rank's totals over all attempts, in seconds, rows and MiB."""
 
     rows: float = 0.0
     seconds: float = 0.0
@@ -137,9 +137,9 @@ class History:
         "Indexes in `series` of records that average few rows."
 
     def drawn(self, name: str) -> list[Any]:
-        """Return a result's values for a curve, with None for means over few training rows.
+        """Return a result's values for a curve. Means over few training rows are None.
 
-        A checkpoint ends a window early, and the mean of a short window would be a spike.
+        A checkpoint ends a window early, and the noisy mean of a short window would look like a spike.
         """
         values = self.series.column(name)
         if name.startswith(HELD_OUT):

@@ -59,7 +59,7 @@ def paragraph(*parts: Any, kind: str | None = None) -> Html:
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
-    """Return a horizontally scrolling table. The first cell of each row is a heading; None is shown as a dash.
+    """Return a horizontally scrolling table. The first cell of each row is a heading. None is shown as a dash.
 
     A large table is truncated, with a note about the omitted rows and columns.
     """
@@ -89,7 +89,7 @@ def titled(caption: str) -> Html:
 
 
 def scrolled(name: str, content: Html) -> Html:
-    """Return a horizontally scrolling box that supports the keyboard."""
+    """Return a horizontally scrolling box that can be scrolled with the keyboard."""
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=name)
 
 

@@ -35,7 +35,7 @@ STANDALONE = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
 
 
 def render(report: Report) -> bytes:
-    """Return a report as a page in UTF-8."""
+    """Return a report as an HTML page, encoded as UTF-8."""
     return whole_page(f"{report.seen.run.name}: {report.seen.state}", show(report, SECTIONS))
 
 
@@ -70,7 +70,10 @@ def fitting(sections: Iterable[Html]) -> Iterator[Html]:
 
 
 def whole_page(title: str, body: Html, head: str = "") -> bytes:
-    """Return a page in UTF-8. By default, `head` contains the style sheet and the content security policy."""
+    """Return an HTML page, encoded as UTF-8.
+
+    By default, `head` contains the style sheet and the content security policy.
+    """
     head = head or f"{STANDALONE}\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>"
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -98,7 +101,7 @@ def _header(report: Report) -> Html:
 
 
 def in_colour(state: RunState, word: str) -> Html:
-    """Return `word` with the sign and colour of a state."""
+    """Return `word` with a state's symbol and colour."""
     sign, colour = STATE_SIGNS.get(state, ("", ""))
     return element("span", f"{sign} {word}".strip(), class_=f"state {colour}".strip())
 
@@ -144,5 +147,5 @@ def _in_words(name: str) -> str:
 
 
 def footer(location: str, time: float) -> Html:
-    """Return a footer with the data's location and the time of the read, in seconds since the epoch."""
+    """Return a footer with the data's location and the time at which it was read, in seconds since the epoch."""
     return element("footer", join(["Read from ", element("code", location), " at ", utc_time(time), " UTC."]))

@@ -1,4 +1,4 @@
-"""Renders the section on predictions for held-out rows and the task's own exhibits."""
+"""Renders the section on predictions for held-out rows and the results of the task's `show` function."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def show(report: Report) -> Html:
-    """Return mistakes, the confusion matrix, correct predictions, sample rows and the task's exhibits."""
+    """Return mistakes, the confusion matrix, correct predictions, sample rows and the results of the task's `show`."""
     seen = report.seen
     found = report.predictions
     if found is None:
@@ -142,7 +142,7 @@ def _cell(number: int, of: int, right: bool) -> Html:
 
 
 def _exhibits(report: Report) -> Html:
-    """Return the task's exhibits in the task's order."""
+    """Return what the task's `show` function returned, in the same order."""
     found = report.shown
     if not found:
         return Html("")

@@ -1,4 +1,4 @@
-"""Renders a search's report with its trials, their learning curves, and the metric over each varied setting."""
+"""Renders the report of a search: its trials, their learning curves, and the metric over each varied setting."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ MAX_NAMED = 24
 
 
 def render_stored(run: Run) -> bytes:
-    """Return the report page of a run or search."""
+    """Return the report page of a run or a search, read from storage."""
     try:
         return render_search(*read_search(run))
     except NotFoundError:
@@ -36,7 +36,9 @@ def render_stored(run: Run) -> bytes:
 
 
 def read_search(run: Run) -> tuple[Run, SearchResults, Curves]:
-    """Read the content of a search's report. Raises `NotFoundError` if the run is not a search, and `StorageError`."""
+    """Read the content of a search's report.
+
+    Raises `NotFoundError` if the run is not a search, and `StorageError` if storage cannot be read."""
     results = read_results(run)
     if results is None:
         raise NotFoundError(f"{run.location} is not a search")
@@ -46,7 +48,10 @@ def read_search(run: Run) -> tuple[Run, SearchResults, Curves]:
 
 
 def render_search(run: Run, results: SearchResults, curves: Curves, link: str = "") -> bytes:
-    """Return the page in UTF-8. `link` is the address of a trial's report, with {} for the name of its run."""
+    """Return the page, encoded as UTF-8.
+
+    `link` is the address of a trial's report, with {} in place of its run's name.
+    """
     return whole_page(f"{run.name}: search", show_search(run, results, curves, link))
 
 
@@ -123,7 +128,7 @@ def _scatter(results: SearchResults, name: str, trials: Sequence[Trial], y: Axis
 
 
 def _best_in_front(results: SearchResults, points: dict[str, list[Point]]) -> list[Line]:
-    """Return a line for each trial. The line of the best trial is the last one."""
+    """Return a line for each trial. The best trial's line comes last."""
     order = sorted(points, key=lambda run: run == results.promoted)
     return [Line(run, points[run], "a" if run == results.promoted else "c") for run in order]
 
@@ -142,7 +147,7 @@ def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]
 
 
 def _learning(results: SearchResults, curves: Curves) -> Html:
-    """Return a chart of the metric of every trial over its steps, with the best trial in front."""
+    """Return a chart of all trials' metrics over their steps, with the best trial in front."""
     drawn = {run: [Point(step, value) for step, value in curve] for run, curve in curves.items() if curve}
     if not drawn:
         return paragraph("No trial has recorded the metric.")

@@ -10,7 +10,7 @@ from sunspot.run.history import format_metric, model_metrics
 
 
 def describe_outcome(run: Run, report: Report) -> Iterator[str]:
-    """Yield lines with the state, the newest and the best checkpoint side by side, and the path of the weights.
+    """Yield lines with the run's state, a comparison of the newest and the best checkpoint, and the weights' path.
 
     The lines do not include the error that ended the run, because the entry point prints it afterwards.
     """

@@ -2,7 +2,7 @@
 
     <STORAGE_PATH>/<RUN_NAME>/
         run.json                          the run's identity: settings, rows and row order, which can never change
-        status/attempt-0001-3f2a9c1e.json the run's state, written by its driver; one file per driver start and attempt
+        status/attempt-0001-3f2a9c1e.json the run's state, written by its driver; one file per driver and attempt
         status/attempt-0001-3f2a9c1e-workers.json
                                           the run's state, written by rank 0 during training
         status/attempt-0001-3f2a9c1e-ended.json
@@ -11,7 +11,7 @@
         delete.json                       exists while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.json
                                           a RayJob as it was applied, and the cluster to which it was applied
-        attempts/0001.json                one per worker group start: the run's owner from this time on
+        attempts/0001.json                one per start of a worker group; the newest names the run's owner
         attempts/0001-start-9f3c21ab.json the checkpoint that the attempt starts from
         attempts/0001-error.json          the error that ended the attempt for good
         checkpoints/step-00000460-attempt-0001-9f3c21ab/
@@ -21,7 +21,7 @@
         metrics/attempt-0001-66c1f0a9b3e52d07-0000000000-0000000311.jsonl
                                           the metric history, one line per report: here lines 0 to 311 of a stream that
                                           only one process writes (streams.py)
-        ranks/attempt-0001-...            the numbers of each rank, with old records combined
+        ranks/attempt-0001-...            the metrics of each rank, with old records combined
         events/attempt-0001-...           everything that happened to the run besides training
         failures/driver-20261121T141013679Z.json
         failures/attempt-0001-rank-0000.json
@@ -32,7 +32,7 @@
         audit/attempt-0001-9f3c21ab/00000001-00000460-84d1c07e2b5f9a36.parquet
                                           the ids of the rows that steps 1 to 460 consumed (audit.py)
         predictions.json                  the last checkpoint's predictions for held-out rows, for the report
-        shown.json                        the task's exhibits of the last checkpoint's model, for the report
+        shown.json                        what the task's `show` returned for the last checkpoint, for the report
         tracking/mlflow.json              the ID of this run in the tracking service
         tracking/mlflow-delivered.json    how much of this run the service has received
         code/5f3a...c1.tar                user code packed by `submit --code`, named after its SHA-256
@@ -42,9 +42,9 @@
         tensorboard/                      the files that TRACKING=tensorboard writes
         probe-6f1c...                     exists while nodes check that they can reach the storage
 
-A step is the number of optimizer steps taken. The step, the data, the seed and the global batch size fully determine a
-run's position. Attempts form a chain, because each attempt records the checkpoint that it starts from. An attempt's
-output counts up to the step from which a later attempt continued (`attempts.lineage`).
+A run's `step` is the number of optimizer steps taken. Together with the data, the seed and the global batch size, it
+fully determines the run's position. Attempts form a chain, because each attempt records the checkpoint that it starts
+from. Only the steps that led to the newest attempt are part of the run's lineage (`attempts.lineage`).
 
 The life of a run, with the module for each part:
 
@@ -120,13 +120,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Claimant:
-    """One start of a driver that trains a run or is about to."""
+    """A process that claims a run in order to train it."""
 
     run: Run
     owner: str
-    "The job or process that trains. All starts of a job's driver have the same owner."
+    "The job or process that trains. All drivers of a job have the same owner."
     driver: str = ""
-    "The ID of this start (`status.new_driver`), or an empty string if the process is not a driver."
+    "The ID of the driver (`status.new_driver`), or an empty string if there is none."
     cancelled: Event = field(default_factory=Event)
     "Set once the worker group has ended. Any of its threads that still wait for storage then claim nothing."
 

@@ -1,10 +1,10 @@
-"""Attempts determine which process owns a run, and which steps count.
+"""Attempts determine which process owns a run, and which steps are in the run's lineage (`lineage`).
 
-Each start of a worker group claims the next number in `attempts/` with a conditional write, and the newest attempt owns
+Each worker group claims the next number in `attempts/` with a conditional write when it starts. The newest attempt owns
 the run. No lease is needed, because an older attempt checks for a newer one before each commit or deletion. (A process
 that is rank 0 of both attempts can complete a commit that it has begun: see `checkpoints.ensure_committer`.) The new
-attempt chooses its starting checkpoint only after its claim, so the older attempt cannot delete that checkpoint. None
-of the new attempt's steps count before that.
+attempt chooses its starting checkpoint only after its claim, so the older attempt cannot delete that checkpoint. Until
+then, the new attempt is not in the lineage.
 
 Each claim has a nonce. A run can be deleted and started again under the same name, and both runs then have an attempt
 with the same number. Names of checkpoints and audit folders contain the nonce, so a process of the deleted run never
@@ -73,9 +73,9 @@ class Metadata:
     "The node group of each host, if the cluster names the group."
     world_size: SmallCount = 0
     driver: str = ""
-    "The driver start to which the attempt's workers belong (`status.new_driver`)."
+    "The ID of the driver that the attempt's workers belong to (`status.new_driver`)."
     after: tuple[str, ...] = ()
-    "Driver starts that began before this driver start."
+    "The IDs of the drivers that began before this driver."
     tier: str = ""
     "The source of the state: in place, memory, storage or beginning. Empty before the attempt has chosen one."
 
@@ -103,7 +103,7 @@ class Attempt:
 
     @property
     def driver(self) -> str:
-        """The driver start to which the attempt's workers belong."""
+        """The ID of the driver that the attempt's workers belong to."""
         return self.metadata.driver
 
     @property
@@ -137,7 +137,7 @@ def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
 
 
 class Span(NamedTuple):
-    """The steps of an attempt that count, from `after` + 1 to `upto` (without an upper limit if that is None)."""
+    """The steps of an attempt in the run's lineage: from `after` + 1 to `upto`, or to its end if `upto` is None."""
 
     attempt: int
     after: int
@@ -150,11 +150,11 @@ class Span(NamedTuple):
         return attempt_label(self.attempt, self.nonce)
 
     def holds(self, attempt: int, step: int) -> bool:
-        """Return True if `attempt` took `step`, and the step counts."""
+        """Return True if the span contains `step` of `attempt`."""
         return self.after < step and self.reaches(attempt, step)
 
     def reaches(self, attempt: int, step: int) -> bool:
-        """Return True if the span holds `step`, or starts at `step` and can therefore still evaluate it."""
+        """Return True if the span contains `step`, or continues from `step` and can therefore still evaluate it."""
         return attempt == self.attempt and self.after <= step and (self.upto is None or step <= self.upto)
 
 
@@ -168,8 +168,8 @@ def read_attempts(run: Run) -> list[Attempt]:
         except DamageError as error:
             number = _number_of(file)
             raise DamageError(
-                f"{error}. It records start {number} of the run: restore the file; or, to give up what that start "
-                f"trained, start the run once with SUNSPOT_ACCEPT={_loss_of(number)}"
+                f"{error}. The file should record attempt {number}: restore it, or start the run once with "
+                f"SUNSPOT_ACCEPT={_loss_of(number)} to give up the steps of this attempt"
             ) from error
 
     found = map_parallel(read_one, filter(CLAIM.fullmatch, files))
@@ -191,18 +191,18 @@ def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
             try:
                 _read_chosen(run, file, files)
             except DamageError as error:
-                log.warning(f"giving up on start {number} of the run: {error}")
+                log.warning(f"giving up the steps of attempt {number}: {error}")
                 nowhere = Attempt(number, "nobody", None, 0, nonce=new_nonce(), chosen=False)
                 run.storage.write(run.key("attempts", file), with_checksum(asdict(nowhere)))
 
 
 def _loss_of(number: int) -> str:
-    """Return the word for ACCEPT that accepts the loss of an attempt."""
+    """Return the value of ACCEPT that accepts the loss of an attempt."""
     return f"loss-of-{attempt_label(number)}"
 
 
 def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
-    """Return the attempt in a claim file, including its chosen start, if any. `files` maps file names to versions."""
+    """Return the attempt in a claim file, with its start point if it has chosen one. `files` maps names to versions."""
     claimed = _read_version(run, file, files[file])
     chosen = _start_file(claimed)
     return claimed if claimed.chosen or chosen not in files else _read_version(run, chosen, files[chosen])
@@ -217,8 +217,7 @@ def _read_version(run: Run, file: str, version: str) -> Attempt:
 def _read_attempt(run: Run, file: str) -> Attempt:
     """Return the attempt in a file.
 
-    Raises `DamageError` if the file's name contains another number, or if the attempt does not start from an earlier
-    attempt.
+    Raises `DamageError` if the file's name does not match, or if the attempt cannot start where it says.
     """
     attempt = read_verified(run, Attempt, "attempts", file)
     place = run.storage.locate(run.key("attempts", file))
@@ -229,21 +228,22 @@ def _read_attempt(run: Run, file: str) -> Attempt:
     origin = attempt.starts_from
     if (step_of(origin) if origin else 0) != attempt.step or (origin and attempt_of(origin) >= attempt.number):
         raise DamageError(
-            f"{place} cannot be used: attempt {attempt.number} would start at step {attempt.step} of {origin}"
+            f"{place} cannot be used: it contradicts itself, because attempt {attempt.number} cannot start at step "
+            f"{attempt.step} from {origin or 'scratch'}"
         )
     return attempt
 
 
 def attempts_with_start(attempts: Iterable[Attempt]) -> list[Attempt]:
-    """Return the attempts that have chosen where they start."""
+    """Return the attempts that have chosen where to start."""
     return [attempt for attempt in attempts if attempt.chosen]
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:
-    """Return the spans of steps that led to the newest attempt with a chosen start, newest first.
+    """Return the run's lineage: the spans of steps that led to the newest attempt that has chosen where to start.
 
-    If attempt n starts from a checkpoint of attempt m, the steps of m count up to that checkpoint. Later steps of m do
-    not count, even if they were committed after n began.
+    The newest span comes first. If attempt n starts from a checkpoint of attempt m, the steps of m up to that
+    checkpoint are in the lineage. Later steps of m are not, even if they were committed after n began.
     """
     by_label = {attempt.label: attempt for attempt in attempts if attempt.chosen}
     spans = []
@@ -294,8 +294,8 @@ def label_of(checkpoint: str) -> str:
 def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") -> None:
     """Raise `SupersededError` if another owner has taken over the run. `owner` can never get it back.
 
-    Also raises it if a later driver start of the same job has replaced `driver`. The operator restarts the driver if
-    the head does not answer, but the old driver can still be alive and merely frozen.
+    Also raises it if a later driver of the same job has replaced `driver`. The operator starts a new driver if the head
+    does not answer, but the old driver can still be alive and merely frozen.
     """
     if not attempts:
         return
@@ -318,10 +318,10 @@ def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
 
 
 def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> list[Attempt]:
-    """Claim the attempt that `make` returns when called with all attempts so far. If its number is taken, try again.
+    """Call `make` with all attempts so far, and claim the attempt that it returns. Repeat if its number is taken.
 
     Returns all attempts, oldest first, including the new one, or an empty list if `make` returns None. Raises
-    `ConflictError` after CLAIM_TRIES lost claims, and `SupersededError` like `claim` or if the run was deleted.
+    `ConflictError` after CLAIM_TRIES lost claims. Raises `SupersededError` if `claim` does, or if the run was deleted.
     """
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
@@ -334,7 +334,7 @@ def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> lis
                 raise _deleted(run, attempt)
             refuse_if_deleted(run)  # a deletion can have begun, and removed the objects that these attempts refer to
             return [*before, attempt]
-    raise ConflictError(f"{run.location}: lost {CLAIM_TRIES} claims in a row to other processes that train this run")
+    raise ConflictError(f"{run.location}: other processes claimed the run first, {CLAIM_TRIES} times in a row")
 
 
 def next_number(attempts: Sequence[Attempt]) -> int:
@@ -384,7 +384,7 @@ class FatalError:
 
 
 def record_error(run: Run, attempt: int, error: Exception) -> None:
-    """Record the error that ended an attempt for good. Later starts of the same job raise it instead of training."""
+    """Record the error that ended an attempt for good. Later drivers of the same job raise it instead of training."""
     ended = FatalError(type(error).__name__, str(error), time.time())
     run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), with_checksum(asdict(ended)))
 
@@ -413,7 +413,7 @@ def _key(run: Run, number: int) -> str:
 
 
 def _start_file(attempt: Attempt) -> str:
-    """Return the name of the file that records an attempt's chosen start."""
+    """Return the name of the file that records where an attempt starts."""
     return f"{attempt.number:04d}-start-{attempt.nonce}.json"
 
 

@@ -1,4 +1,4 @@
-"""The audit: the rows that each optimizer step consumed, in Parquet files with the columns of COLUMNS.
+"""The audit records which rows each optimizer step consumed, in Parquet files (see COLUMNS).
 
 An attempt's files are the segments of a stream (streams.py). Each segment covers a range of steps. Each commit writes
 one segment, and small segments are merged. A digest in each file name ties the content to the attempt and its steps.
@@ -38,7 +38,7 @@ class AuditWriter:
     """A writer of the rows that an attempt's steps consumed, in step order."""
 
     def __init__(self, run: Run, attempt: str) -> None:
-        """`attempt` is the attempt's label (`Attempt.label`)."""
+        """Create a writer. `attempt` is the attempt's label (`Attempt.label`)."""
         self._segments = StreamWriter(
             run.storage, lambda first, last, content: _key(run, attempt, first, last, content), _join
         )
@@ -53,7 +53,7 @@ class AuditWriter:
 
 
 def tidy_audit(run: Run, before: int) -> None:
-    """Merge the small files of attempts before number `before`. Raises `StorageError`."""
+    """Merge the small files of attempts older than `before`. Raises `StorageError`."""
 
     def read(segment: Segment) -> bytes:
         content = read_segment(run.storage, segment)
@@ -67,8 +67,9 @@ def tidy_audit(run: Run, before: int) -> None:
 def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
     """Return the rows consumed by the steps in `spans`. Raises `DamageError` if a file is damaged.
 
-    Each step counts once. A file can extend past its span, because a commit also writes steps that were taken during
-    the commit. It can also repeat the steps of an earlier file, if storage reported a successful write as failed.
+    The rows of each step are returned once. A file can extend past its span, because a commit also writes steps that
+    were taken during the commit. A file can also repeat steps of an earlier file, if storage reported a successful
+    write as failed.
     """
     import pyarrow.compute as pc
 
@@ -95,10 +96,10 @@ def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
 
 
 def _counted(segment: Segment, bounds: Mapping[str, tuple[int, int | None]]) -> tuple[int, int] | None:
-    """Return the first and last steps of a segment that count, or None if none of its steps count.
+    """Return the first and last steps to read from a segment, or None if no step is to be read.
 
     `bounds` maps each stream to the range of steps that are still to be read. The first bound is exclusive. The second
-    is inclusive, or None.
+    is inclusive, or None if there is no limit.
     """
     if segment.stream not in bounds:
         return None
@@ -121,7 +122,7 @@ def _parse(run: Run, segment: Segment, content: bytes) -> pyarrow.Table:
             raise DamageError(f"{place} cannot be used: it was changed after it was written")
         rows = pyarrow.parquet.read_metadata(io.BytesIO(content)).num_rows
         if rows > MAX_AUDIT_ROWS:
-            raise DamageError(f"{place} cannot be used: it has {rows:,} rows, more than {MAX_AUDIT_ROWS:,}")
+            raise DamageError(f"{place} cannot be used: it has {rows:,} rows, but the limit is {MAX_AUDIT_ROWS:,}")
         table = pyarrow.parquet.read_table(io.BytesIO(content), columns=[*COLUMNS])
         table = table.cast(pyarrow.schema(list(COLUMNS.items())))
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
@@ -131,8 +132,8 @@ def _parse(run: Run, segment: Segment, content: bytes) -> pyarrow.Table:
         raise DamageError(f"{place} cannot be used: it contains null values")
     if len(table) and not segment.first <= steps["min"] <= steps["max"] <= segment.last:
         raise DamageError(
-            f"{place} cannot be used: it contains steps {steps['min']} to {steps['max']}, outside the "
-            f"{segment.first} to {segment.last} in its name"
+            f"{place} cannot be used: it contains steps {steps['min']} to {steps['max']}, but its name says "
+            f"{segment.first} to {segment.last}"
         )
     return table
 

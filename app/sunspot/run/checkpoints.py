@@ -1,8 +1,8 @@
 """The checkpoints of a run.
 
-A checkpoint directory counts if it contains `manifest.json`, which is written last and deleted first. A checkpoint is
-intact if the size and SHA-256 of every file match the manifest. If storage still has the version of a file that was
-recorded at the commit, the file is unchanged and need not be read.
+A checkpoint is committed if its directory contains `manifest.json`, which is written last and deleted first. It is
+intact if the size and SHA-256 of every file match the manifest. A file need not be read if storage still reports the
+version that was recorded at the commit, because the file is then unchanged.
 """
 
 import math
@@ -138,7 +138,7 @@ class Checkpoint:
 
     @property
     def finished(self) -> bool:
-        """True if this checkpoint completed the run, as planned at the time of the commit."""
+        """True if this checkpoint completed the run, according to the plan at the time of the commit."""
         return self.evaluated and (self.step >= self.total_steps or self.stopped_early)
 
     def completes(self, total_steps: int, early_stop: int) -> bool:
@@ -147,7 +147,7 @@ class Checkpoint:
 
 
 def is_out_of_patience(metrics: Mapping[str, Any], early_stop: int) -> bool:
-    """Return True if the best evaluation was at least `early_stop` evaluations ago, unless `early_stop` is 0."""
+    """Return True if the best evaluation was at least `early_stop` evaluations ago. 0 turns this off."""
     return 0 < early_stop <= int(metrics.get(SINCE_BEST) or 0)
 
 
@@ -181,7 +181,7 @@ def by_step(names: Iterable[str]) -> list[str]:
 
 
 def leads_to_newest(name: str, spans: list[Span]) -> bool:
-    """Return True if the newest attempt builds on a checkpoint. Late commits of superseded attempts are ignored."""
+    """Return True if a checkpoint is in the lineage `spans`. Late commits of superseded attempts are not in it."""
     label, step = label_of(name), step_of(name)
     return any(span.label == label and span.reaches(span.attempt, step) for span in spans)
 
@@ -215,7 +215,7 @@ def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
 
 
 def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of counted, superseded and incomplete checkpoints, each list sorted by step."""
+    """Return three lists of names, sorted by step: checkpoints in the lineage, superseded ones, and incomplete ones."""
     committed = by_step(name for name, files in directories.items() if MANIFEST in files)
     counted = [name for name in committed if leads_to_newest(name, spans)]
     superseded = [name for name in committed if not leads_to_newest(name, spans)]
@@ -227,9 +227,9 @@ def why_abandoned(
 ) -> str:
     """Return why an incomplete checkpoint will never be completed, or an empty string if it still can be.
 
-    A superseded process can still write the manifest. If the checkpoint would then count, its files are kept for
-    ABANDONED_S seconds, or until the current committer (`ensure_committer`) has `committed` a later step. `now` is in
-    seconds since the epoch.
+    A superseded process can still write the manifest. If the checkpoint would then be in the lineage, its files are
+    kept for ABANDONED_S seconds, or until the current committer (`ensure_committer`) has `committed` a later step.
+    `now` is in seconds since the epoch.
     """
     if attempt_of(name) < attempts[-1].number and not leads_to_newest(name, lineage(attempts)):
         return "its attempt is superseded"
@@ -258,7 +258,7 @@ def read_manifest(run: Run, name: str) -> Checkpoint | None:
         outside = [file for file in checkpoint.files if not is_file_name(file)]
         if outside:
             raise DamageError(
-                f"{MANIFEST} cannot be used: it lists {outside[0]!r}, which is not the name of a file in the checkpoint"
+                f"{MANIFEST} cannot be used: it lists {outside[0]!r}, which is not a valid name for a checkpoint file"
             )
         return checkpoint
     except NotFoundError:
@@ -275,8 +275,8 @@ def is_file_name(name: str) -> bool:
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
     """Return a line for each fault of a checkpoint. The list is empty if every byte matches the manifest.
 
-    `listed` is the checkpoint's entry in `list_directories`. If it is given, only files with a different version than
-    at the commit are read. Versions change if a file is rewritten or the run is copied.
+    `listed` is the checkpoint's entry in `list_directories`. If it is given, only files whose version has changed since
+    the commit are read. A version changes if the file is rewritten or the run is copied.
     """
     if checkpoint.damage:
         return [checkpoint.damage]
@@ -301,7 +301,7 @@ def find_faults_in_listing(checkpoint: Checkpoint, listed: Mapping[str, Entry]) 
 
 
 def is_unchanged(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> bool:
-    """Return True if no file was written since the commit, according to storage. Such files need not be read."""
+    """Return True if, according to storage, no file has been written since the commit."""
     files = checkpoint.files.items()
     return all(file in listed and listed[file].version == each.get("version") for file, each in files)
 
@@ -485,18 +485,18 @@ def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
 
 
 def refuse_if_absent(run: Run, name: str, directories: Directories) -> None:
-    """Raise `NotFoundError` if `name` is not a checkpoint that counts. The message gives the reason."""
+    """Raise `NotFoundError` if `name` is not a checkpoint in the run's lineage. The message gives the reason."""
     counted, superseded, incomplete = classify(directories, lineage(read_attempts(run)))
     location = run.storage.locate(run.key("checkpoints", name))
     if name in superseded:
         raise NotFoundError(
-            f"{location} was written by a superseded attempt that the newest attempt does not build on, so it is never "
-            "used"
+            f"{location} will not be used: it was written by a superseded attempt, and the newest attempt does not "
+            "build on it"
         )
     if name in incomplete:
         raise NotFoundError(f"{location} is incomplete and will not be used: it has no {MANIFEST}")
     if name not in counted:
-        raise NotFoundError(f"{location}: no such checkpoint; `sunspot checkpoints ls {run.name}` lists them")
+        raise NotFoundError(f"{location}: no such checkpoint; `sunspot checkpoints ls {run.name}` shows which exist")
 
 
 @dataclass(frozen=True)
@@ -527,5 +527,5 @@ def open_directory(location: str) -> tuple[Run, Checkpoint]:
     named = read_if_exists(lambda: read(directory, ManifestName, "checkpoints", name, MANIFEST))
     checkpoint = read_manifest(directory, named.name) if named else None
     if checkpoint is None:
-        raise NotFoundError(f"{location} has no {MANIFEST}, so it is not a checkpoint, or it is incomplete")
+        raise NotFoundError(f"{location} has no {MANIFEST}, so it is either incomplete or not a checkpoint")
     return directory, checkpoint

@@ -58,7 +58,7 @@ class Spending:
         )
 
     def record(self, steps: int = 0) -> dict[str, Any]:
-        """Return the fields for a JSON document. `steps` is the number of steps that count."""
+        """Return the fields for a JSON document. `steps` is the run's number of steps."""
         cost_per_step = self.cost / steps if self.cost is not None and steps else None
         return {**asdict(self), "cost_per_step": cost_per_step}
 
@@ -125,9 +125,9 @@ def _spent(attempts: Sequence[Attempt], receipts: Sequence[Receipt], span: tuple
 
 
 def _hours_of(spans: Sequence[Interval], pauses: Sequence[Interval], bounds: Sequence[float]) -> list[float]:
-    """Return the hours between each pair of adjacent bounds that are inside a span and outside all pauses.
+    """Return, for each pair of adjacent bounds, the hours between them that are in a span but not in a pause.
 
-    Overlaps count once.
+    Overlapping spans are not counted twice.
     """
     covered = _until([*spans, *pauses], bounds)
     paused = _until(pauses, bounds)
@@ -136,7 +136,7 @@ def _hours_of(spans: Sequence[Interval], pauses: Sequence[Interval], bounds: Seq
 
 
 def _until(spans: Iterable[Interval], bounds: Sequence[float]) -> list[float]:
-    """Return, for each bound, the number of seconds before the bound that the spans cover."""
+    """Return how many seconds before each bound are covered by the spans."""
     merged = list(without_overlap(span for span in spans if span[0] < span[1]))
     before = [0.0, *accumulate(last - first for first, last in merged)]
     found = []

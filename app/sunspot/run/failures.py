@@ -55,7 +55,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The error's class and the first line of its message. For Sunspot's own errors, only the message."""
+        """The first line of the error's message, preceded by the error's class unless the error is Sunspot's own."""
         first = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
         if by_name(self.type).__name__ == self.type:
             return first

@@ -1,9 +1,9 @@
-"""The journals of a run: its metric history, each rank's numbers, and its events.
+"""The journals of a run: its metric history, the metrics of each rank, and its events.
 
-The ranks' numbers have a separate journal, because they would dominate the size of the metric history. Each of its
-records has the `attempt`, `step`, `time`, `steps` and `seconds` of a record in the metric history. It also has `ranks`,
-a mapping from names to the values of all ranks. Old records are combined (observe/ranks.py). A combined record has the
-time and step of its last record, and the number of its records in `records`.
+The metrics of each rank have a separate journal, because they would dominate the size of the metric history. A record
+of this journal has the `attempt`, `step`, `time`, `steps` and `seconds` of a record in the metric history. It also has
+`ranks`, a mapping from names to the values of all ranks. Old records are combined (observe/ranks.py). A combined record
+has the time and step of the last of them, and their number in `records`.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ class Journals:
 
 
 def tidy_journals(run: Run, before: int) -> None:
-    """Merge the small objects of attempts before number `before`. Raises `StorageError`."""
+    """Merge the small objects of attempts older than `before`. Raises `StorageError`."""
     for kind in FORMS:
         tidy_lines(run.storage, run.key(kind), before)
 
@@ -104,7 +104,7 @@ def tidy_journals(run: Run, before: int) -> None:
 def read_journal(
     run: Run, kind: Kind, spans: Sequence[Span] | None = None, damaged: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the records of a journal, sorted by attempt. With `spans`, only records of steps that count are returned.
+    """Return the records of a journal, sorted by attempt. If `spans` is given, return only records of its steps.
 
     Damaged records are left out. One message per affected segment is added to `damaged`, or logged as a warning if
     `damaged` is None.
@@ -113,7 +113,7 @@ def read_journal(
 
 
 def list_journal(run: Run, kind: Kind, spans: Sequence[Span] | None = None) -> list[Segment]:
-    """Return the segments of a journal, sorted by attempt. With `spans`, only those of their attempts are returned."""
+    """Return the segments of a journal, sorted by attempt. If `spans` is given, return only those of its attempts."""
     attempts = None if spans is None else {span.attempt for span in spans}
     segments = list_segments(run.storage, run.key(kind))
     return [segment for segment in segments if attempts is None or segment.attempt in attempts]
@@ -128,8 +128,8 @@ def iter_records(
 ) -> Iterator[dict[str, Any]]:
     """Yield the same records as `read_journal`, reading only a few segments at a time to bound memory use.
 
-    With `listed` (a result of `list_journal`), only these segments are read. Raises `StorageError` if one of them has
-    been merged in the meantime.
+    If `listed` (a result of `list_journal`) is given, only these segments are read. Raises `StorageError` if one of
+    them has been merged in the meantime.
     """
     size = 0
     for segment, text, given in read_segments(
@@ -152,7 +152,7 @@ def iter_records(
 
 
 def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | None = None) -> dict[str, Any] | None:
-    """Return the newest record of the metric history that counts, or None if there is no record.
+    """Return the newest record of the metric history for the steps in `spans`, or None if there is no record.
 
     Only the end of the history is read. `listed` is a result of `list_journal`, if the caller has one.
     """
@@ -179,7 +179,7 @@ def _count_lines(text: bytes) -> int:
 
 
 def _lines_backwards(text: bytes) -> Iterator[bytes]:
-    """Yield the lines of a text in reverse order, without building a list of them, which could be huge."""
+    """Yield the lines of a text in reverse order, without building a list that could be huge."""
     end = len(text)
     while end:
         begin = text.rfind(b"\n", 0, end - 1) + 1
@@ -247,12 +247,12 @@ Columns = dict[str, list[Any]]
 
 
 def to_rows(ranks: Columns) -> list[dict[str, Any]]:
-    """Return a dict of numbers for each rank."""
+    """Return a dict of metrics for each rank."""
     return [dict(zip(ranks, values, strict=True)) for values in zip(*ranks.values(), strict=True)]
 
 
 def iter_rank_records(run: Run, spans: Sequence[Span], damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records with each rank's numbers for the steps that count."""
+    """Yield the records with the metrics of each rank for the steps in `spans`."""
     newest: dict[int, int] = {}
     for record in iter_records(run, "ranks", spans, damaged=damaged):
         if record["step"] > newest.get(record["attempt"], -1):  # otherwise, it was combined while the journal was read
@@ -261,7 +261,7 @@ def iter_rank_records(run: Run, spans: Sequence[Span], damaged: list[str] | None
 
 
 def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the records with each rank's numbers from the newest attempt that has any."""
+    """Return the records with the metrics of each rank from the newest attempt that has such records."""
     recorded = {segment.attempt for segment in list_journal(run, "ranks", spans)}
     for span in spans:
         records = list(iter_rank_records(run, [span])) if span.attempt in recorded else []

@@ -38,7 +38,7 @@ class Identity:
 
 
 def read_identity(run: Run) -> Identity:
-    """Return the identity of a run. Raises `NotFoundError` if it was not recorded yet, or `DamageError`."""
+    """Return the identity of a run. Raises `NotFoundError` if there is none yet, and `DamageError` if it is damaged."""
     return read_verified(run, Identity, FILE)
 
 
@@ -74,9 +74,9 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
         run.storage.write(run.key(FILE), with_checksum(asdict(replace(identity, rows=rows))))
         return
     raise ConflictError(
-        f"{run.location}: its seed now gives a different order of the rows than when the run began ({change}), so "
-        f"the rest of the epoch would repeat some rows and leave out others. Continue with {begun.shuffled_by}, or "
-        f"accept the new order with {PREFIX}ACCEPT={name}"
+        f"{run.location}: the rows are now shuffled differently than when the run began ({change}), so the rest of "
+        f"the epoch would repeat some rows and skip others. Continue with {begun.shuffled_by}, or accept the new order "
+        f"with {PREFIX}ACCEPT={name}"
     )
 
 
@@ -97,7 +97,7 @@ def refuse_changes(run: Run, changed: list[str]) -> None:
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ConflictError(
-            f"{run.location} was begun with other settings, and continuing would mix two runs:\n{lines}\n"
+            f"{run.location} was started with other settings, and continuing would mix two runs:\n{lines}\n"
             "restore the settings, or choose another SUNSPOT_RUN_NAME"
         )
 

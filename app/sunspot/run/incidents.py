@@ -60,7 +60,7 @@ NOTICED = (Cause.PREEMPTED, Cause.SCALE_UP, Cause.JOINED, Cause.MOVED)
 
 @dataclass(frozen=True)
 class Receipt:
-    """The cost of a worker group's start. Times are in seconds since the epoch, or None if not observed."""
+    """The cost of a worker group's start. Times are in seconds since the epoch, or None if they are unknown."""
 
     attempt: Count
     "The number of the new attempt."
@@ -111,7 +111,7 @@ class Receipt:
         """The time at which the recovery began, and a name for it.
 
         The recovery begins with the notice or the loss. If neither was observed, or if the other workers kept training,
-        it begins after the last step that counts.
+        it begins after the step from which the attempt continues.
         """
         if self.noticed is None or self.tier == IN_PLACE:
             return self.left, "the last step that counts"
@@ -179,7 +179,7 @@ def describe_receipt(receipt: Receipt) -> str:
 
 
 def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
-    """Return the worker-seconds between two times, counting each attempt's workers from its claim to the next one."""
+    """Return the worker-seconds between two times, counting each attempt's workers from its claim to the next claim."""
     total = 0.0
     claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks can disagree
     for attempt, claimed, until in zip(attempts, claims, [*claims, end][1:], strict=True):

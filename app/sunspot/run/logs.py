@@ -225,7 +225,7 @@ class _Tee:
 
 
 class _Tail:
-    """A reader of new bytes in the file behind one of this process's output descriptors."""
+    """A reader of new bytes in the file to which one of this process's output descriptors refers."""
 
     def __init__(self, descriptor: int, log: LogWriter) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""The driver's part of a run's status: the driver's start, its progress while no worker trains, and its end."""
+"""The driver's part of a run's status: how the driver begins, what it does while no worker trains, and how it ends."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def recorded_outcome(
 ) -> Iterator[DriverStatusWriter]:
     """Context manager that writes the run's status when the driver begins and when it ends.
 
-    Inside the context, the stop marker is read into `stop_request`. Raises `SunspotError` if the same owner has begun
-    more than `max_starts` times in a row without a new checkpoint. Without this check, the operator would restart the
-    driver of a lost head forever.
+    Inside the context, `stop_request` is updated once the stop marker is found. Raises `SunspotError` if more than
+    `max_starts` drivers of the same owner have begun in a row without a new checkpoint. Without this limit, the
+    operator could restart a driver forever, for example because its head is lost each time.
     """
     run = claimant.run
     known, before, status = with_deadline(RECORD_S, "writing the status", _begin, claimant, newest)
@@ -74,8 +74,8 @@ def recorded_outcome(
         if begun.starts > max_starts:
             job = Owner.parse(claimant.owner).describe()
             raise SunspotError(
-                f"{job} was started {max_starts} times without a new checkpoint; the logs of those starts "
-                "say why. SUNSPOT_MAX_DRIVER_STARTS allows more"
+                f"{job} was started {max_starts} times without a new checkpoint; the drivers' logs show why; to "
+                "allow more starts, raise SUNSPOT_MAX_DRIVER_STARTS"
             )
         stop_request = stop_request or StopRequest()
         with Background(DRIVER_CHECK_EVERY_S, status.refresh, partial(stop_request.read_marker, run)):
@@ -98,7 +98,7 @@ def recorded_outcome(
 
 
 def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:
-    """Return the newest attempt's number, the previous status, and the writer of this start's status."""
+    """Return the newest attempt's number, the previous status, and the writer of this driver's status."""
     run, owner = claimant.run, claimant.owner
     known = newest_number(run)
     before = read_status(run)
@@ -126,11 +126,11 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
 
 
 def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int, error: BaseException) -> bool:
-    """Return True if a driver start that ends with `error` should leave the run's previous status in force.
+    """Return True if a driver that ends with `error` should leave the run's previous status in force.
 
-    `begun` is the start's first status. A start has changed nothing until it claims an attempt, with a number above
-    `known`, the newest attempt before the start. A typo therefore neither creates a run nor ends a run that another
-    start trains or has ended. If the run's job was retried, however, the end of the retry is also the end of the run.
+    `begun` is the driver's first status, and `known` was the newest attempt then. A driver changes nothing until it
+    claims an attempt. A typo therefore neither creates a run nor ends a run that another driver trains or has ended. If
+    the run's job was retried, however, the end of the retry is also the end of the run.
     """
     if newest_number(run) > known:
         return False
@@ -161,9 +161,7 @@ class DriverStatusWriter:
         write_status(run, begun)
 
     def refresh(self) -> None:
-        """Write the status if the workers have not written theirs recently, for example because they are still
-        starting.
-        """
+        """Write the status if the workers have not written theirs recently, for example while they start."""
         with self._writing:
             if not self._ended:
                 self._refresh()
@@ -194,7 +192,10 @@ class DriverStatusWriter:
         write_status(self._run, self._last)
 
     def _take_precedence(self) -> None:
-        """Write this start's status if the start that it gave precedence to (attempt 0) is silent or has ended."""
+        """Write this driver's status if another driver trained the run before, but is now silent or has ended.
+
+        Until then, this driver's status has attempt 0, so that the other driver's status applies.
+        """
         own = newest_status(list_statuses(self._run), self.begun.driver)
         other = read_status(self._run)
         if own and attempt_of_status(own) == 0 and other and not is_alive(other, time.time()):
@@ -218,7 +219,7 @@ class DriverStatusWriter:
         self.end(**self._outcome)
 
     def withdraw(self) -> None:
-        """Delete this start's status, so that the previous one counts again. Raises `StorageError`."""
+        """Delete this driver's status, so that the previous status applies again. Raises `StorageError`."""
         self._ended = True
 
         def delete() -> None:
@@ -235,7 +236,7 @@ class DriverStatusWriter:
     def replace(self, **fields: Any) -> bool:
         """Update fields of the status, unless another process owns the run. Return True if they were written.
 
-        A driver without workers passes the attempt that it has claimed as `attempt`.
+        A driver without workers has to pass the number of the attempt that it claimed as `attempt`.
         """
         return self._write(StatusKind.DRIVER, **fields)
 

@@ -1,4 +1,4 @@
-"""A finished run's results in the report: predictions for held-out rows, and the task's exhibits."""
+"""A finished run's results in the report: predictions for held-out rows, and the output of the task's `show`."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
@@ -19,16 +19,16 @@ MAX_PIXELS = 64
 """Largest width and height of an image in pixels, enough to recognize its content."""
 
 MAX_PARTS = 20
-"""Largest number of exhibits of a task."""
+"""Largest number of parts in the output of a task's `show`."""
 
 MAX_ROWS = 50
-"""Largest number of rows in an exhibit's table."""
+"""Largest number of rows in a table that `show` returns."""
 
 MAX_CHARACTERS = 2000
-"""Largest number of characters in an exhibit's text or in a table cell."""
+"""Largest number of characters in a text or a table cell that `show` returns."""
 
 MAX_IMAGES = 48
-"""Largest total number of images in all exhibits."""
+"""Largest total number of images that `show` returns."""
 
 AS_BASE64 = {"val_json_bytes": "base64", "ser_json_bytes": "base64"}
 
@@ -82,7 +82,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A text, a table, or images."""
+    """A text, a table or images, returned by a task's `show`."""
 
     __pydantic_config__: ClassVar = AS_BASE64
 
@@ -97,7 +97,7 @@ class Exhibit:
 
 @dataclass(frozen=True)
 class TaskExhibit:
-    """All exhibits of a checkpoint's model."""
+    """Everything that the task's `show` returned for a checkpoint's model."""
 
     checkpoint: CheckpointName
     step: Count
@@ -110,13 +110,13 @@ Shown = TypeVar("Shown", Predictions, TaskExhibit)
 
 
 def write_shown(run: Run, shown: Predictions | TaskExhibit) -> None:
-    """Write the run's predictions or exhibits, replacing earlier ones. Raises `StorageError`."""
+    """Write predictions or the output of `show` to the run, replacing earlier ones. Raises `StorageError`."""
     schema = type(shown)
     run.storage.write(run.key(FILES[schema]), to_json(adapter(schema).dump_python(shown, mode="json", warnings=False)))
 
 
 def read_shown(run: Run, schema: type[Shown]) -> Shown | None:
-    """Return the run's predictions or exhibits, or None if there are none or they are damaged.
+    """Return the run's predictions or the output of `show`, or None if there is none or it is damaged.
 
     Raises `StorageError` if storage fails.
     """
@@ -124,5 +124,5 @@ def read_shown(run: Run, schema: type[Shown]) -> Shown | None:
 
 
 def load_shown(run: Run, schema: type[Shown]) -> Shown:
-    """Return the run's predictions or exhibits. Raises `NotFoundError`, `DamageError` or `StorageError`."""
+    """Return the predictions or the output of `show`. Raises `NotFoundError`, `DamageError` or `StorageError`."""
     return read(run, schema, FILES[schema])

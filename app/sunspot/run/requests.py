@@ -36,9 +36,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.marked = False
-        "True if the marker of `sunspot stop` was found. Later driver starts then do not train, either."
+        "True if the marker of `sunspot stop` was found. Later drivers of the run then do not train, either."
         self.signal: signal.Signals | None = None
-        """The signal (SIGINT, SIGTERM or SIGHUP) that the process received. A later start then resumes the run."""
+        """The signal (SIGINT, SIGTERM or SIGHUP) that the process received. A later driver then resumes the run."""
 
     @property
     def asked(self) -> bool:
@@ -123,12 +123,12 @@ def refuse_if_deleted(run: Run) -> None:
     """Raise `SupersededError` if the run is being deleted."""
     if deletion_begun(run):
         raise SupersededError(
-            f"{run.location} is being deleted, so it cannot be trained; `sunspot delete {run.name}` completes this"
+            f"{run.location} is being deleted and cannot be trained; `sunspot delete {run.name}` completes the deletion"
         )
 
 
 def clear_deletion(run: Run) -> None:
-    """Delete the record of a deletion, as its last step.
+    """Delete the record of a deletion. This is the last step of deleting a run.
 
     A delayed call does not affect the record of a later deletion.
     """

@@ -77,7 +77,7 @@ class Budget:
         with self._lock:
             self._left -= size
         if self._left < 0:
-            raise TooLargeError(f"{self._what}: more than {self._most >> 20} MiB would be read")
+            raise TooLargeError(f"{self._what}: the limit of {self._most >> 20} MiB was exceeded")
 
 
 CURRENT: ContextVar[Budget | None] = ContextVar("budget", default=None)
@@ -102,9 +102,9 @@ def spend(size: int) -> None:
 
 
 def cut(items: Sequence[Item], most: int, what: str) -> tuple[Sequence[Item], str]:
-    """Return the first `most` items, and a note with the number of other items, which is empty if there are none.
+    """Return the first `most` items, and a note with the number of other items.
 
-    `what` is the plural noun for the items in the note.
+    The note is empty if there are no other items. `what` is the plural noun for the items in the note.
     """
     more = len(items) - most
     return items[:most], f"{more:,} more {what} are not shown" if more > 0 else ""

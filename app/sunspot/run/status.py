@@ -1,12 +1,12 @@
 """The status of a run: its current state in small objects, each with one writer.
 
-The driver writes one object while no worker writes its own, and another when it ends. Rank 0 writes a third during
-training (`StatusKind`). A search has no workers, so its driver writes its progress. `newest_status` chooses the object
-that counts. Training never depends on the status.
+The driver writes one object while the workers do not write theirs, and another when it ends. Rank 0 writes a third
+during training (`StatusKind`). A search has no workers, so its driver writes its progress. Readers use the current
+object (`newest_status`). Training never depends on the status.
 
-Each driver start has separate objects for each of its attempts. A process can be frozen during a write until another
-process has taken over the run, or until the driver has ended. The write then only changes an object that no longer
-counts. A check before the write could not guarantee this.
+Each driver has separate objects for each of its attempts. A process can be frozen during a write until another process
+has taken over the run, or until the driver has ended. The write then only changes an object that is no longer current.
+A check before the write could not guarantee this.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from sunspot.storage.base import Entry, Storage
 FOLDER = "status"
 
 NAME = re.compile(r"[^/]+/status/attempt-([0-9]{4,9})-([0-9a-f]{8})(|-workers|-ended)\.json")
-"""Pattern for the storage keys of status objects. The groups are the attempt, the driver start and the kind."""
+"""Pattern for the storage keys of status objects. The groups are the attempt, the driver and the kind."""
 
 READ_TRIES = 3
 """Number of attempts to read a status, because it can be deleted between listing and reading."""
@@ -91,7 +91,7 @@ class StatusKind(enum.StrEnum):
     WORKERS = "-workers"
     "Written by rank 0."
     ENDED = "-ended"
-    "Written by the driver when it ends. Its other objects no longer count."
+    "Written by the driver when it ends. Its other objects are then no longer used."
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class Status:
     "The number of consecutive driver starts by this owner without a new checkpoint in between."
     attempt: Count = 0
     """The attempt that the status describes. Before the driver's first attempt, this is the newest attempt at the time.
-    It is 0 if another start was still training then, so that the other start's status counts."""
+    It is 0 if another driver was still training then, so that the other driver's status applies."""
     after: tuple[str, ...] = ()
-    "Driver starts that had written a status when this driver began."
+    "The IDs of the drivers that had written a status when this driver began."
     driver: str = "00000000"
-    "The ID of the driver start that the status belongs to (`new_driver`)."
+    "The ID of the driver that the status belongs to (`new_driver`)."
     world_size: SmallCount = 0
     step: Count = 0
     "The number of optimizer steps taken."
@@ -150,7 +150,7 @@ class Status:
 
     @property
     def place(self) -> str:
-        """The run's namespace and cluster as readable text, or an empty string if unknown."""
+        """The run's namespace and cluster as readable text, or an empty string if neither is known."""
         return Owner.parse(self.owner).place
 
     @property
@@ -162,7 +162,7 @@ class Status:
 
     @property
     def seen(self) -> float:
-        """The time of the last sign of life, in seconds since the epoch, by storage's clock if possible."""
+        """The time of the last sign of life, in seconds since the epoch: `stored`, or `time` if `stored` is None."""
         return self.time if self.stored is None else self.stored
 
 
@@ -172,7 +172,7 @@ def is_alive(status: Status, now: float) -> bool:
 
 
 def new_driver() -> str:
-    """Return a new ID for a driver start."""
+    """Return a new ID for a driver process."""
     return uuid.uuid4().hex[:8]
 
 
@@ -193,14 +193,13 @@ def _file(status: Status, kind: StatusKind) -> str:
 
 
 def newest_status(listed: Iterable[Entry], driver: str = "", other_than: str = "") -> Entry | None:
-    """Return the status object that counts in a listing, or None if no object counts. Nothing is read.
+    """Return the current status object in a listing, or None if there is no such object. Nothing is read.
 
-    Once a driver has ended, only its ENDED object is considered. Of all considered objects for the newest attempt, the
-    one that was written last counts. If two objects were written at the same time, the driver's object counts, because
-    a driver writes only if its workers do not.
+    Once a driver has ended, only its ENDED object is considered. Among the considered objects for the newest attempt,
+    the one that was written last is current. If two objects were written at the same time, the driver's object is
+    current, because a driver writes only if its workers do not.
 
-    `driver` limits the search to the objects of one driver start. `other_than` excludes the objects of one driver
-    start.
+    `driver` limits the search to the objects of one driver. `other_than` excludes the objects of one driver.
     """
     statuses = [entry for entry in listed if NAME.fullmatch(entry.key)]
     ended = {driver_of_status(entry) for entry in statuses if kind_of_status(entry) is StatusKind.ENDED}
@@ -217,19 +216,19 @@ def newest_status(listed: Iterable[Entry], driver: str = "", other_than: str = "
 
 
 def attempt_of_status(entry: Entry) -> int:
-    """Return the attempt in a status object's name, or -1 if this is another object."""
+    """Return the attempt in a status object's name, or -1 if the object is not a status."""
     match = NAME.fullmatch(entry.key)
     return int(match[1]) if match else -1
 
 
 def driver_of_status(entry: Entry) -> str:
-    """Return the driver start in a status object's name, or an empty string if this is another object."""
+    """Return the driver in a status object's name, or an empty string if the object is not a status."""
     match = NAME.fullmatch(entry.key)
     return match[2] if match else ""
 
 
 def kind_of_status(entry: Entry) -> StatusKind | None:
-    """Return the kind in a status object's name, or None if this is another object."""
+    """Return the kind in a status object's name, or None if the object is not a status."""
     match = NAME.fullmatch(entry.key)
     return StatusKind(match[3]) if match else None
 
@@ -240,9 +239,9 @@ def list_statuses(run: Run) -> list[Entry]:
 
 
 def find_own_status(run: Run, driver: str, claimed: int = 0) -> Entry | None:
-    """Return this driver start's status object, or None if another start owns the run or the run was deleted.
+    """Return this driver's current status object, or None if another driver owns the run or the run was deleted.
 
-    `claimed` is an attempt that this start has claimed but possibly not written to a status yet.
+    `claimed` is an attempt that this driver has claimed, but may not have written to a status yet.
     """
     listed = list_statuses(run)
     newest, own = newest_status(listed), newest_status(listed, driver)
@@ -250,12 +249,12 @@ def find_own_status(run: Run, driver: str, claimed: int = 0) -> Entry | None:
 
 
 def read_status(run: Run, driver: str = "", other_than: str = "") -> Status | None:
-    """Return the status that counts (`newest_status`), or None if no status exists or it is damaged."""
+    """Return the current status (`newest_status`), or None if there is none or it is damaged."""
     return read_or_default(lambda: load_newest_status(run, driver, other_than), None)
 
 
 def load_newest_status(run: Run, driver: str = "", other_than: str = "") -> Status | None:
-    """Return the status that counts (`newest_status`), or None. Raises `DamageError` if it is damaged."""
+    """Return the current status (`newest_status`), or None. Raises `DamageError` if it is damaged."""
     for _ in range(READ_TRIES):
         entry = newest_status(run.storage.list(run.key(FOLDER)), driver, other_than)
         if entry is None:
@@ -280,7 +279,7 @@ def refuse_if_ended(run: Run, status: Status) -> None:
     """Raise `SupersededError` if the driver has ended the attempt of this status."""
     with contextlib.suppress(NotFoundError):
         run.storage.read(run.key(FOLDER, _file(status, StatusKind.ENDED)))
-        raise SupersededError(f"{run.location}: the driver of attempt {status.attempt} has ended it")
+        raise SupersededError(f"{run.location}: the driver of attempt {status.attempt} has ended")
 
 
 def delete_older_statuses(run: Run, attempt: int) -> None:
@@ -290,5 +289,5 @@ def delete_older_statuses(run: Run, attempt: int) -> None:
 
 
 def withdraw_status(run: Run, driver: str) -> None:
-    """Delete this driver start's status objects, so that the previous status counts again. Raises `StorageError`."""
+    """Delete this driver's status objects, so that the previous status applies again. Raises `StorageError`."""
     run.storage.delete_many([entry.key for entry in list_statuses(run) if driver_of_status(entry) == driver])

@@ -69,7 +69,7 @@ def list_all(storage: Storage, folder: str, name: re.Pattern[str] = NAME) -> lis
 
 
 def without_merged_parts(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the sorted segments, except those that are completely contained in another segment."""
+    """Return the segments that are not contained in another segment, sorted by attempt, stream and line."""
     found: list[Segment] = []
     for segment in sorted(segments, key=lambda each: (each.attempt, each.stream, each.first, -each.last)):
         if not found or found[-1].stream != segment.stream or segment.last > found[-1].last:
@@ -84,8 +84,8 @@ def read_segments(
 
     Lines before the first new line were in an earlier segment. If a segment is too large, its content is a
     `DamageError`. Only a few segments are read at a time, so a long stream need not fit in memory. If a segment was
-    merged in the meantime, `find` is called again. With `listed`, only these segments are read. Raises `StorageError`
-    if segments keep disappearing.
+    merged in the meantime, `find` is called again. If `listed` is given, only these segments are read, and `find` is
+    not called. Raises `StorageError` if a segment in `listed` has disappeared, or if segments keep disappearing.
     """
     todo = deque(find() if listed is None else listed)
     tries = READ_TRIES
@@ -119,7 +119,7 @@ def read_segment(storage: Storage, segment: Segment) -> bytes:
     if segment.entry.size > MAX_SEGMENT_BYTES:
         place = storage.locate(segment.entry.key)
         size = as_bytes(segment.entry.size)
-        raise DamageError(f"{place} cannot be used: it has {size}, more than {MAX_SEGMENT_BYTES >> 20} MiB")
+        raise DamageError(f"{place} cannot be used: it has {size}, but the limit is {MAX_SEGMENT_BYTES >> 20} MiB")
     spend(segment.entry.size)
     return storage.read(segment.entry.key)
 
@@ -248,7 +248,7 @@ def _name(stream: str, first: int, last: int) -> str:
 
 
 def tidy_lines(storage: Storage, folder: str, before: int) -> None:
-    """Merge the line segments of attempts before number `before` in a folder. Raises `StorageError`."""
+    """Merge the line segments in a folder, for attempts older than `before`. Raises `StorageError`."""
     tidy(
         storage,
         [segment for segment in list_all(storage, folder) if segment.attempt < before],
@@ -263,10 +263,10 @@ def tidy(
     join: Join = b"".join,
     read: Callable[[Segment], bytes] | None = None,
 ) -> None:
-    """Merge the segments that ended attempts left unmerged. Raises `StorageError`.
+    """Merge the segments that were left when their attempts ended. Raises `StorageError`.
 
-    A frozen process of such an attempt can still merge the same segments, which harmlessly duplicates their lines.
-    `read` returns the content of a segment, or raises `DamageError`.
+    A frozen process of such an attempt can still merge the same segments. Their lines are then stored twice, which is
+    harmless. `read` returns the content of a segment, or raises `DamageError`.
     """
     read = read or (lambda segment: read_segment(storage, segment))
     current = without_merged_parts(listed)

@@ -360,7 +360,7 @@ def variable_of(name: str) -> str:
 
 
 def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings in the environment, overridden by `overrides`, with names with or without the prefix.
+    """Return the settings in the environment. `overrides`, whose names can lack the prefix, take precedence.
 
     Raises `SettingsError` with the variable, the value and the fix for each problem.
     """
@@ -412,14 +412,14 @@ def with_place(settings: Mapping[str, str], run: str | None, storage: str | None
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Return a value as a variable holds it: a string unchanged, any other value as JSON.
+    """Return a value as text for a variable: a string unchanged, any other value as JSON.
 
     Raises `SettingsError` if the value cannot be converted to JSON.
     """
     try:
         return value if isinstance(value, str) else json.dumps(value)
     except TypeError as error:
-        raise SettingsError(f"{name}={value!r}: give a string, a number, a boolean, or another JSON value") from error
+        raise SettingsError(f"{name}={value!r} is not a JSON value; use a string, a number or a boolean") from error
 
 
 def recorded_settings(environment: Mapping[str, str]) -> Settings:

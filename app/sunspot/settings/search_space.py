@@ -87,7 +87,7 @@ class Dimension:
 
     @property
     def extremes(self) -> tuple[Any, ...]:
-        """The values to check. If they are valid, all values are."""
+        """The values to check. If they are valid, all other values are valid, too."""
         if self.function == "randint":
             return self.arguments[0], self.arguments[1] - 1
         return self.arguments
@@ -169,7 +169,7 @@ def load_search(variables: Mapping[str, str]) -> Search:
 def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension, ...], dict[str, str]]:
     """Return the trials' common settings, the dimensions, and the variables with an expression in canonical form.
 
-    Varied settings have their defaults. Raises `SettingsError`.
+    Varied settings have their default values. Raises `SettingsError`.
     """
     given = _ours(variables)
     dimensions = find_dimensions(given)
@@ -184,7 +184,7 @@ def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension
 def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
     """Return the expressions in the variables, in the order of the settings.
 
-    Raises `SettingsError`, listing all mistakes.
+    Raises `SettingsError`, which lists all mistakes.
     """
     dimensions, problems = [], []
     for field in FIELDS:

@@ -76,7 +76,7 @@ class UnfinishedWrite(NamedTuple):
 
 
 class Writer(ABC):
-    """A writer of an object. It counts and hashes the object's bytes. After a failure, every call of `write` fails."""
+    """A writer of an object. It counts and hashes the object's bytes. After a failure, every call to `write` fails."""
 
     verified = False
     "True if the object is complete and storage has verified its checksum. Otherwise, callers must read it back."
@@ -203,7 +203,7 @@ class Storage(ABC):
 
     @abstractmethod
     def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
-        """List the unfinished writes below `prefix`, both of killed writers and in progress."""
+        """List the unfinished writes below `prefix`, whether they are in progress or their writers were killed."""
 
     @abstractmethod
     def discard(self, unfinished: UnfinishedWrite) -> None:

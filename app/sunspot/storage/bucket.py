@@ -176,7 +176,7 @@ class Bucket(Storage):
                 return self.read(key) == data
             time.sleep(RACE_PAUSE_S * (tries + 1))
         raise StorageError(
-            f"{self.locate(key)}: cannot create: rejected {RACE_TRIES} times, although the object does not exist"
+            f"{self.locate(key)}: cannot create: the service rejected it {RACE_TRIES} times, but no such object exists"
         )
 
     @contextlib.contextmanager

@@ -202,7 +202,7 @@ def _google_client(url: str) -> Any:
         client._http.mount("http://", HTTPAdapter(pool_maxsize=bucket.CONNECTIONS))
     except (GoogleAuthError, OSError, ValueError) as error:
         fix = GoogleStorage.FIXES["DefaultCredentialsError"]
-        raise StorageError(f"{url}: no credentials for Google Cloud: {shorten(error)}; {fix}") from error
+        raise StorageError(f"{url}: found no credentials for Google Cloud: {shorten(error)}; {fix}") from error
     return client
 
 

@@ -160,7 +160,7 @@ def refuse_if_given_up(where: str) -> None:
     """
     deadline = CURRENT_DEADLINE.get()
     if deadline and deadline.passed:
-        raise StorageError(f"{where}: the operation was not started, because its work has been aborted")
+        raise StorageError(f"{where}: the operation was not started, because the work that it belongs to was aborted")
 
 
 class RetryWindow:

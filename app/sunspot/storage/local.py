@@ -202,7 +202,7 @@ class LocalStorage(Storage):
         if not self._is_inside(real):
             raise OutsideStorageError(
                 f"{path} leads through a link to {real}, which is outside of the storage path {self.root}; such "
-                "links are not followed; replace the link with the files themselves, or mount their folder there"
+                "links are not followed; replace the link with the files themselves, or mount their folder in its place"
             )
 
     def _is_inside(self, real: str) -> bool:
@@ -412,7 +412,7 @@ def local_path(path: str) -> Path:
     except RuntimeError as error:
         raise SettingsError(f"{path}: {shorten(error)}; write the path without '~'") from error
     except ValueError as error:
-        raise SettingsError(f"{path}: not a path: {shorten(error)}; use a valid path") from error
+        raise SettingsError(f"{path} is not a valid path: {shorten(error)}") from error
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from sunspot.submitter.printing import progress_note
 
 @dataclass(frozen=True)
 class CheckpointList:
-    """Verified checkpoints with their faults, in the order of steps, and the numbers of omitted checkpoints."""
+    """Verified checkpoints with their faults, sorted by step, and the numbers of omitted checkpoints."""
 
     checked: Sequence[tuple[Checkpoint, Sequence[str]]]
     older: int

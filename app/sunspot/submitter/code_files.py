@@ -1,4 +1,4 @@
-"""Packs the user's code into an archive. The same files give the same bytes.
+"""Packs the user's code into an archive. The same files always give the same bytes.
 
 The archive contains all files that git does not ignore. Files that are too large or contain secrets raise an error,
 because the code might need them.
@@ -141,7 +141,7 @@ def pack(folder: Path) -> CodeArchive:
 def list_files(folder: Path) -> Iterator[tuple[str, bool]]:
     """Yield each file to include and whether git tracks it.
 
-    In a repository, these are the files that git does not ignore, including files in submodules. Without git, these are
+    In a git repository, this includes all files that git does not ignore, also in submodules. Elsewhere, it includes
     all files outside LEFT_OUT and WRITTEN. Untracked files that match LEFT_BEHIND are omitted.
     """
     if not _in_git(folder):

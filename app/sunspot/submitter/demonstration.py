@@ -1,4 +1,4 @@
-"""Demonstrates on this machine that every row counts exactly once although a worker is lost."""
+"""Demonstrates on this machine that every row counts exactly once, even if a worker is lost."""
 
 import os
 import signal
@@ -126,7 +126,9 @@ def remove_earlier(run: Run) -> None:
     owners = [attempt.owner for attempt in read_attempts(run)] + ([seen.status.owner] if seen.status else [])
     if not owners or not all(owner.startswith(JOB) for owner in owners):
         instead = f"choose another --storage, or run `sunspot delete {run.name}` first"
-        raise ConflictError(f"{run.location} is not a run of `sunspot demo`, which would remove it; {instead}")
+        raise ConflictError(
+            f"{run.location} was not created by `sunspot demo`, so the demo does not delete it; {instead}"
+        )
     if not seen.state.terminal:
         instead = "wait for that demonstration, or choose another --storage"
         raise ConflictError(f"{run.location}: {seen.state}, {seen.reason}; {instead}")
@@ -134,7 +136,7 @@ def remove_earlier(run: Run) -> None:
 
 
 def receipts_of(run: Run, least: int = 1) -> list[Receipt]:
-    """Return the run's receipts, or an empty list if there are fewer than `least`."""
+    """Return the run's receipts. Returns an empty list if there are fewer than `least`."""
     receipts = read_receipts(read_journal(run, "events"))
     return receipts if len(receipts) >= least else []
 

@@ -1,6 +1,6 @@
 """Defines the findings of `sunspot doctor RUN` and their order.
 
-They are not in doctor/, because the lower layer cluster/ also uses them.
+They are not in doctor/, because cluster/, a lower layer, also uses them.
 """
 
 import enum
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Diagnosis(enum.StrEnum):
-    """The kinds of findings. Among otherwise equal findings, the earlier kind comes first."""
+    """The kinds of findings. If severity and cost are equal, the kind that is defined earlier comes first."""
 
     UNSEEN = "cluster not seen"
     "The API server rejects this user or is unreachable."
@@ -99,7 +99,7 @@ UNSCHEDULABLE = (
 
 
 class Severity(enum.StrEnum):
-    """The severities of findings, from worst to least."""
+    """The severities of findings, from the worst to the least severe."""
 
     ERROR = "error"
     "The run does not train and will not start training by itself."

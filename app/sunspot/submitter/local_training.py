@@ -18,7 +18,7 @@ TASK = f"{PREFIX}TASK"
 
 
 def find_missing_packages() -> list[str]:
-    """Return the packages that training needs but that are not installed."""
+    """Return the packages that training needs and that are missing."""
     return [package for package in ("ray", "torch") if not find_spec(package)]
 
 

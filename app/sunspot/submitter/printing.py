@@ -32,7 +32,7 @@ MAX_LINE_WIDTH = 10_000
 
 
 def print_text(text: str = "", end: str = "\n", flush: bool = False) -> None:
-    """Print text from any source, with control characters made visible."""
+    """Print text from any source. Control characters are made visible."""
     print(visible(text), end=end, flush=flush)
 
 
@@ -118,7 +118,7 @@ def warn(text: str, end: str = "\n") -> None:
 
 @contextlib.contextmanager
 def progress_note(what: str) -> Iterator[None]:
-    """Print `what` to stderr if the context takes longer than NOTE_AFTER_S."""
+    """Print `what` to stderr if the code inside the context takes longer than NOTE_AFTER_S seconds."""
     timer = threading.Timer(NOTE_AFTER_S, warn, (f"{what} ...",))
     timer.daemon = True
     timer.start()

@@ -1,6 +1,6 @@
-"""Proves which rows each epoch of a run consumed, and finds damaged checkpoints and missing receipts.
+"""Audits which rows each epoch of a run consumed, and finds damaged checkpoints and missing receipts.
 
-The proof covers the recorded steps that led to the newest intact checkpoint. Every attempt that took a step must have a
+The audit covers the recorded steps that led to the newest intact checkpoint. Every attempt that took a step must have a
 receipt.
 """
 
@@ -50,7 +50,7 @@ class EpochLayout:
     def rows_of(self, step: int) -> int:
         """Return the number of rows that a step consumes.
 
-        An epoch's last step consumes all remaining rows: at most as many as any other step, or one row more.
+        An epoch's last step consumes all remaining rows. It has at most one row more than any other step.
         """
         before = (step - 1) % self.steps_per_epoch
         return self.rows - before * self.batch if before == self.steps_per_epoch - 1 else self.batch
@@ -127,7 +127,7 @@ def prove(run: Run) -> Proof:
         for text in damaged:
             warn(text)
         error = DamageError if damaged else NotFoundError
-        raise error(f"{run.location} has no intact checkpoint, so there is no model to prove rows for")
+        raise error(f"{run.location} has no intact checkpoint, so there are no rows to check")
 
     step = whole[-1].step
     spans = [s._replace(upto=step if s.upto is None else min(s.upto, step)) for s in spans if s.after < step]
@@ -149,7 +149,7 @@ def conclude(run: Run, proof: Proof) -> None:
 def find_attempts_with_steps(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:
     """Return the numbers of attempts that took a step according to the metric history or the checkpoints.
 
-    A record of an attempt's starting step is ignored, because it is only an evaluation.
+    A record of the step that an attempt starts from is ignored, because it only contains an evaluation.
     """
     segments = list_journal(run, "metrics")
     starts = {attempt.number: attempt.step for attempt in attempts}
@@ -192,7 +192,7 @@ def count_rows(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> It
     last = (end - 1) // layout.steps_per_epoch + 1
     if last > MAX_EPOCHS:
         raise DamageError(
-            f"the newest checkpoint, of step {end:,}, is in epoch {last:,}; at most {MAX_EPOCHS:,} epochs can be proved"
+            f"the newest checkpoint (step {end:,}) is in epoch {last:,}, but an audit checks at most {MAX_EPOCHS:,}"
         )
     consumed: dict[int, list[pyarrow.Array]] = {epoch: [] for epoch in range(1, last + 1)}
     for table in tables:

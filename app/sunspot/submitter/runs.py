@@ -1,4 +1,4 @@
-"""Finds runs, their storage, and their processes' output for the subcommands."""
+"""Finds runs, their storage and the output of their processes, for the subcommands."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def find_run(name: str, storage_path: str | None = None) -> Run:
 
 
 def named_run(name: str, storage_path: str | None = None) -> Run:
-    """Return a run like `find_run`, even if the run does not exist."""
+    """Return a run like `find_run` does, but also if the run does not exist."""
     path, checked = _settle(name, storage_path)
     return Run(open_storage(path), checked)
 
@@ -72,7 +72,7 @@ def streams_of(run: Run, rank: int | None) -> list[str]:
 
 
 def list_unfinished(run: Run) -> Sequence[UnfinishedWrite]:
-    """Return the run's unfinished uploads. Prints a warning and returns none if they cannot be listed."""
+    """Return the run's unfinished uploads. If they cannot be listed, prints a warning and returns an empty sequence."""
     try:
         return run.storage.list_unfinished(run.name)
     except StorageError as error:  # some servers do not support this listing, and some users lack the permission
@@ -81,7 +81,10 @@ def list_unfinished(run: Run) -> Sequence[UnfinishedWrite]:
 
 
 def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
-    """Return the storage path and the run name from the arguments or settings. Raises `SettingsError` if invalid."""
+    """Return the storage path and the run name from the arguments or settings.
+
+    Raises `SettingsError` if one is invalid.
+    """
     from sunspot.settings import PREFIX, with_place
     from sunspot.settings.search_space import (
         load_common,

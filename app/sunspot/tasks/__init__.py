@@ -38,7 +38,7 @@ Predict = Callable[[torch.nn.Module, Batch], torch.Tensor]
 
 
 def load_predict(settings: Settings) -> Predict:
-    """Import the task and return its `predict` as a function of a batch, even if the task's own takes only images.
+    """Import the task and return its `predict`, which takes a batch even if the task's function takes only images.
 
     Raises `SettingsError` if the task does not define `predict`.
     """
@@ -90,7 +90,7 @@ def load_task(settings: Settings) -> Task:
         else:
             absent = package == settings.task.partition(".")[0]
             fix = _how_to_find(package, settings) if absent else f"fix {place_of(error)}"
-        raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
+        raise SettingsError(f"SUNSPOT_TASK={settings.task} cannot be imported: {shorten(error)}; {fix}") from error
     if not function:
         refuse_missing_functions(module, settings, list(adapters))
         refuse_other_arguments(settings.task, module)
@@ -116,8 +116,9 @@ def refuse_missing_functions(module: ModuleType, settings: Settings, libraries: 
     missing = [name for name in needed if not hasattr(module, name)]
     if missing:
         raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; "
-            f"define it, or, for a task that uses another library, {', '.join(libraries[:-1])} or {libraries[-1]}"
+            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {' or '.join(missing)}; "
+            f"define {' and '.join(needed)}, or, for a task that uses another library, {', '.join(libraries[:-1])} or "
+            f"{libraries[-1]}"
         )
 
 
@@ -131,6 +132,6 @@ def refuse_unused_functions(task: Task) -> None:
         raise task.error("compute_metrics needs the scores from predict(model, batch); define predict, too")
     if not task.loss:
         raise task.error(
-            "compute_metrics would never be called, because held-out rows are evaluated by loss(model, batch); "
-            "define loss, too"
+            "compute_metrics would never be called, because held-out rows cannot be evaluated without "
+            "loss(model, batch); define loss, too"
         )

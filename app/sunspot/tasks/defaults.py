@@ -22,7 +22,7 @@ class PlainTask(Task):
     def __init__(self, module: Any, settings: Settings) -> None:
         """Add the defaults to a task's module.
 
-        Raises `SettingsError` if a setting is set that only a replaced default would read.
+        Raises `SettingsError` if the settings include one that only a replaced default would read.
         """
         scheduled = {"schedule"} if hasattr(module, "build_scheduler") else set()
         super().__init__(module, settings, unread_without_defaults(vars(module).keys() | scheduled))
@@ -92,7 +92,7 @@ def fused_on_gpu(model: torch.nn.Module) -> bool | None:
 
 
 def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> float:
-    """Return the factor on the peak learning rate at a step.
+    """Return the factor by which the peak learning rate is multiplied at a step.
 
     The factor rises to 1 over WARMUP_STEPS. Then it stays at 1 if SCHEDULE is constant; otherwise it falls and reaches
     0 just after the last step.

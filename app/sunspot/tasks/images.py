@@ -13,7 +13,7 @@ WARMUP = 0.1
 
 
 def schedule(step: int, total_steps: int) -> float:
-    """Return the factor on the learning rate, with linear warm-up and cosine decay (Loshchilov and Hutter, 2017)."""
+    """Return the learning rate's factor, with linear warm-up and cosine decay (Loshchilov and Hutter, 2017)."""
     done = (step + 0.5) / total_steps
     return done / WARMUP if done < WARMUP else 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
 

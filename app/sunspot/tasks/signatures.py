@@ -25,7 +25,7 @@ CALLED_WITH_NAMED = {"build_scheduler": ("steps_per_epoch",)}
 
 
 def refuse_other_arguments(task: str, module: ModuleType) -> None:
-    """Raise `SettingsError` if a function in a task's module does not accept its arguments in CALLED_WITH."""
+    """Raise `SettingsError` if a function in a task's module does not accept the arguments in CALLED_WITH."""
     for name, arguments in CALLED_WITH.items():
         function = getattr(module, name, None)
         if not callable(function):

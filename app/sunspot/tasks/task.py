@@ -30,8 +30,8 @@ FUNCTIONS = (
 class Task:
     """A loaded task.
 
-    An optional function is None if the task does not define it. `settings.task_args` holds its own hyperparameters.
-    Adapters are subclasses. Their methods take precedence over the module's functions.
+    An optional function is None if the task does not define it. `settings.task_args` holds the task's hyperparameters.
+    Adapters are subclasses, whose methods take precedence over the functions of the task's module.
     """
 
     build_model: Callable[[Settings, Source], Any]
@@ -165,7 +165,7 @@ class Task:
 def refuse_unread(settings: Settings, unread: Mapping[str, str]) -> None:
     """Raise `SettingsError` if a setting that the task does not read differs from its default.
 
-    `unread` maps setting names to the end of a sentence about the task, which gives the reason and the fix.
+    `unread` maps each setting's name to the reason and the fix, which follow the task's name in the message.
     """
     given = [name for name in unread if getattr(settings, name) != Settings.model_fields[name].default]
     if given:

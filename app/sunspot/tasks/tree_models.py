@@ -50,8 +50,8 @@ class Trees(torch.nn.Module, ABC):
         taken = [name for name in SET_HERE[library] if name in options]
         if taken:
             raise SettingsError(
-                f"{task}: the options for {library} contain {', '.join(taken)}, which follow from the data, the "
-                "settings and the workers; leave them out"
+                f"{task}: the options for {library} contain {', '.join(taken)}, but the data, the settings and the "
+                "workers determine these; leave them out"
             )
         try:
             self._library = importlib.import_module(library)
@@ -62,7 +62,7 @@ class Trees(torch.nn.Module, ABC):
         try:
             self._check()
         except Exception as error:
-            refused = f"{library} refuses {dict(options)}: {shorten(without_stack(error))}"
+            refused = f"{library} rejects {dict(options)}: {shorten(without_stack(error))}"
             raise SettingsError(f"{task}: {refused}") from error
 
     @property

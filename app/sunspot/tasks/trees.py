@@ -21,7 +21,7 @@ def find_sources(settings: Settings) -> tuple[Source, Source | None]:
     if not columns:
         return find_images(settings)
     if not (isinstance(columns, list) and all(isinstance(name, str) for name in columns)) or "label" in columns:
-        raise SettingsError(f"SUNSPOT_TASK_ARGS: columns={columns}: set it to a list of column names other than label")
+        raise SettingsError(f"SUNSPOT_TASK_ARGS: columns must be a list of names other than label, not {columns}")
     label = {"label": Column("int64") if classes else Column()}
     return open_table(settings, {name: Column() for name in columns} | label)
 
@@ -31,5 +31,5 @@ def build_trees(settings: Settings, source: Source) -> Trees:
     options = {name: value for name, value in settings.task_args.items() if name not in ("columns", "classes")}
     library = options.pop("library", "xgboost")
     if library not in KINDS:
-        raise SettingsError(f"SUNSPOT_TASK_ARGS: library={library!r}: set it to one of {', '.join(KINDS)}")
+        raise SettingsError(f"SUNSPOT_TASK_ARGS: library must be {' or '.join(KINDS)}, not {library!r}")
     return KINDS[library](library, options, settings, source)

@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def follow(delivery: Delivery, every_s: float, later: str) -> None:
-    """Deliver new records until stdin is closed, then deliver the end of the run.
+    """Deliver new records until stdin is closed, then deliver everything that is left.
 
     Messages about failures include the command `later`, which delivers the rest.
     """
@@ -65,7 +65,7 @@ def follow(delivery: Delivery, every_s: float, later: str) -> None:
         _follow(delivery, outage, every_s)
         _finish(delivery, outage, later)
     except SupersededError as error:
-        log.info(f"tracking: the new owner of the run delivers the rest: {error}")
+        log.info(f"tracking: another process now owns the run and will deliver the rest: {error}")
         delivery.leave()
 
 

@@ -44,9 +44,9 @@ MODEL = "model.pt"
 class Delivery:
     """Delivers one run to one service, continuing where an earlier delivery ended.
 
-    A metric record is delivered only after a checkpoint covers its step, because the run cannot fall back behind the
-    checkpoint. Each step is therefore delivered once. Steps that are repeated because a checkpoint was lost are not
-    sent again.
+    A metric record is delivered only after a checkpoint covers its step, because after that, the run cannot return to
+    an earlier step. Each step is therefore delivered once. Steps that are repeated because a checkpoint was lost are
+    not sent again.
     """
 
     def __init__(self, run: Run, name: str, project: str, driver: str = "") -> None:
@@ -98,7 +98,7 @@ class Delivery:
                 self._segments.add(segment)
 
     def finish(self) -> None:
-        """Send everything that is missing of a run that has ended, including its report, best model and final state.
+        """Send the rest of a run that has ended, including its report, best model and final state.
 
         Raises whatever `deliver` raises.
         """
@@ -168,7 +168,7 @@ class Delivery:
         self._described = newest.number
 
     def _final_step(self, spans: list[Span]) -> int:
-        """Return the newest checkpoint's step, up to which the history is final, or -1 if there is no checkpoint."""
+        """Return the newest checkpoint's step, or -1 if there is none. The history is final up to this step."""
         counted, _, _ = classify(list_directories(self.run), spans)
         return step_of(counted[-1]) if counted else -1
 
@@ -237,7 +237,7 @@ class Delivery:
         return file
 
     def _summarize(self, service: Service, status: Status) -> dict[str, str]:
-        """Send the goodput as a metric, for comparing runs. Return a tag with the number of incidents."""
+        """Send the goodput as a metric, so that runs can be compared. Return a tag with the number of incidents."""
         receipts = read_receipts(read_journal(self.run, "events"))
         fraction = goodput(read_attempts(self.run), receipts, status.time)
         if fraction is not None:

@@ -43,14 +43,15 @@ def refuse_unusable(settings: Settings) -> None:
         if "://" in settings.storage_path:
             raise SettingsError(
                 f"{PREFIX}TRACKING=tensorboard writes files into the run's folder on disk, but "
-                f"{PREFIX}STORAGE_PATH={settings.storage_path} is a bucket; set {PREFIX}TRACKING to mlflow, wandb or "
-                "empty"
+                f"{PREFIX}STORAGE_PATH={settings.storage_path} is a bucket; set {PREFIX}TRACKING to mlflow or wandb, "
+                "or leave it empty"
             )
         return
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:  # W&B's output folder `wandb` is found too, but has no origin
         raise SettingsError(
-            f"{PREFIX}TRACKING={name} needs a library that is not installed; {how_to_install(name)}, or set it to empty"
+            f"{PREFIX}TRACKING={name} needs a library that is not installed; {how_to_install(name)}, or "
+            "leave this setting empty"
         )
     problem = find_mlflow_problem(os.environ.get("MLFLOW_TRACKING_URI", "")) if name == "mlflow" else ""
     if problem:
@@ -70,10 +71,10 @@ def find_mlflow_problem(address: str) -> str:
 
 @contextmanager
 def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
-    """Context manager that delivers the run to the service in TRACKING. The exit waits up to FINISH_TIMEOUT_S.
+    """Context manager that delivers the run to the service in TRACKING. Waits up to FINISH_TIMEOUT_S on exit.
 
-    Failures are printed and do not affect the run. If another driver takes over the run from `driver`, that driver's
-    own process continues the delivery. The process ends when its stdin is closed, even if this process is killed.
+    Failures are printed and do not affect the run. If another driver takes over the run from `driver`, that driver
+    starts its own delivery. The delivery process ends when its stdin is closed, even if this process is killed.
     """
     if not settings.tracking:
         yield

@@ -1,6 +1,6 @@
-"""Times an all-reduce between two pods, with NCCL between all of their GPUs or with gloo if they have no GPUs.
+"""Times an all-reduce between two pods. Uses NCCL between all of their GPUs, or gloo if they have no GPUs.
 
-The pods meet through the run's storage. The first pod serves a torch store, and writes the address to the storage.
+The pods find each other through storage. The first pod serves a torch store and writes the store's address there.
 """
 
 import multiprocessing
@@ -56,7 +56,7 @@ RDMA = Path("/dev/infiniband")
 
 @dataclass(frozen=True)
 class Timing:
-    """Median durations of the two all-reduces."""
+    """Median durations of a large and a small all-reduce."""
 
     large_s: float
     "Seconds for GRADIENTS bytes."
@@ -67,7 +67,7 @@ class Timing:
 
 
 def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Check:
-    """Time an all-reduce with the pod that has the same `meeting` and the other `rank`, which is 0 or 1."""
+    """Time an all-reduce with the other pod of a `meeting`, and return a check. The pods have the ranks 0 and 1."""
     gpus = min(gpus, torch.cuda.device_count())
     try:
         store, host = open_store(open_storage(storage_path), f"{FOLDER}/{meeting}", rank)
@@ -86,9 +86,9 @@ def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Che
 
 
 def judge(timing: Timing, gpus: int) -> Check:
-    """Return the check's result for pods with this number of `gpus`. It is a warning if the GPUs would wait.
+    """Return the network check's result for two pods with `gpus` GPUs each. It is a warning if GPUs would wait.
 
-    Gb/s are those of one direction, which is NCCL's bus bandwidth (NVIDIA, nccl-tests, PERFORMANCE.md).
+    The bandwidth is that of one direction, in Gb/s, like NCCL's bus bandwidth (NVIDIA, nccl-tests, PERFORMANCE.md).
     """
     workers = 2 * max(gpus, 1)
     gigabits = GRADIENTS * 8e-9 / timing.large_s * 2 * (workers - 1) / workers
@@ -105,9 +105,9 @@ def judge(timing: Timing, gpus: int) -> Check:
 
 
 def open_store(storage: Storage, key: str, rank: int) -> tuple[Any, str]:
-    """Return a store for the processes of both pods once both pods are there, and the host that serves it.
+    """Wait for the other pod. Return the store that both pods use, and the host that serves the store.
 
-    Raises `TimeoutError` if the other pod does not come, and `RuntimeError` if it cannot be reached.
+    Raises `TimeoutError` if the other pod does not appear in time, and `RuntimeError` if it cannot be reached.
     """
     if rank:
         host, port = _await_address(storage, key)
@@ -140,7 +140,7 @@ def _await_address(storage: Storage, key: str) -> tuple[str, int]:
 
 
 def measure(host: str, port: int, world_size: int, gpus: int, rank: int) -> Timing:
-    """Time the all-reduces as one rank, on the GPU of that rank if its pod has GPUs. Each rank has its own process."""
+    """Time the all-reduces in the process of one rank. The rank uses a GPU of its pod, or the CPU if `gpus` is 0."""
     limit = timedelta(seconds=ANSWER_S)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "nccl"
@@ -157,7 +157,7 @@ def measure(host: str, port: int, world_size: int, gpus: int, rank: int) -> Timi
 
 
 def time_all_reduce(values: torch.Tensor) -> float:
-    """Return the seconds in which the values are summed over all ranks, as the median of TIMES."""
+    """Return the median duration of TIMES all-reduces of these values, in seconds."""
 
     def exchange() -> None:
         dist.all_reduce(values)

@@ -1,6 +1,6 @@
-"""Leaves out nodes with broken GPUs: at the start of a run, when nodes join it, and after a loss.
+"""Excludes nodes with broken GPUs at the start of a run, when nodes join it, and after a loss.
 
-A node is left out by draining it. Ray then schedules nothing on the node, which ends once it is idle.
+A node is excluded by draining it. Ray then schedules nothing more on the node, and the node goes away once it is idle.
 """
 
 import logging
@@ -33,7 +33,7 @@ SUSPECT_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class RequiredResources:
-    """Resources that the remaining nodes must have, so that the run can train."""
+    """Resources that the remaining nodes must have for the run to continue."""
 
     per_worker: dict[str, float]
     "Amount of each resource that one worker needs."
@@ -41,16 +41,16 @@ class RequiredResources:
     "Minimum number of workers."
 
     def refuse_loss(self, broken: Sequence[str], nodes: Sequence[Mapping[str, Any]], reason: str) -> None:
-        """Raise `SunspotError`, with this `reason`, if the run cannot continue without the `broken` nodes.
+        """Raise `SunspotError` with this `reason` if the run cannot continue without the `broken` nodes.
 
-        `nodes` are all nodes of the run, as in `ray.nodes()`. The run never continues without this node, the head.
+        `nodes` are all nodes of the run, as in `ray.nodes()`. A run cannot continue without its head, where this runs.
         """
         if ray.get_runtime_context().get_node_id() in broken:
-            raise SunspotError(f"{reason}; the head cannot be left out")
+            raise SunspotError(f"{reason}; the run cannot continue without its head node")
         room = sum(find_room([dict(node) for node in nodes if node["NodeID"] not in broken], self.per_worker).values())
         if room < self.least:
             raise SunspotError(
-                f"{reason}; the other nodes have room for {room} of at least {plural(self.least, 'worker')}"
+                f"{reason}; the other nodes can run {plural(room, 'worker')}, but the run needs at least {self.least}"
             )
 
 
@@ -61,7 +61,7 @@ def find_broken_gpus(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROB
 
 
 def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], required: RequiredResources) -> list[str]:
-    """Leave out the nodes with broken GPUs, and return a line about each.
+    """Exclude the nodes with broken GPUs, and return a line about each of them.
 
     Raises `SunspotError` if too few nodes remain (`RequiredResources.refuse_loss`).
     """
@@ -80,12 +80,12 @@ def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], required: RequiredRes
 def new_nodes_checked(
     control: ControlClient, nodes: Sequence[Mapping[str, Any]]
 ) -> Iterator[Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]:
-    """Context manager that leaves out nodes that join with broken GPUs. `nodes` have already been checked.
+    """Context manager that excludes nodes that join with broken GPUs. `nodes` have already been checked.
 
     Yields a filter that keeps the nodes, as in `ray.nodes()`, that are reachable and have been checked. A group grows
-    only onto those nodes. The check takes a few seconds while the group trains, and a group grows only once there has
-    been room for longer than that (`nodes.SETTLED_S`). A group that is waiting for nodes does not wait for the check:
-    Ray may start it on a node that turns out to be broken, and then restarts it without that node.
+    only onto those nodes. The check takes a few seconds, and a group grows only after there has been room for longer
+    than that (`nodes.SETTLED_S`). A group that is waiting for nodes does not wait for the check. If Ray starts such a
+    group on a broken node, the group is restarted without that node.
     """
     checked = {str(node["NodeID"]) for node in nodes}
 
@@ -113,7 +113,7 @@ def new_nodes_checked(
 
 @dataclass(frozen=True)
 class BrokenInTraining:
-    """Leaves out nodes on which a broken GPU has ended a rank. Ray Train's controller calls it before each group."""
+    """Excludes nodes on which a broken GPU has ended a rank. Ray Train's controller calls this before each group."""
 
     control: ControlClient
     required: RequiredResources
@@ -121,12 +121,12 @@ class BrokenInTraining:
     "True if the loss of one rank ends its group. Otherwise the others keep training and must still receive notices."
 
     def __call__(self, suspects: Suspects) -> list[str]:
-        """Leave out the suspect nodes whose GPU is broken, and return a line about each.
+        """Exclude the suspect nodes whose GPU is broken, and return a line about each of them.
 
-        A CUDA error can be the program's fault, and a process can be lost for any reason. So this asks the GPU driver
-        on each suspect node, like at the start of a run, which takes seconds. A working GPU stays in use, and so does a
-        node that does not answer, because it may be about to go. Raises `SunspotError` if a GPU had an error, can no
-        longer be used, and the run cannot continue without its node.
+        A CUDA error can be the program's fault, and a process can be lost for any reason. Therefore the GPU driver is
+        queried on each suspect node, which takes seconds. A node stays in use if its GPU works and has had no hardware
+        error, or if the node does not answer, because it may be about to leave. Raises `SunspotError` if a GPU had a
+        CUDA error and no longer works, but the run needs its node.
         """
         known = {id: HARDWARE_ERRORS.get(code or 0) for id, code in suspects.items()}
         faults = {id: f"its GPU had {error}" for id, error in known.items() if error}

@@ -92,7 +92,7 @@ class WorkerSetup:
 
 
 def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
-    """Build the worker after its group has claimed the run. `phases` are the durations of its start so far."""
+    """Build the worker after its group has claimed the run. `phases` are the times of the group's start so far."""
     plan = setup.plan
     start = setup.start
     place = setup.place
@@ -193,7 +193,7 @@ def build_learner(
 
 
 def prepare_learner(plan: Plan, control: ControlClient) -> Learner:
-    """Build the learner of a replacement without the other workers' state, while they train."""
+    """Build a replacement's learner while the other workers train. The learner does not have their state yet."""
     place = WorkerPlace(device=ray.train.torch.get_device())
     if place.device.type == "cuda":
         await_device_memory(place.device, ray.get_runtime_context().get_node_id(), control)
@@ -206,7 +206,7 @@ def prepare_learner(plan: Plan, control: ControlClient) -> Learner:
 def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
     """Build the task's model on its device, with the state's weights or with initial weights from the seed.
 
-    If the state is in parts (fsdp), `load_rest` loads its weights later.
+    If the state is stored in parts (fsdp), the weights are loaded later, by `load_rest`.
     """
     settings = plan.settings
     model = build_without_values(lambda: task.build_model(settings, plan.source)) if state.load_parts else None
@@ -227,7 +227,7 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
             part.train()
     fixed = sum(not module.training for module in model.modules())
     if fixed:
-        print(f"model: {fixed} of its modules stay in evaluation mode, as build_model returned them")
+        print(f"model: build_model returned {plural(fixed, 'module')} in evaluation mode, which is kept")
     refuse_small_micro_batches(model, settings)
     model = shard_model(model, settings, place.device)
     compile_model(model, plan, place.world_size, place.device)
@@ -252,7 +252,7 @@ def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> t
 
 
 def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Load the optimizer's state. Also load the weights if the state is in parts, which `build_model` does not load."""
+    """Load the optimizer's state. If the state is stored in parts (fsdp), also load the model's weights."""
     if state.optimizer:
         values = state.optimizer
         if optimizer.param_groups[0]["params"][0].is_cpu and state.tier != IN_PLACE:
@@ -264,24 +264,24 @@ def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer
 
 
 def refuse_uninitialized(model: torch.nn.Module, settings: Settings) -> None:
-    """Raise `SettingsError` if a tensor gets its shape in the first forward pass, as in `nn.LazyLinear`."""
+    """Raise `SettingsError` if a tensor has no shape before the first forward pass, as in `nn.LazyLinear`."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise SettingsError(
             f"SUNSPOT_TASK={settings.task}: its build_model returned a model with {plural(len(lazy), 'tensor')} "
-            f"without a shape yet, such as {lazy[0]}; run a forward pass in build_model, or give each layer its input "
-            "size (nn.Linear instead of nn.LazyLinear)"
+            f"that have no shape yet, such as {lazy[0]}; run a forward pass in build_model, or give each layer its "
+            "input size (nn.Linear instead of nn.LazyLinear)"
         )
 
 
 def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> None:
-    """Raise `SettingsError` for micro batches of 1 or 2 rows with batch norm: 3 rows would be split into 2 + 1."""
+    """Raise `SettingsError` for batch norm with micro batches of 1 or 2 rows. Some passes would have a single row."""
     norms = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
     if settings.micro_batch_size in (1, 2) and any(isinstance(module, norms) for module in model.modules()):
         raise SettingsError(
-            f"SUNSPOT_MICRO_BATCH_SIZE={settings.micro_batch_size}: the model has batch norm, which needs two rows in "
-            "every forward pass; set it to 3 or more, or to 0"
+            f"SUNSPOT_MICRO_BATCH_SIZE={settings.micro_batch_size}: batch norm needs at least two rows in every "
+            "forward pass, but this setting allows passes with a single row; set it to 3 or more, or to 0"
         )
 
 
@@ -322,7 +322,7 @@ def are_repeated(blocks: list[torch.nn.Module]) -> bool:
 
 
 def find_compiler_problem(device: torch.device) -> str:
-    """Return why torch.compile would fail here, or an empty string."""
+    """Return the reason why torch.compile would fail on this machine, or an empty string."""
     variable, *names = COMPILERS[device.type]
     if any(map(shutil.which, filter(None, (os.environ.get(variable), *names)))):
         return ""
@@ -333,11 +333,11 @@ def find_compiler_problem(device: torch.device) -> str:
 
 
 def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
-    """Create the loader configured by LOADER. Raises `ConflictError` if its row order differs from the driver's."""
+    """Create the loader that LOADER selects. Raises `ConflictError` if its row order differs from the driver's."""
     if plan.order and plan.find_order() != plan.order:
         raise ConflictError(
-            f"{socket.gethostname()}: NumPy {np.__version__} gives another order of the rows than the driver's, so "
-            "some would be repeated and others left out; run the same image on all nodes"
+            f"{socket.gethostname()}: NumPy {np.__version__} shuffles rows differently than the driver's NumPy, so "
+            "some rows would be repeated and others skipped; run the same image on all nodes"
         )
     device = place.device
     if plan.settings.loader == "ray":
@@ -355,7 +355,7 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
         print(
             f"rows: on {device}"
             if loader.resident
-            else f"rows: in host memory, because {device} has too little room for them"
+            else f"rows: in host memory, because {device} has too little free memory for them"
         )
     return loader
 
@@ -364,7 +364,7 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
 
 
 def open_journals(run: Run, start: StartPoint) -> Journals:
-    """Open the attempt's metric history and events. The first events are skipped checkpoints and changed versions."""
+    """Open the attempt's metric history and events. The first events list skipped checkpoints and changed versions."""
     attempt = start.attempt
     journals = Journals(run, attempt.number)
     for text in attempt.skipped:
@@ -380,7 +380,7 @@ def open_journals(run: Run, start: StartPoint) -> Journals:
 
 
 def describe_new_length(learner: Learner, step: int, before: int) -> str:
-    """Describe a jump of the learning rate because the run's length was `before` steps, which is 0 if unknown."""
+    """Return a warning if a new run length makes the learning rate jump. `before` is the old length (0 if unknown)."""
     now = learner.plan.total_steps
     if before in (0, now) or learner.task.library_loop:  # a library's schedulers are objects
         return ""
@@ -395,7 +395,7 @@ def describe_new_length(learner: Learner, step: int, before: int) -> str:
 
 
 def describe_rates(learner: Learner) -> list[str]:
-    """Return lines about the learning rates of the whole run. Raises `SettingsError` if a step has no rate."""
+    """Return lines about the learning rates of the whole run. Raises `SettingsError` if a step has no learning rate."""
     task = learner.task
     if task.library_loop:
         return []
@@ -404,19 +404,19 @@ def describe_rates(learner: Learner) -> list[str]:
 
 
 def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
-    """Return True if the run has ended at `step`, but its last state may be only in memory.
+    """Return True if the run ends at `step`, but its last state may exist only in memory.
 
-    No further step would save that state, so it is evaluated and saved again.
+    No further step would save that state, so the worker evaluates it and saves it again.
     """
     ended_early = is_out_of_patience(state.metrics, plan.settings.early_stop_evaluations)
     return state.tier in ("memory", IN_PLACE) and (step >= plan.total_steps or ended_early)
 
 
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
-    """Return True if this epoch's evaluation is skipped, because EVALUATION_TRIES groups failed to complete it.
+    """Return True if the epoch's evaluation is skipped after EVALUATION_TRIES groups have failed to complete it.
 
-    A group does not count if all of its processes are in the next one, because it only made room for more workers. The
-    evaluation at the end of the run is always repeated, because no step waits for it.
+    A group does not count if all of its processes continue in the next one, because it only made room for more workers.
+    The evaluation at the end of the run is never skipped, because no step waits for it.
     """
     step = start.attempt.step
     here = [start.attempt, *takewhile(lambda attempt: attempt.step == step, reversed(start.before))]
@@ -425,13 +425,13 @@ def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
 
 
 def all_continue(before: Attempt, after: Attempt) -> bool:
-    """Return True if all of an attempt's processes are known to train in the next attempt."""
+    """Return True if all processes of the attempt `before` are known to continue in the attempt `after`."""
     processes = set(before.metadata.processes)
     return bool(processes) and processes <= set(after.metadata.processes)
 
 
 def record_left_out(step: int, events: Journal) -> None:
-    """Record that the epoch that ends at `step` has no evaluation."""
+    """Record that the evaluation of the epoch that ends at `step` was skipped."""
     detail = (
         f"the epoch that ends at step {step} is not evaluated: {EVALUATION_TRIES} groups of workers in a row ended "
         "before its evaluation did, and training continues"

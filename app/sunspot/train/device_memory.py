@@ -22,22 +22,22 @@ SLACK = 0.02
 
 
 def await_device_memory(device: torch.device, node: str, control: ControlClient) -> None:
-    """Wait up to DEVICE_WAIT_S seconds until the GPU has as much free memory as when the previous group began.
+    """Wait up to DEVICE_WAIT_S seconds until the GPU has as much free memory as the previous group found.
 
-    The first group does not wait. If another program holds the memory, only the next group waits, because each group
-    expects at most as much free memory as its predecessor found.
+    The first group does not wait. Each later group expects at most as much free memory as the group before it found. If
+    another program takes memory, only one group waits for that memory.
     """
     gpu = f"{node} {torch.cuda.get_device_properties(device).uuid}"
     before = control.call(ControlChannel.free_memory, gpu)
     free, total = torch.cuda.mem_get_info(device)
     lacks = free < before - SLACK * total
     if lacks:
-        there = f"{as_bytes(free)} of its memory is free, {as_bytes(before)} was free when the previous group began"
-        print(f"{device}: {there}; waiting up to {in_words(DEVICE_WAIT_S)} for the old processes' memory", flush=True)
+        there = f"{as_bytes(free)} of its memory is free, but {as_bytes(before)} was free when the previous group began"
+        print(f"{device}: {there}; waiting up to {in_words(DEVICE_WAIT_S)} for the old processes", flush=True)
     until = time.monotonic() + DEVICE_WAIT_S
     while free < before - SLACK * total and time.monotonic() < until:
         time.sleep(LOOK_EVERY_S)
         free, _ = torch.cuda.mem_get_info(device)
     if lacks:
-        print(f"{device}: {as_bytes(free)} of its memory is free", flush=True)
+        print(f"{device}: {as_bytes(free)} of its memory is free now", flush=True)
     control.send(ControlChannel.set_free_memory, gpu, free)

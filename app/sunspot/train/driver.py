@@ -1,4 +1,4 @@
-"""One start of a run: it claims the run, plans, trains, records the outcome, and prints the result."""
+"""The driver of a run. It claims the run, plans, trains, records the outcome, and prints the result."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 def train_run(
     settings: Settings, owner: str = "", stop_request: StopRequest | None = None, identity: Iterable[str] = IDENTITY
 ) -> RunState:
-    """Train a run from its newest state, record the outcome in its storage, and return the state in which it ended.
+    """Train a run from its newest state, record its outcome in storage, and return its final state.
 
-    The run belongs to `owner`, which by default is the job or this process. The caller may stop it with `stop_request`.
-    Settings named in `identity` must not differ from those of the run's first start. Raises the error that ended the
-    run.
+    The run belongs to `owner`, which is the job or this process by default. The caller can stop the run with
+    `stop_request`. Settings named in `identity` must be the same as when the run was first started. Raises the error
+    that ended the run.
     """
     # Imported here, so that a wrong setting is reported before numpy is imported.
     from sunspot.plan import with_absolute_paths
@@ -102,7 +102,7 @@ class Origin(NamedTuple):
 
 
 def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
-    """Return False if the run is stopped. Raises the error that has permanently ended this owner's job, if any."""
+    """Return False if the run is stopped. Raises the error that permanently ended this owner's job, if there is one."""
     run = claimant.run
     fatal, stopped = with_deadline(limit_s, "reading the run", lambda: (fatal_error(claimant), stop_requested(run)))
     if fatal:
@@ -113,14 +113,14 @@ def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
 
 
 def has_failed_for_good(claimant: Claimant) -> bool:
-    """Return True if storage records an error that ended this job permanently, so a retry would not train."""
+    """Return True if storage records an error that permanently ended this job. A retry of the job would not train."""
     with suppress(StorageError, DamageError):
         return with_deadline(RECORD_S, "reading the run", fatal_error, claimant) is not None
     return False
 
 
 def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
-    """Plan the training. Raises `ConflictError` if settings or data differ from those that the run began with."""
+    """Plan the training. Raises `ConflictError` if settings or data differ from those at the beginning of the run."""
     # Imported here, because torch takes seconds to import.
     from sunspot.plan import make_plan
     from sunspot.ray_session import starts_own_session
@@ -143,9 +143,9 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
 def train(
     plan: Plan, claimant: Claimant, origin: Origin, outcome: DriverStatusWriter, stop_request: StopRequest
 ) -> tuple[RunState, str]:
-    """Train to the end of the plan, and predict with the last checkpoint, while `outcome` writes the run's status.
+    """Train until the plan is complete, and predict with the last checkpoint.
 
-    Returns the state in which the run ends, and the reason if it is unusual.
+    `outcome` writes the run's status meanwhile. Returns the run's final state, and a reason if that state is unusual.
     """
     # Imported here, because torch and Ray take seconds to import.
     from sunspot.predict.for_report import save_exhibit, save_predictions
@@ -172,7 +172,7 @@ def train(
     checkpoint = origin.checkpoint
     if checkpoint and checkpoint.completes(plan.total_steps, patience):
         if checkpoint.step >= plan.total_steps:
-            print(f"  already finished at step {checkpoint.step}; more SUNSPOT_EPOCHS would train it further")
+            print(f"  already finished at step {checkpoint.step}; raise SUNSPOT_EPOCHS to train further")
         return finish(checkpoint)
     for reason in plan.reasons:
         print(f"  {reason}")
@@ -182,7 +182,7 @@ def train(
 
 
 def identify_rows(plan: Plan) -> Rows:
-    """Return the identity of the rows that the plan trains on, and of their order. Raises `StorageError`."""
+    """Return the identity of the plan's training rows and of their order. Raises `StorageError`."""
     import numpy
 
     return Rows(
@@ -195,7 +195,7 @@ def identify_rows(plan: Plan) -> Rows:
 
 
 def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
-    """Context manager that prints the run's result and writes its report on exit, like `on_exit`."""
+    """Context manager that prints the run's result and writes its report on exit (see `on_exit`)."""
 
     def report(_: Exception | None) -> None:
         try:
@@ -208,9 +208,9 @@ def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def on_exit(report: Callable[[Exception | None], None]) -> Iterator[None]:
-    """Context manager that calls `report` on exit, with the error that ended the context, if any.
+    """Context manager that calls `report` on exit, with the error that ended the context, or None.
 
-    `report` is not called after a `ConflictError`, because another driver owns the run, or after an interrupt.
+    `report` is not called after an interrupt, or after a `ConflictError`, because then another driver owns the run.
     """
     try:
         yield

@@ -38,8 +38,8 @@ class Evaluation(NamedTuple):
 def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[[bool], None]) -> Evaluation:
     """Evaluate the held-out rows and return the outcome. All workers call this together.
 
-    `poll` returns the driver's newest command. `heartbeat` is called in each round, with True if this worker evaluated
-    a batch, and False if it only waits for the others.
+    `poll` returns the driver's newest command. `heartbeat` is called after each batch. Its argument is True if this
+    worker evaluated a batch, and False if the worker only waited for the others.
     """
     if not learner.plan.test:
         return Evaluation({})
@@ -91,13 +91,13 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 class Patience:
-    """Ends a run after several evaluations in a row without an improvement.
+    """Ends a run after several consecutive evaluations without an improvement.
 
     All workers get the same results, so they make the same decision.
     """
 
     def __init__(self, settings: Settings, before: Mapping[str, Any]) -> None:
-        """`before` holds the metrics of the state from which training continues."""
+        """Load the count so far from `before`, the metrics of the state from which training continues."""
         self._limit = settings.early_stop_evaluations
         self._order = settings.checkpoint_order
         self._metric = HELD_OUT + settings.checkpoint_metric.removeprefix(HELD_OUT)
@@ -106,17 +106,18 @@ class Patience:
 
     @property
     def over(self) -> bool:
-        """True if the newest result ends the run."""
+        """True if there were too many evaluations without an improvement."""
         return is_out_of_patience(self.state, self._limit)
 
     def ends(self, results: Mapping[str, float]) -> bool:
-        """Count the results of an evaluation, and return True if they end the run."""
+        """Add the results of an evaluation, and return True if the run should end."""
         if not self._limit:
             return False
         if self._metric not in results:
             raise SettingsError(
-                f"{PREFIX}EARLY_STOP_EVALUATIONS={self._limit}: no {self._metric} among {', '.join(sorted(results))}; "
-                f"set {PREFIX}CHECKPOINT_METRIC to one of them, or this setting to 0"
+                f"{PREFIX}EARLY_STOP_EVALUATIONS={self._limit} needs the metric {self._metric}, but the evaluation "
+                f"returned only {', '.join(sorted(results))}; set {PREFIX}CHECKPOINT_METRIC to one of these, or set "
+                f"{PREFIX}EARLY_STOP_EVALUATIONS to 0"
             )
         sign = 1 if self._order == "min" else -1
         result = results[self._metric]

@@ -1,4 +1,4 @@
-"""Checks that torch can compute on the GPUs of a node or pod. Kubernetes and Ray do not ask the GPU's driver."""
+"""Checks that torch can compute on the GPUs of a node or pod. Kubernetes and Ray do not check this."""
 
 import ctypes
 import os
@@ -25,10 +25,10 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
 def find_gpu_problem(promised: int = 1) -> str:
-    """Return why torch cannot use all of the `promised` GPUs.
+    """Return why torch cannot use all of the `promised` GPUs, or an empty string if it can.
 
-    The text is empty if torch can use them, or is built for GPUs of another vendor. This asks the driver without
-    importing torch, which takes about a third of a second for each GPU.
+    The string is also empty if torch is built for GPUs of another vendor. The check queries the driver and does not
+    import torch. It takes about a third of a second for each GPU.
     """
     try:
         built: dict[str, Any] = runpy.run_path(str(distribution("torch").locate_file("torch/version.py")))
@@ -68,7 +68,7 @@ def find_gpu_problem(promised: int = 1) -> str:
 
 
 def find_device_problem(driver: Any, number: int) -> str:
-    """Return why NVIDIA's driver cannot write and read the memory of one GPU, or an empty text if it can."""
+    """Return why NVIDIA's driver cannot write and read the memory of a GPU, or an empty string if it can."""
     device = ctypes.c_int()
     context = ctypes.c_void_p()
     place = ctypes.c_uint64()
@@ -92,7 +92,7 @@ def find_device_problem(driver: Any, number: int) -> str:
 
 
 def try_gpus(promised: int) -> Check:
-    """Multiply matrices on each GPU and compare the products with the expected ones. Returns the result."""
+    """Multiply matrices on each GPU, and return the result as a check. The check fails if a product is wrong."""
     name = "GPU"
     problem = find_gpu_problem(promised)
     if problem:

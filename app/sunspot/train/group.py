@@ -1,7 +1,7 @@
-"""Trains one worker group after another with one of Ray's trainers, and finds out how the trainer ended.
+"""Runs one of Ray's trainers, and finds out how it ended.
 
-In restart mode, a trainer starts the next group itself. In survivor mode, it replaces lost processes, and it ends with
-the group as a whole.
+In restart mode, a trainer starts one worker group after another. In survivor mode, a trainer only replaces lost
+processes, and ends when all of its workers have ended.
 """
 
 import functools
@@ -100,7 +100,7 @@ class TrainingContext:
 def open_context(
     plan: Plan, claimant: Claimant, stop_request: StopRequest, note_end: Callable[[str], None] = lambda why: None
 ) -> Iterator[TrainingContext]:
-    """Check the nodes, and yield the context of a trainer. Nodes, signals and progress are observed inside it.
+    """Check the nodes, and yield the context of a trainer. Nodes, signals and progress are monitored inside it.
 
     Raises `SunspotError` if the run cannot train on these nodes. `note_end` is described in `trainer.fit`.
     """
@@ -134,12 +134,12 @@ def open_context(
 
 
 def choose_node_groups(settings: Settings) -> GroupChoice | None:
-    """Wait for nodes of the run's node groups, and return the choice among them, or None if it has no such groups."""
+    """Wait for nodes of the run's node groups, and return the choice among them, or None if the run has no groups."""
     if not settings.job.node_groups:
         return None
     if install_coordinator():
         raise SunspotError(
-            "several groups of nodes cannot be used, because Ray's coordinator asks for any node; keep one"
+            "Ray's coordinator on this cluster requests nodes of any group, so a run can have only one group; keep one"
         )
     choice = GroupChoice(settings.job.node_groups, settings.num_workers.most)
     per_worker = {name: float(amount) for name, amount in settings.resources_per_worker.items()}
@@ -148,7 +148,7 @@ def choose_node_groups(settings: Settings) -> GroupChoice | None:
 
 
 def required_resources(plan: Plan, resources: Resources) -> RequiredResources:
-    """Return the resources that must remain if nodes are left out."""
+    """Return the resources that must remain when nodes are excluded."""
     return RequiredResources(resources.per_worker, plan.settings.num_workers.least)
 
 
@@ -184,14 +184,14 @@ def train_group(context: TrainingContext, start: TrainerStart) -> GroupOutcome:
 
 
 def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:
-    """Return the news for the terminal, and pass to `note_end` why the newest worker group ended."""
+    """Return the news for the terminal. Also pass the reason why the newest worker group ended to `note_end`."""
     news = control.call(ControlChannel.fetch_news)
     note_end(news.ended)
     return news
 
 
 def can_outlive(plan: Plan) -> bool:
-    """Return True if workers keep training after a loss, because each has all rows and Ray replaces a lost worker."""
+    """Return True if workers keep training after a loss. Each needs access to all rows, and the task must allow it."""
     settings = plan.settings
     if settings.survivors == "off":  # checked first, so that the task need not be loaded
         return False
@@ -205,12 +205,12 @@ def only_driver_remains(
     has_nothing_to_save: Callable[[], bool] = lambda: False,
     limit_s: float = math.inf,
 ) -> bool:
-    """Wait for the end of a trainer and return False, or return True once it has no workers and would wait for a node.
+    """Wait until a trainer ends, and return False. Return True if there is no point in waiting.
 
-    While Ray places a replacement, it does not poll the other workers, so it does not notice that they have finished or
-    are lost. Also returns True in two more cases. If `has_nothing_to_save` returns True, a signal has asked for a stop
-    and no worker could save. If all workers that trained are lost and no replacement has trained within `limit_s`, the
-    replacements may hang, because nothing else watches them.
+    While Ray places a replacement, it does not poll the other workers. If all of them have finished or are lost, the
+    trainer does not notice. Two other cases also return True. If `has_nothing_to_save` returns True, a signal has
+    requested a stop and no worker could save. If all workers that trained are lost and no replacement has trained
+    within `limit_s` seconds, the replacements may hang, and nothing else watches them.
     """
     empty_since: float | None = None
     trained = time.monotonic()
@@ -235,7 +235,7 @@ def only_driver_remains(
 
 
 def make_worker_config(context: TrainingContext) -> WorkerConfig:
-    """Return what each worker process gets from the driver."""
+    """Return the configuration that the driver passes to each worker process."""
     plan, claimant = context.plan, context.claimant
     return WorkerConfig(
         plan=plan,
@@ -250,10 +250,10 @@ def make_worker_config(context: TrainingContext) -> WorkerConfig:
 
 
 def make_trainer(context: TrainingContext) -> Any:
-    """Make Ray's trainer. It keeps only Ray's own files.
+    """Create Ray's trainer. It stores only Ray's own files.
 
-    Ray's uploads can lose files, and one failed write of its snapshot ends the training. So Sunspot has checkpoints and
-    a history of its own, from which it resumes (sunspot/checkpoint).
+    Ray's uploads can lose files, and a single failed write of Ray's snapshot ends the training. Sunspot therefore
+    resumes from its own checkpoints and history (sunspot/checkpoint).
     """
     plan, resources = context.plan, context.resources
     settings, workers = plan.settings, context.workers
@@ -295,7 +295,7 @@ def make_trainer(context: TrainingContext) -> Any:
 
 
 def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
-    """Return Ray's trainer for the plan's task, and its argument for the backend. Imports only the task's library."""
+    """Return Ray's trainer class for the plan's task, and its backend argument. Imports only the task's library."""
     task = load_task(plan.settings)
     if not task.find_ray_trainer:
         return TorchTrainer, {"torch_config": BackendConfig(timeout_s=timeout_s)}
@@ -307,14 +307,14 @@ def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
 
 
 def make_streams(plan: Plan, resources: Resources) -> StepStreams:
-    """Make the streams that give each worker its rows. A Ray actor unpickles them, and so imports this module."""
+    """Create the streams that give each worker its rows. A Ray actor that unpickles them imports this module."""
     settings = plan.settings
     begins_at = functools.partial(first_step, settings.storage_path, settings.run_name)
     return StepStreams(plan.data, plan.total_steps, begins_at, resources.reading_cpus)
 
 
 def first_step(storage_path: str, run_name: str) -> int:
-    """Return the step that the newest worker group starts from. Ray calls this when it makes the group's streams."""
+    """Return the step that the newest worker group starts from. Ray calls this when it creates the group's streams."""
     run = open_run(storage_path, run_name)
     run.storage.refresh(run.key("attempts"))  # this node may have cached the listing of the previous group
     return read_attempts(run)[-1].step

@@ -1,4 +1,4 @@
-"""The end of one of Ray's trainers, and the decision whether another trainer follows."""
+"""The outcome of one of Ray's trainers, and the decision whether another trainer follows."""
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -21,7 +21,7 @@ failed."""
 
 @dataclass(frozen=True)
 class TrainerStart:
-    """The reason why one of Ray's trainers starts."""
+    """The reason for starting one of Ray's trainers, and the failures so far."""
 
     incident: Incident = field(default_factory=Incident)
     "The incident that ended the previous trainer."
@@ -43,7 +43,7 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """The end of one of Ray's trainers."""
+    """The outcome of one of Ray's trainers."""
 
     reason: EndReason
     error: Exception | None = None
@@ -55,14 +55,14 @@ class GroupOutcome:
 
     @property
     def fatal_error(self) -> Exception | None:
-        """The error of a worker that no restart can fix, or None."""
+        """An error of a worker that cannot be fixed by a restart, or None."""
         return self.end.fatal if self.end else None
 
     @property
     def failure(self) -> Exception | None:
-        """The error to raise if no other trainer follows, or None if Ray and the workers reported none.
+        """The error to raise if no other trainer follows, or None if neither Ray nor the workers reported an error.
 
-        The workers know more about their end than Ray does.
+        The workers' own report takes precedence, because it is more precise than Ray's.
         """
         if self.fatal_error:
             return self.fatal_error
@@ -75,14 +75,14 @@ class GroupOutcome:
         return self.error
 
     def describe_error(self) -> str:
-        """Return Ray's error in one line, or an empty text if Ray reported none."""
+        """Return Ray's error in one line, or an empty string if Ray reported none."""
         return describe_killed(self.error) or shorten(self.error) if self.error else ""
 
 
 def find_reason(error: Exception | None, restart: bool, one_machine: bool) -> EndReason:
-    """Return why a trainer ended with Ray's `error`, or with None if Ray reported no error.
+    """Return why a trainer ended. `error` is Ray's error, or None if Ray reported no error.
 
-    `restart` is True if the driver has asked the workers to restart, and `one_machine` if all of them are on this one.
+    `restart` is True if the driver asked for a restart. `one_machine` is True if all workers are on this machine.
     """
     if isinstance(error, ControllerError | OutOfMemoryError):
         again = one_machine and describe_killed(error)
@@ -95,7 +95,7 @@ def find_reason(error: Exception | None, restart: bool, one_machine: bool) -> En
 
 
 def describe_killed(error: Exception) -> str:
-    """Return the memory figures of a controller that Ray killed because memory ran out, or an empty text."""
+    """Return the memory usage of a controller that Ray killed because memory ran out, or an empty string."""
     _, figures = find_killed_for_memory(getattr(error, "controller_failure", error))
     return figures
 
@@ -103,9 +103,9 @@ def describe_killed(error: Exception) -> str:
 def next_start(
     outcome: GroupOutcome, start: TrainerStart, max_failures: int, survivor_mode: bool
 ) -> TrainerStart | None:
-    """Return how the next trainer starts after one that began with `start`, or None if no other one follows.
+    """Return how to start the trainer that follows the one started with `start`, or None if no trainer follows.
 
-    In restart mode, Ray starts the next group itself, so only a failed controller needs another trainer.
+    In restart mode, Ray starts the next group itself, so another trainer is needed only if Ray's controller failed.
     """
     end = outcome.end
     if (end and (end.fatal or end.gave_up)) or outcome.reason is EndReason.OUT_OF_MEMORY:

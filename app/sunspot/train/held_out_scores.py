@@ -24,7 +24,7 @@ SCORES = "scores of predict"
 
 
 class HeldOutScores:
-    """The scores of this worker's held-out rows, and the metrics of all workers' scores."""
+    """The scores of this worker's held-out rows. Metrics are computed from the scores of all workers."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -34,10 +34,10 @@ class HeldOutScores:
         self._parts: list[Batch] = []
 
     def predict(self, batch: Batch, counts: bool) -> None:
-        """Predict a batch's rows, and keep their scores if `counts` is true.
+        """Predict a batch's rows, and keep their scores if `counts` is True.
 
-        Under FSDP all workers call this together. Raises `SettingsError` if `predict` does not return a score for each
-        row.
+        Under FSDP, all workers call this together. Raises `SettingsError` if `predict` does not return one score for
+        each row.
         """
         filled = fill_up(self._learner, batch)
         scores = forward_rows(self._predict, self._learner.model, filled, self._learner.plan.settings)
@@ -50,10 +50,10 @@ class HeldOutScores:
         self._refuse_size(rows)
 
     def compute_metrics(self, names: Set[str]) -> dict[str, float]:
-        """Return the metrics that the task computes from all held-out rows on rank 0. All workers call this together.
+        """Return the metrics that the task computes from all held-out rows. All workers call this together.
 
-        `names` are the names of the metrics that `loss` returns for each row. Raises `SettingsError` if the task does
-        not return numbers by name, or uses one of these names.
+        The metrics are computed on rank 0. `names` are the metrics that `loss` returns for each row. Raises
+        `SettingsError` if the task does not return a dict of numbers, or returns one of these names.
         """
         mine = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]} if self._parts else {}
         group = self._learner.place.group
@@ -66,11 +66,11 @@ class HeldOutScores:
         rows = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
         returned = self._task.compute_metrics(rows.pop(SCORES), rows)
         if not isinstance(returned, Mapping):
-            raise SettingsError(f"{self._who} returned a {type(returned).__name__}; return a dict of numbers by name")
+            raise SettingsError(f"{self._who} returned a {type(returned).__name__}; return a dict of numbers")
         refuse_names(returned, f"{self._who} returns")
         known = sorted(names & returned.keys())
         if known:
-            raise SettingsError(f"{self._who} returned {known[0]}, which loss returns for each row; rename one")
+            raise SettingsError(f"{self._who} returned {known[0]}, but loss also returns {known[0]}; rename one")
         return {name: self._to_number(name, value) for name, value in returned.items()}
 
     def _to_number(self, name: str, value: Any) -> float:
@@ -81,14 +81,14 @@ class HeldOutScores:
             raise SettingsError(f"{self._who} returned {name} as a {kind}; return one number for each name") from error
 
     def _refuse_size(self, rows: int) -> None:
-        """Raise `SettingsError` if all held-out rows would need too much memory, as estimated from the newest batch."""
+        """Raise `SettingsError` if all held-out rows would need too much memory, estimated from the newest batch."""
         test = self._learner.plan.test
         assert test
         newest = sum(column.nbytes for column in self._parts[-1].values())
         size = newest // rows * rows_in(test)
         if size > MAX_BYTES:
             raise SettingsError(
-                f"{self._who}: the scores and labels of {rows_in(test)} held-out rows take {as_bytes(size)}, more than "
-                f"the {as_bytes(MAX_BYTES)} that it may get; return less from predict, such as the class instead of a "
-                "score for each, or hold out fewer rows"
+                f"{self._who}: the scores and labels of {rows_in(test)} held-out rows take {as_bytes(size)}, but the "
+                f"limit is {as_bytes(MAX_BYTES)}; return less from predict, such as the predicted class instead of a "
+                "score for each class, or hold out fewer rows"
             )

@@ -1,4 +1,4 @@
-"""Makes a process a worker of the run, which joins a group, claims the run with the group, and builds its model."""
+"""Makes a process a worker of the run. It joins a group, claims the run with this group, and builds its model."""
 
 import os
 import socket
@@ -57,7 +57,7 @@ FATAL_S = 60.0
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The configuration with which the driver starts each worker."""
+    """The configuration that each worker gets from the driver."""
 
     plan: Plan
     owner: str
@@ -72,28 +72,28 @@ class WorkerConfig:
 
     @property
     def limit_s(self) -> float:
-        """Maximum number of seconds to wait in one collective, while one of the workers may be waiting for storage."""
+        """Maximum number of seconds to wait in one collective. Another worker may be waiting for storage meanwhile."""
         return self.plan.settings.storage_timeout_s + self.collective_timeout_s
 
     @cached_property
     def run(self) -> Run:
-        """The run, with the connection to its storage that this process uses in all of its groups."""
+        """The run. This process uses the same storage connection in all of its groups."""
         return open_run(self.plan.settings.storage_path, self.plan.settings.run_name)
 
     def claimant(self) -> Claimant:
-        """Return a new claimant of the run, for one group."""
+        """Return a new claimant of the run. Each group needs its own."""
         return Claimant(self.run, self.owner, self.driver)
 
 
 class Joining:
-    """The three steps by which this process becomes a worker of the run: `form`, `claim` and `build`.
+    """The steps `form`, `claim` and `build`, which make this process a worker of the run.
 
     `loop.train_in_group` takes them in this order. Each step contains collectives, so every rank of the group must take
     the same steps. The context ends when the process has left the group.
     """
 
     def __init__(self, config: WorkerConfig, survivor: Survivor | None = None) -> None:
-        """A `survivor` forms the group itself. If there is no survivor, Ray Train has formed the group."""
+        """Prepare to join a group. A `survivor` forms the group itself. Without a survivor, Ray Train forms it."""
         self._config, self._survivor = config, survivor
         self._claimant = config.claimant()
         self._phases = Phases()
@@ -113,7 +113,7 @@ class Joining:
     # ------------------------------------------------------------------------------------------------------------ form
 
     def form(self) -> WorkerPlace | None:
-        """Form a group with the other workers, and return this worker's rank in it, or None if no group forms."""
+        """Form a group with the other workers, and return this worker's place in it. Return None if no group forms."""
         config, survivor = self._config, self._survivor
         set_up_process(config, survivor)
         if survivor is None:
@@ -139,10 +139,10 @@ class Joining:
     # ----------------------------------------------------------------------------------------------------------- claim
 
     def claim(self, place: WorkerPlace) -> WorkerSetup | None:
-        """Claim the run's next attempt with the other workers, starting from the newest state that any of them has.
+        """Claim the run's next attempt with the other workers. It starts from the newest state that any of them has.
 
-        Returns None if this job may no longer train the run. An error that no retry can fix is reported to the
-        driver, so that the next worker group of this job ends at once.
+        Returns None if this job may no longer train the run. An error that cannot be fixed by a retry is reported to
+        the driver, so that this job's next worker group ends at once.
         """
         config, survivor = self._config, self._survivor
         plan = config.plan
@@ -176,7 +176,7 @@ class Joining:
         return WorkerSetup(plan, run, start, place, memory, watchdog, control, outputs, survivor)
 
     def _watch(self, place: WorkerPlace) -> Watchdog:
-        """Watch this process for hangs, and send its warnings to the driver, until it leaves the group."""
+        """Watch this process for hangs, and send its warnings to the driver, until the process leaves the group."""
         control = self._config.control
         survivor = self._survivor
         limit_s = self._config.plan.settings.hang_timeout_s
@@ -196,7 +196,7 @@ class Joining:
     # ----------------------------------------------------------------------------------------------------------- build
 
     def build(self, setup: WorkerSetup) -> Worker:
-        """Load the state that the claimed attempt starts from, and build the worker that trains from it."""
+        """Load the state that the claimed attempt starts from, and build a worker that continues from it."""
         survivor = setup.survivor
         start = setup.start
         place = setup.place
@@ -212,7 +212,7 @@ class Joining:
         if survivor:
             survivor.begin(worker)
         rank = f"rank {place.rank} of {place.world_size} on {place.device} of {socket.gethostname()}"
-        print(f"attempt {start.attempt.number}: {rank}, from step {start.attempt.step}, {state.tier}")
+        print(f"attempt {start.attempt.number}: {rank} starts at step {start.attempt.step} (state: {state.tier})")
         self._found = None  # as large as the model and its optimizer
         if worker.reporter:
             setup.outputs.enter_context(worker.reporter.publisher)
@@ -223,9 +223,9 @@ class Joining:
 
     @contextmanager
     def recorded_errors(self, setup: WorkerSetup) -> Iterator[None]:
-        """Context manager that records an error that ends this worker.
+        """Context manager that records the error that ends this worker, if there is one.
 
-        Raises `RegroupError` in place of an error that ends only the group and not this process.
+        Raises `RegroupError` instead if the error ends only the group, and this process can join another one.
         """
         survivor = setup.survivor
         try:
@@ -242,7 +242,7 @@ class Joining:
 
 
 def set_up_process(config: WorkerConfig, survivor: Survivor | None) -> None:
-    """Set up this process's output, code, working directory, threads and GPU arithmetic for training."""
+    """Set up this process's log, code, working directory, threads and GPU arithmetic for training."""
     settings = config.plan.settings
     print_logs()
     try:
@@ -259,22 +259,22 @@ def set_up_process(config: WorkerConfig, survivor: Survivor | None) -> None:
 
 
 def ends_alone(survivor: Survivor | None, rank: int) -> bool:
-    """Return True if this process can end without ending its group, because it is a replacement that has not trained.
+    """Return True if this process can end without ending its group.
 
-    Rank 0 always ends its group. The processes of the previous group get the lowest ranks (`Membership`), so if a
-    replacement has rank 0, no other process is left that could train.
+    This is the case for a replacement that has not trained, unless it has rank 0. The processes of the previous group
+    get the lowest ranks (`Membership`), so if a replacement has rank 0, no other process is left that could train.
     """
     return bool(survivor and survivor.replaces and rank)
 
 
 def report_fatal(error: SunspotError, control: ControlClient, survivor: Survivor | None) -> None:
-    """Report an error that no retry can fix to the driver, unless the other workers train without this process."""
+    """Report an error that no retry can fix to the driver, unless the other workers can train without this process."""
     if not (survivor and survivor.replaces):
         control.call_or_none(ControlChannel.set_fatal_error, error)
 
 
 def set_tf32(allowed: bool) -> None:
-    """Set whether a GPU may round fp32 factors to TF32 in matrix products and convolutions."""
+    """Set whether GPUs may round fp32 inputs of matrix products and convolutions to TF32."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed  # torch's default is True for convolutions, and False for matrices
 
@@ -295,8 +295,8 @@ def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Surv
 def record_end(error: Exception, setup: WorkerSetup) -> None:
     """Record the error that ends this worker, unless another process owns the run.
 
-    An error that no retry can fix goes to the control channel, because storage itself may have failed, and also to
-    storage, where the job's next driver finds it.
+    An error that no retry can fix is sent through the control channel, because storage itself may have failed. It is
+    also written to storage, where the job's next driver finds it.
     """
     run = setup.run
     control = setup.control

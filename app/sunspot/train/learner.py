@@ -29,7 +29,7 @@ class Loader(Protocol):
     """Loader of this worker's rows."""
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """Yield this worker's rows in each of the steps `first` to `last` - 1 of an epoch. A step may have no rows."""
+        """Yield this worker's rows for each step from `first` to `last` - 1 of an epoch. A step may have no rows."""
         ...
 
     def test(self, batch_size: int) -> Iterator[Batch]:
@@ -39,7 +39,7 @@ class Loader(Protocol):
 
 @dataclass
 class Learner:
-    """A worker's model, optimizer and loader, which compute steps but do not save or report them."""
+    """A worker's model, optimizer and loader. The learner computes steps, but does not save or report them."""
 
     plan: Plan
     task: Task
@@ -62,8 +62,8 @@ class Learner:
     def warm_up(self) -> None:
         """Take a step and discard it, so that compilation and memory allocation do not delay the other workers later.
 
-        The other workers' state will replace everything that the step changes. Tasks with their own loop are not warmed
-        up, and neither are tasks with a loss that needs the other workers, because such a loss raises an error here.
+        Everything that the step changes will be replaced by the other workers' state. A task with its own loop is not
+        warmed up. Neither is a task whose loss needs the other workers, because such a loss raises an error here.
         """
         if self.task.train:
             return
@@ -99,7 +99,7 @@ class Learner:
 
 
 def in_precision(learner: Learner) -> AbstractContextManager[None]:
-    """Return an autocast context, as configured by PRECISION."""
+    """Return an autocast context with the precision that PRECISION sets."""
     if learner.plan.settings.precision == "bf16":
         return torch.autocast(learner.place.device.type, torch.bfloat16)
     return nullcontext()
@@ -108,8 +108,8 @@ def in_precision(learner: Learner) -> AbstractContextManager[None]:
 def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     """Return the task's loss and metrics for each row of a batch, all of shape [B].
 
-    With COMPILE, every pass has the same number of rows, so one graph suffices. Short passes repeat rows, and the
-    repeated rows' losses are dropped. Repeated rows only affect layers that mix rows, such as batch norm.
+    With COMPILE, every pass has the same number of rows, so that one graph is enough. Short passes are filled with
+    repeated rows, whose losses are dropped. The repeated rows only affect layers that mix rows, such as batch norm.
     """
     assert learner.task.loss
     rows = batch["row"].shape[0]
@@ -123,7 +123,7 @@ def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[
 
 
 def fill_up(learner: Learner, batch: Batch) -> Batch:
-    """Return a batch with enough rows for a pass with COMPILE, by repeating the given rows."""
+    """Repeat a batch's rows until there are enough for a pass with COMPILE."""
     rows = batch["row"].shape[0]
     if rows >= learner.plan.pass_rows:
         return batch
@@ -132,9 +132,9 @@ def fill_up(learner: Learner, batch: Batch) -> Batch:
 
 
 def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tensor, Batch]:
-    """Return the loss and the metrics of each row that the task's `loss` `returned`.
+    """Check what the task's `loss` has `returned`, and return the loss and the metrics of each row.
 
-    Raises `SettingsError` if any of them is not one number per row, or if a metric's name is not allowed.
+    Raises `SettingsError` if one of them is not a single number per row, or if a metric's name is not allowed.
     """
     losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     values = {"the losses": losses, **metrics} if isinstance(metrics, Mapping) else {"its metrics": metrics}
@@ -143,9 +143,9 @@ def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tens
             place = place_of_function(learner.task.loss)
             shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise SettingsError(
-                f"SUNSPOT_TASK={learner.plan.settings.task}: its loss{place}: {name}: a {type(value).__name__}{shape}; "
-                f'return the loss of each of the {rows} rows, a tensor of shape [{rows}] (reduction="none"), and a '
-                "dict of metrics of that shape"
+                f"SUNSPOT_TASK={learner.plan.settings.task}: its loss{place and f'{place},'} returned {name} as a "
+                f"{type(value).__name__}{shape}; return a tensor of shape [{rows}] with the loss of each row "
+                '(reduction="none"), and optionally a dict of metrics of the same shape'
             )
     refuse_names(metrics, f"SUNSPOT_TASK={learner.plan.settings.task}: its loss returns")
     return losses, metrics

@@ -1,8 +1,8 @@
-"""The learning rates of each step: the task's `schedule` scales them, or its PyTorch schedulers set them.
+"""The learning rates of each step. A task's `schedule` scales them, or its PyTorch schedulers set them.
 
-The rates are a function of the step, so a run can resume from any step, and checkpoints do not contain schedulers. A
-task's scheduler never sees the optimizer that trains. It works on a stand-in with the same groups, and the options that
-it sets there are copied to the groups of the real optimizer.
+The rates are a function of the step. A run can therefore resume from any step, and checkpoints do not contain
+schedulers. A task's scheduler never gets the optimizer that trains. It gets a stand-in with the same parameter groups.
+The options that it sets there are copied to the groups of the real optimizer.
 """
 
 import inspect
@@ -43,10 +43,10 @@ Options = dict[str, Any]
 
 
 class LearningRates:
-    """The learning rates of an optimizer's groups, as a function of the step."""
+    """The learning rates of an optimizer's parameter groups, as a function of the step."""
 
     def __init__(self, plan: Plan, task: Task, optimizer: Optimizer) -> None:
-        """Keep the rates with which `optimizer` was built. Call this before the optimizer loads a state."""
+        """Keep the learning rates of a new `optimizer`. Call this before the optimizer loads a state."""
         self._plan = plan
         self._task = task
         self._built = stand_in_for(optimizer)
@@ -54,7 +54,7 @@ class LearningRates:
         "Played schedulers, keyed by the number of steps in the run."
 
     def at(self, step: int, total_steps: int) -> list[Options]:
-        """Return the options of each group at a step, counted from 0, in a run of `total_steps` steps.
+        """Return the options of each group at a step of a run with `total_steps` steps. Steps are counted from 0.
 
         Raises `SettingsError` if the task's schedulers cannot be used.
         """
@@ -70,7 +70,7 @@ class LearningRates:
     def describe(self, total_steps: int) -> list[str]:
         """Return lines with the first, the highest and the last learning rate of each group.
 
-        Raises `SettingsError` for a step without a rate. Looks at no more than twice EXAMINED_STEPS steps.
+        Raises `SettingsError` if a step has no learning rate. Examines at most twice EXAMINED_STEPS steps.
         """
         spread = range(0, total_steps, math.ceil(total_steps / EXAMINED_STEPS))
         steps = sorted({*range(min(total_steps, EXAMINED_STEPS)), *spread, total_steps - 1})
@@ -92,12 +92,12 @@ class LearningRates:
             if step == 0:  # the error of the first step is raised unchanged, with its traceback
                 raise
             raise SettingsError(
-                f"{PREFIX}TASK={self._plan.settings.task}: has no learning rate for step {step + 1} of {total_steps}: "
-                f"{type(error).__name__}: {shorten(error)}"
+                f"{PREFIX}TASK={self._plan.settings.task}: the learning rate of step {step + 1} of {total_steps} "
+                f"cannot be computed: {type(error).__name__}: {shorten(error)}"
             ) from error
 
     def _names(self) -> Iterator[str]:
-        """Yield a name for each group. It is the group's number, with its optimizer's name if there are several."""
+        """Yield a name for each group: its number, with the name of its optimizer if there are several optimizers."""
         several = self._built.named if isinstance(self._built, Optimizers) else {"": self._built}
         for name, optimizer in several.items():
             for number in range(1, len(optimizer.param_groups) + 1):
@@ -106,14 +106,14 @@ class LearningRates:
 
 
 class PlayedSchedulers:
-    """The schedulers that a task builds for a run of `total_steps` steps, on a stand-in for its optimizer.
+    """The schedulers that a task builds on a stand-in for its optimizer, for a run with `total_steps` steps.
 
-    The schedulers take every step up to the requested one, unless all of them can jump to it (`can_jump`). They are
-    built again for an earlier step.
+    If all of them can jump (`can_jump`), they jump to the requested step. Otherwise they take every step up to it, and
+    are built again if the requested step is an earlier one.
     """
 
     def __init__(self, plan: Plan, task: Any, built: Optimizer, total_steps: int) -> None:
-        """`built` has the groups as the task built them."""
+        """Build the schedulers. `built` is an optimizer with the groups as the task built them."""
         self._plan = plan
         self._built = built
         self._build = task.build_scheduler
@@ -121,7 +121,7 @@ class PlayedSchedulers:
         self._begin()
 
     def at(self, step: int) -> list[Options]:
-        """Return the options that the schedulers have set in each group at a step."""
+        """Return the options of each group that the schedulers set for a step."""
         if self._jumps:
             for scheduler in self._schedulers:
                 jump(scheduler, step)
@@ -149,7 +149,7 @@ class PlayedSchedulers:
         self._step = step
 
     def _build_schedulers(self) -> list[LRScheduler]:
-        """Return the schedulers that the task builds. Raises `SettingsError` if one of them cannot be used."""
+        """Return the schedulers that the task builds. Raises `SettingsError` if any of them cannot be used."""
         more = {"steps_per_epoch": self._plan.steps.per_epoch}
         wanted = {name: value for name, value in more.items() if name in inspect.signature(self._build).parameters}
         built = self._build(self._optimizer, self._plan.settings, self._total_steps, **wanted)
@@ -158,20 +158,20 @@ class PlayedSchedulers:
             returned = f"{PREFIX}TASK={self._plan.settings.task}: its build_scheduler returned a {type(each).__name__}"
             if isinstance(each, ReduceLROnPlateau):
                 raise SettingsError(
-                    f"{returned}, which follows a metric; learning rates must be a function of the step, so that a run "
-                    "can resume from any step: choose another scheduler"
+                    f"{returned}, which follows a metric; a run can resume from any step, so its learning rates must "
+                    "be a function of the step; choose another scheduler"
                 )
             if not isinstance(each, LRScheduler):
                 raise SettingsError(f"{returned}; return a scheduler of torch.optim.lr_scheduler, or a dict of several")
             if each.optimizer not in (self._optimizer, *optimizers_in(self._optimizer)):
                 raise SettingsError(
-                    f"{returned} of another optimizer; make it with the optimizer that build_scheduler gets"
+                    f"{returned} for another optimizer; create it with the optimizer that is passed to build_scheduler"
                 )
         return schedulers
 
 
 class StandIn(Optimizer):
-    """An optimizer with the groups of another optimizer, for schedulers to work on. Its steps change no parameter."""
+    """An optimizer that gives schedulers a copy of another optimizer's groups. Its steps change no parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__([Group(each) for each in optimizer.param_groups], optimizer.defaults)
@@ -199,20 +199,20 @@ def copy_if_tensor(value: Any) -> Any:
 
 
 def stand_in_for(optimizer: Optimizer) -> Optimizer:
-    """Return a stand-in for an optimizer, which may consist of several."""
+    """Return a stand-in for an optimizer, which may be a combination of several optimizers."""
     if isinstance(optimizer, Optimizers):
         return Optimizers({name: stand_in_for(each) for name, each in optimizer.named.items()})
     return StandIn(optimizer)
 
 
 def set_by_scheduler(group: Options, built: Options) -> Options:
-    """Return the rate of a stand-in's group, and the other options of `built` that a scheduler has set in the group."""
+    """Return the learning rate of a stand-in's `group`, and the options of `built` that a scheduler has set there."""
     others = (group.were_set if isinstance(group, Group) else set()) & built.keys() - {"params", "lr", "initial_lr"}
     return {"lr": float(group["lr"]), **{name: group[name] for name in others}}
 
 
 def set_options(optimizer: Optimizer, options: list[Options]) -> None:
-    """Set these options in each group. A tensor is replaced, because a save may still be reading the old one."""
+    """Set these options in each group. Tensors are replaced, because a save may still be reading the old tensors."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
         for name, value in values.items():
             before = group.get(name)
@@ -220,16 +220,16 @@ def set_options(optimizer: Optimizer, options: list[Options]) -> None:
 
 
 def can_jump(scheduler: LRScheduler) -> bool:
-    """Return True if a scheduler can compute the rate of any step directly, without the previous steps."""
+    """Return True if a scheduler can compute the learning rate of any step without taking the previous steps."""
     if type(scheduler) is SequentialLR:
         return all(can_jump(part) and not isinstance(part, MAKERS_OF_RATES) for part in scheduler._schedulers)
     return type(scheduler) in OF_STEP
 
 
 def jump(scheduler: LRScheduler, step: int) -> None:
-    """Set the rate of a scheduler's optimizer for a step, counted from 0.
+    """Set the learning rate of a scheduler's optimizer to the rate at a step, counted from 0.
 
-    This uses private methods, because the public `step(epoch)` is deprecated and warns.
+    This uses private methods, because the public method `step(epoch)` is deprecated and warns.
     """
     while isinstance(scheduler, SequentialLR):
         number = bisect_right(scheduler._milestones, step)
@@ -239,6 +239,6 @@ def jump(scheduler: LRScheduler, step: int) -> None:
 
 
 def join_names(names: list[str]) -> str:
-    """Join the names of groups. If there are many, some are only counted."""
+    """Join the names of groups. Beyond MAX_NAMED_GROUPS names, give only the number of the other groups."""
     more = len(names) - MAX_NAMED_GROUPS
     return ", ".join(names[:MAX_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")

@@ -13,7 +13,7 @@ from sunspot.train.worker import Worker
 
 
 def train_loop(config: WorkerConfig) -> None:
-    """Train on one worker in a single group, or in successive groups if its process outlives them.
+    """Train on one worker. Continue in later groups if the worker's process outlives its group.
 
     Ray Train calls this on every worker.
     """
@@ -31,7 +31,7 @@ def train_loop(config: WorkerConfig) -> None:
 
 
 def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
-    """Train in successive worker groups until the run ends. Raises the error that ends this process."""
+    """Train in one worker group after another until the run ends. Raises the error that ends this process."""
     while True:
         try:
             train_in_group(config, survivor)
@@ -60,7 +60,7 @@ def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> No
 
 
 def train(worker: Worker) -> None:
-    """Train until the run ends or is stopped, with the task's own loop, a library's Trainer, or the loop below."""
+    """Train until the run ends or is stopped, with the task's own loop, a library's Trainer, or `take_steps`."""
     task = worker.learner.task
     if task.library_loop:
         task.library_loop(worker)

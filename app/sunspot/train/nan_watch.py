@@ -1,7 +1,7 @@
-"""Detects a loss or weights that are not finite, and decides when they end a run.
+"""Detects NaN or infinite values in the loss and the weights, and decides when they end a run.
 
-The loss is checked only when a window's means are read, and the weights only when they are saved. No step has to wait
-for the device.
+The loss is checked only when a window's mean values are read, and the weights only when they are saved. Steps therefore
+never wait for the device.
 """
 
 import math
@@ -27,7 +27,7 @@ MIN_BYTES = 2
 class NanWatch:
     """Counts consecutive metric windows that end with a loss that is not finite.
 
-    All workers get the same means and agree on the rest, so they make the same decision.
+    All workers get the same means and exchange their other findings, so that they make the same decision.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class NanWatch:
         model: torch.nn.Module,
         weights_checked: bool = True,
     ) -> None:
-        """`before` are the metrics of the state that training continues from, which `model` has loaded.
+        """Continue from a state that `model` has loaded. `before` are the metrics of this state.
 
-        `weights_checked` is False if the weights of that state were not checked, as in a copy in memory.
+        `weights_checked` is False if the weights of this state were not checked, as in a copy in memory.
         """
         self._limit = settings.max_nan_windows
         self._group, self._model = group, model
@@ -56,9 +56,9 @@ class NanWatch:
     def look(self, record: Mapping[str, Any], newest: list[Batch], saves: bool) -> None:
         """Check a closed window of metrics. All workers call this together.
 
-        `record` is the window's record, and `newest` has this worker's values of its last step. A window with a finite
-        loss in its last step does not count, because only single rows were affected, or a loss scaler has skipped their
-        step. The weights are checked if the state will be saved (`saves`).
+        `record` is the window's record. `newest` holds this worker's values from the last step of the window. A window
+        whose last step has a finite loss does not count: either only single rows were affected, or a loss scaler
+        skipped the steps without a finite loss. The weights are also checked if the state will be saved (`saves`).
         """
         losses = {name for name in names_of_losses(record) if not math.isfinite(record[name])}
         suspect = bool(losses)
@@ -81,7 +81,7 @@ class NanWatch:
 
     @property
     def _accepted(self) -> dict[str, int]:
-        """The entry that remains if some weights are infinite on purpose."""
+        """The entry which records that some weights are infinite on purpose, or an empty dict."""
         return {NAN_ACCEPTED: 1} if NAN_ACCEPTED in self.state else {}
 
     @property
@@ -90,7 +90,7 @@ class NanWatch:
         return not self.state.get(NAN_WEIGHTS)
 
     def verdict(self, last: bool) -> DivergedError | None:
-        """Return the error that ends the run now, or None. `last` is True if no step follows."""
+        """Return the error that should end the run now, or None. `last` is True if no step follows."""
         windows = self.state.get(NAN_WINDOWS, 0)
         if not self._limit or NAN_SINCE not in self.state or not (last or windows >= self._limit):
             return None
@@ -106,15 +106,15 @@ class NanWatch:
 
 
 def names_of_losses(record: Mapping[str, Any]) -> list[str]:
-    """Return the name `loss` if the record has it, otherwise all names that end with `loss`."""
+    """Return `loss` if the record contains it, or else all names that end with `loss`."""
     return [LOSS] if LOSS in record else [name for name in record if name.endswith(LOSS)]
 
 
 def has_finite_weights(model: torch.nn.Module) -> bool:
     """Return True if the weights that this worker trains are finite. This waits for the device.
 
-    The sum of finite weights is finite, unless they are so large that the model is useless anyway. If a model has no
-    parameters of its own, this checks the state that its checkpoints contain.
+    This checks the sum of the weights. The sum of finite weights is finite, unless the weights are so large that the
+    model is useless anyway. If a model has no parameters of its own, the state in its checkpoints is checked.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sums: dict[torch.device, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""`python -m sunspot.train.pod_probe`: the checks that `sunspot doctor --from-pods` runs in a pod like the run's."""
+"""`python -m sunspot.train.pod_probe`: runs the checks of `sunspot doctor --from-pods` inside a pod."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from sunspot.train.gpu import try_gpus
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the storage, the GPUs, and the network to another such pod, and print the results as one JSON document."""
+    """Check the storage, the GPUs, and the network to another pod. Print the results as one JSON document."""
     description = "Check the storage of the settings, GPUs, and the network."
     parser = CommandParser("python -m sunspot.train.pod_probe", description, ("storage_path",))
     parser.add_argument("--gpus", type=int, default=0, metavar="NUMBER", help="compute on this number of GPUs")

@@ -1,4 +1,4 @@
-"""Checks for problems on each node. Before training, it checks that all nodes can read and write the run's storage."""
+"""Runs a check on each node, and checks before training that all nodes can read and write the run's storage."""
 
 import logging
 import re
@@ -34,7 +34,7 @@ PROBE_KEY = re.compile(r"probe-[0-9a-f]{32}")
 
 
 def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, object]]) -> None:
-    """Raise `StorageError` if not all other nodes can read what this node writes to the run's storage."""
+    """Raise `StorageError` unless all other nodes can use the run's storage and read what this node writes to it."""
     here = ray.get_runtime_context().get_node_id()
     others = [str(node["NodeID"]) for node in nodes if node["NodeID"] != here]
     if not others:
@@ -49,8 +49,8 @@ def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, obje
         run.storage.delete(key)
     if problems:
         raise StorageError(
-            f"{run.location}: {len(problems)} of {plural(len(others), 'other node')} cannot use it: "
-            f"{list_problems(problems)}. With workers on several nodes, SUNSPOT_STORAGE_PATH must be s3://..., "
+            f"{run.location}: {len(problems)} of {plural(len(others), 'other node')} cannot use this storage: "
+            f"{list_problems(problems)}. If workers run on several nodes, SUNSPOT_STORAGE_PATH must be s3://..., "
             "gs://... or az://..., or a file system that all nodes share"
         )
 
@@ -66,15 +66,15 @@ def ask_nodes(
     calls: int = 0,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Problems:
-    """Run `act` on each node, with that node's arguments, and return the problems that it finds.
+    """Run `act` on each node with that node's arguments, and return the problems that it finds.
 
-    Nodes that do not answer the question about `what` are only named in a warning. Each process ends after `calls`
-    calls, or never if `calls` is 0, because a worker could otherwise inherit a process that has used the GPU.
+    Nodes that do not answer are named in a warning, which says that they were asked about `what`. Each process ends
+    after `calls` calls (0 for never), because a worker could otherwise inherit a process that has used the GPU.
     """
     task = ray.remote(num_cpus=0, max_retries=1, max_calls=calls)(act)
 
     def ask(node: str) -> tuple[str, str]:
-        """Return a node's problem, and the reason why it did not answer. Both are empty if it has no problem."""
+        """Return the node's problem, and the reason why the node did not answer. Both are empty if the node is fine."""
         there: Any = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
         try:
             return ray.get(there.remote(*nodes[node]), timeout=timeout_s), ""
@@ -87,7 +87,7 @@ def ask_nodes(
     silent = [node for node, (_, silence) in answers.items() if silence]
     if silent:
         why = answers[silent[0]][1]
-        log.warning(f"{plural(len(silent), 'node')} did not answer when asked about {what}: {_name(silent)}: {why}")
+        log.warning(f"{plural(len(silent), 'node')} did not answer when asked about {what}: {_name(silent)} ({why})")
     return {node: PROBE_KEY.sub("probe-...", problem) for node, (problem, _) in answers.items() if problem}
 
 
@@ -98,14 +98,14 @@ def list_problems(problems: Problems) -> str:
 
 
 def _name(nodes: list[str]) -> str:
-    """Return the names of nodes, such as `1a2b, 3c4d, 5e6f and 15 others`."""
+    """Return up to MAX_NODES_NAMED nodes and the number of the others, as in `1a2b, 3c4d, 5e6f and 15 others`."""
     names = ", ".join(node[:12] for node in nodes[:MAX_NODES_NAMED])
     left = len(nodes) - MAX_NODES_NAMED
     return names if left <= 0 else f"{names} and {plural(left, 'other')}"
 
 
 def probe_here(storage_path: str, run_name: str, key: str, content: bytes) -> str:
-    """Return why this node cannot use the run's storage, in which `key` holds `content`, or an empty text if it can."""
+    """Return why this node cannot use the run's storage, or an empty string. The object `key` must hold `content`."""
     run = open_run(storage_path, run_name)
     try:
         if run.storage.read(key) != content:

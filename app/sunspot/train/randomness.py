@@ -1,4 +1,4 @@
-"""Computes random numbers from the seed and a step, row or rank, so no generator's state is stored.
+"""Derives random numbers from the seed and a step, row or rank. No generator's state needs to be stored.
 
 A task's `augment_row` and `augment` change each training row in the same way for any number of workers.
 """
@@ -28,8 +28,8 @@ DRAW_STREAM = 2
 def seed_of(*words: int) -> int:
     """Return a 32-bit seed made from integers of at most 64 bits.
 
-    Mixes each word in by the finalizer of SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195). NumPy's
-    `SeedSequence` takes four times as long, in every step.
+    Each integer is mixed in with the finalizer of SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195).
+    NumPy's `SeedSequence` takes four times as long, and a seed is needed in every step.
     """
     state = 0
     for word in words:
@@ -41,9 +41,9 @@ def seed_of(*words: int) -> int:
 
 
 def seed_generators(*words: int) -> None:
-    """Seed all generators with these words. For a step, these are the run's seed, the step and the rank.
+    """Seed all generators with these integers. For a step, these are the run's seed, the step and the rank.
 
-    A resumed run then draws the same numbers as an uninterrupted one, for example in dropout.
+    A resumed run then draws the same numbers as an uninterrupted run, for example in dropout.
     """
     word = seed_of(*words)
     # torch.manual_seed would format a stack trace for each type of device that is not in use, 0.2 ms a step.
@@ -55,10 +55,10 @@ def seed_generators(*words: int) -> None:
 
 
 def draw_uniform(seed: int, first: int, number: int) -> torch.Tensor:
-    """Return the numbers `first` to `first + number` - 1 of a stream, uniform in [0, 1), float32 [number].
+    """Return the numbers `first` to `first + number` - 1 of a random stream.
 
-    Philox can begin anywhere in its stream (Salmon et al. 2011, doi:10.1145/2063384.2063405), in which each of its
-    counters gives four words.
+    The numbers are uniform in [0, 1), as a float32 tensor [number]. The generator is Philox, which can start anywhere
+    in its stream (Salmon et al. 2011, doi:10.1145/2063384.2063405). Each value of its counter gives four numbers.
     """
     generator = np.random.Philox(key=seed)
     generator.advance(first // 4)
@@ -67,7 +67,7 @@ def draw_uniform(seed: int, first: int, number: int) -> torch.Tensor:
 
 
 def augment(task: Task, batch: Batch, seed: int, epoch: int, draw: Callable[..., torch.Tensor]) -> Batch:
-    """Return a batch after the task's `augment_row` and `augment`, if it defines them."""
+    """Apply the task's `augment_row` and `augment` to a batch, if the task defines them. Return the new batch."""
     if task.augment_row:
         batch = {**batch, **_augment_rows(task.augment_row, batch, seed, epoch)}
     if task.augment:

@@ -1,4 +1,4 @@
-"""Ends a replacement that cannot train, without ending the other workers."""
+"""Ends a replacement process that cannot train, without ending the other workers."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ MAX_DOUBLINGS = 6
 
 
 def end_replacement(error: Exception, config: WorkerConfig) -> NoReturn:
-    """Report why this process cannot train, and end it, so that Ray replaces it like any lost process.
+    """Report why this process cannot train, and end the process. Ray then replaces it like any lost process.
 
     Raising the error instead would end all workers, because Ray Train would treat it as a training error.
     """
@@ -44,7 +44,7 @@ def end_replacement(error: Exception, config: WorkerConfig) -> NoReturn:
 
 
 def report(error: Exception, config: WorkerConfig) -> None:
-    """Report the error to the driver and to storage. After several failures, leave the node out or slow down."""
+    """Report the error to the driver and to storage. After several failures, exclude the node, or wait longer."""
     print(format_trace(error), file=sys.stderr)
     control = config.control
     node = ray.get_runtime_context().get_node_id()
@@ -58,7 +58,7 @@ def report(error: Exception, config: WorkerConfig) -> None:
 
 
 def leave_out(node: str, control: ControlClient, why: str) -> bool:
-    """Drain a node and return True. Return False if the head or a training worker is on it."""
+    """Exclude a node and return True. Return False if the node is the head, or has a training worker."""
     group = control.call_or_none(ControlChannel.group)
     if node in head_nodes() or (group and node in group.nodes.values()):
         return False

@@ -52,7 +52,7 @@ GOODPUT_EVERY_S = 60.0
 
 
 class Reporter:
-    """Reports the progress of a worker group. Rank 0 has the only reporter."""
+    """Reports the progress of a worker group. Only rank 0 has a reporter."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Reporter:
         checkpoints: CheckpointManager,
         phases: Phases,
     ) -> None:
-        """`phases` are the times of this group's start, for its receipt."""
+        """Prepare to report a new group. `phases` are the times of the group's start, for its receipt."""
         self._run = run
         self._settings = plan.settings
         self._start = start
@@ -128,11 +128,11 @@ class Reporter:
             self._journals.events.note(note.event, start.attempt.step, note.detail, note.time)
 
     def due(self) -> bool:
-        """Return True if a record of the metric history is due."""
+        """Return True if the next record of the metric history is due."""
         return self._timer.due(self._settings.report_every_s)
 
     def heartbeat(self) -> None:
-        """Record progress, which is a step or some evaluated rows.
+        """Record that the group made progress: it took a step or evaluated some rows.
 
         Raises `SupersededError` once another driver owns the run.
         """
@@ -160,8 +160,8 @@ class Reporter:
     def report(self, record: MetricRecord, recent: MetricRecord, ranks: Columns) -> None:
         """Add a record to the metric history, with the numbers of each rank.
 
-        The status and the terminal show the `recent` means (`RecentMeans`), like checkpoints, because a record may
-        cover a single step.
+        A record may cover a single step. The status and the terminal therefore show the `recent` means (`RecentMeans`),
+        as checkpoints do.
         """
         self._journals.metrics.append(record)
         self._ranks.append(record, ranks)
@@ -188,30 +188,30 @@ class Reporter:
         self._interval_s = checkpoint_interval(self._checkpoints.save_every_s, steps * step_s, commit_s)
 
     def add_evaluation(self, record: MetricRecord) -> None:
-        """Add the evaluation of an epoch whose steps the previous worker group took."""
+        """Add the evaluation of an epoch that ended in the previous worker group."""
         self._journals.metrics.append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
         self._status = replace(self._status, test_loss=record.get("test_loss"))
         self._control.send(ControlChannel.add_metrics, record)
         self._close_incident()
 
     def _finishing(self, step: int) -> None:
-        """Show that no step is left, because an evaluation and the last checkpoint may take long."""
+        """Show that all steps are taken. The evaluation and the last checkpoint, which follow, may take long."""
         reason = "all steps are taken; the last evaluation and checkpoint follow"
         self._status = replace(self._status, state=RunState.FINISHING, reason=reason, step=step)
         self.publisher.run_now()
 
     def drain(self, time_left_s: float | None) -> None:
-        """Wait for the commit of the newest snapshot, and report when it began and ended."""
+        """Wait until the newest snapshot is committed, and report when the commit began and ended."""
         self._control.send(ControlChannel.add_incident_facts, Incident(save_began=time.time()))
         if self._checkpoints.drain(time_left_s) and self._checkpoints.newest:
             committed = Incident(committed=self._checkpoints.newest.time)
             self._control.send(ControlChannel.add_incident_facts, committed)
 
     def publish(self) -> None:
-        """Write the newest numbers to storage.
+        """Write the newest metrics and the status to storage.
 
-        Raises `SupersededError` if another process owns the run, or if its driver has ended the attempt while this
-        process was frozen or cut off.
+        Raises `SupersededError` if another process owns the run. Also raises it if this process was frozen or cut off,
+        and its driver has ended the attempt meanwhile.
         """
         try:
             ensure_owner(self._run, self._start.attempt)
@@ -234,7 +234,7 @@ class Reporter:
             delete_older_statuses(self._run, self._start.attempt.number)
 
     def end(self) -> None:
-        """Write all further numbers immediately."""
+        """Write all later numbers immediately, because the group is about to end."""
         self._ranks.end()
 
     def gauges(self) -> RunGauges:
@@ -282,16 +282,16 @@ class Reporter:
         self.publisher.run_now()
 
     def _summarize_copies(self) -> None:
-        """Print once what copies in memory cost, and how often they are made."""
+        """Print the cost and the interval of copies in memory, but only once."""
         text = "" if self._summarized else self._checkpoints.memory_summary
         if text:
             self._summarized = True
             self._control.send(ControlChannel.log, f"  copies in memory: {text}")
 
     def _warn_of_nan(self, record: MetricRecord) -> None:
-        """Report a loss that is not finite, and later that it is finite again, on the terminal and in the events.
+        """Report a loss that is not finite, and later that it is finite again, in the terminal and as events.
 
-        Other metrics are reported only once each, and so is a loss that is finite again at the end of its window.
+        Other metrics are reported only once each. This includes a loss that is finite again at the end of its window.
         """
         self._nan_windows = record.get(NAN_WINDOWS, 0)
         first = record["step"] - record["steps"] + 1
@@ -314,7 +314,7 @@ class Reporter:
         self.publisher.run_now()
 
     def _warn_of_notice(self) -> str:
-        """Return the warning for the status. The first time, also print it and add it to the events."""
+        """Return the warning of `warn_of_notice`, if any. The first one is also printed and recorded as an event."""
         text = warn_of_notice(self._checkpoints.commit_s, self._settings.job.notice_s)
         if text and not self._warned:
             self._warned = True
@@ -324,7 +324,7 @@ class Reporter:
 
 
 def describe_nan(record: MetricRecord) -> str:
-    """Return a text about a loss or weights that are not finite in a record of the history. Empty if all is finite."""
+    """Describe a loss or weights that are not finite in a history record. Return an empty string if all are finite."""
     since = record.get(NAN_SINCE)
     windows = record.get(NAN_WINDOWS)
     if not since:
@@ -335,7 +335,7 @@ def describe_nan(record: MetricRecord) -> str:
 
 
 def warn_of_notice(save_s: float | None, notice_s: float) -> str:
-    """Return a warning if a save takes longer than a notice. `notice_s` is 0 if the notice is not known."""
+    """Return a warning if a commit takes longer than a notice. `notice_s` is 0 if the length of notices is unknown."""
     if not exceeds_notice(save_s, notice_s):
         return ""
     return (
@@ -347,16 +347,16 @@ def warn_of_notice(save_s: float | None, notice_s: float) -> str:
 def checkpoint_interval(every_s: float, steps_s: float, commit_s: float) -> float:
     """Return the longest expected time between two checkpoints, in seconds.
 
-    A checkpoint is due every `every_s` seconds (0 for never), and after steps that take `steps_s` seconds. It waits for
-    the previous commit, which takes `commit_s` seconds.
+    A checkpoint is due after `every_s` seconds (0 turns this off) or after a number of steps that take `steps_s`
+    seconds, whichever comes first. It waits until the previous checkpoint is committed, which takes `commit_s` seconds.
     """
     return max(min(every_s or math.inf, steps_s), commit_s)
 
 
 def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> Status:
-    """Return the status of a worker group that has claimed its attempt and has not taken a step yet.
+    """Return the status of a worker group that has claimed its attempt but has not taken a step yet.
 
-    The reason in the status names `why`, the incident that ended the previous group.
+    The status includes the reason why the previous group ended, if the incident `why` is given.
     """
     attempt = start.attempt
     after = f"; the previous group ended: {why.describe()}" if why and why.cause and why.cause.incident else ""
@@ -379,6 +379,6 @@ def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> 
 
 
 def show_claim(run: Run, status: Status) -> None:
-    """Write the first status of a claimed attempt. The reporter writes it again if this fails."""
+    """Write the first status of a claimed attempt. If this fails, the reporter writes it again later."""
     with suppress(StorageError):
         with_deadline(SHOW_CLAIM_S, "writing the status", write_status, run, status, StatusKind.WORKERS)

@@ -1,4 +1,4 @@
-"""A run as its training loop sees it: the default loop (loop.py), a library's Trainer, or a task's own `train(run)`."""
+"""The run as a training loop uses it. The loop is the default one (loop.py), a library's Trainer, or `train(run)`."""
 
 import math
 import time
@@ -32,8 +32,8 @@ from sunspot.train.worker import Step, Worker
 class TrainingRun:
     """One worker's implementation of `sunspot.tasks.TrainingRun`.
 
-    A step is one optimizer step, counted over the whole run. Step k of an epoch consumes the same rows at any number of
-    workers, and every row has the same weight in the gradient.
+    A step is one optimizer step, counted over the whole run. Step k of an epoch consumes the same rows with any number
+    of workers, and every row has the same weight in the gradient.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -62,7 +62,7 @@ class TrainingRun:
         "Learning rate of each group in the newest step."
 
     def prepare_model(self) -> torch.nn.Module:
-        """Return the model to train with, and register a hook that runs before each optimizer's step."""
+        """Return the model to train, and register a hook that runs before each optimizer step."""
         # Hooks are registered last, so that none is left in the optimizers if a worker is lost before that.
         worker = self._worker
         model = prepare(self._learner.model, self.settings, worker.averages, synced=worker.group_start.in_place)
@@ -76,7 +76,7 @@ class TrainingRun:
 
     @property
     def in_step(self) -> bool:
-        """Return True while a step has begun and has not ended."""
+        """True between the beginning and the end of a step."""
         return self._open is not None
 
     def batches(self) -> Iterator[Batch]:
@@ -90,13 +90,13 @@ class TrainingRun:
                 begin, end = steps.bounds(self.position % steps.per_epoch)
                 yield self._begin(Step(self.position + 1, own, end - begin, began, time.perf_counter() - began))
                 if self.in_step:
-                    raise self._error("took a batch and did not call run.step() after it")
+                    raise self._error("took a batch, but did not call run.step() for it")
                 if self.stopped:
                     return
                 began = time.perf_counter()
 
     def _begin(self, step: Step) -> Batch:
-        """Begin a step and return its batch, after setting everything that is a function of the step's number."""
+        """Begin a step and return its batch. Everything that depends on the number of the step is set first."""
         self._open = step
         self._drawn = 0
         self.set_learning_rates()
@@ -109,13 +109,13 @@ class TrainingRun:
         return batch
 
     def set_learning_rates(self) -> None:
-        """Set the step's learning rates and other scheduled options, which are functions of the step and not stored."""
+        """Set the learning rates and other scheduled options of the step. They are not stored in checkpoints."""
         self._refuse_own_rates()
         set_options(self.optimizer, self._learner.rates.at(self.position, self.total_steps))
         self._rates = self._learning_rates()
 
     def _refuse_own_rates(self) -> None:
-        """Raise `SettingsError` if the task has set learning rates that this step would replace."""
+        """Raise `SettingsError` if the task has set learning rates that the next step would overwrite."""
         rates = self._learning_rates()
         scheduled = is_scheduled(self.optimizer)
         if rates == self._rates and not scheduled:
@@ -124,15 +124,15 @@ class TrainingRun:
         fix = "return a scheduler from build_scheduler(optimizer, settings, total_steps)"
         if scheduled:
             raise SettingsError(
-                f"{task}: made a scheduler with run.optimizer, and run.batches() replaces the learning rates that it "
-                f"sets; {fix}, which the run steps itself"
+                f"{task}: a scheduler was created with run.optimizer, but run.batches() overwrites its learning rates; "
+                f"{fix} instead, and the run will step it"
             )
         changed = [pair for pair in zip(self._rates, rates, strict=True) if pair[0] != pair[1]]
         if changed:
             before, now = changed[0]
             raise SettingsError(
-                f"{task}: changed the learning rate from {before:.3g} to {now:.3g} between two steps, and "
-                f"run.batches() replaces it; {fix}, or change it after a batch is taken and before the optimizer's step"
+                f"{task}: the learning rate was changed from {before:.3g} to {now:.3g} between two steps, but "
+                f"run.batches() overwrites it; {fix}, or change it between taking a batch and the optimizer's step"
             )
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
@@ -141,13 +141,13 @@ class TrainingRun:
             yield batch if whole else {name: column[rows] for name, column in batch.items()}
 
     def passes(self) -> Iterator[slice]:
-        """Yield the rows of each forward and backward pass. The caller makes a pass before it asks for the next one."""
+        """Yield the rows of each forward and backward pass. The caller makes a pass before it requests the next one."""
         for rows, weight in self.weigh_passes():
             self._begin_pass(rows.stop - rows.start, weight)
             yield rows
 
     def weigh_passes(self) -> Iterator[tuple[slice, float]]:
-        """Yield the rows of each pass over the batch, and the weight of one row."""
+        """Yield the rows of each pass over the batch, and the weight of a row's loss."""
         step, limit = self._step(), self._learner.plan.pass_limit
         return passes(self.model, step.own_rows, step.size, self.world_size, limit)
 
@@ -170,13 +170,13 @@ class TrainingRun:
             return row_losses(self._learner, self.model, batch)
 
     def refuse_detached(self, losses: torch.Tensor) -> None:
-        """Raise `SettingsError` if the loss has no gradient, because PyTorch's own error would not name the task."""
+        """Raise `SettingsError` if the loss has no gradient. PyTorch's own error would not name the task."""
         if not losses.requires_grad:
             place = place_of_function(self._learner.task.loss)
             raise SettingsError(
-                f"SUNSPOT_TASK={self.settings.task}: its loss{place}: it has no gradient, because it depends on no "
-                "parameter that trains; compute it from the model's output without detach(), item(), NumPy or "
-                "torch.no_grad(), and do not freeze all parameters"
+                f"SUNSPOT_TASK={self.settings.task}: its loss{place and f'{place},'} returned values without a "
+                "gradient; compute them from the model's output without detach(), item(), NumPy or torch.no_grad(), "
+                "and do not freeze all parameters"
             )
 
     def log(self, values: Batch) -> None:
@@ -199,7 +199,7 @@ class TrainingRun:
     def before_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Complete the gradients, and block until parameters may change (`Worker.wait_before_change`).
 
-        `optimizer` is the optimizer that is about to take its step, if there is one.
+        `optimizer` is the optimizer that is about to take a step, if there is one.
         """
         complete_gradients(self.model)
         self._worker.wait_before_change(optimizer)
@@ -219,20 +219,20 @@ class TrainingRun:
         self.stopped = self._worker.finish_step(step)
 
     def close(self) -> None:
-        """Restore the model and the optimizers, because this process may keep training in another group."""
+        """Restore the model and the optimizers, because this process may continue in another group."""
         self._finite.set(False)
         release(self.model)
         for hook in self._hooks:
             hook.remove()
 
     def refuse_early_end(self) -> None:
-        """Raise `SettingsError` if a loop returned before the run ended or was stopped."""
+        """Raise `SettingsError` if the task's loop returned before the run ended or was stopped."""
         if self.position < self.total_steps and not self.stopped:
-            raise self._error(f"returned at step {self.position} of {self.total_steps}; take all of run.batches()")
+            raise self._error(f"returned at step {self.position} of {self.total_steps}; use all of run.batches()")
 
     def _step(self) -> Step:
         if self._open is None:
-            raise self._error("used run between two steps; take a batch of run.batches() first")
+            raise self._error("used run between two steps; take a batch from run.batches() first")
         return self._open
 
     def _begin_pass(self, rows: int, weight: float) -> None:
@@ -247,9 +247,9 @@ class TrainingRun:
 
 
 class LibraryRun(TrainingRun):
-    """A run whose steps, precision, schedulers and hooks belong to a library.
+    """A run in which a library controls the steps, the precision, the schedulers and the hooks.
 
-    The library's loop asks for the next batch when all hooks of a step have run.
+    The library's loop requests the next batch after all hooks of a step have run.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -258,7 +258,7 @@ class LibraryRun(TrainingRun):
         self._batches = self.batches()
 
     def prepare_model(self) -> torch.nn.Module:
-        """Return the model as it is, because the library wraps it and has a hook of its own before a step."""
+        """Return the model unchanged. The library wraps the model itself, and has its own hook before a step."""
         return self._learner.model
 
     def set_learning_rates(self) -> None:
@@ -280,7 +280,7 @@ class LibraryRun(TrainingRun):
             self.end_step()
 
     def end_step(self) -> None:
-        """End the current step, if there is one. Its hooks have run, so their changes are part of the step."""
+        """End the current step, if there is one. Changes that its hooks have made belong to the step."""
         if self.in_step:
             self.step()
 
@@ -288,13 +288,13 @@ class LibraryRun(TrainingRun):
 def passes(
     model: torch.nn.Module, own_rows: int, step_rows: int, world_size: int, limit: int
 ) -> Iterator[tuple[slice, float]]:
-    """Yield the rows of each pass over this worker's part of a step, and the weight of one row's loss.
+    """Yield the rows of each pass over this worker's part of a step, and the weight of a row's loss.
 
-    Gradients are averaged over the workers, so the loss of a row has the weight world size / rows in the step. The
-    result is the mean over all rows of the step, at any distribution of the rows. If a worker has more than `limit`
-    rows, it accumulates their gradients over several passes, and the last pass averages them. All workers make the same
-    number of passes, because FSDP needs all of them in each pass. A worker with fewer rows makes some passes with
-    weight 0.
+    Gradients are averaged over the workers. Each loss therefore has the weight world size / rows in the step, which
+    gives the mean over all rows of the step, no matter how they are distributed. If a worker has more than `limit`
+    rows, it accumulates their gradients over several passes, and averages them over the workers in the last pass. All
+    workers make the same number of passes, because under FSDP each pass needs all of them. A worker with fewer rows
+    makes some passes with weight 0.
     """
     slices, idle = cut_into_passes(own_rows, step_rows, world_size, limit)
     weights = [0.0] * idle + [world_size / step_rows] * (len(slices) - idle)
@@ -308,7 +308,7 @@ def passes(
 
 @lru_cache
 def cut_into_passes(own_rows: int, step_rows: int, world_size: int, limit: int) -> tuple[list[slice], int]:
-    """Return the rows of each pass, and the number of passes that make no difference, which come first."""
+    """Return the rows of each pass, and the number of passes with weight 0, which come first."""
     own = list(micro_batches(own_rows, limit)) if own_rows else []
     idle = forward_passes(step_rows, world_size, limit) - len(own)
     return [slice(0, MIN_ROWS)] * idle + own, idle

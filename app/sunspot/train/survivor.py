@@ -1,8 +1,8 @@
-"""A worker process that outlives its groups, and carries its model, optimizer and rows from one group to the next.
+"""A worker process that outlives its group, and keeps its model, optimizer and rows for the next group.
 
-Ray Train would end all workers when one is lost. Instead, the other workers break off their step, form a group without
-the lost worker, and take the step again. elastic/membership.py decides who is a member. Only the lost process is
-replaced, and its replacement warms up while the others train.
+Ray Train would end all workers when one is lost. Instead, the other workers abort their step, form a group without the
+lost worker, and take the step again. elastic/membership.py decides who is a member. Only the lost process is replaced,
+and its replacement warms up while the others train.
 """
 
 import gc
@@ -69,10 +69,10 @@ class NoGroupError(RuntimeError):
 
 
 class Survivor:
-    """The process of a worker, and the state that it carries from one group to the next."""
+    """A worker process, with the state that it keeps from one group to the next."""
 
     def __init__(self, address: MembershipAddress, limit_s: float) -> None:
-        """Limit each wait in a collective to `limit_s` seconds."""
+        """Prepare to join groups. Each wait in a collective is limited to `limit_s` seconds."""
         self._address = address
         self._device = ray.train.torch.get_device()
         self._groups = ProcessGroups(self._device, limit_s, (address.host, address.port))
@@ -108,22 +108,22 @@ class Survivor:
 
     @property
     def replaces(self) -> bool:
-        """True if this process replaces a lost worker and has not trained yet, so the others can train without it."""
+        """True if this process replaces a lost worker and has not trained yet. The others can train without it."""
         return self.others_train and not self._trained
 
     def building(self, limit_s: float) -> AbstractContextManager[None]:
-        """Return a context in which the decider waits up to `limit_s` seconds for a heartbeat (0 for no limit)."""
+        """Return a context in which the driver waits up to `limit_s` seconds for a heartbeat (0 for no limit)."""
         return self._client.heartbeat_limit(limit_s)
 
     def prepare(self, build: Callable[[], Learner]) -> None:
-        """Build this process's learner without the other workers, unless it has a learner already."""
+        """Build this process's learner without the other workers, unless it already has a learner."""
         self.learner = self.learner or build()
 
     def prepare_alone(self, build: Callable[[], Learner], hang_timeout_s: float) -> None:
-        """Build this process's learner while the others train, and end the process if that hangs.
+        """Build this process's learner while the other workers train. If that hangs, end the process.
 
-        The others do not wait for this process, so none of them would notice a hang. The limit is `hang_timeout_s` plus
-        FIRST_STEP_S seconds, as for a first step. A `hang_timeout_s` of 0 sets no limit.
+        The other workers do not wait for this process, so none of them would notice a hang. The limit is
+        `hang_timeout_s` plus FIRST_STEP_S seconds, as for a first step. There is no limit if `hang_timeout_s` is 0.
         """
         until = "the model and the optimizer were built"
         limit = ended_after(hang_timeout_s + FIRST_STEP_S, until) if hang_timeout_s else nullcontext()
@@ -131,18 +131,18 @@ class Survivor:
             self.prepare(build)
 
     def open_memory(self, location: str, first: bool) -> NodeMemory:
-        """Return the shared memory for this process's copies, which is opened once for all of its groups.
+        """Return the shared memory for this process's copies. It is opened once for all groups of the process.
 
-        `first` is True on the first worker of each node, which prints warnings for all of them.
+        `first` is True for the first worker of each node. This worker prints warnings for the whole node.
         """
         self._memory = self._memory or NodeMemory(location, warns=first)
         return self._memory
 
     def align(self, live: bool, build: Callable[[], Learner]) -> None:
-        """Make sure that either all members of a group have a learner, or none do.
+        """Make sure that either all members of a group have a learner, or none of them does.
 
-        If the group continues a `live` state, every member keeps its learner, and a member without one builds it alone.
-        Otherwise every member forgets its learner, and all of them build together.
+        If the group continues a `live` state, members keep their learners, and a member without a learner builds one
+        alone. Otherwise, all members forget their learners, and build new ones together later.
         """
         if live:
             self.prepare(build)
@@ -150,7 +150,7 @@ class Survivor:
             self.forget()
 
     def forget(self) -> None:
-        """Free the learner, the metrics and the state of this process."""
+        """Free this process's learner, metrics and state."""
         self.learner = self.window = self.kept = None
         gc.unfreeze()
         self._free_memory()
@@ -161,11 +161,11 @@ class Survivor:
             torch.cuda.empty_cache()  # otherwise the next learner would wait for this memory
 
     def form(self) -> WorkerPlace | None:
-        """Ask to join the next group, form it with the others, and return this worker's rank in it.
+        """Join the next group, form it with the other members, and return this worker's place in it.
 
-        Returns None if no further group forms. Raises `DriverUnreachableError` if the driver does not answer, and
-        `NoGroupError` after GROUP_TRIES consecutive groups without a step. A replacement gets one attempt, because the
-        others wait for it.
+        Returns None if no other group forms. Raises `DriverUnreachableError` if the driver does not answer, and
+        `NoGroupError` after GROUP_TRIES consecutive groups without a step. A replacement gets only one attempt, because
+        the others wait for it.
         """
         step = step_of(self.kept[0].checkpoint) if self.kept else None
         while True:
@@ -198,7 +198,7 @@ class Survivor:
             return self._groups.form(partial(self._open_store, generation.number), rank, size, FORM_LIMIT_S)
 
     def _note_unformed(self, generation: Generation, after_s: float, error: RuntimeError) -> None:
-        """Record that a group did not form, although no member is known to be lost."""
+        """Record that a group did not form even though no member is known to be lost."""
         nodes = ", ".join(sorted({member.node[:12] for member in generation.members}))
         why = (
             f"{plural(len(generation.members), 'worker')} did not form a group within {after_s:.0f} s; check that the "
@@ -211,7 +211,7 @@ class Survivor:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """Cut the process groups that form in this context, now or later, once their generation is closed."""
+        """Context manager for forming process groups, which are cut as soon as their generation is closed."""
         # The process may hear of a loss before it has a socket to cut, so this checks again and again.
         with self._groups.forming(), Background(CUT_EVERY_S, self._cut_if_closed):
             yield
@@ -228,7 +228,7 @@ class Survivor:
             self._groups.cut()
 
     def is_closed(self) -> bool:
-        """Return True if the group has ended. A worker alone in its group has no collective that would fail."""
+        """Return True if the group has ended, even if this worker was alone in it and no collective fails."""
         return self._client.closed(0.0)
 
     def regroups(self) -> bool:
@@ -236,14 +236,14 @@ class Survivor:
         return self._client.changing
 
     def await_sums(self) -> None:
-        """Block until the GPU has summed a step's gradients. Raises `RegroupError` if the group was broken off."""
+        """Block until the GPU has summed a step's gradients. Raises `RegroupError` if the group has ended."""
         if self._device.type == "cuda" and dist.get_world_size() > 1:
             await_device(self._device)
             if self._client.closed(0.0):
                 raise RegroupError
 
     def hand_over(self, place: WorkerPlace, holders: SurvivingState, total_steps: int) -> TrainingState:
-        """Return the state to continue from, sent by its `holders`. All workers of the group call this together."""
+        """Return the state to continue from, which its `holders` send. All workers of the group call this together."""
         saved = self.learner.saved() if self.learner and self.kept else None
         state = hand_over(place, holders, saved, self.kept[1] if self.kept else None, total_steps)
         if place.rank not in holders.ranks:  # the received state replaces its own, which has another name
@@ -251,13 +251,13 @@ class Survivor:
         return state
 
     def keep(self, attempt: Attempt, state: TrainingState) -> None:
-        """Keep the received state's name and position, in case the group ends before its first step."""
+        """Keep the name and position of the received state, in case the group ends before its first step."""
         assert state.taken is not None
         name = checkpoint_name(attempt.step, attempt.number, attempt.nonce)
         self.kept = LiveState(name, state.evaluated), StateMetadata(state.metrics, state.taken, state.ledger)
 
     def begin(self, worker: Worker) -> None:
-        """Record the worker with which this process begins to train."""
+        """Record that this process begins to train with `worker`."""
         if not gc.get_freeze_count():
             gc.freeze()  # imported modules and the model, which would take half a second to traverse at each loss
         self._trained = True
@@ -265,7 +265,7 @@ class Survivor:
         self.learner = worker.learner
 
     def outlives(self, error: Exception) -> bool:
-        """Return True if an error has ended only the group, so that this process can join another one."""
+        """Return True if an error has ended only the group, and this process can join another group."""
         if isinstance(error, RegroupError):
             return True
         if isinstance(error, GroupRestartError | NoGroupError | DriverUnreachableError):
@@ -277,7 +277,7 @@ class Survivor:
         return self._client.closed(CLOSED_WITHIN_S if lost_peer else 0.0)
 
     def leave(self, error: Exception) -> None:
-        """Leave the group that an error has ended, and keep the state for the next group."""
+        """Leave the group, which `error` has ended, and keep the state for the next group."""
         if self._worker and self._worker.step > self._worker.group_start.step:
             self._failed_groups.clear()
         elif self._client.connections > self._connections:
@@ -297,14 +297,14 @@ class Survivor:
             self._free_memory()
 
     def close(self, outputs: ExitStack) -> None:
-        """Begin to write a group's outputs to storage, while the next group forms."""
+        """Start to write a group's outputs to storage. They are written while the next group forms."""
         self._outputs = close_outputs(outputs)
 
     def await_outputs(self) -> None:
-        """Wait up to OUTPUTS_S seconds for the outputs of the previous group."""
+        """Wait up to OUTPUTS_S seconds until the previous group's outputs are in storage."""
         if self._outputs:
             wait([self._outputs], OUTPUTS_S)
 
     def end(self) -> None:
-        """Announce to the decider that the group ends, and that no other group follows."""
+        """Announce to the driver that the group ends, and that no other group follows."""
         self._client.end()

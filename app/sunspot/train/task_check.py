@@ -1,8 +1,8 @@
-"""`sunspot check`: takes a task's first steps, evaluates, saves and restores it in this process, within seconds.
+"""`sunspot check`: tries a task in this process, within seconds.
 
-It runs the code of the training without a Ray cluster, as rank 0 of the run's workers. It takes the first step of the
-epoch, saves, restores the checkpoint, and takes the last step of the epoch, with its evaluation. Only the rows of these
-two steps are read, from a few row groups.
+This runs the training code without a Ray cluster, as rank 0 of the run's workers. It takes the first step of an epoch,
+saves a checkpoint, and restores it. Then it takes the last step of the epoch and evaluates the task. Only the rows of
+these two steps are read, from a few row groups.
 """
 
 import linecache
@@ -75,7 +75,7 @@ AT_FIRST = " at first"
 
 @dataclass
 class TaskCheck:
-    """The results of a check: the parts that were checked, their durations, and the metrics."""
+    """The results of a check: the duration of each part, the metrics, and what was not checked."""
 
     task: str
     not_checked: list[str]
@@ -93,7 +93,7 @@ class TaskCheck:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time a part. Raises its error as a `SunspotError` that names the line in the user's code."""
+        """Time a part of the check. Its error is raised as a `SunspotError` that names the line in the user's code."""
         began = time.monotonic()
         try:
             yield
@@ -121,7 +121,7 @@ class TaskCheck:
         )
 
     def _describe_metrics(self) -> Iterator[str]:
-        """Yield a line for each group of rows, because the losses of different rows cannot be compared."""
+        """Yield a line of metrics for each set of rows, because losses of different rows are not comparable."""
         groups: dict[str, list[str]] = {"rows of the first step": [], "rows of the last step": [], "held-out rows": []}
         for name, value in self.metrics.items():
             of_last = "held-out rows" if name.startswith(HELD_OUT) else "rows of the last step"
@@ -148,7 +148,7 @@ class TaskCheck:
 
 
 def check(settings: Settings) -> TaskCheck:
-    """Check the task that the settings describe. Raises `SunspotError`, with the line and the fix, if a part fails."""
+    """Check the task that the settings describe. Raises `SunspotError` if a part fails, with the line or the fix."""
     refuse_unusable(settings)
     checked = TaskCheck(
         settings.task,
@@ -176,7 +176,7 @@ def check(settings: Settings) -> TaskCheck:
 
 
 def check_plan(plan: Plan, checked: TaskCheck) -> None:
-    """Take the first step, save, restore, and take the last step of the epoch, with its evaluation."""
+    """Take the first step, save and restore. Then take the epoch's last step, evaluate and predict."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -226,7 +226,7 @@ def check_plan(plan: Plan, checked: TaskCheck) -> None:
 
 
 def build(rows: "FewRows", attempt: Attempt, state: TrainingState) -> "CheckedWorker":
-    """Build a worker with this state, like `build_worker` for a worker in a group."""
+    """Build a worker with this state, as `build_worker` does for a worker in a group."""
     plan = rows.plan
     place = rows.place
     run = rows.run
@@ -244,14 +244,14 @@ def build(rows: "FewRows", attempt: Attempt, state: TrainingState) -> "CheckedWo
 
 
 def take_step(worker: Worker) -> Checkpoint:
-    """Train until the worker stops, which is after one step, and return the checkpoint of that step."""
+    """Take one step, and return the checkpoint after it."""
     train(worker)
     worker.checkpoints.close(finished=True)
     return cast(Checkpoint, worker.checkpoints.newest)
 
 
 class CheckedWorker(Worker):
-    """A worker that stops after one step, and keeps its metrics."""
+    """A worker that stops after one step, and keeps the step's metrics."""
 
     metrics: dict[str, float]
     _idle: set[str] | None = None
@@ -263,7 +263,7 @@ class CheckedWorker(Worker):
         super().begin_step(step)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an optimizer's step, record which parameters have already changed and which have no gradient."""
+        """Record which parameters have changed before an optimizer's step, and which have no gradient."""
         self.learner.undo.before_change(optimizer)
         named = self.learner.model.named_parameters()
         idle = {name for name, each in named if each.requires_grad and each.grad is None}
@@ -271,12 +271,12 @@ class CheckedWorker(Worker):
 
     @property
     def averages(self) -> bool:
-        """True if the run will have several workers. The check then uses DDP, which may raise errors of its own."""
+        """True if the run will have several workers. The check then uses DDP, which can raise errors of its own."""
         plan = self.learner.plan
         return plan.settings.num_workers.most > 1 and not self.learner.task.full_batch
 
     def describe_idle(self) -> str:
-        """Return a warning that names the parameters without a gradient. Empty if all have a gradient."""
+        """Return a warning that names the parameters without a gradient, or an empty string if all have one."""
         if not self._idle:
             return ""
         return (
@@ -294,7 +294,7 @@ class CheckedWorker(Worker):
 
 
 class FewRows:
-    """The loader of a check, which reads few rows."""
+    """A loader that reads only a few rows, for a check."""
 
     def __init__(self, plan: Plan, place: WorkerPlace, checked: TaskCheck) -> None:
         self.plan = plan
@@ -312,7 +312,7 @@ class FewRows:
         yield self._read(test, min(batch_size, rows_in(test)))
 
     def _read(self, source: Source, rows: int) -> Batch:
-        """Read this number of rows, evenly spread over GROUPS_READ row groups, with their ids as `row`."""
+        """Read `rows` rows, evenly spread over GROUPS_READ row groups. Their ids are in the column `row`."""
         starts = np.cumsum([0, *source.row_groups])
         filled = np.flatnonzero(source.row_groups)
         groups = filled[np.unique(np.linspace(0, len(filled) - 1, GROUPS_READ).astype(int))]
@@ -328,7 +328,7 @@ class FewRows:
 
 
 def refuse_infinite(learner: Learner, taken: Step) -> None:
-    """Raise `SunspotError`, naming the first row, if a row's loss is not finite."""
+    """Raise `SunspotError` if the loss of a row is not finite. The error names the first such row."""
     losses = torch.cat([values["loss"] for values in taken.values if "loss" in values] or [torch.empty(0)])
     bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
     if bad and taken.rows is not None:
@@ -336,14 +336,14 @@ def refuse_infinite(learner: Learner, taken: Step) -> None:
         row = int(taken.rows[bad[0]])
         [group], [position] = locate_rows(source.row_groups, np.array([row]))
         raise SunspotError(
-            f"{PREFIX}TASK={learner.plan.settings.task}: step {taken.number}: the loss of {plural(len(bad), 'row')} of "
-            f"{len(losses)} is not finite: {losses[bad[0]]} for {source.where(int(group), int(position))}; look at its "
-            f"values, or lower {PREFIX}LEARNING_RATE={learner.plan.settings.learning_rate:g}"
+            f"{PREFIX}TASK={learner.plan.settings.task}: in step {taken.number}, the loss is not finite for {len(bad)} "
+            f"of {plural(len(losses), 'row')}, such as {losses[bad[0]]} for {source.where(int(group), int(position))}; "
+            f"check this row, or lower {PREFIX}LEARNING_RATE={learner.plan.settings.learning_rate:g}"
         )
 
 
 def find_losses(learner: Learner) -> torch.Tensor:
-    """Return the loss of each row of the first step, with the model in evaluation mode. Empty without a `loss`."""
+    """Return the losses of the first step's rows in evaluation mode. Empty if the task does not define `loss`."""
     if not learner.task.loss:
         return torch.empty(0)
     [batch] = learner.loader.train(1, 0, 1)
@@ -353,18 +353,18 @@ def find_losses(learner: Learner) -> torch.Tensor:
 
 
 def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) -> None:
-    """Raise `SunspotError` if the losses of the same rows differ after the model was restored."""
+    """Raise `SunspotError` if the losses of the same rows differ before and after the model was restored."""
     if not torch.allclose(before, after, rtol=1e-3, atol=1e-5, equal_nan=True):
         worst = int((before - after).abs().nan_to_num().argmax())
         raise SunspotError(
-            f"{PREFIX}TASK={task}: restored from its checkpoint, the model gives a row a loss of {after[worst]:.6g} "
-            f"instead of {before[worst]:.6g}: it keeps state that its state_dict does not have; make that state a "
-            "parameter, or a buffer (register_buffer)"
+            f"{PREFIX}TASK={task}: a row has a loss of {before[worst]:.6g}, but {after[worst]:.6g} after the model was "
+            "restored from its checkpoint, so the model has state that its state_dict does not contain; store this "
+            "state in a parameter or in a buffer (register_buffer)"
         )
 
 
 def predict(learner: Learner, checked: TaskCheck) -> None:
-    """Predict the newest rows with the task. Raises `SettingsError` if the results do not have the shape of scores."""
+    """Predict the newest rows with the task. Raises `SettingsError` if the results are not valid scores."""
     if not learner.task.predict:
         return
     settings = learner.plan.settings

@@ -1,4 +1,4 @@
-"""Rejects a run that can never start on this machine or needs far more resources than it has."""
+"""Rejects a run that can never start on this machine, or that needs far more resources than the machine has."""
 
 import json
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ WORKER_BYTES = 300_000_000
 
 
 def refuse_impossible(settings: Settings) -> None:
-    """Raise `SettingsError` if the workers of a run do not fit on this machine, where `sunspot train` starts Ray.
+    """Raise `SettingsError` if a run's workers do not fit on this machine, where `sunspot train` starts Ray.
 
-    ACCEPT can allow more workers than are sensible, but not resources that the machine lacks.
+    ACCEPT can allow more workers than are useful, but not more resources than the machine has.
     """
     cores = cores_here()
     machine = {"CPU": float(cores), "GPU": float(torch.cuda.device_count())}
@@ -39,14 +39,14 @@ def refuse_impossible(settings: Settings) -> None:
     memory = ""
     if left is not None:
         most = min(most, left // WORKER_BYTES)
-        memory = f" and {as_bytes(left)} of free memory, of which a worker takes at least {as_bytes(WORKER_BYTES)}"
+        memory = f" and {as_bytes(left)} of free memory (a worker needs at least {as_bytes(WORKER_BYTES)})"
     consent = f"{workers}-workers"
     if workers <= most or accepts(settings.environment(), consent):
         return
     fix = f"set it to {most} or less" if most else "free some memory"
     raise SettingsError(
         f"SUNSPOT_NUM_WORKERS={settings.num_workers}: {plural(workers, 'worker')} would be too many for this machine, "
-        f"with {plural(cores, 'core')}{memory}; {fix}, or start them anyway with {PREFIX}ACCEPT={consent}"
+        f"which has {plural(cores, 'core')}{memory}; {fix}, or start them anyway with {PREFIX}ACCEPT={consent}"
     )
 
 
@@ -71,7 +71,7 @@ def refuse_lack(settings: Settings, per_worker: Mapping[str, float], machine: Ma
         seen = " that torch sees" if name == "GPU" else ""
         fewer = f", or set SUNSPOT_NUM_WORKERS to {fits}" if fits else ""
         raise SettingsError(
-            f"{setting}: {plural(least, 'worker')} of {amount:g} {name} need {least * amount:g}, but this machine has "
+            f"{setting}: the run needs {least * amount:g} {name} for {plural(least, 'worker')}, but this machine has "
             f"{has:g}{seen}; {fix}{fewer}"
         )
     return fits

@@ -1,4 +1,4 @@
-"""Trains a plan with one of Ray's trainers after another, and decides how the training has ended."""
+"""Trains a plan with one or more of Ray's trainers, and determines the outcome of the training."""
 
 import logging
 import time
@@ -31,10 +31,11 @@ DRIVER_BACKOFF_S = 5
 def fit(
     plan: Plan, claimant: Claimant, stop_request: StopRequest, note_end: Callable[[str], None] = lambda why: None
 ) -> Checkpoint:
-    """Train to the end of the plan, or until a stop is requested, and return the newest checkpoint.
+    """Train until the plan is complete or a stop is requested, and return the newest checkpoint.
 
-    `note_end` is called repeatedly with the reason why the newest worker group ended, or an empty text while a group
-    trains. Raises the error that ended the run: the workers' own `SunspotError`, or a `SunspotError` with Ray's reason.
+    `note_end` is called repeatedly with the reason why the newest worker group ended, or with an empty string while a
+    group trains. Raises the error that ended the run, which is a worker's `SunspotError`, or one that gives Ray's
+    reason.
     """
     start: TrainerStart | None = TrainerStart()
     failure: Exception | None = None
@@ -55,14 +56,14 @@ def fit(
             end_controllers(others)
             remove_placement_groups(reserved_groups() - reserved)
             if start and outcome.reason is EndReason.CONTROLLER_FAILED:
-                again = f"start {start.failed_controllers + 1} of {DRIVER_TRIES}"
-                log.warning(f"Ray's controller failed, {again}: {outcome.describe_error()}")
+                again = f"starting it again (start {start.failed_controllers + 1} of {DRIVER_TRIES})"
+                log.warning(f"Ray's controller failed: {outcome.describe_error()}; {again}")
                 time.sleep(DRIVER_BACKOFF_S * start.failed_controllers)
     return outcome_of_training(plan, claimant, stop_request, failure)
 
 
 def choose_next_start(context: TrainingContext, outcome: GroupOutcome, start: TrainerStart) -> TrainerStart | None:
-    """Return how the next trainer starts, or None if the run cannot have or does not need another."""
+    """Return how to start the next trainer, or None if the run needs no other trainer or cannot have one."""
     plan, claimant = context.plan, context.claimant
     following = next_start(outcome, start, plan.settings.max_failures, survivor_mode=context.membership is not None)
     if following is None:
@@ -104,7 +105,7 @@ def outcome_of_training(
 def read_end(
     plan: Plan, claimant: Claimant
 ) -> tuple[Exception | None, Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
-    """Return the error that ended the run for good, or None, its newest checkpoint, and the checkpoints passed over."""
+    """Return the error that permanently ended the run, if any, the newest checkpoint, and the skipped checkpoints."""
 
     def read() -> tuple[Exception | None, Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
         fatal = fatal_error(claimant)

@@ -1,6 +1,6 @@
-"""One worker of a group. It ends each step, then evaluates, saves, reports or restarts if needed.
+"""A worker of a group. It ends each step, and then evaluates, saves, reports or restarts if needed.
 
-A worker must not change parameters while a copy thread reads them (see `Worker.wait_before_change`).
+Parameters must not change while a copy thread reads them (see `Worker.wait_before_change`).
 """
 
 import logging
@@ -59,7 +59,7 @@ DEADLINE_MARGIN_S = 1.0
 
 @dataclass(frozen=True)
 class GroupStart:
-    """The state from which a worker group trains, with objects that its worker keeps from the previous group."""
+    """The state from which a worker group continues, and the objects that a worker keeps from its previous group."""
 
     step: int
     "Optimizer steps taken so far."
@@ -80,12 +80,12 @@ class GroupStart:
 
 
 class RegroupError(Exception):
-    """Raised if a worker leaves its group and its process will join the next group."""
+    """Raised when a worker leaves its group and its process will join the next group."""
 
 
 @dataclass
 class Step:
-    """A step that this worker takes with the others."""
+    """A step that this worker takes together with the others."""
 
     number: int
     "Number of optimizer steps taken, including this one."
@@ -111,10 +111,10 @@ class Step:
 
 
 class Worker:
-    """A worker of a group, which every kind of training loop drives through the same few methods.
+    """A worker of a group. All kinds of training loops use the same few methods.
 
-    `begin_step` begins a step, `wait_before_change` precedes each change of parameters, and `finish_step` ends
-    the step. If the group ends in between, `leave` returns the state that this process can continue from.
+    A loop calls `begin_step` before each step, `wait_before_change` before it changes parameters, and `finish_step`
+    after each step. If the group ends during a step, `leave` returns the state that this process can continue from.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Worker:
         reporter: Reporter | None,
         outputs: ExitStack,
     ) -> None:
-        """Only rank 0 has a `reporter`, and only its `commands` ask the driver.
+        """Create a worker. Only rank 0 has a `reporter`, and only its `commands` query the driver.
 
         Closing `outputs` writes the rest of this rank's log, metrics and status to storage.
         """
@@ -179,8 +179,8 @@ class Worker:
     def finish_step(self, taken: Step) -> bool:
         """Record a step, and evaluate, save and report if needed. Return True if the run stops.
 
-        All workers call this together. Raises `GroupRestartError` if the group restarts, and `RegroupError` if the
-        processes form another group.
+        All workers call this together. Raises `GroupRestartError` if Ray starts another group, and `RegroupError` if
+        the processes form another group themselves.
         """
         plan, step = self.learner.plan, taken.number
         self.step, self.step_ended = step, time.time()
@@ -241,9 +241,10 @@ class Worker:
         return stop
 
     def _end_if_diverged(self, record: MetricRecord, last: bool) -> None:
-        """Raise `DivergedError` on all workers if the loss has not been finite for too long, or at the last step.
+        """Raise `DivergedError` on all workers if the loss has not been finite for too long.
 
-        The current state is not saved, but earlier states reach storage first. `last` is True if no step follows.
+        If no step follows (`last`), a single such window is enough. Earlier states reach storage first, but not this
+        one.
         """
         error = self._nan_watch.verdict(last)
         if error:
@@ -253,15 +254,16 @@ class Worker:
             raise error
 
     def _drain(self) -> None:
-        """Wait on all workers until the newest state is in storage, before a state with NaN weights can replace it.
+        """Wait until the newest state is in storage. All workers wait together.
 
-        Waiting costs nothing, because training from NaN weights is of no use.
+        Otherwise a state with NaN weights could replace it. Waiting costs nothing, because training from NaN is
+        useless.
         """
         with self.watchdog.paused():
             run_on_all_ranks(self._group, self.checkpoints.drain)
 
     def begin_step(self, step: Step) -> None:
-        """Record that a step begins, before its forward pass. Raises `RegroupError` if the group has ended."""
+        """Record that a step begins. Raises `RegroupError` if the group has ended."""
         self._leave_closed_group()
         if self._undo:
             self._undo.begin_step()
@@ -269,19 +271,19 @@ class Worker:
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def _leave_closed_group(self) -> None:
-        """Raise `RegroupError` if the group has ended. A worker alone in its group has no collective that fails."""
+        """Raise `RegroupError` if the group has ended, even if this worker was alone in it and no collective fails."""
         if self.group_start.is_closed and self.group_start.is_closed():
             raise RegroupError
 
     def wait_before_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Block until the current step may change parameters. Every kind of loop calls this before it changes them.
 
-        **The copy of the previous state must be complete before parameters change.** A copy thread reads
-        the parameters themselves while the next forward and backward passes run. A change during that time would mix
-        two steps in one checkpoint, and the checkpoint would still pass verification.
+        **The copy of the previous state must be complete before parameters change.** A copy thread reads the parameters
+        themselves during the next forward and backward passes. A change during that time would mix two steps in one
+        checkpoint, and the checkpoint would still pass verification.
 
-        `TrainingRun.before_change` is the only caller. A hook on each torch optimizer and the callbacks of libraries'
-        Trainers call it. `optimizer` is the optimizer that is about to take its step, if there is one.
+        Only `TrainingRun.before_change` calls this. That method is called by a hook on each torch optimizer, and by the
+        callbacks of libraries' Trainers. `optimizer` is the optimizer that is about to take its step, if there is one.
         """
         self.wait_for_copy()
         if self.group_start.await_sums:
@@ -290,14 +292,14 @@ class Worker:
             self._undo.before_change(optimizer)
 
     def wait_for_copy(self) -> None:
-        """Block until the newest copy is complete. Use this outside a step, in which `wait_before_change` is needed."""
+        """Block until the newest copy is complete. During a step, use `wait_before_change` instead."""
         self.checkpoints.wait_for_copy()
 
     def leave(self) -> tuple[LiveState, StateMetadata] | None:
-        """Return the name and position of the state that this process continues from, now that its group has ended.
+        """Leave the group, which has ended, and return the name and position of the state to continue from.
 
-        A step that has begun is taken back. Returns None if that is impossible, or if this process holds only a part of
-        the state (fsdp).
+        A step that has begun is undone. Returns None if that is impossible, or if this process holds only a part of the
+        state (fsdp).
         """
         windows = self.checkpoints.leave_group(self.step)
         if not self._undo or not self._undo.put_back():
@@ -306,7 +308,7 @@ class Worker:
         return live, StateMetadata(self._metrics(self._record), self.step_ended, windows)
 
     def _metrics(self, record: MetricRecord) -> MetricRecord:
-        """Return a checkpoint's metrics: the record, and the means and counters that the next group continues."""
+        """Return the metrics of a checkpoint: the record, and the means and counters that the next group needs."""
         return {**record, **self.window.recent.newest, **self._patience.state, **self._nan_watch.state}
 
     def _record_step(self, taken: Step, epoch_ends: bool) -> None:
@@ -319,7 +321,7 @@ class Worker:
             self.reporter.took_step(taken.number, self.window, epoch_ends)
 
     def choose_actions(self, step: int) -> StepActions:
-        """Return the actions that rank 0 chooses after `step`. Other ranks choose none."""
+        """Return the actions that are due after `step`. They are chosen on rank 0, and empty on other ranks."""
         if not self.reporter:
             return StepActions()
         command = self.commands.poll()
@@ -335,7 +337,7 @@ class Worker:
         )
 
     def report(self, record: MetricRecord) -> None:
-        """Add the record of a closed window to the metric history, and report it to Ray. All workers do so together."""
+        """Add a closed window's record to the metric history, and report it to Ray. All workers call this together."""
         self.telemetry.report(self.window.own)
         if self.reporter:
             self.reporter.report(record, self.window.recent.newest, self.window.ranks or {})
@@ -350,7 +352,7 @@ class Worker:
     def repeat_evaluation(self) -> bool:
         """Repeat the evaluation that the previous group did not complete, if any. Return True if the run stops.
 
-        Raises `GroupRestartError` if the group restarts.
+        Raises `GroupRestartError` if the group is restarted.
         """
         if not self._must_repeat_evaluation:
             return False
@@ -370,7 +372,7 @@ class Worker:
         return stop
 
     def _evaluate(self) -> Evaluation:
-        """Evaluate the held-out rows, and stop the run if its results have not improved for long enough."""
+        """Evaluate the held-out rows. The run stops if the results have not improved for long enough."""
         if self.learner.plan.settings.ema:
             self.wait_for_copy()  # the averaged weights replace the trained ones during the evaluation
         results, stop, restart = evaluate(self.learner, self.commands.poll, self._heartbeat)
@@ -380,7 +382,7 @@ class Worker:
         return Evaluation(results, stop or (results is not None and self._patience.ends(results)), restart)
 
     def _heartbeat(self, evaluated: bool) -> None:
-        """Record that this worker is alive during an evaluation. `evaluated` is True if it has evaluated a batch."""
+        """Record that this worker is alive during an evaluation. `evaluated` is True if it evaluated a batch."""
         self._leave_closed_group()
         if evaluated:
             self.telemetry.evaluated()
@@ -391,10 +393,10 @@ class Worker:
     # ----------------------------------------------------------------------------------------------------- restart
 
     def restart_group(self) -> NoReturn:
-        """End this worker group once the newest copy is complete. Ray then starts another one on the remaining nodes.
+        """Complete the newest copy, and end this worker group. Ray then starts another group on the remaining nodes.
 
-        Ray kills all processes of the group once the first has raised. So their logs and metrics are written to storage
-        first, as far as a notice leaves time for that.
+        Ray kills all processes of a group as soon as one of them raises an error. The logs and metrics are therefore
+        written to storage first, unless a notice leaves too little time.
         """
         with self.watchdog.paused():
             limit_s = self._drain_limit_s()
@@ -416,7 +418,7 @@ class Worker:
         raise restart
 
     def _drain_limit_s(self) -> float | None:
-        """Return the seconds that the last commit, and then the last output, may take, or None if there is no limit."""
+        """Return how many seconds the last commit, and then the last output, may take. None means no limit."""
         command = self.commands.poll()
         if command.deadline is not None:
             left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)
@@ -426,5 +428,5 @@ class Worker:
 
 
 def close_outputs(outputs: ExitStack) -> Future[None]:
-    """Begin to write the rest of a worker's outputs to storage. Return a future that is done once they are written."""
+    """Start to write the rest of a worker's outputs to storage. Return a future that is done when they are written."""
     return start_thread(outputs.pop_all().close, "outputs")

@@ -31,7 +31,7 @@ from sunspot.run.checkpoints import (
 
 
 def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: Checkpoint | None) -> Attempt:
-    """Claim a new attempt of the search that starts from `origin`, one of the search's checkpoints, if any.
+    """Claim a new attempt of the search. It starts from checkpoint `origin`, or from scratch if `origin` is None.
 
     Raises `SupersededError` if another process has taken over the search.
     """

@@ -270,7 +270,7 @@ def print_plan(search: Search, concurrency: str) -> None:
 
 
 def ranked_by_held_out(search: Search) -> Search:
-    """Return the search with its metric computed on held-out rows, if there are any."""
+    """Return the search with the held-out variant of its metric, if any rows are held out."""
     from sunspot.plan import make_plan
     from sunspot.tasks import load_task
 

@@ -96,7 +96,7 @@ def await_nodes(trials: tuple[Settings, ...], observe: Callable[[], tuple[dict[s
     deadline = time.monotonic() + NODES_TIMEOUT_S
     allocation = allocate(trials, *observe())
     if allocation.at_once < wanted:
-        print(f"  waiting for room for {wanted} trials at a time, for at most {NODES_TIMEOUT_S:.0f} s", flush=True)
+        print(f"  waiting up to {NODES_TIMEOUT_S:.0f} s for nodes to train {wanted} trials at a time", flush=True)
     while allocation.at_once < wanted and time.monotonic() < deadline:
         time.sleep(NODES_POLL_EVERY_S)
         allocation = allocate(trials, *observe())
@@ -215,7 +215,7 @@ def _train(settings: Settings, trials: Trials, stop_request: StopRequest) -> str
 
 
 def has_ended(run: Run, settings: Settings) -> bool:
-    """Return True if nothing is left to train, so no driver has to start."""
+    """Return True if nothing is left to train, so that no driver has to be started."""
     status = read_status(run)
     if status and status.state is RunState.STOPPED:
         return stop_requested(run)

@@ -1,7 +1,7 @@
-"""Reads the states of all runs with few requests, and the curves, incidents and costs of the runs shown.
+"""Reads all runs' states with few requests, and the curves, incidents and costs of the runs on the page.
 
-A refresh lists the names of the runs, a thousand per request. It then reads every live run with two or three small
-requests, and a few ended runs in turn. An ended run changes only if it is submitted again.
+A refresh lists the runs' names, a thousand per request. It then reads every live run with two or three small
+requests. Each refresh also reads a few of the ended runs, which change only if they are submitted again.
 """
 
 import time
@@ -103,7 +103,7 @@ class AllRuns:
 
 
 def can_change(seen: RunSeen) -> bool:
-    """Return True if the run can change without user action."""
+    """Return True if the run can change although nobody submits it again."""
     return bool(seen.trouble) or not seen.state.terminal
 
 
@@ -181,7 +181,7 @@ def _is_drawn(value: Any) -> bool:
 
 
 def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
-    """Return evenly spaced windows and the last window, each as an object and an offset."""
+    """Return evenly spaced windows and the last window. Each is an object and an offset in it."""
     total = sum(segment.entry.size for segment in segments)
     wanted = [total * number // PLACES for number in range(PLACES)] + [total - 1]
     chosen: dict[tuple[Entry, int], None] = {}

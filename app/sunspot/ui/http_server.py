@@ -46,7 +46,7 @@ HEADERS = {
 
 
 class Server(LocalServer):
-    """Serves a site over HTTP to requests with this machine's address or one of its names in the Host header."""
+    """Serves a site over HTTP. The Host header must contain this machine's address or one of its names."""
 
     def __init__(self, address: str, port: int, site: Site, hosts: Collection[str] = ()) -> None:
         """Listen on the address, and accept `hosts` as additional names. Raises `SettingsError` if listening fails."""
@@ -59,15 +59,17 @@ class Server(LocalServer):
         try:
             super().__init__((address, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise SettingsError(f"{address}, port {port}: {shorten(error)}; try another --port") from error
+            raise SettingsError(
+                f"cannot listen on {address}, port {port}: {shorten(error)}; try another --port"
+            ) from error
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{self.server_address[1]}/"
 
     def answers_to(self, host: str) -> bool:
         """Return True if a Host header names this server.
 
-        DNS rebinding sends requests here with another site's name, but never with an address. So a server that listens
-        on all addresses accepts any address.
+        In a DNS rebinding attack, the Host header contains another site's name, but never an address. So a server that
+        listens on all addresses accepts any address.
         """
         name = host_name(host)
         listens = as_address(self._address)

@@ -42,7 +42,7 @@ class Query:
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> "Query":
-        """Parse the query of an address. Invalid fields are ignored."""
+        """Parse an address's query. Invalid fields are ignored."""
         number = fields.get("page", "")
         page = int(number) if number.isdecimal() and len(number) < 7 else 1
         return cls(fields.get("q", ""), fields.get("state", ""), max(1, page))
@@ -62,7 +62,7 @@ class Query:
         return found[(self.page - 1) * PER_PAGE : self.page * PER_PAGE]
 
     def link(self, name: str, **fields: Any) -> Html:
-        """Return a link to the list with these fields of the query changed."""
+        """Return a link to the list with some of the query's fields changed."""
         current = "page" if fields.get("state") == self.state else None
         return element("a", name, href=f"/?{urlencode(asdict(replace(self, **fields)))}", aria_current=current)
 
@@ -121,7 +121,7 @@ def _cells(seen: RunSeen, curve: Curve, now: float) -> Iterator[Html]:
 
 
 def _values(seen: RunSeen, curve: Curve, now: float) -> Iterator[Html | None]:
-    """Yield the values of the columns after the name, or None for unknown values."""
+    """Yield the row's values in the columns after the name. Unknown values are None."""
     status = seen.progress
     state, why = describe_state(seen)
     sign, colour = SIGNS.get(seen.state, ("", "")) if state else ("?", "bad")

@@ -1,4 +1,4 @@
-"""Renders run pages in a separate process, so that an expensive page does not affect the others.
+"""Renders run pages in a separate process, so that an expensive page does not slow down other pages.
 
 Each limit in `sunspot.run.size_limits` applies to one kind of data. This process has limits on total memory
 and time. If it exceeds them, the server starts another process for the next page.
@@ -118,7 +118,7 @@ def main(pipe: int, limit: int, storage_path: str) -> None:
 
 
 def _read(storage: ReadOnlyStorage, read: PageReader, names: Sequence[str]) -> tuple[RunPage | SunspotError, bool]:
-    """Return the page or an error, and True if the process must end because its threads are still running."""
+    """Return the page or an error, and whether the process must end because some of its threads are still running."""
     what = f"reading {' and '.join(names)}"
     deadline = ProgressDeadline(DEADLINE_S, what)
     try:

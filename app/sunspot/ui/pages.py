@@ -1,4 +1,4 @@
-"""Reads and renders run pages, in the server's process or in a separate one (page_process.py)."""
+"""Reads and renders run pages. Runs in the server's process or in a separate process (page_process.py)."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from sunspot.ui.run_pages import show_comparison, show_run
 
 
 class RunPage(NamedTuple):
-    """The page of one or several runs."""
+    """A page about one or several runs."""
 
     title: str
     body: Html

@@ -1,4 +1,4 @@
-"""A value that is refreshed if it is old when requested."""
+"""A value that is refreshed when it is requested and out of date."""
 
 import logging
 import math
@@ -41,7 +41,7 @@ class Reading(Generic[Value]):
 
 
 class RefreshingValue(Generic[Value]):
-    """A value that is read from storage in the background when requested, by one thread at a time."""
+    """A value that one thread at a time reads from storage in the background, whenever it is requested."""
 
     def __init__(self, what: str, read: Callable[[], Value], every_s: float, limited: bool = True) -> None:
         """Set `limited` to False only if `read` returns even if storage does not answer."""
@@ -55,7 +55,7 @@ class RefreshingValue(Generic[Value]):
         self._lock = threading.Lock()
 
     def get(self, wait_s: float) -> Reading[Value]:
-        """Return the newest reading, after waiting up to `wait_s` seconds for a read that is due or running."""
+        """Return the newest reading. If a read is due or running, wait for it for at most `wait_s` seconds."""
         with self._lock:
             if (self._future is None or self._future.done()) and time.monotonic() >= self._due:
                 self._future = start_thread(self._refresh, "refresh")

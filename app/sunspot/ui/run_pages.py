@@ -58,7 +58,7 @@ def show_run(report: Report) -> Html:
 
 
 def show_log(run: str, log: Log | None) -> Html:
-    """Return the end of one of a run's logs, with links to the other logs."""
+    """Return the end of a run's log, with links to its other logs."""
     if not log:
         return paragraph("No process of this run has shipped output yet.")
     lines = element("pre", join(log.text.splitlines(), "\n"), tabindex="0", aria_label=f"the end of {log.stream}")
@@ -68,7 +68,7 @@ def show_log(run: str, log: Log | None) -> Html:
 
 
 def show_comparison(reports: Sequence[Report], notes: Sequence[Html]) -> Html:
-    """Return the body of a page that compares the curves, results and differing settings of runs."""
+    """Return the body of a page that compares runs: their curves, results, and settings that differ."""
     names = [report.seen.run.name for report in reports]
     if len(reports) < 2:
         how = paragraph("Select two to six runs in ", element("a", "the list", href="/"), ".")

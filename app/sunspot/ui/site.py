@@ -1,4 +1,4 @@
-"""Answers requests with pages rendered from the newest readings of storage."""
+"""Answers requests with pages that were rendered from the newest data in storage."""
 
 import threading
 from collections import OrderedDict
@@ -72,7 +72,10 @@ class Site:
     def __init__(
         self, storage: Storage, read_page: Callable[[PageReader, Sequence[str]], RunPage] | None = None
     ) -> None:
-        """`read_page` renders run pages, in this process by default or in another one (`PageProcess.read`)."""
+        """`read_page` renders run pages.
+
+        By default, it runs in this process; `PageProcess.read` uses another process.
+        """
         self._storage = ReadOnlyStorage(storage)
         self._read_page = read_page or (lambda read, names: read(self._storage, names))
         self._runs = AllRuns(self._storage)
@@ -162,7 +165,7 @@ def _await(value: RefreshingValue[Any], known: bool = False) -> Reading[Any]:
 
 
 def read_log(run: Run, stream: str) -> Log | None:
-    """Return the end of a log, by default of the newest driver's log, or None if the run has no logs."""
+    """Return the end of a log, or None if the run has no logs. The default is the newest driver's log."""
     streams = sorted(list_streams(run), key=lambda name: (name.startswith("driver"), name), reverse=True)
     if not streams:
         return None

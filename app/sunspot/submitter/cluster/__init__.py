@@ -1,8 +1,8 @@
 """Starts, follows, stops and deletes runs in a Kubernetes cluster.
 
 1. `kubeconfig.make_client` chooses the API server and the credentials. `api.Cluster` sends all requests.
-2. `preflight.check` looks for problems before a job is sent. `start.submit` then applies the RayJob. `applied` keeps
-   the manifest in an annotation for restarts.
+2. `preflight.check` looks for problems before a job is submitted. `start.submit` then applies the RayJob, with its
+   manifest in an annotation for restarts (`applied`).
 3. `observation.RunAccess` reads the run from the cluster (`state.ClusterSeen`, made of `views`) and from storage
    (`run.seen.RunSeen`). `gone_jobs` finds RayJobs that were deleted before their runs had ended.
 4. `pod_problems.find_problems` explains why pods do not run. `state.judge` combines everything seen into one state

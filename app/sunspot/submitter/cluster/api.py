@@ -130,7 +130,7 @@ class Cluster:
 
     @functools.cached_property
     def identity(self) -> str:
-        """The cluster's identity (`owner.cluster_identity`), or an empty string if the user cannot read it."""
+        """The cluster's identity (`owner.cluster_identity`), or an empty string if the user may not read it."""
         try:
             found = self.find("ConfigMap", CERTIFICATES) or {}
         except RefusedError as error:
@@ -148,7 +148,7 @@ class Cluster:
         return sorted(jobs, key=lambda job: (job.created, job.name), reverse=True)
 
     def has_job(self, job: JobView) -> bool:
-        """Return True if this RayJob still exists. A newer one with the same name does not count."""
+        """Return True if this RayJob still exists. A newer RayJob with the same name does not count."""
         found = self.find("job", job.name)
         return found is not None and job_view(found).uid == job.uid
 
@@ -161,7 +161,10 @@ class Cluster:
         return job_view(self._ask(Request("PATCH", "job", name, query, manifest, kind="apply-patch+yaml")))
 
     def annotate(self, job: JobView, annotations: Mapping[str, str]) -> None:
-        """Set annotations of this RayJob. Does nothing if it is gone or was replaced by one with the same name."""
+        """Set annotations of this RayJob.
+
+        Does nothing if the RayJob is gone or was replaced by another of the same name.
+        """
         body = {"metadata": {"uid": job.uid, "annotations": dict(annotations)}}
         query = [("fieldManager", "sunspot-wait")]  # with the manager of `apply`, all other fields would be removed
         try:
@@ -186,7 +189,7 @@ class Cluster:
     def delete_pod(self, pod: PodView, grace_s: int | None = None) -> None:
         """Delete this pod. Does nothing if it is already gone.
 
-        The containers are killed after `grace_s` seconds, or after the pod's own grace period if it is None.
+        The containers are killed after `grace_s` seconds, or after the pod's own grace period if `grace_s` is None.
         """
         self._delete("pod", pod.name, {"preconditions": {"uid": pod.uid}, "gracePeriodSeconds": grace_s})
 
@@ -231,7 +234,10 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------------- preflight
 
     def find(self, kind: str, name: str = "") -> dict[str, Any] | None:
-        """Return an object by its key in PATHS, or None if it does not exist. Raises `RefusedError` if forbidden."""
+        """Return an object of a kind in PATHS, or None if it does not exist.
+
+        Raises `RefusedError` if this is forbidden.
+        """
         try:
             return self._ask(Request("GET", kind, name))
         except RefusedError as error:
@@ -262,7 +268,7 @@ class Cluster:
             raise
 
     def allows(self, verb: str, group: str, resource: str) -> bool:
-        """Return True if this user is allowed a verb on a resource in the namespace."""
+        """Return True if this user may use a verb on a resource in the namespace."""
         attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
         kind = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
         body = {**kind, "spec": {"resourceAttributes": attributes}}
@@ -365,8 +371,8 @@ class Cluster:
 def connect(context: str | None = None, namespace: str | None = None) -> Cluster:
     """Return the cluster of a kubeconfig context, or the cluster that this process runs in. Sends no requests.
 
-    The namespace defaults to the context's own, then to NAMESPACE. Raises `ClusterError` if no cluster is configured
-    or the context or its credential is missing, and `SettingsError` if the namespace's name is invalid.
+    The namespace defaults to the context's own, then to NAMESPACE. Raises `ClusterError` if no cluster is configured,
+    or if the context or its credential is missing, and `SettingsError` if the namespace's name is invalid.
     """
     api, own = make_client(context)
     chosen = namespace or own or NAMESPACE

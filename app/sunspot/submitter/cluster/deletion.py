@@ -1,8 +1,8 @@
 """Deletes a run from the cluster and from storage.
 
-A marker is written first and removed last (`sunspot.run.requests`). If the command is interrupted in between, nothing
-trains the run, and running the command again completes the deletion. Objects that a surviving process writes in the
-meantime are also deleted, or reported.
+A marker is written first and removed last (`sunspot.run.requests`). If the command is interrupted in between, no
+process can train the run, and repeating the command completes the deletion. Objects that a surviving process writes
+in the meantime are also deleted, or reported.
 """
 
 import contextlib
@@ -84,7 +84,10 @@ class RunContents:
         return [job.name for job in self.snapshot.cluster.jobs if job.name not in submitted]
 
     def name_foreign(self) -> str:
-        """Describe the foreign files, such as `photos, notes.txt: 12 files`. Returns an empty string without any."""
+        """Describe the foreign files, such as `photos, notes.txt: 12 files`.
+
+        Returns an empty string if there are none.
+        """
         tops = [*dict.fromkeys(_top(self.run, entry.key) for entry in self.foreign)]
         more = f" and {len(tops) - MAX_NAMED} more" if len(tops) > MAX_NAMED else ""
         return f"{', '.join(tops[:MAX_NAMED])}{more}: {plural(len(self.foreign), 'file')}" if tops else ""
@@ -104,7 +107,9 @@ class RunContents:
 
     @property
     def kinds(self) -> list[dict[str, Any]]:
-        """The number and size of files in storage and in memory, with one record per folder or other kind."""
+        """The number and size of files in storage and in memory.
+
+        There is one record for each top-level folder, for unfinished uploads, and for copies in memory."""
         sizes: dict[str, list[int]] = {}
         checkpoints: set[str] = set()
         for entry in self.entries:
@@ -180,7 +185,7 @@ def find_contents(access: RunAccess) -> RunContents:
 
 
 def find_left(access: RunAccess) -> RunContents | None:
-    """Find what is left of a run after its deletion failed, or return None if cluster or storage is unreachable."""
+    """Find what is left of a run after its deletion failed. Returns None if the cluster or storage is unreachable."""
     run = access.run
     with contextlib.suppress(SunspotError):
         snapshot = access.observe(lambda job: is_kept_in(job, run))
@@ -218,7 +223,7 @@ def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None =
 
 
 def deletion_order(run: Run, keys: Iterable[str]) -> list[list[str]]:
-    """Return the run's keys in groups, in the order in which the groups must be deleted.
+    """Return the run's keys in groups, sorted by the order in which the groups must be deleted.
 
     Attempts come first, so that a surviving process can no longer commit. Manifests follow, because checkpoints do not
     count without them. The objects that identify the run come last.
@@ -243,8 +248,8 @@ def _empty(run: Run) -> None:
     """Delete all of the run's objects except the marker, including objects written during the deletion.
 
     If another process completes the deletion in the meantime, a new run of the same name can start, and its objects
-    must be kept. Objects that were listed before the marker was seen belong to the old run. Parts in REUSED are deleted
-    only in the version that was listed.
+    must be kept. Objects that were listed before the marker was seen belong to the old run. Objects in
+    REUSED are deleted only if they have not changed since they were listed.
     """
     left, _ = _list(run)
     for _ in range(MAX_ROUNDS):

@@ -205,7 +205,7 @@ class FaultInjector:
             self._look()
 
     def _wait(self, find_missing: Callable[[], str], seconds: float, why: str) -> None:
-        """Watch the run until it has ended or `find_missing` returns an empty string.
+        """Watch the run until it has ended, or until `find_missing` returns an empty string.
 
         Prints what is missing. Raises `GaveUpError` after `seconds`, with a message that ends with `why`.
         """
@@ -248,7 +248,10 @@ class FaultInjector:
         )
 
     def _find_missing(self) -> str:
-        """Describe what the run's recovery still lacks. Returns an empty string once the run has recovered."""
+        """Describe what is still missing from the run's recovery.
+
+        Returns an empty string once the run has recovered.
+        """
         last = max(self._faults)
         if last not in self._recovered:
             return f"the receipt of fault {last}"

@@ -21,7 +21,7 @@ from sunspot.submitter.cluster.state import GoneJob
 def find_gone_job(cluster: Cluster, seen: RunSeen, known: Collection[str] = ()) -> GoneJob | None:
     """Return the RayJob that last trained a run if it was deleted from this namespace.
 
-    Returns None if the RayJob still exists or that is uncertain. `known` contains the names of existing RayJobs.
+    Returns None if the RayJob still exists, or if this is uncertain. `known` contains the names of existing RayJobs.
     """
     state = seen.state
     if state.terminal and state is not RunState.LOST:

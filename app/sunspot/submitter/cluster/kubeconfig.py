@@ -27,7 +27,7 @@ NOT_CHOSEN = "default"
 def make_client(context: str | None) -> tuple[ApiClient, str]:
     """Return a client with fresh credentials, and the context's own namespace or an empty string.
 
-    Sends no requests. Raises `ClusterError` if no cluster is configured or the context or its credential is missing.
+    Sends no requests. Raises `ClusterError` if there is no cluster, or if the context or its credential is missing.
     """
     files = _kubeconfig()
     has_file = _has_file(files)

@@ -1,7 +1,7 @@
 """Forwards a local HTTP port to a pod, and adds headers to every request.
 
 Each local connection serves one request. The request's head is changed so that the server closes the connection
-afterwards. All other bytes pass unchanged, which supports bodies, streams and WebSockets.
+afterwards. All other bytes pass unchanged, so request bodies, streams and WebSockets work.
 
 The connection to the pod is a WebSocket through the API server. Each message starts with a channel number: 0 for data
 and 1 for an error. The first message of each channel only repeats the port. Closing the WebSocket closes both

@@ -71,7 +71,7 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
     if problems:
         kind = ClusterError if in_cluster else StorageError
         lines = "\n".join(f"  {line}" for line in problems)
-        raise kind(f"{plural(len(problems), 'problem')}, and nothing was sent:\n{lines}")
+        raise kind(f"found {plural(len(problems), 'problem')}, so nothing was submitted:\n{lines}")
     return expected, warnings
 
 

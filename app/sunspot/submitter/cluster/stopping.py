@@ -67,7 +67,7 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
             gone = delete_jobs(access.cluster, ours, left)
         if not gone:
             name = access.run.name
-            raise GaveUpError(f"{name} has ended ({reason}), but its pods still exist; they will end by themselves")
+            raise GaveUpError(f"{name} has ended ({reason}), but its pods still exist; Kubernetes will remove them")
         deleted = bool(snapshot.job and snapshot.job in ours)
     if state is RunState.SUCCEEDED:
         return state, f"the run was complete before it could stop: {reason}"

@@ -57,7 +57,7 @@ class Restart(NamedTuple):
 
 
 def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) -> RunState:
-    """Follow the run until it succeeds or is stopped, and return that state.
+    """Follow the run until it has succeeded or been stopped, and return its state.
 
     Restarts the run if the operator abandons its head pod. Raises `SunspotError` if the run fails or is lost,
     `ConflictError` if it is being deleted, `NotFoundError` if it does not exist, `GaveUpError` after `timeout` seconds,
@@ -179,7 +179,7 @@ def start_again(access: RunAccess, restart: Restart) -> None:
 
 
 def _replace(cluster: Cluster, restart: Restart) -> SunspotError | None:
-    """Delete the RayJob, and apply it again or check that it was recreated. Can be called repeatedly.
+    """Delete the RayJob, and apply it again or check that it was recreated. This function can be called repeatedly.
 
     Returns None once the RayJob is replaced, and an error until then.
     """
@@ -290,7 +290,7 @@ class Reconciler:
 def annotations(state: RunState, status: Status | None) -> dict[str, str]:
     """Return RayJob annotations with the run's state, progress and newest checkpoint.
 
-    They contain the checkpoint's time, because an age would become outdated.
+    They contain the time of the checkpoint. Its age would soon be wrong.
     """
     notes = {"state": str(state)}
     if status:

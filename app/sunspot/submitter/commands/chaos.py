@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         print_epochs(proof)
     conclude(injector.run, proof)
     if not proof.epochs:
-        warn(f"checkpoints and receipts are intact, but the rows cannot be proved: {NO_ROWS}")
+        warn(f"checkpoints and receipts are intact, but the rows cannot be checked: {NO_ROWS}")
 
 
 def _seconds(text: str) -> float:

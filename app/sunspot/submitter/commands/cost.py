@@ -46,7 +46,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read(storage: Storage) -> list[RunDetails]:
-    """Return all runs, the most recently modified first. Unreadable runs are left out with a warning."""
+    """Return all runs, with the most recently modified run first.
+
+    Runs that cannot be read are omitted with a warning.
+    """
 
     def read(seen: RunSeen) -> RunDetails | None:
         try:

@@ -80,7 +80,10 @@ def _print(access: RunAccess, contents: RunContents) -> None:
 
 
 def _record(contents: RunContents, left: RunContents | None, removed: bool) -> dict[str, Any]:
-    """Return the JSON record of the deletion. `left` is what still exists, or None if that is unknown or nothing."""
+    """Return the JSON record of the deletion.
+
+    `left` is what still exists, or None if nothing is left or this is unknown.
+    """
     return {
         "run": contents.run.name,
         "removed": removed,

@@ -1,4 +1,4 @@
-"""`sunspot demo`: trains on this machine, kills a worker, and proves that no row was lost."""
+"""`sunspot demo`: trains on this machine, kills a worker, and checks that no row was lost."""
 
 import argparse
 import time
@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print each event as soon as it is known, then what losing a worker cost."""
+    """Print each event as soon as it is known, and finally the cost of losing a worker."""
     from sunspot.submitter.demonstration import NAME, demonstrate
     from sunspot.submitter.printing import print_json, print_table, print_text
     from sunspot.submitter.proof import conclude

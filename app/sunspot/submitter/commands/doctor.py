@@ -101,7 +101,7 @@ def _checks_in_cluster(args: argparse.Namespace) -> list[tuple[type[SunspotError
 
 
 def _report_checks(parts: Iterable[tuple[type[SunspotError], Iterable[Check]]], as_json: bool, ready: str) -> None:
-    """Print the result and fix of each check. Raises the error of a failed part, that of the cluster first."""
+    """Print the result and fix of each check. If several parts failed, the cluster's error is raised."""
     checks: list[Check] = []
     failed: list[type[SunspotError]] = []
     for kind, part in parts:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     targets = {folder / (FILE if file.name.endswith(".toml") else file.name): file for file in templates}
     existing = [str(path) for path in targets if path.exists()]
     if existing:
-        raise SettingsError(f"{', '.join(existing)} already exists, so nothing was written; choose another folder")
+        raise SettingsError(f"nothing was written, because {', '.join(existing)} would be lost; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, file in targets.items():

@@ -61,7 +61,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _find_printed(run: Run, args: argparse.Namespace) -> str:
-    """Find the stream selected by the arguments. If the run has none, the error includes the cluster's explanation."""
+    """Find the stream selected by the arguments.
+
+    If there is no such stream, the error says what the cluster reports.
+    """
     try:
         return find_stream(run, args.rank, args.previous)
     except NotFoundError as error:

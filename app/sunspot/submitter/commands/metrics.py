@@ -1,4 +1,4 @@
-"""`sunspot metrics`: prints the metric history of the steps that led to a run's model."""
+"""`sunspot metrics`: prints a run's metric history, without superseded steps."""
 
 import argparse
 import csv

@@ -1,4 +1,4 @@
-"""`sunspot render`: prints the manifest that `submit` would apply, without a cluster."""
+"""`sunspot render`: prints the manifest that `submit` would apply. It needs no cluster."""
 
 import argparse
 from dataclasses import asdict
@@ -19,7 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the manifest. With `--output`, write it to a directory. With `--explain`, print its values' origins."""
+    """Print the manifest.
+
+    With `--output`, write it to a directory. With `--explain`, print where its values come from.
+    """
     from sunspot.submitter.manifest.absent_code import find_absent
     from sunspot.submitter.manifest.foreign_storage import find_foreign_storage
     from sunspot.submitter.manifest.render import render, write_directory

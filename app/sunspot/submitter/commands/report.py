@@ -1,4 +1,4 @@
-"""`sunspot report`: writes everything that storage knows about a run into one HTML file."""
+"""`sunspot report`: writes everything that is stored about a run to one HTML file."""
 
 import argparse
 

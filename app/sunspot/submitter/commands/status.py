@@ -1,4 +1,4 @@
-"""`sunspot status`: shows the state of a run, from cluster and storage together."""
+"""`sunspot status`: shows a run's state, combined from the cluster and storage."""
 
 import argparse
 import time

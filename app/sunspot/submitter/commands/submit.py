@@ -1,4 +1,4 @@
-"""`sunspot submit`: starts a run's RayJob, or explains why it is not started."""
+"""`sunspot submit`: starts a run's RayJob, or explains why the RayJob is not started."""
 
 import argparse
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.all == (args.run is not None) or (args.all and args.timeout is not None):
-        raise SettingsError("pass either the name of a run or --all, which never ends and cannot have a --timeout")
+        raise SettingsError("pass either the name of a run or --all. `wait --all` never ends, so it takes no --timeout")
     if args.all:
         _watch_all(args)
     access = reach_run(run_target(args))
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _watch_all(args: argparse.Namespace) -> None:
-    """Print state changes until Ctrl-C."""
+    """Print the state changes of all runs until Ctrl-C."""
 
     def show(run: str, state: RunState, reason: str) -> None:
         if args.json:

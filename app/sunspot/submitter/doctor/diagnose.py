@@ -132,8 +132,8 @@ def _waits_for_node(seen: ClusterSeen, job: JobView) -> bool:
 def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:
     """Return True if only the cluster can explain the run's state.
 
-    This is only possible if a RayJob trains the run or was submitted for it. If no cluster is configured, storage alone
-    explains a run that is training.
+    This requires that a RayJob trains the run or was submitted for it. If no cluster is configured, the files in
+    storage are enough to explain a run that is training.
     """
     status = snapshot.storage.status
     in_cluster = Owner.parse(status.owner).namespace if status else list_submissions(access.run)
@@ -158,7 +158,7 @@ def _list_unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
 
 
 def _is_explained(finding: Finding, findings: list[Finding]) -> bool:
-    """Return True if a finding is a failure with a cause that another finding explains."""
+    """Return True if a finding is a failure whose cause another finding already explains."""
     if finding.finding is not Diagnosis.FAILED:
         return False
     found = {other.finding for other in findings}

@@ -29,7 +29,7 @@ def find_failed_tries(snapshot: RunSnapshot, state: RunState) -> Iterator[Findin
 
 
 def find_unrecorded_end(state: RunState, reason: str) -> Iterator[Finding]:
-    """Yield a finding for a run that has ended according to the cluster, if storage has no record of it."""
+    """Yield a finding if the cluster reports that the run has ended, but storage has no record of its end."""
     if state is RunState.FAILED:
         yield Finding(
             Diagnosis.FAILED,

@@ -61,7 +61,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         for pod in pods:
             created.append(cluster.create_pod(pod))  # noqa: PERF401  # deleted even if the next pod is rejected
         names = [pod["metadata"]["name"] for pod in created]
-        warn(f"waiting for the pods {', '.join(names)}, for at most {in_words(WITHIN_S)}")
+        warn(f"waiting up to {in_words(WITHIN_S)} for the pods {', '.join(names)}")
         ended = _await_end(cluster, names)
         for kind, name in zip(kinds, names, strict=True):
             yield from read_checks(kind, ended[name])
@@ -81,7 +81,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 
 def why_untried(cluster: Cluster, manifest: dict[str, Any]) -> str:
-    """Return the reason why these pods cannot test the network between workers, or an empty string."""
+    """Return why the test pods cannot test the network between workers, or an empty string if they can."""
     if len(worker_group(manifest)["template"]["spec"]["containers"]) > 1:
         return "these pods lack the sidecars of workers"
     denied, shared = (cluster.exists("NetworkPolicy", name) for name in ("deny-by-default", SHARED_POLICY))
@@ -125,7 +125,7 @@ def _spread(spec: dict[str, Any], alike: dict[str, Any]) -> None:
 
 
 def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] | None]:
-    """Wait up to WITHIN_S for the pods to end, and return them keyed by name. A deleted pod is None."""
+    """Wait up to WITHIN_S for the pods to end, and return them keyed by name. A pod that was deleted is None."""
     deadline = time.monotonic() + WITHIN_S
     warned = ""
     latest: dict[str, dict[str, Any] | None] = dict.fromkeys(names)

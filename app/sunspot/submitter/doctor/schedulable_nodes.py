@@ -32,7 +32,7 @@ class Obstacle(NamedTuple):
 
 
 def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str]:
-    """Return how many such pods fit on an empty node, and the reason if none do."""
+    """Return how many pods with this spec fit on an empty node, and the reason if there is no room for any."""
     obstacle = next(find_obstacles(pod, node), None)
     if obstacle:
         return 0, str(obstacle)

@@ -181,7 +181,7 @@ def _is_control_plane(obstacle: Obstacle) -> bool:
 
 
 def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, alone: bool) -> Finding:
-    """Return the finding for a refusal. `alone` is True if it is the only one."""
+    """Return the finding for a refusal. `alone` is True if there is no other refusal."""
     nodes = plural(refusal.nodes, "node")
     details: dict[str, Any] = {"group": pods.group, "pods": pods.names, "nodes": refusal.nodes}
     explain = {

@@ -1,4 +1,4 @@
-"""Warns if the run's storage is in a different cloud than its nodes, because the pods have no credentials there."""
+"""Warns if the run's storage and its nodes are in different clouds. The pods then cannot access the storage."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

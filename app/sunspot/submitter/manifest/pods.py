@@ -244,7 +244,7 @@ def _select_nodes(
 
 
 def _place(group: dict[str, Any], machine: Worker, run: str, groups: int) -> None:
-    """Spread the run's training pods over nodes, like in k8s/rayjob.yaml, or put them into one zone."""
+    """Spread the run's training pods over nodes, as in k8s/rayjob.yaml, or put them into one zone."""
     spec = group["template"]["spec"]
     (constraint,) = spec["topologySpreadConstraints"]
     selector: dict[str, Any] = {"matchLabels": {**constraint["labelSelector"]["matchLabels"], RUN_LABEL: run}}

@@ -141,7 +141,7 @@ class Toleration(_Part):
     @classmethod
     def _none_for_exists(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value and info.data.get("operator") == "Exists":
-            raise ValueError("the operator Exists allows no value")
+            raise ValueError("a toleration with the operator Exists cannot have a value")
         return value
 
 
@@ -382,7 +382,9 @@ def _read_chain(name: str) -> dict[str, dict[str, Any]]:
         place = os.path.abspath(path)
         if place in seen:
             *_, last = seen.values()
-            raise SettingsError(f"{last} extends {path.name}, which also extends it; remove one of the two `extends`")
+            raise SettingsError(
+                f"profiles cannot extend each other in a circle: {last} extends {path.name}; remove one `extends`"
+            )
         seen[place] = path
         content = read_yaml(path)
         if not isinstance(content, dict):
@@ -403,7 +405,8 @@ def _find(name: str, folder: Path) -> Path:
         hint = f"did you mean {meant}? Choose" if meant else "choose"
         known = ", ".join(shipped)
         raise SettingsError(
-            f"no profile named {cut(name)!r}; {hint} one of {known}, or pass the path of your own, such as ./mine.yaml"
+            f"there is no profile named {cut(name)!r}; {hint} one of {known}, or pass the path of your own profile, "
+            "such as ./mine.yaml"
         )
     return shipped[name]
 

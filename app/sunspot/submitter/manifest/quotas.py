@@ -42,7 +42,7 @@ class Demand:
     "Number of objects of this kind that the run creates, not counting pods."
 
     def of_pod(self, pod: Pod) -> float:
-        """Return the amount that counts for one pod."""
+        """Return how much of the quota one pod uses."""
         return amount_of(pod, self.resource) if all(matches(rule, pod) for rule in self.rules) else 0.0
 
     @property
@@ -73,7 +73,7 @@ class Demand:
 def check_quotas(
     quotas: Sequence[Mapping[str, Any]], ranges: Sequence[Mapping[str, Any]] | None, manifest: Mapping[str, Any]
 ) -> Iterator[Check]:
-    """Yield a check that compares each ResourceQuota with the run's demand. It is FAILED if the run can never fit.
+    """Yield a check for each ResourceQuota. The check is FAILED if the run can never fit into the quota.
 
     `ranges` are the LimitRanges, which set default requests, or None if they are unknown.
     """

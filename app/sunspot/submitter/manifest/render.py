@@ -264,7 +264,9 @@ def write_directory(rendered: Rendered, path: str) -> list[Path]:
                 write_file(str(folder / name), text.encode(), mark=b"app.kubernetes.io/part-of: sunspot")
     except (OSError, StorageError) as error:
         why = error.strerror if isinstance(error, OSError) else ""
-        raise SettingsError(f"--output {path}: {why or shorten(error)}; use a writable directory") from error
+        raise SettingsError(
+            f"cannot write to --output {path}: {why or shorten(error)}; use a writable directory"
+        ) from error
     return [folder / name for name in contents]
 
 

@@ -107,7 +107,7 @@ class Download:
     def _target(self, file: str) -> Path:
         path = (self._directory / file).resolve()
         if not path.is_relative_to(self._directory.resolve()) or path.name == MANIFEST:
-            raise DamageError(f"{MANIFEST} lists {file}, which cannot be a file of a checkpoint")
+            raise DamageError(f"{MANIFEST} lists {file}, which is not a valid name for a checkpoint file")
         return path
 
     def _fetch(self, file: str, target: Path) -> bool:

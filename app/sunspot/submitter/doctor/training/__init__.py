@@ -1,4 +1,4 @@
-"""Explains why a run that has begun is slow, stuck, growing in memory or failed, from its files in storage.
+"""Explains why a run that has begun is slow, stuck or failed, or uses more and more memory.
 
-All functions are pure.
+The explanations are based on the run's files in storage. All functions are pure.
 """

@@ -38,11 +38,11 @@ class Case:
         return self.seen.attempts[-1] if self.seen.attempts else None
 
     def setting(self, name: str) -> str:
-        """Return a setting's text in the newest attempt."""
+        """Return the newest attempt's value of a setting, as text."""
         return recorded_setting(self.seen.attempts, name)
 
     def number(self, name: str) -> float:
-        """Return a setting's number in the newest attempt."""
+        """Return the newest attempt's value of a setting, as a number."""
         return recorded_number(self.seen.attempts, name)
 
     def host(self, attempt: int, rank: int) -> str:

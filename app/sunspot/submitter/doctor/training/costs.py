@@ -1,4 +1,4 @@
-"""Finds what costs a run time (a CPU quota, a slow rank, slow reading or incidents), and growing memory."""
+"""Finds causes of lost time, such as a CPU quota, a slow rank, slow reading or incidents, and growing memory use."""
 
 import statistics
 from collections import Counter
@@ -80,7 +80,7 @@ class RankThroughput:
 
     @property
     def own(self) -> list[float]:
-        """Seconds of a step that each rank spends on rows and forward passes, without waiting for other ranks."""
+        """Seconds per step that each rank spends on rows and forward passes, without waiting for other ranks."""
         return [wait + forward for wait, forward in zip(self.waits, self.forwards, strict=True)]
 
     @property
@@ -94,9 +94,9 @@ class RankThroughput:
 
 
 def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
-    """Measure the newest attempt over the last RECENT_S seconds, without its first window.
+    """Measure the newest attempt's throughput over the last RECENT_S seconds.
 
-    The first window is left out because it includes the warm-up.
+    The attempt's first window is left out, because it includes the warm-up.
     """
     windows = rank_windows(records)[1:]
     windows = [window for window in windows if window["time"] > windows[-1]["time"] - RECENT_S]
@@ -113,7 +113,7 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
 
 
 def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records with steps and each rank's figures, from the newest attempt and group that have any."""
+    """Return the records with steps and each rank's figures, from the newest worker group that has such records."""
     windows = [dict(r) for r in records if r.get("steps") and _has_figures(r)]
     groups = [(window["attempt"], len(window["ranks"]["resident_mib"])) for window in windows]
     return [window for window, group in zip(windows, groups, strict=True) if group == groups[-1]]

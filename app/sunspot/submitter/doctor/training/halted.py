@@ -57,12 +57,12 @@ def find_end(case: Case) -> Iterator[Finding]:
 
 
 def _where_it_resumes(case: Case) -> str:
-    """Return the last part of advice to start a run again, or "" for a run without a checkpoint."""
+    """Return the end of advice to start a run again, which says where the run resumes, or "" without a checkpoint."""
     return ": it continues from the last checkpoint" if case.seen.checkpoint else ""
 
 
 def _counts(case: Case, failure: Failure) -> bool:
-    """Return False for a failure of a superseded process, which can have come back late."""
+    """Return False if a failure belongs to a superseded process, which may have reported it late."""
     owner = case.newest.driver if case.newest else ""
     attempt = next((attempt for attempt in case.seen.attempts if attempt.number == failure.attempt), None)
     return attempt is None or attempt.driver == owner

@@ -49,7 +49,10 @@ def find_storage(case: Case) -> Iterator[Finding]:
 
 
 def _find_unusable(case: Case) -> Iterator[Finding]:
-    """Find unusable checkpoints that are newer than the one in use. The lost work outweighs other costs."""
+    """Find unusable checkpoints that are newer than the one in use.
+
+    Findings about lost work have the highest cost.
+    """
     ended = case.state.terminal
     severity = Severity.ERROR if case.state is RunState.SUCCEEDED else Severity.WARNING
     advice = _advise_ended(case) if ended else "the run continues from the checkpoint before"
