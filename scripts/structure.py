@@ -149,7 +149,9 @@ def count_code(source: str) -> int:
         for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     lines = enumerate(source.splitlines(), 1)
-    return sum(number not in prose and not line.lstrip().startswith("#") and line.strip() != "" for number, line in lines)
+    return sum(
+        number not in prose and not line.lstrip().startswith("#") and line.strip() != "" for number, line in lines
+    )
 
 
 def find_repeated(package: Path) -> dict[str, list[str]]:

@@ -104,7 +104,7 @@ class TableSource:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the column `image`. If there is none, the number of values in a row without its label."""
+        """The shape of the column `image`. Without this column, the number of values in a row except its label."""
         if "image" in self.columns:
             return self.columns["image"].shape
         others = [column for name, column in self.columns.items() if name != LABEL]

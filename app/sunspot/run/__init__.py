@@ -126,7 +126,7 @@ class Claimant:
     owner: str
     "The job or process that trains. All drivers of a job have the same owner."
     driver: str = ""
-    "The ID of the driver (`status.new_driver`), or an empty string if there is none."
+    "The ID of the driver (`status.new_driver`), or an empty string if there is no driver."
     cancelled: Event = field(default_factory=Event)
     "Set once the worker group has ended. Any of its threads that still wait for storage then claim nothing."
 

@@ -38,7 +38,10 @@ class Identity:
 
 
 def read_identity(run: Run) -> Identity:
-    """Return the identity of a run. Raises `NotFoundError` if there is none yet, and `DamageError` if it is damaged."""
+    """Return the identity of a run.
+
+    Raises `NotFoundError` before the run has begun, and `DamageError` if it is damaged.
+    """
     return read_verified(run, Identity, FILE)
 
 

@@ -116,7 +116,7 @@ def write_shown(run: Run, shown: Predictions | TaskExhibit) -> None:
 
 
 def read_shown(run: Run, schema: type[Shown]) -> Shown | None:
-    """Return the run's predictions or the output of `show`, or None if there is none or it is damaged.
+    """Return the run's predictions or the output of `show`, or None if the object is missing or damaged.
 
     Raises `StorageError` if storage fails.
     """

@@ -249,7 +249,7 @@ def find_own_status(run: Run, driver: str, claimed: int = 0) -> Entry | None:
 
 
 def read_status(run: Run, driver: str = "", other_than: str = "") -> Status | None:
-    """Return the current status (`newest_status`), or None if there is none or it is damaged."""
+    """Return the current status (`newest_status`), or None if no status exists or it is damaged."""
     return read_or_default(lambda: load_newest_status(run, driver, other_than), None)
 
 

@@ -168,7 +168,7 @@ class Delivery:
         self._described = newest.number
 
     def _final_step(self, spans: list[Span]) -> int:
-        """Return the newest checkpoint's step, or -1 if there is none. The history is final up to this step."""
+        """Return the newest checkpoint's step, or -1 without a checkpoint. The history is final up to this step."""
         counted, _, _ = classify(list_directories(self.run), spans)
         return step_of(counted[-1]) if counted else -1
 
