@@ -31,7 +31,7 @@ BUDGETS = {
     "baseline": 140,
     "checkpoint": 3620,
     "data": 5000,
-    "elastic": 3740,
+    "elastic": 4000,
     "machine": 360,
     "observe": 690,
     "parallel": 1060,
