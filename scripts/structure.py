@@ -32,7 +32,7 @@ BUDGETS = {
     "baseline": 90,
     "checkpoint": 2350,
     "data": 3360,
-    "elastic": 2390,
+    "elastic": 2530,
     "machine": 230,
     "observe": 440,
     "parallel": 630,

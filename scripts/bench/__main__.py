@@ -19,7 +19,7 @@ from statistics import median
 
 from scripts import object_stores
 from scripts.bench import Benchmark, Figure, checkpoint, ingest, memory_rows, overhead, step, submitter
-from scripts.bench.scale import data, history, transfer
+from scripts.bench.scale import data, decider, history, transfer
 
 BENCHMARKS = {
     "step": Benchmark("step of ResNet-18, 128 rows, two cores", "ms", 1 / 1.03, step.measure),
@@ -40,6 +40,7 @@ WAYS = ("ingest", "step", "overhead", "checkpoint")
 
 SCALE: dict[str, Callable[[], Iterator[Figure]]] = {
     "data": data.measure,
+    "decider": decider.measure,
     "history": history.measure,
     "transfer": transfer.measure,
 }

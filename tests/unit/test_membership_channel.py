@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
+import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from ctypes import addressof, create_string_buffer
 from datetime import timedelta
-from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Client, Connection
+from itertools import cycle
+from multiprocessing import AuthenticationError
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
+from sunspot.background import start_thread
 from sunspot.elastic import member_connections, membership_channel
+from sunspot.elastic.member_connections import (
+    HEARTBEAT,
+    DriverConnection,
+    FrameReader,
+    MemberConnection,
+    MemberConnections,
+    decode,
+    encode,
+    open_connection,
+)
 from sunspot.elastic.membership import Change, Close, Generation, Member
 from sunspot.elastic.membership_channel import (
     DriverUnreachableError,
@@ -30,8 +47,12 @@ from sunspot.elastic.membership_channel import (
     MembershipServer,
     ask_living,
 )
+from sunspot.elastic.messages import Incident
 from sunspot.run.incidents import Cause
 from tests.harness.waiting import wait_until
+
+BPF_RET, SO_ATTACH_FILTER = 0x06, 26
+"""Numbers of Linux for a socket filter. Python has no constants for them."""
 
 
 @pytest.fixture
@@ -48,26 +69,63 @@ def open_server(size: int) -> Iterator[MembershipServer]:
         yield server
 
 
-def enter(server: MembershipServer, uid: str, node: str = "node", step: int | None = None) -> Connection:
+def enter(server: MembershipServer, uid: str, node: str = "node", step: int | None = None) -> DriverConnection:
     """Connect a process with a state at `step` that asks to be in the next generation."""
     address = server.address
-    connection = Client((address.host, address.port), authkey=address.key)
+    connection = open_connection(address.host, address.port, address.key, 5.0)
     connection.send(Member(uid, node))
-    connection.recv()
+    connection.receive()
     connection.send(JoinRequest(step))
     return connection
 
 
-def next_message(connection: Connection) -> object:
-    """Return the server's next message that is not a heartbeat."""
-    while isinstance(message := connection.recv(), str):
-        continue
-    return message
-
-
-def beat(connection: Connection, until: threading.Event) -> None:
+def beat(connection: DriverConnection, until: threading.Event) -> None:
     while not until.wait(0.1):
-        connection.send("beat")
+        connection.beat()
+
+
+def reported(server: MembershipServer) -> list[Incident]:
+    """Return the incidents that a server has reported."""
+    assert isinstance(server._control, Mock)
+    return [call.args[-1] for call in server._control.send.call_args_list]
+
+
+@contextmanager
+def serve_one(handler: Mock) -> Iterator[tuple[MemberConnections, MemberConnection, DriverConnection]]:
+    """Yield the connections of a driver that has one member, and both ends of its connection."""
+    connections = MemberConnections("127.0.0.1", b"key", 1, handler)
+    with closing(connections):
+        opening = start_thread(lambda: open_connection("127.0.0.1", connections.port, b"key", 5.0), "member")
+        while not opening.done():
+            connections.serve()
+        [accepted] = connections._authenticated
+        with opening.result() as member:
+            yield connections, accepted, member
+
+
+def serve_once(connections: MemberConnections) -> bool:
+    """Let a driver serve its connections once, and return True."""
+    connections.serve()
+    return True
+
+
+def readable(own: socket.socket) -> bool:
+    """Return True if a socket can be read without waiting."""
+    return bool(select.select([own], [], [], 0)[0])
+
+
+@contextmanager
+def bare(connection: DriverConnection | MemberConnection) -> Iterator[socket.socket]:
+    """Yield the socket of a connection."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        yield own
+
+
+def cut(connection: DriverConnection | MemberConnection) -> None:
+    """Let the kernel drop all packets that arrive on a connection, so that it acknowledges none, as if it were gone."""
+    drop_all = create_string_buffer(struct.pack("HBBI", BPF_RET, 0, 0, 0))
+    with bare(connection) as own:
+        own.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, addressof(drop_all)))
 
 
 def test_a_silent_connection_does_not_delay_other_processes(server: MembershipServer) -> None:
@@ -76,14 +134,14 @@ def test_a_silent_connection_does_not_delay_other_processes(server: MembershipSe
         client = MembershipClient(address, Member("one", "node"), lambda: None)
         client.connect()
         assert client._link
-        with socket.socket(fileno=os.dup(client._link.connection.fileno())) as own:
+        with bare(client._link.connection) as own:
             assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000, "a cut network is noticed soon"
         client.close()
 
 
 def test_a_process_without_the_key_is_rejected(server: MembershipServer) -> None:
     with pytest.raises(AuthenticationError):
-        Client((server.address.host, server.address.port), authkey=b"another")
+        open_connection(server.address.host, server.address.port, b"another", 5.0)
     assert not server._connections
 
 
@@ -91,9 +149,9 @@ def test_a_process_tells_the_server_which_state_it_has(server: MembershipServer)
     """Otherwise, the server would prefer a staying newcomer to the only member that has the state."""
     leaving, staying = enter(server, "leaving", node="old", step=7), enter(server, "staying")
     for connection in (leaving, staying):
-        assert isinstance(next_message(connection), Generation)
+        assert isinstance(connection.receive(), Generation)
     server.drain({"old"})
-    assert isinstance(next_message(leaving), Change)
+    assert isinstance(leaving.receive(), Change)
     for connection, step in ((leaving, 8), (staying, None)):
         connection.send(JoinRequest(step))
     with leaving, staying:
@@ -103,18 +161,19 @@ def test_a_process_tells_the_server_which_state_it_has(server: MembershipServer)
 
 
 def test_closing_the_server_ends_its_threads() -> None:
+    before = set(threading.enumerate())
     with open_server(2):
         pass
-    wait_until(lambda: not [each for each in threading.enumerate() if each.name == "members"], seconds=5)
+    wait_until(lambda: set(threading.enumerate()) <= before, seconds=5)
 
 
 def test_a_change_announced_right_after_a_group_is_not_missed() -> None:
     """The training thread can be slower than the listening thread."""
     client = MembershipClient(MembershipAddress("nowhere", 0, 0, b""), Member("one", "node"), lambda: None)
-    ours, theirs = Pipe()
-    link = client._link = Link(ours, "one-1")
+    ours, theirs = socket.socketpair()
+    link = client._link = Link(DriverConnection(ours), "one-1")
     for word in (Generation(1, (Member("one-1", "node"),)), Change(1)):
-        theirs.send(word)
+        theirs.sendall(encode(word))
     threading.Thread(target=client._listen, args=(link,), daemon=True).start()
     wait_until(lambda: client._newest_change, seconds=5)
     assert not client.changing
@@ -124,6 +183,82 @@ def test_a_change_announced_right_after_a_group_is_not_missed() -> None:
     assert not client.changing, "the change belonged to the previous generation"
 
 
+@given(
+    st.lists(st.one_of(st.just(HEARTBEAT), st.binary(max_size=300).map(encode)), max_size=20),
+    st.lists(st.integers(1, 200), min_size=1, max_size=50),
+)
+def test_messages_survive_any_division_of_the_bytes(sent: list[bytes], sizes: list[int]) -> None:
+    reader = FrameReader()
+    stream = b"".join(sent)
+    received: list[bytes] = []
+    for size in cycle(sizes):
+        if not stream:
+            break
+        received += reader.read(stream[:size])
+        stream = stream[size:]
+    assert [encode(decode(message)) for message in received] == [data for data in sent if data != HEARTBEAT]
+
+
+def test_a_stopped_member_that_reads_nothing_delays_no_other(server: MembershipServer) -> None:
+    with enter(server, "stopped") as stopped:
+        stopped.send(HeartbeatLimit(60.0))
+        server._connections["stopped"].send(bytes(100_000_000))
+        with enter(server, "other") as other:
+            assert isinstance(other.receive(), Generation)
+            assert "other" in ask_living(server.address)
+
+
+def test_the_server_sends_nothing_to_a_member_until_it_is_quiet() -> None:
+    with serve_one(Mock()) as (connections, _, member), bare(member) as received:
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            member.beat()
+            connections.serve()
+        with pytest.raises(BlockingIOError):
+            received.recv(1, socket.MSG_DONTWAIT)
+        wait_until(lambda: serve_once(connections) and readable(received), seconds=5)
+        assert received.recv(1) == HEARTBEAT
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is an option of Linux")
+def test_a_dead_machine_is_lost_after_about_a_second(server: MembershipServer) -> None:
+    with enter(server, "dead") as dead, enter(server, "other") as other:
+        dead.send(HeartbeatLimit(60.0))
+        other.send(HeartbeatLimit(60.0))
+        wait_until(lambda: server.snapshot().trains, seconds=5)
+        cut(dead)
+        began = time.monotonic()
+        wait_until(lambda: ask_living(server.address) == ["other"], seconds=5)
+        assert 0.9 < time.monotonic() - began < 2.5
+    assert [incident.cause for incident in reported(server)] == [Cause.NODE_LOST]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is an option of Linux")
+def test_a_member_notices_the_dead_machine_of_its_driver_after_about_a_second(server: MembershipServer) -> None:
+    ended = threading.Event()
+    client = MembershipClient(server.address, Member("one", "node"), ended.set)
+    client.connect()
+    began = time.monotonic()
+    cut(server._connections["one-1"])
+    assert ended.wait(5)
+    assert 0.9 < time.monotonic() - began < 2.5
+    client.close()
+
+
+def test_a_driver_that_was_stopped_does_not_take_its_members_for_silent() -> None:
+    """Their heartbeats have arrived in the meantime, but have not been read."""
+    handler = Mock()
+    with serve_one(handler) as (connections, accepted, member):
+        accepted.silence_limit_s = 0.5
+        for _ in range(10):
+            time.sleep(0.1)
+            member.beat()
+        connections.serve()
+        assert not handler.declare_lost.called
+        wait_until(lambda: serve_once(connections) and handler.declare_lost.called, seconds=5)
+        assert handler.declare_lost.call_args.args == (accepted, None)
+
+
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "silent"])
 def test_the_other_members_are_told_about_a_lost_process(server: MembershipServer, ends: bool) -> None:
     first, second = enter(server, "first"), enter(server, "second")
@@ -131,10 +266,10 @@ def test_the_other_members_are_told_about_a_lost_process(server: MembershipServe
     beating = threading.Thread(target=beat, args=(first, done))
     beating.start()
     try:
-        assert [type(next_message(one)) for one in (first, second)] == [Generation, Generation]
+        assert [type(one.receive()) for one in (first, second)] == [Generation, Generation]
         if ends:
             second.close()
-        assert isinstance(next_message(first), Close)
+        assert isinstance(first.receive(), Close)
         assert server.snapshot().trains
     finally:
         done.set()
@@ -156,7 +291,7 @@ def test_a_process_presumed_lost_reconnects_before_its_step_completes() -> None:
         assert formed
         assert formed[0].number == 1
         for connection in list(server._connections.values()):
-            with socket.socket(fileno=os.dup(connection.fileno())) as own:
+            with bare(connection) as own:
                 own.shutdown(socket.SHUT_RDWR)
         assert client.closed(5.0)
         wait_until(lambda: ask_living(server.address) == ["one-2"], seconds=5)
@@ -174,7 +309,7 @@ def test_a_process_that_leaves_while_connecting_does_not_count_as_alive(
     """Otherwise, its group would wait for its request to join."""
     client = MembershipClient(server.address, Member("one", "node"), lambda: None)
 
-    def open_and_leave(*given: Any) -> Connection:
+    def open_and_leave(*given: Any) -> DriverConnection:
         client.close()
         return member_connections.open_connection(*given)
 
@@ -203,7 +338,7 @@ def test_the_wait_for_a_stopped_driver_is_limited(monkeypatch: pytest.MonkeyPatc
         address = MembershipAddress("127.0.0.1", stopped.getsockname()[1], 0, b"")
         client = MembershipClient(address, Member("one", "node"), lambda: None)
         began = time.monotonic()
-        with pytest.raises(DriverUnreachableError, match=r"127\.0\.0\.1.*check that it runs"):
+        with pytest.raises(DriverUnreachableError, match=r"127\.0\.0\.1.*check that it is running"):
             client.connect()
         assert time.monotonic() - began < 10
 
@@ -216,8 +351,8 @@ def test_unauthenticated_connections_are_limited_in_number_and_time(
     strangers = [socket.create_connection(address) for _ in range(30)]
     with enter(server, "one"):
         assert ask_living(server.address) == ["one"], "unauthenticated connections do not block members"
-        assert len(server._listener._unauthenticated) <= 2 * 2 + 16
-        wait_until(lambda: not server._listener._unauthenticated, seconds=5)
+        assert len(server._accepted._unauthenticated) <= 2 * 2 + 16
+        wait_until(lambda: not server._accepted._unauthenticated, seconds=5)
     for stranger in strangers:
         stranger.settimeout(5)
         with suppress(ConnectionError):
@@ -234,9 +369,12 @@ def test_the_server_pauses_after_failing_to_accept_a_connection() -> None:
         tried.append(time.monotonic())
         raise OSError("Too many open files")
 
-    listener = member_connections.MemberListener("127.0.0.1", b"key", 2, lambda connection: None)
-    with patch.object(listener, "_socket", Mock(accept=accept, __enter__=Mock(), __exit__=Mock())), listener:
-        time.sleep(0.5)
+    connections = MemberConnections("127.0.0.1", b"key", 2, Mock())
+    with closing(connections), socket.create_connection(("127.0.0.1", connections.port)):
+        until = time.monotonic() + 0.5
+        with patch.object(connections, "_listening", Mock(wraps=connections._listening, accept=accept)):
+            while time.monotonic() < until:
+                connections.serve()
     assert 1 <= len(tried) <= 10
 
 
@@ -259,14 +397,14 @@ def test_the_store_keeps_only_the_addresses_of_the_newest_generation(server: Mem
     beating = threading.Thread(target=beat, args=(first, done))
     beating.start()
     with first:
-        assert isinstance(next_message(first), Generation)
+        assert isinstance(first.receive(), Generation)
         for rank in range(2):
             store.set(f"1/{rank}", "address")
         second.close()
-        assert isinstance(next_message(first), Close)
+        assert isinstance(first.receive(), Close)
         store.set("2/0", "address")
         first.send(JoinRequest(None))
-        assert isinstance(next_message(first), Generation)
+        assert isinstance(first.receive(), Generation)
         wait_until(lambda: store.list_keys() == ["2/0"], seconds=5)
         done.set()
         beating.join()
@@ -286,18 +424,16 @@ def test_the_store_keeps_only_the_addresses_of_the_newest_generation(server: Mem
 def test_an_unresponsive_machine_counts_as_a_lost_node(
     server: MembershipServer, error: Exception | None, cause: Cause
 ) -> None:
-    member = Member("first", "node")
     with enter(server, "first"), enter(server, "second"):
         wait_until(lambda: server.snapshot().trains, seconds=5)
-        server._note_loss(member, error)
-    incidents = [call.args[2] for call in server._control.send.call_args_list]
-    assert [incident.cause for incident in incidents][:1] == [cause]
+        server.declare_lost(server._connections["first"], error)
+    assert [incident.cause for incident in reported(server)][:1] == [cause]
 
 
 def test_a_change_for_a_draining_node_is_recorded_as_a_preemption(server: MembershipServer) -> None:
     with enter(server, "leaving", node="old") as leaving, enter(server, "staying"):
-        assert isinstance(next_message(leaving), Generation)
+        assert isinstance(leaving.receive(), Generation)
         server.drain({"old"})
-        assert isinstance(next_message(leaving), Change)
-        [incident] = [call.args[1] for call in server._control.send.call_args_list]
+        assert isinstance(leaving.receive(), Change)
+        [incident] = reported(server)
         assert (incident.cause, incident.detail) == (Cause.PREEMPTED, "node old")

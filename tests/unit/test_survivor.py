@@ -111,6 +111,19 @@ def test_all_members_continue_with_the_metrics_and_rows_of_one_member(tmp_path: 
     assert in_processes(tmp_path, 2, act) == [({"no_better": 1}, 1.0, 1, False, None)] * 2
 
 
+def test_members_with_the_state_share_the_work_of_sending_it(tmp_path: Path) -> None:
+    def act(group: Any) -> Any:
+        rank = dist.get_rank()
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(model.weight, rank)
+        saved = SavedObjects(model, torch.optim.SGD(model.parameters())) if rank in (1, 3) else None
+        holders = SurvivingState(FURTHEST.checkpoint, True, (3, 1))
+        state = hand_over(WorkerPlace(group, rank, 4), holders, saved, StateMetadata({}, 0.0, ()), 10)
+        return state.model and float(state.model["weight"].mean())
+
+    assert in_processes(tmp_path, 4, act) == [3.0, None, 1.0, None]
+
+
 @pytest.mark.parametrize("live", [False, True])
 def test_all_members_of_a_group_build_a_model_or_none_does(live: bool) -> None:
     """Otherwise, a prepared process and a process that came when no group trained would wait for each other."""

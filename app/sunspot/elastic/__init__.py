@@ -7,11 +7,12 @@ restart mode, a loss ends the whole worker group, and Ray Train starts a new one
 
 Who decides that a worker is lost
 ---------------------------------
-In survivor mode, membership_channel.MembershipServer decides, in the driver. Each worker has a connection to it. A
-worker is lost at once if the connection ends because the process has exited. It is lost after MACHINE_LIMIT_S (1 s) if
-the kernel of its machine no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no
-heartbeat; a worker that is building its model may take longer. Ray finds out later. It then asks failures.FailureJudge,
-which counts the loss against MAX_FAILURES, and replaces the process.
+In survivor mode, membership_channel.MembershipServer.declare_lost decides, in the driver. Each worker has a connection
+to the server, and member_connections.MemberConnections serves all of them in one thread. A worker is lost at once if
+its connection ends because the process has exited. It is lost after MACHINE_LIMIT_S (1 s) if the kernel of its machine
+no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no heartbeat; a worker that is
+building its model may take longer. Ray finds out later. It then asks failures.FailureJudge, which counts the loss
+against MAX_FAILURES, and replaces the process.
 
 In restart mode, Ray Train's controller decides. A worker is lost if its actor has died or does not answer a health
 check. Ray then calls failure_callback.FailureCallback, which asks failures.FailureJudge whether another group starts.
@@ -28,7 +29,7 @@ is about to replace.
 
 A loss in survivor mode, from the last packet of a process to the repeated step
 -------------------------------------------------------------------------------
- 1. membership_channel.MembershipServer   notices the loss, and closes the group (a generation) for the other members
+ 1. membership_channel.MembershipServer   declares it lost, and closes the group (a generation) for the other members
  2. parallel.process_group.ProcessGroups  breaks their collectives, so that their step raises an error and does not hang
  3. train.survivor.Survivor.leave         restores the state from before that step (train.undo.StepUndo)
  4. membership.Membership.decide          forms the next group once all living members ask to join -> Survivor.form
@@ -38,8 +39,7 @@ A loss in survivor mode, from the last packet of a process to the repeated step
 
 If a node is preempted with a notice, or another worker is ready to join, steps 1 and 2 do not happen. Instead, the
 membership server asks for a change between two steps, and `Worker.finish_step` raises RegroupError. If a replacement
-cannot train, only its own process ends (train.replacement.end_replacement). Members connect to the server through
-member_connections.MemberListener.
+cannot train, only its own process ends (train.replacement.end_replacement).
 
 A restart of the whole group, from the notice to the first step of the new group
 --------------------------------------------------------------------------------

@@ -1,162 +1,399 @@
-"""Authenticated connections between a worker group's members and the driver, with limits on their number and time."""
+"""Authenticated connections between the driver and the members of a worker group.
+
+A heartbeat is one byte. Any other message is pickled, and follows its length. One thread of the driver serves all
+connections. It waits for none of them: what a socket does not take at once is sent later, so that a stopped process
+delays no other.
+"""
 
 import contextlib
-import os
+import hmac
+import pickle
+import secrets
+import selectors
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
+import zlib
+from collections import deque
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Self
-
-from sunspot.background import start_thread
+from typing import Any, Protocol, Self
 
 MACHINE_LIMIT_S = 1.0
 """Seconds for which a peer's kernel may leave a packet unacknowledged."""
 
+HEARTBEAT_EVERY_S = 0.1
+
+QUIET_S = 0.15
+"""Seconds without a heartbeat after which the driver sends a byte, which the kernel of a live machine acknowledges."""
+
+LOOK_EVERY_S = 0.05
+"""Seconds between two checks for quiet connections."""
+
 AUTHENTICATE_S = 5.0
-"""Seconds within which a process must prove that it belongs to this training."""
+"""Seconds within which a process must prove that it belongs to this training, and then say who it is."""
 
 EXTRA_UNAUTHENTICATED = 16
 """Number of unauthenticated connections allowed in addition to two per worker."""
 
-LOOK_EVERY_S = 0.5
-"""Seconds between two checks for connections that take too long to authenticate."""
-
 PAUSE_S = 0.1
 """Pause in seconds after a connection could not be accepted, for example because too many files are open."""
+
+SELECT_S = 0.02
+"""Seconds that one call of `MemberConnections.serve` waits for messages."""
+
+BACKLOG = 4096
+"""Number of connections that the kernel keeps until they are accepted, because workers start together."""
 
 CONNECTION_ERRORS = (EOFError, OSError, AuthenticationError)
 """Errors raised by reads and writes if the other process is gone, is silent, or does not know the key."""
 
+HEARTBEAT, MESSAGE = b"\0", b"\1"
+"""First byte of a heartbeat, which has no other, and of a message."""
 
-class MemberListener:
-    """Context manager that listens on one address and serves each process that knows the key in a separate thread."""
+HEADER = struct.Struct("!cI")
+"""First byte of a message, and the number of bytes that follow this header."""
 
-    def __init__(self, host: str, key: bytes, size: int, serve: Callable[[Connection], None]) -> None:
-        """Create a listener for `size` workers. `serve` returns or raises one of CONNECTION_ERRORS to end a
-        connection."""
+READ_BYTES = 1 << 12
+"""Number of bytes to read at once. Reading many heartbeats is faster with a small buffer."""
+
+NONCE_BYTES = PROOF_BYTES = 32
+
+MOST_BYTES = 1 << 28
+"""Size of the largest message from an authenticated process."""
+
+
+def encode(message: object) -> bytes:
+    """Return the bytes that send a message."""
+    return _frame(zlib.compress(pickle.dumps(message), 1))
+
+
+def decode(body: bytes) -> Any:
+    """Return the message that `encode` was given. The sender must have been authenticated."""
+    return pickle.loads(zlib.decompress(body))
+
+
+def _frame(body: bytes) -> bytes:
+    return HEADER.pack(MESSAGE, len(body)) + body
+
+
+class FrameReader:
+    """Finds the messages in the bytes that a connection receives."""
+
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        """Accept messages of at most `most` bytes."""
+        self.most = most
+        self._unread = bytearray()
+
+    def read(self, received: bytes) -> list[bytes]:
+        """Return the messages that are complete with these bytes, still encoded and without heartbeats.
+
+        Raises `ConnectionError` if a message is too large, or if the bytes are none.
+        """
+        if not self._unread and not received.strip(HEARTBEAT):
+            return []
+        self._unread += received
+        messages = []
+        while self._unread:
+            if self._unread.startswith(HEARTBEAT):
+                del self._unread[:1]
+                continue
+            if len(self._unread) < HEADER.size:
+                break
+            kind, size = HEADER.unpack_from(self._unread)
+            if kind != MESSAGE or size > self.most:
+                raise ConnectionError(f"a connection received no message, or one of {size:,} bytes")
+            if len(self._unread) < HEADER.size + size:
+                break
+            messages.append(bytes(self._unread[HEADER.size : HEADER.size + size]))
+            del self._unread[: HEADER.size + size]
+        return messages
+
+
+class MemberConnection:
+    """The driver's end of one connection. Only the thread that serves the connections uses it."""
+
+    def __init__(self, opened: socket.socket, selector: selectors.BaseSelector, now: float) -> None:
+        """Serve a connection that was opened at `now` (`monotonic`)."""
+        opened.setblocking(False)
+        _end_if_unacknowledged(opened)
+        self._socket = opened
+        self._selector = selector
+        self._unsent: deque[memoryview] = deque()
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._reader = FrameReader(most=NONCE_BYTES + PROOF_BYTES)
+        self.silence_limit_s = AUTHENTICATE_S
+        "Seconds without a heartbeat after which the peer is lost."
+        self.heard_at = now
+        selector.register(opened, selectors.EVENT_READ, self)
+        self.send(_frame(self._nonce))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, data: bytes) -> None:
+        """Send bytes, as far as possible now. They are not copied, so that many connections can share them."""
+        self._unsent.append(memoryview(data))
+        self.flush()
+
+    def receive(self, now: float) -> list[bytes]:
+        """Return the messages that have arrived, still encoded. Raises `EOFError` or `OSError` if there is no peer."""
+        try:
+            received = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not received:
+            raise EOFError
+        self.heard_at = now
+        return self._reader.read(received)
+
+    def authenticate(self, key: bytes, answer: bytes) -> None:
+        """Check that the peer knows the key, and prove that this process does. Raises `AuthenticationError`."""
+        nonces, proof = self._nonce + answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _prove(key, b"worker", nonces)):
+            self.send(_frame(b""))  # instead of a proof
+            raise AuthenticationError
+        self._reader.most = MOST_BYTES
+        self.send(_frame(_prove(key, b"driver", nonces)))
+
+    def flush(self) -> None:
+        """Send what could not be sent before."""
+        try:
+            while self._unsent:
+                rest = self._unsent.popleft()
+                sent = self._socket.send(rest)
+                if sent < len(rest):
+                    self._unsent.appendleft(rest[sent:])
+        except BlockingIOError:
+            self._unsent.appendleft(rest)
+        except OSError:
+            self._unsent.clear()  # the next read raises this error, too
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        if self._selector.get_key(self._socket).events != events:
+            self._selector.modify(self._socket, events, self)
+
+    def probe(self) -> None:
+        """Send a byte that the kernel of the peer's machine must acknowledge, unless other bytes wait to be sent."""
+        if not self._unsent:
+            self.send(HEARTBEAT)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._selector.unregister(self._socket)
+        self._socket.close()
+
+
+class ConnectionHandler(Protocol):
+    """The functions that `MemberConnections` calls."""
+
+    def receive(self, connection: MemberConnection, message: Any) -> None:
+        """Handle a message from an authenticated process."""
+
+    def declare_lost(self, connection: MemberConnection, error: BaseException | None) -> None:
+        """Handle the end of an authenticated connection, and its error, or None if the process was silent."""
+
+
+class MemberConnections:
+    """The connections that one address accepts. `serve` is called again and again, by one thread."""
+
+    def __init__(self, host: str, key: bytes, size: int, handler: ConnectionHandler) -> None:
+        """Listen on `host` for `size` workers that know the key."""
         self._key = key
-        self._serve = serve
-        self._most = 2 * size + EXTRA_UNAUTHENTICATED
-        self._socket = create_server(host)
-        self._socket.settimeout(LOOK_EVERY_S)
-        self.port: int = self._socket.getsockname()[1]
-        self._lock = threading.Lock()
-        self._unauthenticated: dict[socket.socket, float] = {}
+        self._handler = handler
+        self._most_unauthenticated = 2 * size + EXTRA_UNAUTHENTICATED
+        self._unauthenticated: dict[MemberConnection, float] = {}
         "Unauthenticated connections, oldest first, with the deadline of each (`monotonic`)."
-        self._closing = False
+        self._authenticated: set[MemberConnection] = set()
+        self._accept_at = 0.0
+        "Time at which the next connection may be accepted."
+        self._look_at = 0.0
+        "Time of the next check for quiet connections."
+        self._listening = create_server(host)
+        self._listening.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
+
+    @property
+    def port(self) -> int:
+        """Port that accepts connections."""
+        port: int = self._listening.getsockname()[1]
+        return port
+
+    def serve(self) -> None:
+        """Accept connections, receive and send messages, and end the connections that are lost."""
+        # This process may have been stopped. A peer is silent only if nothing from it had arrived at `began`.
+        began = time.monotonic()
+        for key, events in self._selector.select(SELECT_S):
+            connection: MemberConnection | None = key.data
+            if connection is None:
+                self._accept()
+            elif connection in self._authenticated or connection in self._unauthenticated:  # it has not just ended
+                if events & selectors.EVENT_WRITE:
+                    connection.flush()
+                if events & selectors.EVENT_READ:
+                    self._receive(connection)
+        for connection in [each for each, until in self._unauthenticated.items() if until < began]:
+            self._end_unauthenticated(connection)
+        if began >= self._look_at:
+            self._look_at = began + LOOK_EVERY_S
+            self._end_silent(began)
+
+    def close(self) -> None:
+        """End all connections, and accept no more."""
+        for connection in [*self._unauthenticated, *self._authenticated]:
+            connection.close()
+        self._selector.close()
+        self._listening.close()
+
+    def _accept(self) -> None:
+        now = time.monotonic()
+        while now >= self._accept_at:
+            try:
+                accepted, _ = self._listening.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                self._accept_at = now + PAUSE_S
+                return
+            self._unauthenticated[MemberConnection(accepted, self._selector, now)] = now + AUTHENTICATE_S
+            if len(self._unauthenticated) > self._most_unauthenticated:
+                self._end_unauthenticated(next(iter(self._unauthenticated)))
+
+    def _receive(self, connection: MemberConnection) -> None:
+        try:
+            for message in connection.receive(time.monotonic()):
+                if connection in self._authenticated:
+                    self._handler.receive(connection, decode(message))
+                else:
+                    connection.authenticate(self._key, message)
+                    del self._unauthenticated[connection]
+                    self._authenticated.add(connection)
+        except CONNECTION_ERRORS as error:
+            if connection in self._authenticated:
+                self._end(connection, error)
+            else:
+                self._end_unauthenticated(connection)
+
+    def _end_silent(self, at: float) -> None:
+        """End the connections of processes that had been silent for too long at the time `at`, and probe quiet ones."""
+        for connection in list(self._authenticated):
+            silent_s = at - connection.heard_at
+            if silent_s > connection.silence_limit_s:
+                self._end(connection, None)
+            elif silent_s > QUIET_S:
+                connection.probe()
+
+    def _end_unauthenticated(self, connection: MemberConnection) -> None:
+        del self._unauthenticated[connection]
+        connection.close()
+
+    def _end(self, connection: MemberConnection, error: BaseException | None) -> None:
+        self._authenticated.remove(connection)
+        connection.close()
+        self._handler.declare_lost(connection, error)
+
+
+class DriverConnection:
+    """A worker's end of a connection. Any thread may send, and one thread receives."""
+
+    def __init__(self, opened: socket.socket) -> None:
+        """Use a socket that is connected to the driver."""
+        self._socket = opened
+        self._sending = threading.Lock()
+        self._reader = FrameReader()
+        self._received: deque[bytes] = deque()
 
     def __enter__(self) -> Self:
-        start_thread(self._accept, "members")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing = True
+        self.close()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def limit_wait(self, limit_s: float | None) -> None:
+        """Limit each wait for the driver to `limit_s` seconds, or to nothing if it is None."""
+        self._socket.settimeout(limit_s)
+
+    def send(self, message: object) -> None:
+        """Send a message. Raises `OSError` if the connection has ended."""
+        self._send(encode(message))
+
+    def beat(self) -> None:
+        """Send a heartbeat. Raises `OSError` if the connection has ended."""
+        self._send(HEARTBEAT)
+
+    def receive(self) -> Any:
+        """Wait for the next message and return it. Raises `EOFError` or `OSError` if the connection has ended."""
+        return decode(self._receive())
+
+    def authenticate(self, key: bytes) -> None:
+        """Prove that this process knows the key, and check that the driver does. Raises one of CONNECTION_ERRORS."""
+        own = secrets.token_bytes(NONCE_BYTES)
+        nonces = self._receive() + own
+        self._send(_frame(own + _prove(key, b"worker", nonces)))
+        if not hmac.compare_digest(self._receive(), _prove(key, b"driver", nonces)):
+            raise AuthenticationError("the driver has another key")
+
+    def end(self) -> None:
+        """End the connection, so that all waits for it end. The thread that receives must close it then."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, which closes the socket
+            self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _accept(self) -> None:
-        with self._socket:
-            while not self._closing:
-                self._end_overdue()
-                try:
-                    accepted, _ = self._socket.accept()
-                except TimeoutError:
-                    continue
-                except OSError:
-                    time.sleep(PAUSE_S)
-                    continue
-                accepted.settimeout(None)
-                self._end_overdue(most=self._most - 1)
-                with self._lock:
-                    self._unauthenticated[accepted] = time.monotonic() + AUTHENTICATE_S
-                try:
-                    start_thread(partial(self._admit, accepted), "member")
-                except RuntimeError:  # no more threads can be started
-                    self._forget(accepted)
-                    time.sleep(PAUSE_S)
+    def close(self) -> None:
+        """Close the socket."""
+        self.end()
+        with self._sending:  # otherwise another thread could write to another file with the same number
+            self._socket.close()
 
-    def _end_overdue(self, most: int = sys.maxsize) -> None:
-        """End the unauthenticated connections whose deadline has passed, and the oldest ones beyond `most`."""
-        with self._lock:
-            excess = len(self._unauthenticated) - most
-            for number, (pending, until) in enumerate(list(self._unauthenticated.items())):
-                if number < excess or time.monotonic() > until:
-                    del self._unauthenticated[pending]
-                    with contextlib.suppress(OSError):
-                        pending.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+    def _send(self, data: bytes) -> None:
+        with self._sending:
+            self._socket.sendall(data)
 
-    def _forget(self, accepted: socket.socket) -> None:
-        with self._lock:
-            self._unauthenticated.pop(accepted, None)
-        accepted.close()
-
-    def _admit(self, accepted: socket.socket) -> None:
-        """Serve a connection once it has authenticated itself."""
-        try:
-            connection = Connection(os.dup(accepted.fileno()))
-        except OSError:
-            self._forget(accepted)
-            return
-        with connection:
-            try:
-                expect_answers(connection)
-                deliver_challenge(connection, self._key)  # type: ignore[arg-type]
-                answer_challenge(connection, self._key)  # type: ignore[arg-type]
-                authenticated = True
-            except CONNECTION_ERRORS:
-                authenticated = False
-            self._forget(accepted)
-            if authenticated:
-                with contextlib.suppress(*CONNECTION_ERRORS):
-                    self._serve(connection)
+    def _receive(self) -> bytes:
+        while not self._received:
+            received = self._socket.recv(READ_BYTES)
+            if not received:
+                raise EOFError
+            self._received += self._reader.read(received)
+        return self._received.popleft()
 
 
 def create_server(host: str) -> socket.socket:
     """Return a socket that listens only on `host`, on a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=128)
+    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
 
-def open_connection(host: str, port: int, key: bytes, limit_s: float) -> Connection:
+def open_connection(host: str, port: int, key: bytes, limit_s: float) -> DriverConnection:
     """Return an authenticated connection to the driver.
 
-    Each answer from the driver can take up to `limit_s` until `expect_answers` is called. Raises one of
+    Each answer from the driver can take up to `limit_s`, until `limit_wait` sets another limit. Raises one of
     CONNECTION_ERRORS.
     """
-    with socket.create_connection((host, port), limit_s) as opened:
-        opened.settimeout(None)
-        _limit_reads(opened, limit_s)
-        connection = Connection(os.dup(opened.fileno()))
+    opened = socket.create_connection((host, port), limit_s)
+    _end_if_unacknowledged(opened)
+    connection = DriverConnection(opened)
     try:
-        answer_challenge(connection, key)  # type: ignore[arg-type]
-        deliver_challenge(connection, key)  # type: ignore[arg-type]
+        connection.authenticate(key)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def expect_answers(connection: Connection) -> None:
-    """Let reads wait without a limit, but end the connection if the peer's kernel is silent for MACHINE_LIMIT_S.
+def _prove(key: bytes, role: bytes, nonces: bytes) -> bytes:
+    """Return a proof that its sender knows the key. The role keeps a peer from returning the other's proof."""
+    return hmac.digest(key, role + nonces, "sha256")
+
+
+def _end_if_unacknowledged(own: socket.socket) -> None:
+    """Send at once, and let the kernel end a connection whose peer acknowledges nothing for MACHINE_LIMIT_S.
 
     See TCP_USER_TIMEOUT in tcp(7).
     """
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _limit_reads(own, 0)
-        if sys.platform == "linux":
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MACHINE_LIMIT_S))
-
-
-def _limit_reads(own: socket.socket, limit_s: float) -> None:
-    """Make each read of a socket fail after `limit_s` seconds, or never if it is 0. See SO_RCVTIMEO in socket(7)."""
-    seconds = int(limit_s)
-    own.setsockopt(
-        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, int(1_000_000 * (limit_s - seconds)))
-    )
+    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform == "linux":
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MACHINE_LIMIT_S))

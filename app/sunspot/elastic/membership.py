@@ -123,6 +123,8 @@ class Membership:
         "Time of the first request to join a group that has no previous member."
         self.ended = False
         "True once a member has reported that the whole group ends. No other group follows, and members can leave."
+        self._changed = True
+        "True if anything has changed since `decide` was last called."
 
     def snapshot(self) -> MembershipSnapshot:
         """Return the current state, which later calls do not change."""
@@ -137,6 +139,7 @@ class Membership:
     def enter(self, member: Member) -> None:
         """Add a new process, which is in no group yet."""
         self._members[member.uid] = member
+        self._changed = True
 
     def request_to_join(self, uid: str, now: float, step: int | None = None) -> None:
         """Record a process's request to be in the next generation. A member's request closes the current generation.
@@ -146,6 +149,7 @@ class Membership:
         if uid not in self._members:
             return
         self._requests[uid] = step
+        self._changed = True
         if self._first_request == math.inf:
             self._first_request = now
         if self._is_member(uid):
@@ -154,11 +158,13 @@ class Membership:
     def end(self, uid: str) -> None:
         """Record that the group ends as a whole, because training is done or starts again."""
         self.ended = self.ended or self._is_member(uid)
+        self._changed = True
 
     def lose(self, uid: str, now: float) -> None:
         """Remove a process that is gone. The loss of a member closes the generation."""
         self._members.pop(uid, None)
         self._requests.pop(uid, None)
+        self._changed = True
         if self._is_member(uid) and not self.ended:
             self._close(now)
             if self._requests and not self._living():  # processes left out of that group asked before it formed
@@ -170,10 +176,17 @@ class Membership:
         Nodes are never removed from this record, because the connections of a node that has just gone may still be
         open.
         """
+        self._changed = self._changed or not self._draining.issuperset(nodes)
         self._draining |= frozenset(nodes)
 
     def decide(self, now: float) -> list[tuple[str, Message]]:
-        """Return the messages to send now, each with its recipient's uid."""
+        """Return the messages to send now, each with its recipient's uid.
+
+        Time alone changes nothing while a group trains, so that calls then cost nothing.
+        """
+        if not self._changed and (self._open or self.ended):
+            return []
+        self._changed = False
         if self.ended:
             waiting, self._requests = self._requests, {}
             return [(uid, None) for uid in waiting]
@@ -195,7 +208,7 @@ class Membership:
     @property
     def trains(self) -> bool:
         """True if a member of the newest generation is alive."""
-        return bool(self._living())
+        return any(uid in self._members for uid in self.generation.ranks)
 
     def _living(self) -> set[str]:
         return self.generation.ranks.keys() & self._members.keys()

@@ -1,9 +1,10 @@
 """Connects the members of a worker group with the membership server in the driver, over one connection for each member.
 
-If a process ends, its connection ends, so the loss is known at once. A lost node closes no connection, but its kernel
-no longer answers. Both sides send heartbeats, and even a busy kernel acknowledges them, so a limit of MACHINE_LIMIT_S
-is enough. The kernel of a stopped process still answers. Such a process is lost after PROCESS_LIMIT_S without a
-heartbeat, or later while it builds its model.
+`MembershipServer.declare_lost` is the only place where a process counts as lost. If a process ends, its connection
+ends, so the loss is known at once. A lost node closes no connection, but its kernel no longer answers. Members send
+heartbeats, and the server sends a byte to a member whose heartbeats stay away. Even a busy kernel acknowledges them, so
+a limit of MACHINE_LIMIT_S is enough, and members notice a lost driver in the same way. The kernel of a stopped process
+still answers. Such a process is lost after PROCESS_LIMIT_S without a heartbeat, or later while it builds its model.
 
 A process that was wrongly presumed lost finds its connection closed, and reconnects at once under another uid. If the
 other members have not formed a group by then, they wait for the process to join. Otherwise, it joins them later.
@@ -15,14 +16,12 @@ import logging
 import math
 import queue
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Self
+from typing import Any, Self
 
 import ray.util
 import torch.distributed as dist
@@ -31,9 +30,12 @@ from sunspot.background import Background, start_thread
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.member_connections import (
     CONNECTION_ERRORS,
-    MemberListener,
+    HEARTBEAT_EVERY_S,
+    DriverConnection,
+    MemberConnection,
+    MemberConnections,
     create_server,
-    expect_answers,
+    encode,
     open_connection,
 )
 from sunspot.elastic.membership import Change, Generation, Member, Membership, MembershipSnapshot, Message
@@ -45,8 +47,8 @@ from sunspot.run.incidents import Cause
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_EVERY_S = 0.1
-HEARTBEAT, END = "beat", "end"
+END = "end"
+"""Message that tells the membership server that the group ends as a whole."""
 
 ASK_LIVING = "living"
 """First message on a connection that requests the list of live processes."""
@@ -58,7 +60,8 @@ PROCESS_LIMIT_S = 10.0
 """Seconds without a heartbeat after which a member is lost. A starved process, or one that holds the GIL, can be silent
 for seconds."""
 
-DECIDE_EVERY_S = 0.02
+DECIDE_EVERY_S = 0.01
+"""Pause in seconds of the server's thread, so that one pass receives the heartbeats of many members."""
 
 STORE_TIMEOUT_S = 60
 
@@ -108,10 +111,13 @@ class MembershipServer:
         self._control = control
         self._membership = Membership(size)
         self._lock = threading.Lock()
-        self._connections: dict[str, Connection] = {}
+        self._connected: dict[MemberConnection, Member] = {}
+        "Live processes, by their connections."
+        self._connections: dict[str, MemberConnection] = {}
+        "Connections of the live processes, by uid."
         host = LOOPBACK if is_own_session() else ray.util.get_node_ip_address()
         key = secrets.token_bytes(16)
-        self._listener = MemberListener(host, key, size, self._serve)
+        self._accepted = MemberConnections(host, key, size, self)
         # The store is in the driver, because a store in a member would be lost with that member. By default, torch
         # (2.15) listens on all interfaces. It accepts no store written in Python (`Store.clone`), so the store cannot
         # ask for the key.
@@ -125,25 +131,16 @@ class MembershipServer:
             timeout=timedelta(seconds=STORE_TIMEOUT_S),
             master_listen_fd=listening.detach(),
         )
-        self.address = MembershipAddress(host, self._listener.port, store_port, key)
-        self._deciding = Background(DECIDE_EVERY_S, self._decide)
-        self._last_heartbeat = 0.0
-        self._running = contextlib.ExitStack()
+        self.address = MembershipAddress(host, self._accepted.port, store_port, key)
+        self._serving = Background(DECIDE_EVERY_S, self._accepted.serve, self._decide)
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._close_connections)
-            stack.enter_context(self._deciding)
-            stack.enter_context(self._listener)
-            self._running = stack.pop_all()
+        self._serving.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._running.close()
-
-    def _close_connections(self) -> None:
-        for connection in list(self._connections.values()):
-            connection.close()
+    def __exit__(self, *error: Any) -> None:
+        self._serving.__exit__(*error)
+        self._accepted.close()
 
     def snapshot(self) -> MembershipSnapshot:
         """Return the current state of the membership."""
@@ -155,39 +152,36 @@ class MembershipServer:
         with self._lock:
             self._membership.drain(nodes)
 
-    def _serve(self, connection: Connection) -> None:
-        first: Member | str = connection.recv()
-        if isinstance(first, str):  # ASK_LIVING
-            with self._lock:
-                living = list(self._connections)
-            connection.send(living)
-            return
-        try:
-            self._receive(connection, first)
-        finally:
-            with self._lock:
-                self._note_loss(first, sys.exception())
-                self._membership.lose(first.uid, time.monotonic())
-                del self._connections[first.uid]
-            self._deciding.run_now()
-
-    def _receive(self, connection: Connection, member: Member) -> None:
-        """Handle a member's messages until the connection ends or the member is silent for too long."""
+    def receive(self, connection: MemberConnection, message: Any) -> None:
+        """Handle a message from a process."""
         with self._lock:
-            self._connections[member.uid] = connection
-            self._membership.enter(member)
-            connection.send(self._membership.trains)
-        limit_s = PROCESS_LIMIT_S
-        while connection.poll(None if limit_s == math.inf else limit_s):
-            message: HeartbeatLimit | JoinRequest | str = connection.recv()
-            if isinstance(message, HeartbeatLimit):
-                limit_s = message.limit_s
+            if message == ASK_LIVING:
+                connection.send(encode(list(self._connections)))
+            elif isinstance(message, Member):
+                connection.silence_limit_s = PROCESS_LIMIT_S
+                self._connected[connection], self._connections[message.uid] = message, connection
+                self._membership.enter(message)
+                connection.send(encode(self._membership.trains))
+            elif isinstance(message, HeartbeatLimit):
+                connection.silence_limit_s = message.limit_s
             elif isinstance(message, JoinRequest):
-                with self._lock:
-                    self._membership.request_to_join(member.uid, time.monotonic(), message.step)
+                uid = self._connected[connection].uid
+                self._membership.request_to_join(uid, time.monotonic(), message.step)
             elif message == END:
-                with self._lock:
-                    self._membership.end(member.uid)
+                self._membership.end(self._connected[connection].uid)
+
+    def declare_lost(self, connection: MemberConnection, error: BaseException | None) -> None:
+        """Declare the process at the other end of a connection lost, whether or not it is.
+
+        The connection has ended with `error`: EOFError or a reset if the process has ended, one of MACHINE_ERRORS if
+        its machine did not answer for MACHINE_LIMIT_S, or None if no heartbeat came for PROCESS_LIMIT_S.
+        """
+        with self._lock:
+            member = self._connected.pop(connection, None)
+            if member:
+                del self._connections[member.uid]
+                self._note_loss(member, error)
+                self._membership.lose(member.uid, time.monotonic())
 
     def _note_loss(self, member: Member, error: BaseException | None) -> None:
         """Report why the current group ends, unless the whole group has ended or the process is not a member.
@@ -205,23 +199,23 @@ class MembershipServer:
     def _decide(self) -> None:
         with self._lock:
             messages = self._membership.decide(time.monotonic())
-            outgoing: list[tuple[Connection, Message | str]] = [
-                (self._connections[uid], message) for uid, message in messages if uid in self._connections
-            ]
-            if time.monotonic() > self._last_heartbeat + HEARTBEAT_EVERY_S:
-                self._last_heartbeat = time.monotonic()
-                outgoing += [(connection, HEARTBEAT) for connection in self._connections.values()]
             changing = any(isinstance(message, Change) for _, message in messages)
             incident = self._incident_of_change() if changing else None
+            number = self._membership.generation.number
         if incident:
             self._control.send(ControlChannel.add_incident_facts, incident)
-        for connection, message in outgoing:
-            try:
-                connection.send(message)
-            except (OSError, TypeError):  # another thread has closed the connection, which raises a TypeError
-                continue  # the connection's own thread handles the loss
+        self._send(messages)
         if any(isinstance(message, Generation) for _, message in messages):
-            self._forget_meetings()
+            start_thread(lambda: self._forget_meetings(number), "meetings")
+
+    def _send(self, messages: list[tuple[str, Message]]) -> None:
+        """Send messages to the members with these uids. A message to all members is encoded once."""
+        encoded: dict[int, bytes] = {}
+        for uid, message in messages:
+            if uid in self._connections:
+                if id(message) not in encoded:
+                    encoded[id(message)] = encode(message)
+                self._connections[uid].send(encoded[id(message)])
 
     def _incident_of_change(self) -> Incident:
         """Return why the members are asked to change their group: some leave it with their nodes, or others join."""
@@ -230,11 +224,11 @@ class MembershipServer:
             return Incident(Cause.PREEMPTED, ", ".join(leaving), time.time())
         return Incident(Cause.JOINED, f"{plural(self._membership.newcomers, 'worker')} more", time.time())
 
-    def _forget_meetings(self) -> None:
-        """Delete the addresses that members of earlier generations left in the store."""
-        newest = f"{self._membership.generation.number}/"
+    def _forget_meetings(self, newest: int) -> None:
+        """Delete the addresses that members of generations before the `newest` left in the store."""
         for key in self._store.list_keys() if hasattr(self._store, "list_keys") else ():  # new in torch 2.15
-            if not key.startswith(newest):
+            generation = key.partition("/")[0]
+            if not generation.isdecimal() or int(generation) < newest:
                 self._store.delete_key(key)
 
 
@@ -242,7 +236,7 @@ def ask_living(address: MembershipAddress) -> list[str]:
     """Return the uids of the processes that the server considers alive. Raises one of CONNECTION_ERRORS."""
     with open_connection(address.host, address.port, address.key, ANSWER_S) as connection:
         connection.send(ASK_LIVING)
-        living: list[str] = connection.recv()
+        living: list[str] = connection.receive()
     return living
 
 
@@ -254,7 +248,7 @@ class DriverUnreachableError(ConnectionError):
 class Link:
     """One connection to the membership server, and the generations announced on it."""
 
-    connection: Connection
+    connection: DriverConnection
     uid: str
     "The server's name for this process while the connection lasts."
     formed: queue.Queue[Generation | None] = field(default_factory=queue.Queue)
@@ -269,7 +263,6 @@ class MembershipClient:
         self._identity = identity
         self._on_close = on_close
         self._connecting = threading.Lock()
-        self._sending = threading.Lock()
         self._link: Link | None = None
         self._left = False
         "True once this process has left permanently."
@@ -287,7 +280,7 @@ class MembershipClient:
         "Number of the newest generation that was told to change after a step."
 
     def connect(self) -> bool:
-        """Register this process as a newcomer, unless it is already connected, and return True if others train.
+        """Register this process as a newcomer, unless it is already connected. Returns True if others are training.
 
         Raises `DriverUnreachableError`.
         """
@@ -300,13 +293,13 @@ class MembershipClient:
         until = time.monotonic() + RECONNECT_S
         address = self._address
         while True:
-            connection: Connection | None = None
+            connection: DriverConnection | None = None
             uid = f"{self._identity.uid}-{self.connections + 1}"
             try:
                 connection = open_connection(address.host, address.port, address.key, ANSWER_S)
                 connection.send(replace(self._identity, uid=uid, process=self._identity.uid))
-                self._others_train = connection.recv()
-                expect_answers(connection)
+                self._others_train = connection.receive()
+                connection.limit_wait(None)
                 connection.send(HeartbeatLimit(self._heartbeat_limit_s))
                 break
             except CONNECTION_ERRORS as error:
@@ -315,13 +308,13 @@ class MembershipClient:
                 if time.monotonic() > until or self._left:
                     raise DriverUnreachableError(
                         f"the driver at {address.host}:{address.port} could not be reached for {RECONNECT_S:.0f} s "
-                        f"({error or type(error).__name__}); check that it runs, and that this node may connect to it"
+                        f"({error or type(error).__name__}); check that it is running, and that this node can reach it"
                     ) from error
                 time.sleep(RETRY_S)
         self.connections += 1
         link = self._link = Link(connection, uid)
         if self._left:  # this process has left in the meantime, and the others would wait for it
-            connection.close()
+            connection.end()
         start_thread(lambda: self._stay_connected(link), "membership")
         start_thread(lambda: self._beat(link), "heartbeat")
 
@@ -388,24 +381,25 @@ class MembershipClient:
         """Leave permanently."""
         self._left = True
         if self._link:
-            self._link.connection.close()
+            self._link.connection.end()
 
     def _send(self, message: HeartbeatLimit | JoinRequest | str, link: Link | None = None) -> bool:
         link = link or self._link
-        if not link:
-            return False
-        try:
-            with self._sending:
-                link.connection.send(message)
-                return True
-        except (OSError, TypeError):  # another thread has closed the connection, which raises a TypeError
-            self._drop(link)
-        return False
+        return link is not None and self._try(link, lambda: link.connection.send(message))
 
     def _beat(self, link: Link) -> None:
         while self._link is link:
-            self._send(HEARTBEAT, link)
+            self._try(link, link.connection.beat)
             time.sleep(HEARTBEAT_EVERY_S)
+
+    def _try(self, link: Link, send: Callable[[], None]) -> bool:
+        """Return True if `send` could send on a link. Otherwise drop the link."""
+        try:
+            send()
+        except OSError:
+            self._drop(link)
+            return False
+        return True
 
     def _stay_connected(self, link: Link) -> None:
         """Listen until the connection ends, and reconnect at once, so that this process counts as alive."""
@@ -417,9 +411,7 @@ class MembershipClient:
     def _listen(self, link: Link) -> None:
         try:
             while True:
-                message: Message | str = link.connection.recv()
-                if isinstance(message, str):
-                    continue  # a heartbeat
+                message: Message = link.connection.receive()
                 if message is None or isinstance(message, Generation):
                     link.formed.put(message)
                 elif isinstance(message, Change):
@@ -428,14 +420,16 @@ class MembershipClient:
                     self._newest_closed = message.number
                     if message.number == self._generation:
                         self._end_generation()
-        except (EOFError, OSError, TypeError):
+        except (EOFError, OSError):
             self._drop(link)
+        finally:
+            link.connection.close()
 
     def _drop(self, link: Link) -> None:
         """Record that the server has closed the connection because it presumes this process lost."""
         if self._link is link:
             self._link = None
-            link.connection.close()
+            link.connection.end()
             self._end_generation()
 
     def _end_generation(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -73,13 +74,16 @@ def hand_over(
 ) -> TrainingState:
     """Return the state from which the group continues. All workers of the group call this together.
 
-    The first rank that has the state sends its tensors, which are in `saved`, to the ranks that lack the state. For
-    ranks that have the state, the result contains no tensors. All ranks use the sender's `metadata`, because the loss
-    of a member may have left them with different values.
+    The ranks that have the state divide the other ranks among them, and each sends its tensors, which are in `saved`,
+    to its share. For ranks that have the state, the result contains no tensors. All ranks use the `metadata` of the
+    first rank that has the state, because the loss of a member may have left them with different values.
     """
     assert place.group
     source, rank = surviving.ranks[0], place.rank
-    state = saved.with_average(saved.state()) if saved and rank == source else None
+    lacking = [other for other in range(place.world_size) if other not in surviving.ranks]
+    senders = dict(zip(lacking, cycle(surviving.ranks), strict=False))
+    sends = rank == source or rank in senders.values()
+    state = saved.with_average(saved.state()) if saved and sends else None
     structure = map_tensors(state, lambda tensor: torch.empty_like(tensor, device="meta"))
     structure, metadata = gather_objects((structure, metadata) if rank == source else None, place.group)[source]
     assert metadata
@@ -91,19 +95,19 @@ def hand_over(
         total_steps=total_steps,
         ledger=tuple(metadata.ledger),
     )
-    lacking = [other for other in range(place.world_size) if other not in surviving.ranks]
     work: list[Any] = []
-    if rank == source:
+    if rank in senders.values():
+        receivers = [other for other, sender in senders.items() if sender == rank]
         own = [tensor.detach().cpu().contiguous() for tensor in tensors_in(state)]
-        sends = [(tag, tensor, other) for tag, tensor in enumerate(own) if tensor.numel() for other in lacking]
-        work = [dist.isend(tensor, other, place.group, tag) for tag, tensor, other in sends]
-    elif rank in lacking:
+        sent = [(tag, tensor, other) for tag, tensor in enumerate(own) if tensor.numel() for other in receivers]
+        work = [dist.isend(tensor, other, place.group, tag) for tag, tensor, other in sent]
+    elif rank in senders:
         # Each part has its own memory, because the optimizer keeps the tensors. The others wait, so the memory is not
         # set to zero first.
         parts = structure.items()
         received = {name: in_buffer(part, np.empty(max(1, size_of(part)), np.uint8)) for name, part in parts}
         targets = [(tag, tensor) for tag, tensor in enumerate(tensors_in(received)) if tensor.numel()]
-        work = [dist.irecv(tensor, source, place.group, tag) for tag, tensor in targets]
+        work = [dist.irecv(tensor, senders[rank], place.group, tag) for tag, tensor in targets]
         known = TrainingState(**{**vars(known), **received})
     for each in work:
         each.wait(timedelta(seconds=SEND_LIMIT_S))
