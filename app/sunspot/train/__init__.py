@@ -19,6 +19,22 @@ The modules are used in this order:
 8. If a worker is lost, the others abandon their current step. `undo.StepUndo` undoes the step, `Survivor.leave` keeps
    the state, and the loop joins the next group. `replacement.end_replacement` ends a replacement that cannot train.
 
+One step, from its rows to the beginning of the next step
+---------------------------------------------------------
+ 1. run.TrainingRun.batches        takes this worker's rows of the step from the loader (`data.order` assigns them)
+ 2. worker.Worker.begin_step       begins to exchange the rows' IDs (AUDIT), and keeps what could have to be undone
+ 3. run.TrainingRun.parts          splits the rows into passes that fit in memory (MICRO_BATCH_SIZE)
+ 4. loop.take_step                 makes the forward and backward pass of each part
+ 5. parallel.gradients             averages the gradients over all workers, during the last backward pass
+ 6. worker.Worker.wait_before_change  is called by a hook of the optimizer. It waits until the previous state is copied
+                                   and, in survivor mode, until the gradients are known to be complete
+ 7. optimizer.step                 changes the parameters
+ 8. worker.Worker.finish_step      counts the step, and gets rank 0's decision after this step or the previous one from
+                                   `parallel.decisions`: save, copy, report, stop, restart or form another group
+ 9. checkpoint.CheckpointManager.save  begins to copy the state if the step is due for a copy or a checkpoint
+
+If a worker is lost in steps 2 to 8, a collective raises an error on the other workers. See `sunspot.elastic`.
+
 Two modules do not train: `task_check` runs a task's first steps for `sunspot check`, and `pod_probe` checks the GPUs
 (`gpu`) and the network (`all_reduce`) from inside a pod for `sunspot doctor`.
 """
