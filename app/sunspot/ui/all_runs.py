@@ -1,6 +1,6 @@
 """Reads the states of all runs with few requests, and the curves, incidents and costs of the runs shown.
 
-A refresh lists the names of the runs, a thousand per request. It then reads every live run with two or three small
+A refresh lists the names of the runs, a thousand per request. It then reads every live run with three or four small
 requests, and a few ended runs in turn. An ended run changes only if it is submitted again.
 """
 
