@@ -1,5 +1,6 @@
 """Reads the content of a report from storage. An unreadable part is reported and does not hide the others."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -153,17 +154,16 @@ def read_report(seen: RunSeen, read_bytes: bool = True) -> Report:
         lambda: _read_checkpoints(run, spans, read_bytes), no_checkpoints, "the list of its checkpoints"
     )
     status = seen.status or read_part(lambda: load_newest_status(run), None, "its status")
-    details = RunDetails(
-        **vars(replace(seen, status=status)),
-        identity=read_part(lambda: read_identity(run), None, "run.json"),
-        attempts=attempts,
-        events=events,
-        receipts=receipts,
-        checkpoint=_newest_good(checkpoints),
-        newest_record=history.newest_record,
-    )
     return Report(
-        seen=details,
+        seen=RunDetails(
+            **vars(replace(seen, status=status, time=time.time())),
+            identity=read_part(lambda: read_identity(run), None, "run.json"),
+            attempts=attempts,
+            events=events,
+            receipts=receipts,
+            checkpoint=_newest_good(checkpoints),
+            newest_record=history.newest_record,
+        ),
         failures=read_failures(run, damaged["an error that ended a process"]),
         history=history,
         gaps=find_gaps(receipts, history.attempts),

@@ -293,7 +293,7 @@ def read_details(seen: RunSeen) -> RunDetails:
         others = [each for each in passed_over if each.name != gone]
         passed_over = (SkippedCheckpoint(gone, Unusable.GONE, "though the run ended with it"), *others)
     return RunDetails(
-        **vars(seen),
+        **vars(replace(seen, time=time.time())),  # after all that was read, so that no age is negative
         identity=identity,
         attempts=attempts_with_start(found),
         events=events,
