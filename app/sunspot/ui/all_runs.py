@@ -1,7 +1,7 @@
 """Reads all runs' states with few requests, and the curves, incidents and costs of the runs on the page.
 
-A refresh lists the names of the runs, a thousand per request. It then reads every live run with three or four small
-requests, and a few ended runs in turn. An ended run changes only if it is submitted again.
+A refresh lists the runs' names, a thousand per request. It then reads every live run with three or four small
+requests. Each refresh also reads a few of the ended runs, which change only if they are submitted again.
 """
 
 import time
