@@ -76,7 +76,7 @@ class Background:
     """Context manager that runs tasks every `every_s` seconds, and once more on exit.
 
     A task that raises is retried at the next interval. A `SunspotError` is expected, usually because storage cannot be
-    reached. Any other error is a bug. It is logged once, until the task succeeds or fails with another error.
+    reached. Any other error is a bug. It is logged once, until the task succeeds or fails with a different error.
     """
 
     def __init__(self, every_s: float, *tasks: Callable[[], None]) -> None:

@@ -44,8 +44,7 @@ def train(name: str, settings: Mapping[str, Any] | None = None, *, storage: str 
     """Train the run on this machine from its newest state, like `python -m sunspot.train`, and return when it ends.
 
     `settings` have the same form as in `submit`, and take precedence over the environment. An open Ray session is
-    used. Raises the
-    error that ended the run, or `SettingsError` if the extra `train` is not installed.
+    used. Raises the error that ended the run, or `SettingsError` if the extra `train` is not installed.
     """
     wanted = load_settings(with_place(_to_texts(settings), name, storage))
     with _extra_required("train"):
@@ -80,7 +79,7 @@ def submit(
 ) -> Run:
     """Start the run on the cluster, after the checks of `sunspot submit`, and return without waiting for it.
 
-    The names in `settings` may have the prefix. The values are strings, numbers, booleans or dictionaries. `code` is
+    Names in `settings` can have the prefix SUNSPOT_. Values are strings, numbers, booleans or dictionaries. `code` is
     the folder of your own code, which is uploaded. If the run is already live with the same settings, a `Run` for the
     live run is returned. A finished run is not started again. With `take_over`, a run that is live elsewhere, for
     example in another cluster, is taken over.
@@ -112,7 +111,7 @@ def _extra_required(what: str) -> Iterator[None]:
 class Run:
     """A run, identified by its name and its storage location, which defaults to SUNSPOT_STORAGE_PATH.
 
-    Without either, the run is read from the bucket that its RayJob names, but `stop`, `resume` and `delete` raise an
+    If neither is set, the run is read from the bucket that its RayJob names, but `stop`, `resume` and `delete` raise an
     error. Every method reads the run again. All methods raise `NotFoundError` if the run does not exist, and
     `StorageError` if storage cannot be reached.
     """

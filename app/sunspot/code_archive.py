@@ -52,14 +52,14 @@ def code_in(text: str) -> str:
 
 
 def enter_code(reference: str) -> None:
-    """Put the code first on this process's path, and change to its folder, so that a task's relative paths work."""
+    """Put the code at the front of this process's path, and change to its folder, so that relative paths work."""
     folder = find_code(reference)
     if folder:
         os.chdir(folder)
 
 
 def set_up_process() -> None:
-    """Put the code that SUNSPOT_CODE names first on this process's path. Log a warning if that fails.
+    """Put the code in SUNSPOT_CODE at the front of this process's path. Log a warning if that fails.
 
     Ray would keep restarting a process that fails here, so the worker raises the error later (train/joining.py).
     """
@@ -70,10 +70,12 @@ def set_up_process() -> None:
 
 
 def find_code(reference: str) -> str:
-    """Put the code first on this process's path and return its folder, or an empty string if `reference` is empty.
+    """Put the code at the front of this process's path, and return its folder.
 
-    Raises `StorageError`, `SettingsError` if the archive does not exist, and `DamageError` if its hash is different or
-    a file in it would lie outside the folder.
+    If `reference` is empty, does nothing and returns an empty string.
+
+    Raises `SettingsError` if the archive does not exist, `StorageError` if it cannot be fetched or unpacked, and
+    `DamageError` if its hash does not match `reference` or a file in it would lie outside the folder.
     """
     if not reference:
         return ""
@@ -94,7 +96,7 @@ def unpack_once(reference: str) -> Path:
 
 
 def fetch(reference: str) -> bytes:
-    """Return the content of an archive. Raises `DamageError` if its hash is different."""
+    """Return the content of an archive. Raises `DamageError` if its hash does not match `reference`."""
     place, _, name = reference.rpartition("@")[0].rpartition("/")
     try:
         with open_storage(place, follow_links=True).open(name) as stream:

@@ -87,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
         return known.get(find_meant(name, known, other_names), "")
 
     def _positional_first(self, words: Sequence[str]) -> list[str]:
-        """Move positional arguments before the options, because argparse accepts repeatable ones only there."""
+        """Move positional arguments to the front, because argparse accepts repeatable ones only before options."""
         positional: list[str] = []
         options: list[str] = []
         takes_value = False

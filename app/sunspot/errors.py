@@ -58,7 +58,7 @@ class DataError(SunspotError):
 
 
 class SettingsError(SunspotError):
-    """Settings or arguments are wrong. The message lists all problems."""
+    """Settings or arguments are invalid. The message lists all problems."""
 
     exit_code = 2
     final = True
@@ -167,7 +167,7 @@ def error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def by_name(name: str) -> type[SunspotError]:
-    """Return the error class with this name, which another process has sent. Unknown names give `SunspotError`."""
+    """Return the error class with this name, which another process has sent. Defaults to `SunspotError`."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, SunspotError) else SunspotError
 

@@ -58,7 +58,7 @@ class _Printer(logging.Handler):
 
 
 class _Sender(logging.Handler):
-    """Passes warnings to a function. Its errors never reach the code that logged the warning."""
+    """Passes warnings to a function. The function's errors never reach the code that logged the warning."""
 
     def __init__(self, send: Callable[[str], object]) -> None:
         super().__init__(logging.WARNING)

@@ -43,7 +43,7 @@ class Plan:
     def pass_limit(self) -> int:
         """Maximum number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share if all workers train.
 
-        After the loss of a worker, the others get larger shares but need no more memory, because they accumulate
+        After the loss of a worker, the other workers get larger shares but need no more memory, because they accumulate
         gradients.
         """
         settings, limit = self.settings, self.settings.micro_batch_size
@@ -172,7 +172,7 @@ def describe_share(settings: Settings, test: Source) -> str:
 def describe_classes(source: Source) -> str:
     """Return a description of the classes with their number and names.
 
-    It also says how many have rows, unless all have.
+    It also says how many classes have rows, unless all classes do.
     """
     classes, names = source.classes, ModelData.of(source).class_names
     if not classes:

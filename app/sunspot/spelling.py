@@ -1,4 +1,4 @@
-"""Suggests the right name for an unknown name. This is a similar name, or Sunspot's word for another program's name."""
+"""Suggests a valid name for an unknown name: a similar one, or the equivalent of another program's name."""
 
 import difflib
 from collections.abc import Iterable, Mapping

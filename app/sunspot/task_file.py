@@ -21,7 +21,7 @@ def find_module(path: str) -> tuple[str, str]:
     """
     file = Path(os.path.abspath(os.path.expanduser(path)))
     if not file.is_file():
-        raise SettingsError(f"{path}: no such file; give the path of the task's file, or its module as TASK=MODULE")
+        raise SettingsError(f"{path}: no such file; pass the path of the task's file, or its module as TASK=MODULE")
     names = [] if file.stem == "__init__" else [file.stem]
     folder = file.parent
     while (folder / "__init__.py").is_file():

@@ -56,7 +56,9 @@ class Trap:
 # ---------------------------------------------------------------------------------------------------------- predictions
 
 
-def test_accuracy_equals_that_of_the_runs_evaluation(classifier: Classifier, finished_run: FinishedRun) -> None:
+def test_the_classifiers_accuracy_equals_the_runs_test_accuracy(
+    classifier: Classifier, finished_run: FinishedRun
+) -> None:
     rows = finished_run.rows()
     predictions, probabilities = classifier.predict(rows["image"])
     assert (predictions.dtype, predictions.shape) == (np.int64, (TEST_ROWS,))
@@ -96,7 +98,7 @@ def test_forward_passes_use_the_runs_precision(classifier: Classifier, finished_
     assert (probabilities != in_fp32.numpy()).any()
 
 
-def test_predictions_do_not_depend_on_the_form_of_the_images(
+def test_predictions_do_not_depend_on_how_images_are_passed(
     classifier: Classifier, finished_run: FinishedRun, tmp_path: Path
 ) -> None:
     images = finished_run.rows()["image"][:3]
@@ -132,7 +134,7 @@ def test_predictions_do_not_depend_on_the_form_of_the_images(
         (None, "NoneType"),
     ],
 )
-def test_the_error_for_images_of_another_shape_includes_both_shapes(
+def test_the_error_for_images_of_the_wrong_shape_includes_both_shapes(
     images: Any, seen: str, classifier: Classifier
 ) -> None:
     with pytest.raises(SettingsError, match=f"^(the images are|images must be an array.*not) {seen}"):
@@ -162,9 +164,7 @@ def test_files_without_suitable_images_are_rejected(classifier: Classifier, tmp_
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_checkpoint_can_be_chosen_as_newest_best_by_name_or_by_directory(
-    copied_run: FinishedRun, tmp_path: Path
-) -> None:
+def test_a_checkpoint_can_be_chosen_by_keyword_name_or_directory(copied_run: FinishedRun, tmp_path: Path) -> None:
     newest = copied_run.newest
     names = {path.name for path in copied_run.directory(newest).parent.iterdir()}
     older = min(names - {newest.name})

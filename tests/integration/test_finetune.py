@@ -49,7 +49,7 @@ def test_losses_do_not_depend_on_the_number_of_workers(adapters: Path, name: str
     assert found == pytest.approx(one[-len(found) :], rel=1e-5)
 
 
-def test_bf16_learns_under_fsdp(adapters: Path) -> None:
+def test_a_model_learns_in_bf16_with_fsdp(adapters: Path) -> None:
     found = losses_of(adapters, "bf16")
     assert found == pytest.approx(losses_of(adapters, "one"), rel=0.02)
     assert found[-1] < found[0]

@@ -78,7 +78,7 @@ def test_a_model_learns_the_same_with_and_without_lightning(program: Program, ma
 
 
 @pytest.mark.slow
-def test_a_killed_lightning_run_resumes_at_another_world_size(program: Program, make_data: MakeData) -> None:
+def test_a_killed_lightning_run_resumes_at_a_different_world_size(program: Program, make_data: MakeData) -> None:
     settings = {"TASK": "sunspot.tasks.lightning_mnist", "DATASET": make_data(16_000, row_group=1000, test_rows=50)}
     settings |= {"GLOBAL_BATCH_SIZE": 20, "EPOCHS": 1, "CHECKPOINT_EVERY_STEPS": 20, "LEARNING_RATE": 0.003}
     run = the_run(program)
@@ -100,7 +100,7 @@ def test_a_killed_lightning_run_resumes_at_another_world_size(program: Program, 
 
 
 @pytest.mark.slow
-def test_a_lightning_run_restarts_on_a_notice_and_stops(
+def test_a_lightning_run_restarts_after_a_notice_and_can_be_stopped(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     settings = {
@@ -176,7 +176,7 @@ def test_learning_rates_equal_those_in_lightning_itself() -> None:
     assert found == pytest.approx(module.rates, rel=1e-12)
 
 
-def test_an_optimizer_that_counts_in_its_groups_continues_counting(source: EmptySource) -> None:
+def test_counters_in_parameter_groups_are_kept_when_a_schedule_begins(source: EmptySource) -> None:
     """Prodigy and optimizers without a schedule do that."""
     from sunspot.adapters.lightning import LightningTask
     from tests.tasks import spoiled_lightning
@@ -308,7 +308,7 @@ def test_the_trainer_clips_gradients(clip_norm: float, given: float | None) -> N
     assert make_trainer(Settings(clip_norm=clip_norm), Steps(100, 10), accelerator="cpu").gradient_clip_val == given
 
 
-def test_a_value_logged_in_some_steps_is_averaged_over_their_rows() -> None:
+def test_a_value_logged_only_in_some_steps_is_averaged_over_the_rows_of_those_steps() -> None:
     sums = Sums()
     sums.add({"loss": torch.ones(4)})
     sums.add({"loss": torch.ones(2), "norm": torch.full((2,), 5.0)})

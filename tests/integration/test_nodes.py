@@ -183,7 +183,7 @@ def test_a_group_restarts_to_scale_up() -> None:
     assert cluster.run_for(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "scale_up: 1 -> 2 workers")]
 
 
-def test_nodes_that_join_together_cost_one_restart() -> None:
+def test_nodes_that_join_at_about_the_same_time_cause_one_restart() -> None:
     cluster = FakeCluster(WorkerRange(1, 4))
     assert cluster.run_for(4, group(1, "a"), A) + cluster.run_for(4, group(1, "a"), A, B) == []
     assert cluster.run_for(60, group(1, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 3 workers")]
@@ -360,7 +360,7 @@ def test_a_group_restarts_when_nodes_join_are_preempted_or_are_lost(
         )
 
 
-def test_a_group_ends_early_only_if_its_restart_would_have_to_wait() -> None:
+def test_a_group_is_ended_early_only_if_the_next_group_must_wait_for_nodes() -> None:
     """Ray ends the old group itself, at once and in its own order, if there are enough nodes for the next group."""
     ended: list[str] = []
     [callback] = end_groups_at_once()
@@ -403,7 +403,9 @@ def test_a_replacement_that_dies_is_replaced_after_the_next_poll(error: Exceptio
 
 
 @pytest.mark.slow
-def test_a_waiting_group_releases_its_preempted_nodes(no_coordinator: None, ray_address: str, tmp_path: Path) -> None:
+def test_a_group_that_waits_for_nodes_releases_its_preempted_nodes(
+    no_coordinator: None, ray_address: str, tmp_path: Path
+) -> None:
     """The minimum size of this elastic run does not fit on the nodes that stay."""
 
     told = tmp_path / "told"
@@ -464,7 +466,7 @@ def asked_of_ray() -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_a_released_node_ends_when_it_is_idle(ray_address: str) -> None:
+def test_a_released_node_stays_until_it_is_idle(ray_address: str) -> None:
     @ray.remote(num_cpus=1, resources={"spot": 1})
     class Rank:
         def node(self) -> str:

@@ -49,7 +49,7 @@ class Trainee:
         return copy.deepcopy(self.average.exchange(live))
 
 
-def test_the_average_follows_the_weights() -> None:
+def test_the_average_is_an_exponential_moving_average_of_the_weights() -> None:
     trainee, expected = Trainee(decay=0.4), torch.zeros(0)
     for step in range(1, 7):
         trainee.train(1, since=step - 1)

@@ -166,7 +166,7 @@ def test_arguments_that_the_task_never_reads_are_reported(
     assert "SUNSPOT_TASK_ARGS: the task has not read hiden; did you mean hidden?" in caplog.text
 
 
-def test_metrics_of_all_held_out_rows_are_checked(
+def test_a_check_runs_compute_metrics_on_the_held_out_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     counts = f"{TASK}\ndef compute_metrics(scores, rows): return {{'sevens': (rows['label'] == 7).sum()}}\n"
@@ -182,7 +182,7 @@ def test_metrics_of_all_held_out_rows_are_checked(
 
 
 @pytest.mark.parametrize(("share", "done"), [("0", "evaluates nothing"), ("0.5", "trains, evaluates")])
-def test_a_check_reports_whether_it_has_evaluated(
+def test_a_check_reports_whether_it_ran_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, done: str
 ) -> None:
     rows = "[{'image': torch.full((1, 28, 28), n), 'label': n % 10} for n in range(40)]"
@@ -230,7 +230,7 @@ def test_a_broken_function_of_a_task_is_reported(
         check_task(tmp_path, f"{TASK}\n{more}\n", monkeypatch)
 
 
-def test_an_error_describes_rows_of_any_type() -> None:
+def test_an_error_in_a_task_describes_the_rows_that_it_received() -> None:
     tokens = torch.tensor([[3, 40_000]]).to(torch.uint16)
     checked = TaskCheck("task", [], batch={"text": tokens, "right": torch.tensor([True])})
     told = r"with the rows text uint16 \[1, 2\] 3\.\.40000, right bool \[1\] 1\.\.1"

@@ -89,7 +89,7 @@ def test_listing_checkpoints_finds_a_flipped_byte(
     assert digests == ([] if file == MANIFEST else [run.key("checkpoints", flipped.name, file)]), "nothing else is read"
 
 
-def test_a_copied_run_is_verified_by_its_bytes(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
+def test_a_copied_run_is_verified_by_hashing_its_files(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
     attempt = start(run, "job")
     for step in (3, 5):
         commit(run, attempt, step)
@@ -99,7 +99,9 @@ def test_a_copied_run_is_verified_by_its_bytes(run: Run, sunspot: StorageCommand
     assert len(digests) == 4
 
 
-def test_files_without_versions_are_hashed_each_time(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
+def test_files_without_recorded_versions_are_hashed_each_time(
+    run: Run, sunspot: StorageCommand, digests: list[str]
+) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
     files = {name: {"size": f["size"], "sha256": f["sha256"]} for name, f in checkpoint.files.items()}
     write_manifest(run, replace(checkpoint, files=files))
@@ -107,13 +109,13 @@ def test_files_without_versions_are_hashed_each_time(run: Run, sunspot: StorageC
     assert len(digests) == 2
 
 
-def test_the_newest_checkpoints_are_listed(run: Run, sunspot: StorageCommand) -> None:
+def test_only_the_newest_checkpoints_are_listed_by_default(run: Run, sunspot: StorageCommand) -> None:
     attempt = start(run, "job")
     for step in range(1, 61):
         commit(run, attempt, step)
     listed = sunspot("checkpoints", "ls", "run", "--json")
     assert [line["step"] for line in listed.json] == list(range(11, 61))
-    assert "left out 10 older checkpoints; --all lists them" in listed.err
+    assert "--all also lists 10 older checkpoints" in listed.err
     assert [line["step"] for line in sunspot("checkpoints", "ls", "run", "--limit", "2", "--json").json] == [59, 60]
     assert len(sunspot("checkpoints", "ls", "run", "--all", "--json").json) == 60
 
@@ -419,7 +421,7 @@ def test_gc_keeps_files_that_a_live_process_might_be_writing(
     assert left(run) == {good.name}
 
 
-def test_gc_uses_the_storages_clock(run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_uses_the_clock_of_the_storage(run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = start(begin(run), "job")
     good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
     write_status(run, Status(RunState.RUNNING, "job"))
@@ -429,7 +431,7 @@ def test_gc_uses_the_storages_clock(run: Run, sunspot: StorageCommand, monkeypat
     assert left(run) == {good.name, begun}, "this machine's clock is two days ahead"
 
 
-def test_gc_keeps_files_if_their_manifest_would_still_count(run: Run, sunspot: StorageCommand) -> None:
+def test_gc_keeps_files_of_a_commit_that_could_still_complete(run: Run, sunspot: StorageCommand) -> None:
     """The next attempt started from a copy of that step in memory while the old process is about to commit the step."""
     attempt = start(run, "job")
     good = commit(run, attempt, 3)
@@ -467,7 +469,9 @@ def test_gc_ignores_an_attempt_that_began_after_the_listing(
     assert [checkpoint.name for checkpoint in list_checkpoints(run)] == [good.name, later.name]
 
 
-def test_gc_removes_nothing_while_an_attempt_is_choosing_its_start(run: Run, sunspot: StorageCommand) -> None:
+def test_gc_removes_nothing_while_an_attempt_is_choosing_its_starting_checkpoint(
+    run: Run, sunspot: StorageCommand
+) -> None:
     first = start(run, "job")
     for step in (3, 5):
         commit(run, first, step)
@@ -493,7 +497,7 @@ def test_gc_lists_the_removed_checkpoints_if_storage_fails(
     assert (answer.code, "removed 2 of 5: " in answer.out) == (4, True)
 
 
-def test_gc_removes_files_of_killed_writers_from_a_disk(run: Run, sunspot: StorageCommand) -> None:
+def test_gc_removes_temporary_files_of_killed_writers_from_a_directory(run: Run, sunspot: StorageCommand) -> None:
     assert isinstance(run.storage, LocalStorage)
     commit(run, start(run, "job"), 3)
     folder = run.storage.root / "run" / "metrics"

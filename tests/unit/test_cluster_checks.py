@@ -48,8 +48,9 @@ def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure the throughput with an object that needs no upload in parts."""
+    """Measure the throughput with an object that needs no upload in parts, and accept any throughput."""
     monkeypatch.setattr("sunspot.storage.prove.LARGE_TIMES", 1)
+    monkeypatch.setattr("sunspot.storage.prove.MIN_MB_PER_S", 0.0)
     monkeypatch.setattr("sunspot.storage.prove.LARGE", 1 << 20)
 
 
@@ -158,7 +159,7 @@ def test_this_machine_is_checked_if_there_is_no_kubeconfig(
     assert "cluster" not in sunspot.out + sunspot.err
 
 
-def test_an_unreachable_cluster_fails_one_check(sunspot: Command, fit: FakeCluster) -> None:
+def test_only_one_check_fails_if_the_cluster_is_unreachable(sunspot: Command, fit: FakeCluster) -> None:
     fit.down()
     found = checks(sunspot, code=4)
     assert "cannot be reached" in found["API server"]["seen"]
@@ -361,7 +362,7 @@ def test_each_cluster_fault_is_reported_with_its_fix(
         ),
     ],
 )
-def test_the_profiles_queue_is_checked(
+def test_the_queue_in_the_profile_is_checked(
     sunspot: Command, fit: FakeCluster, tmp_path: Path, queue: Any, result: str, seen: str
 ) -> None:
     profile = tmp_path / "mine.yaml"
@@ -380,7 +381,7 @@ def test_invalid_arguments_are_rejected(sunspot: Command, fit: FakeCluster, monk
     assert sunspot("doctor", "--profile", "kinnd") == 2
     assert "did you mean kind?" in sunspot.err
     assert sunspot("doctor", "run", "--from-pods") == 2
-    assert "leave out either RUN or these options" in sunspot.err
+    assert "omit either RUN or these options" in sunspot.err
     monkeypatch.setenv("SUNSPOT_EPOCH", "3")
     assert sunspot("doctor") == 2
     assert "SUNSPOT_EPOCHS" in sunspot.err
@@ -389,7 +390,7 @@ def test_invalid_arguments_are_rejected(sunspot: Command, fit: FakeCluster, monk
 # ------------------------------------------------------------------------------------------------------------ the nodes
 
 
-def test_nodes_are_matched_like_the_scheduler_does() -> None:
+def test_doctor_matches_pods_to_nodes_like_the_scheduler() -> None:
     spot, gpu = {"cloud.google.com/gke-spot": "true"}, "nvidia.com/gpu"
     settings = {"RUN_NAME": "run", "NUM_WORKERS": "2", "STORAGE_PATH": "s3://b/p"}
     cluster = render("gke-spot", settings).manifest["spec"]["rayClusterSpec"]
@@ -474,7 +475,7 @@ def test_the_check_of_a_missing_or_forbidden_bucket_fails(
     assert "AccessDenied" in found["storage"]["seen"]
     assert "s3:PutObject" in found["storage"]["fix"]
     assert found["manifest"]["result"] == "ok"
-    assert "not ready for a run: 1 of 15 checks failed (storage first)" in sunspot.err
+    assert "not ready for a run: 1 of 15 checks failed, starting with storage" in sunspot.err
 
 
 def test_the_check_of_storage_without_conditional_writes_fails(
@@ -512,7 +513,9 @@ def test_doctor_warns_if_a_bucket_keeps_deleted_objects(sunspot: Command, fit: F
 @pytest.mark.parametrize(
     ("prefix", "status", "drops"), [("runs/", "Enabled", True), ("other/", "Enabled", False), ("", "Disabled", False)]
 )
-def test_only_lifecycle_rules_for_this_prefix_count(s3_bucket: str, prefix: str, status: str, drops: bool) -> None:
+def test_only_lifecycle_rules_for_the_storage_prefix_count(
+    s3_bucket: str, prefix: str, status: str, drops: bool
+) -> None:
     rule = {"ID": "x", "Status": status, "Filter": {"Prefix": prefix}}
     rule["AbortIncompleteMultipartUpload"] = {"DaysAfterInitiation": 3}
     s3.plain_client().put_bucket_lifecycle_configuration(Bucket=s3_bucket, LifecycleConfiguration={"Rules": [rule]})

@@ -92,7 +92,7 @@ def test_delete_without_confirmation_removes_nothing_and_exits_with_2(
 
 
 @pytest.mark.parametrize(("typed", "removed"), [("y", True), ("run", True), ("n", False), ("", False), ("ru", False)])
-def test_delete_asks_on_a_terminal(
+def test_delete_asks_for_confirmation_on_a_terminal(
     sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch, typed: str, removed: bool
 ) -> None:
     fill(run)
@@ -157,7 +157,7 @@ def test_delete_removes_the_whole_run_and_nothing_else(
     assert in_bucket("delete", "run", "--yes") == 3
 
 
-def test_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
+def test_deleting_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
     fill(run)
     fill(open_run(run.storage.locate(""), "run-2"))
     assert isinstance(run.storage, LocalStorage)
@@ -199,7 +199,7 @@ def test_a_dataset_in_the_runs_folder_is_kept(sunspot: Command, run: Run, tmp_pa
     assert "the dataset" not in sunspot.out
 
 
-def test_a_searchs_trials_are_kept_and_listed(sunspot: Command, run: Run) -> None:
+def test_deleting_a_search_keeps_and_lists_its_trials(sunspot: Command, run: Run) -> None:
     fill(run)
     trials = [Run(run.storage, f"run-0{number}") for number in (1, 2)]
     for trial in trials:
@@ -245,7 +245,7 @@ def test_delete_warns_if_gitops_could_recreate_the_rayjob(sunspot: Command, run:
     cluster.put_job(rayjob("run-2"))
     cluster.set_status("run-2", "Complete", "SUCCEEDED")
     assert sunspot("delete", "run", "--yes") == 0
-    assert "run-2 was not created by `sunspot submit`: if it comes from a repository (GitOps), remove it" in sunspot.err
+    assert "`sunspot submit` did not create run-2: if it comes from a repository (GitOps), remove it" in sunspot.err
 
 
 def test_delete_warns_if_the_bucket_keeps_old_versions(in_bucket: Command, bucket_run: Run) -> None:
@@ -257,7 +257,7 @@ def test_delete_warns_if_the_bucket_keeps_old_versions(in_bucket: Command, bucke
     assert not files_of(bucket_run)
 
 
-def test_objects_are_deleted_in_batches_or_singly_if_the_server_requires_it(
+def test_objects_are_deleted_in_batches_or_one_by_one_if_the_server_requires_it(
     s3_proxy: FaultProxy, bucket_run: Run, in_bucket: Command
 ) -> None:
     fill(bucket_run)
@@ -287,7 +287,7 @@ def test_a_live_run_is_not_deleted(sunspot: Command, run: Run, cluster: FakeClus
     cluster.set_status(JOB, deployment, "RUNNING" if deployment == "Running" else "")
     before = files_of(run)
     assert sunspot("delete", "run", "--yes") == 6
-    assert "run is live, and nothing was removed" in sunspot.err
+    assert "run is live, so nothing was removed" in sunspot.err
     assert "`sunspot stop run --storage" in sunspot.err
     assert files_of(run) == before
     assert JOB in cluster.jobs
@@ -301,7 +301,7 @@ def test_a_run_that_trains_without_a_cluster_is_not_deleted(sunspot: Command, ru
     assert read_attempts(run) == [attempt]
 
 
-def test_an_older_live_rayjob_protects_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_a_run_is_not_deleted_while_an_older_rayjob_is_live(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     fill(run)
     end_job(cluster)
     cluster.put_job(rayjob("run-0", created=time.time() - 1000))
@@ -310,7 +310,9 @@ def test_an_older_live_rayjob_protects_the_run(sunspot: Command, run: Run, clust
     assert set(cluster.jobs) == {"run-0", JOB}
 
 
-def test_an_unreachable_cluster_protects_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_a_run_is_not_deleted_while_its_cluster_is_unreachable(
+    sunspot: Command, run: Run, cluster: FakeCluster
+) -> None:
     fill(run)
     before = files_of(run)
     cluster.down()
@@ -386,7 +388,7 @@ def test_a_damaged_run_can_be_deleted(sunspot: Command, run: Run, cluster: FakeC
 # ------------------------------------------------------------------------------------------------------ interruptions
 
 
-def test_manifests_are_deleted_before_files_and_records_last(run: Run) -> None:
+def test_attempts_and_manifests_are_deleted_first_and_run_records_last(run: Run) -> None:
     fill(run)
     groups = deletion_order(run, sorted(files_of(run)))
     tops = [{key.split("/")[1] for key in group} for group in groups]
@@ -408,7 +410,7 @@ def test_a_failed_deletion_lists_what_is_left_and_can_be_repeated(
     s3_proxy.on(lambda r: r.method == "DELETE" and model in r.path, s3.answer(403, "AccessDenied"))
     assert in_bucket("delete", "run", "--yes", "--json") == 4
     assert "cannot delete" in in_bucket.err
-    assert "run is only partly deleted; left: " in in_bucket.err
+    assert "run is only partly deleted; what is left: " in in_bucket.err
     assert "`sunspot delete run --storage" in in_bucket.err
     assert in_bucket.json["removed"] is False
     assert in_bucket.json["left"]["files"] == len(files_of(bucket_run)) > 0
@@ -435,7 +437,7 @@ def test_a_failed_deletion_lists_what_is_left_and_can_be_repeated(
     assert in_bucket.json == []
 
 
-def test_a_run_with_only_the_marker_left_is_deleted(sunspot: Command, run: Run) -> None:
+def test_a_run_with_only_the_deletion_marker_left_can_be_deleted(sunspot: Command, run: Run) -> None:
     mark_deletion(run, "me")
     assert sunspot("list", "--json") == 0
     assert [row["state"] for row in sunspot.json] == ["deleting"]
@@ -466,7 +468,7 @@ def test_nothing_is_removed_from_storage_if_the_rayjob_cannot_be_deleted(
     before = files_of(run)
     assert sunspot("delete", "run", "--yes") == 4
     assert 'User "me" cannot delete rayjobs' in sunspot.err
-    assert "only partly deleted; left: 1 RayJob with 2 pods" in sunspot.err
+    assert "only partly deleted; what is left: 1 RayJob with 2 pods" in sunspot.err
     assert files_of(run) == before | {run.key(DELETION)}
 
 
@@ -522,7 +524,7 @@ def test_an_interrupted_deletion_is_reported(sunspot: Command, run: Run, monkeyp
 
     monkeypatch.setattr(LocalStorage, "delete_many", interrupt)
     assert sunspot("delete", "run", "--yes") == 130
-    assert "run is only partly deleted; left: " in sunspot.err
+    assert "run is only partly deleted; what is left: " in sunspot.err
 
 
 def test_a_deleted_name_can_be_used_again(sunspot: Command, run: Run) -> None:
@@ -546,7 +548,7 @@ def test_a_run_that_is_a_symbolic_link_is_not_deleted(
     folder.rename(place)
     folder.symlink_to(place)
     assert sunspot("delete", "run", "--yes") == 6
-    assert f"{folder} is a symbolic link to {place}, and nothing was removed" in sunspot.err
+    assert f"{folder} is a symbolic link to {place}, so nothing was removed" in sunspot.err
     assert files_of(open_run(str(place.parent), "run")) == before
     assert sunspot("status", "run") == 4
     assert (

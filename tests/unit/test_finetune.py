@@ -84,7 +84,7 @@ def test_a_pretrained_model_learns(base: str, texts: str, arguments: dict[str, A
     assert saved < weights if arguments.get("rank") else saved == weights
 
 
-def test_texts_in_a_row_do_not_attend_to_each_other(base: str, texts: str) -> None:
+def test_texts_packed_into_one_row_do_not_attend_to_each_other(base: str, texts: str) -> None:
     settings = settings_of(base, texts)
     model = finetune.build_model(settings, EmptySource((32,), 0)).eval()
     tokens = torch.randint(2, 300, (1, 6))
@@ -181,7 +181,7 @@ def test_transformers_loads_a_complete_model(base: str, texts: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("head", ["text", "classes"])
-def test_an_adapter_loads_only_onto_its_base(base: str, texts: str, tmp_path: Path, head: str) -> None:
+def test_an_adapter_can_be_loaded_only_onto_its_base_model(base: str, texts: str, tmp_path: Path, head: str) -> None:
     settings = settings_of(base, texts, rank=4, head=head)
     model, _ = train(settings, steps=3)
     state = {name: value.clone() for name, value in model.state_dict().items()}

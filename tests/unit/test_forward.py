@@ -159,7 +159,7 @@ def build_resnet() -> nn.Module:
         ("default", lambda: nn.Sequential(*(nn.Linear(100, 100) for _ in range(9))), False),
     ],
 )
-def test_only_models_of_repeated_blocks_are_compiled_in_parts(
+def test_only_models_with_repeated_blocks_are_compiled_block_by_block(
     mode: str, build: Callable[[], nn.Module], alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[nn.Module] = []

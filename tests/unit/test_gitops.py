@@ -82,7 +82,9 @@ def a_cluster(**conditions: tuple[bool, str]) -> dict[str, Any]:
         ("Retrying", "Progressing", "in progress"),
     ],
 )
-def test_the_health_of_an_unfinished_job_ignores_its_ray_job(deployment: str, argo_says: str, flux_says: str) -> None:
+def test_the_health_of_an_unfinished_rayjob_does_not_depend_on_the_ray_job_status(
+    deployment: str, argo_says: str, flux_says: str
+) -> None:
     """The state of one attempt's Ray job does not matter, because another attempt can follow."""
     for ray in JOB_STATUSES:
         job = a_rayjob(deployment, ray)

@@ -37,7 +37,7 @@ def test_the_benchmark_measures_without_ray_and_stores_what_it_prints(tmp_path: 
     assert {line["subject"] for line in turns} == {"digits", "gpt2", "checkpoints"}
 
 
-def test_no_turn_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
+def test_a_benchmark_turn_does_not_begin_if_it_would_not_end_in_time(tmp_path: Path) -> None:
     seconds = [0.0]
     session = Session(torch.device("cpu"), 100, tmp_path, clock=lambda: seconds[0])
 
@@ -56,7 +56,7 @@ def test_no_turn_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
     assert "third: left out for lack of time" in (tmp_path / "table.md").read_text()
 
 
-def test_a_way_that_fails_is_left_out_with_its_reason(tmp_path: Path) -> None:
+def test_a_variant_that_fails_is_omitted_and_its_error_is_reported(tmp_path: Path) -> None:
     def fail() -> Iterator[None]:
         yield
         raise torch.OutOfMemoryError("no room")

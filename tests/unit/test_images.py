@@ -168,7 +168,7 @@ def test_images_are_rotated_by_their_exif_orientation(orientation: int, form: st
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b""])
-def test_unreadable_exif_data_are_ignored(exif: bytes) -> None:
+def test_unreadable_exif_data_is_ignored(exif: bytes) -> None:
     pixels = decode_picture(encode(bright_top(), "JPEG", exif=exif), (3, 8, 12))
     assert pixels[:, :3].min() > 200
 
@@ -285,7 +285,7 @@ def test_pixels_equal_those_read_by_torchvision(form: str, mode: str) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("size", [(1000, 750), (500, 375), (60, 101), (64, 48), (32, 24), (48, 64)])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_scaled_pixels_stay_close_to_those_of_pillow(size: tuple[int, int], mode: str, turned: bool) -> None:
+def test_scaled_pixels_are_close_to_the_result_of_pillow(size: tuple[int, int], mode: str, turned: bool) -> None:
     coarse = np.random.default_rng(1).integers(0, 256, (6, 8, 3), np.uint8)
     photo = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).convert(mode)
     exif = Image.Exif()

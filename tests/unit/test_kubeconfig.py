@@ -91,7 +91,7 @@ def test_an_invalid_kubeconfig_is_reported_in_one_line(cluster: FakeCluster, sun
 # ------------------------------------------------------------------------------------------------------------- plugins
 
 
-def test_a_plugin_gets_its_variables_and_can_print_where_to_sign_in(
+def test_a_plugin_gets_its_environment_and_can_print_where_to_sign_in(
     cluster: FakeCluster, config: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0)
@@ -126,7 +126,7 @@ def test_a_plugin_can_return_a_certificate(cluster: FakeCluster, config: Config)
         (None, "cannot be run here .No such file or directory.; get it from the cloud"),
     ],
 )
-def test_a_plugin_without_a_credential_is_an_error(
+def test_a_plugin_that_returns_no_credential_is_reported(
     cluster: FakeCluster,
     config: Config,
     sunspot: Command,

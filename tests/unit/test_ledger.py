@@ -51,7 +51,7 @@ def test_the_next_attempt_writes_the_previous_attempts_missing_rows(group: dist.
     assert sorted(recorded(run, 2)) == [5, 6]
 
 
-def test_the_ledger_keeps_no_rows_without_audit(group: dist.ProcessGroup, run: Run) -> None:
+def test_the_ledger_keeps_no_rows_if_the_audit_is_disabled(group: dist.ProcessGroup, run: Run) -> None:
     ledger = Ledger(group, 1, 0, [], False)
     take(ledger, 1, 3)
     assert ledger.gather(3) == []
@@ -93,7 +93,7 @@ def test_files_are_merged_without_losing_or_repeating_a_row(run: Run, monkeypatc
     assert recorded(run, 1) == rows_up_to(120)
 
 
-def test_written_windows_are_not_written_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_windows_that_storage_accepted_are_not_written_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage accepts the previous attempt's windows and then fails, so the next commit writes the rest."""
     monkeypatch.setattr(streams, "SIZES", (2000, 64_000))
     before = Ledger(None, "attempt-0001", 0, [], True)
@@ -119,7 +119,7 @@ def test_written_windows_are_not_written_again(run: Run, monkeypatch: pytest.Mon
     assert all(len(rows) == 2 for rows in recorded(run, 2).values())
 
 
-def test_a_step_in_two_files_counts_once(run: Run) -> None:
+def test_a_step_recorded_in_two_files_is_counted_once(run: Run) -> None:
     """Storage kept a write that it reported as failed, so the next commit wrote the same steps again."""
     refused = Ledger(None, "attempt-0001", 0, [], True)
     take(refused, 1, 5)

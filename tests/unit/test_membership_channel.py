@@ -167,7 +167,7 @@ def test_closing_the_server_ends_its_threads() -> None:
     wait_until(lambda: set(threading.enumerate()) <= before, seconds=5)
 
 
-def test_a_change_announced_right_after_a_group_is_not_missed() -> None:
+def test_a_change_announced_right_after_a_group_forms_is_not_missed() -> None:
     """The training thread can be slower than the listening thread."""
     client = MembershipClient(MembershipAddress("nowhere", 0, 0, b""), Member("one", "node"), lambda: None)
     ours, theirs = socket.socketpair()
@@ -187,7 +187,7 @@ def test_a_change_announced_right_after_a_group_is_not_missed() -> None:
     st.lists(st.one_of(st.just(HEARTBEAT), st.binary(max_size=300).map(encode)), max_size=20),
     st.lists(st.integers(1, 200), min_size=1, max_size=50),
 )
-def test_messages_survive_any_division_of_the_bytes(sent: list[bytes], sizes: list[int]) -> None:
+def test_messages_are_read_correctly_however_their_bytes_are_split(sent: list[bytes], sizes: list[int]) -> None:
     reader = FrameReader()
     stream = b"".join(sent)
     received: list[bytes] = []
@@ -199,7 +199,7 @@ def test_messages_survive_any_division_of_the_bytes(sent: list[bytes], sizes: li
     assert [encode(decode(message)) for message in received] == [data for data in sent if data != HEARTBEAT]
 
 
-def test_a_stopped_member_that_reads_nothing_delays_no_other(server: MembershipServer) -> None:
+def test_a_suspended_member_that_reads_nothing_does_not_delay_other_members(server: MembershipServer) -> None:
     with enter(server, "stopped") as stopped:
         stopped.send(HeartbeatLimit(60.0))
         server._connections["stopped"].send(bytes(100_000_000))
@@ -208,7 +208,7 @@ def test_a_stopped_member_that_reads_nothing_delays_no_other(server: MembershipS
             assert "other" in ask_living(server.address)
 
 
-def test_the_server_sends_nothing_to_a_member_until_it_is_quiet() -> None:
+def test_the_server_sends_heartbeats_only_to_quiet_members() -> None:
     with serve_one(Mock()) as (connections, _, member), bare(member) as received:
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
@@ -221,7 +221,7 @@ def test_the_server_sends_nothing_to_a_member_until_it_is_quiet() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is an option of Linux")
-def test_a_dead_machine_is_lost_after_about_a_second(server: MembershipServer) -> None:
+def test_a_dead_machine_is_reported_as_lost_after_about_a_second(server: MembershipServer) -> None:
     with enter(server, "dead") as dead, enter(server, "other") as other:
         dead.send(HeartbeatLimit(60.0))
         other.send(HeartbeatLimit(60.0))
@@ -234,7 +234,7 @@ def test_a_dead_machine_is_lost_after_about_a_second(server: MembershipServer) -
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is an option of Linux")
-def test_a_member_notices_the_dead_machine_of_its_driver_after_about_a_second(server: MembershipServer) -> None:
+def test_a_member_notices_after_about_a_second_that_the_drivers_machine_died(server: MembershipServer) -> None:
     ended = threading.Event()
     client = MembershipClient(server.address, Member("one", "node"), ended.set)
     client.connect()
@@ -245,7 +245,7 @@ def test_a_member_notices_the_dead_machine_of_its_driver_after_about_a_second(se
     client.close()
 
 
-def test_a_driver_that_was_stopped_does_not_take_its_members_for_silent() -> None:
+def test_a_driver_that_was_suspended_does_not_declare_its_members_lost() -> None:
     """Their heartbeats have arrived in the meantime, but have not been read."""
     handler = Mock()
     with serve_one(handler) as (connections, accepted, member):
@@ -330,7 +330,7 @@ def test_a_process_can_be_silent_for_longer_while_it_builds_its_model(server: Me
         wait_until(lambda: ask_living(server.address) == [], seconds=5)
 
 
-def test_the_wait_for_a_stopped_driver_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_does_not_wait_forever_for_an_unresponsive_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's kernel accepts the connection, but the driver never answers."""
     monkeypatch.setattr(membership_channel, "RECONNECT_S", 0.3)
     monkeypatch.setattr(membership_channel, "ANSWER_S", 0.2)
@@ -430,7 +430,7 @@ def test_an_unresponsive_machine_counts_as_a_lost_node(
     assert [incident.cause for incident in reported(server)][:1] == [cause]
 
 
-def test_a_change_for_a_draining_node_is_recorded_as_a_preemption(server: MembershipServer) -> None:
+def test_a_group_change_caused_by_a_draining_node_is_recorded_as_a_preemption(server: MembershipServer) -> None:
     with enter(server, "leaving", node="old") as leaving, enter(server, "staying"):
         assert isinstance(leaving.receive(), Generation)
         server.drain({"old"})

@@ -151,7 +151,7 @@ def test_damaged_lines_are_skipped_and_counted(run: Run) -> None:
     ],
     ids=str,
 )
-def test_an_attempt_that_starts_from_itself_or_a_later_one_is_rejected(
+def test_an_attempt_that_starts_from_itself_or_from_a_later_attempt_is_rejected(
     run: Run, sunspot: Command, change: dict[str, Any]
 ) -> None:
     """Readers of the lineage would otherwise loop forever."""
@@ -197,7 +197,7 @@ def test_lone_surrogates_are_replaced(run: Run) -> None:
     assert [event["detail"] for event in read_journal(run, "events")] == ["a\N{REPLACEMENT CHARACTER}b"]
 
 
-def test_the_job_of_a_damaged_submission_is_still_known(run: Run) -> None:
+def test_the_job_name_of_a_damaged_submission_record_is_still_known(run: Run) -> None:
     record_submission(begin(run), SubmissionRecord("run-1234", "sunspot"))
     [entry] = run.storage.list(run.key("submissions"))
     content = run.storage.read(entry.key)

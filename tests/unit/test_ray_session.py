@@ -65,7 +65,7 @@ def test_a_new_session_has_a_secret_token_and_a_private_folder(started: list[dic
 
 
 @pytest.mark.parametrize("name", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
-def test_a_users_own_token_and_folder_are_kept(
+def test_a_ray_token_or_folder_set_by_the_user_is_kept(
     name: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "mine")

@@ -147,7 +147,7 @@ def test_a_failed_update_is_retried_but_its_error_is_printed_once(
     cluster.up()
     reconciler.reconcile()
     said = capsys.readouterr().err
-    assert "the API server unreachable for" in said
+    assert "the API server has been unreachable for" in said
     assert "the API server is back" in said
 
 

@@ -286,7 +286,7 @@ def test_a_cloud_overlay_changes_only_workload_identity(cloud: str) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_the_runs_apart_component_removes_one_policy(tmp_path: Path) -> None:
+def test_the_runs_apart_component_removes_only_the_within_clusters_policy(tmp_path: Path) -> None:
     names = {folder: os.path.relpath(MANIFESTS / folder, tmp_path) for folder in ("base-gke", "runs-apart")}
     text = f"resources: [{names['base-gke']}]\ncomponents: [{names['runs-apart']}]\n"
     (tmp_path / "kustomization.yaml").write_text(text)
@@ -397,7 +397,7 @@ def test_the_job_name_contains_the_run_and_a_hash_of_all_inputs(tmp_path: Path) 
     assert len({variant.name for variant in variants}) == len(variants)
 
 
-def test_the_job_name_ignores_how_values_are_spelled(tmp_path: Path) -> None:
+def test_the_job_name_does_not_depend_on_how_values_are_spelled(tmp_path: Path) -> None:
     by_path = render(own_profile(tmp_path, "extends: gke-spot\nnotice_s: 15"), {"LEARNING_RATE": "0.0010"})
     by_name = render("gke-spot", {"LEARNING_RATE": "1e-3"})
     assert by_path.name == by_name.name
@@ -522,7 +522,7 @@ def check_volumes(pod: dict[str, Any]) -> None:
     assert volumes["tmp"] == {"sizeLimit": limits["ephemeral-storage"]}
 
 
-def test_volume_sizes_match_a_custom_profiles_limits(full: Rendered) -> None:
+def test_volume_sizes_match_the_limits_of_a_custom_profile(full: Rendered) -> None:
     assert [pod["containers"][0]["resources"]["limits"]["memory"] for pod in pods_of(full)] == ["16Gi", "96Gi", "24Gi"]
     for pod in pods_of(full):
         check_volumes(pod)
@@ -563,7 +563,7 @@ def check_drain(pod: dict[str, Any], notice: int) -> None:
     assert drain >= notice * 0.6
 
 
-def test_the_run_uses_a_drain_set_in_the_profile(tmp_path: Path) -> None:
+def test_the_run_uses_a_drain_timeout_set_in_the_profile(tmp_path: Path) -> None:
     profile = own_profile(tmp_path, "notice_s: 30\nenv: {RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '20'}")
     rendered = render(profile, {})
     assert settings_of_job(rendered).job.notice_s == 20
@@ -578,7 +578,7 @@ def test_a_drain_longer_than_the_grace_period_is_rejected(drain: str, tmp_path: 
         assert re.search(f"DRAIN_TIMEOUT_S={drain} .*below 30, .*set notice_s", refusal(profile, {}))
 
 
-def test_spot_profiles_have_their_clouds_notice() -> None:
+def test_spot_profiles_have_the_preemption_notice_of_their_cloud() -> None:
     notices = {name: load_profile(name, {}).notice_s for name in SPOT_PROFILES}
     assert notices == {"aks-spot": 10, "eks-spot": 100, "gke-spot": 15, "karpenter-spot": 100}
 
@@ -1067,7 +1067,7 @@ def test_a_job_for_an_existing_cluster_creates_no_pods() -> None:
         ("kind", {}, {"image": ""}, "image='' is not valid; set it to an image reference"),
         ("kind", {}, {"namespace": "A_b"}, "namespace='A_b' is not valid; set it to a namespace's name"),
         ("kind", {"TASK_ARGS": '{"a": "$HOME"}'}, {"cluster": "shared"}, "SUNSPOT_TASK_ARGS=.*expand the \\$"),
-        ("kind", {}, {"queue": "q", "cluster": "shared"}, "queue q: .*leave out either the queue or the cluster"),
+        ("kind", {}, {"queue": "q", "cluster": "shared"}, "queue q: .*omit either the queue or the cluster"),
         ("gke-spot", {"RESOURCES_PER_WORKER": '{"CPU": 7}'}, {}, "a pod has only 6 CPUs for 1 worker; request fewer"),
         ("gke-spot", {"RESOURCES_PER_WORKER": '{"GPU": 2}'}, {}, "a worker has one GPU"),
         ("gke-spot", {"RESOURCES_PER_WORKER": '{"TPU": 2}'}, {}, "no pod offers TPU"),

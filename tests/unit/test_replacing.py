@@ -98,7 +98,7 @@ def test_a_trainer_ends_if_its_only_replacement_hangs(
 
 
 @pytest.mark.parametrize("read_membership", [None, Membership(2).snapshot], ids=["restart mode", "survivor mode"])
-def test_a_stop_before_any_worker_trains_ends_the_trainer_at_once(
+def test_a_stop_request_before_any_worker_trains_ends_the_trainer_at_once(
     read_membership: Callable[[], MembershipSnapshot] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "MEMBERS_CHECK_EVERY_S", 0.01)

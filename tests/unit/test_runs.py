@@ -164,7 +164,7 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
         (status(RunState.FAILED, 9999, reason="no luck"), False, 9999, 30, "pending", "its driver has not started"),
     ],
 )
-def test_storage_alone_determines_the_state(
+def test_the_state_of_a_run_can_be_determined_from_storage_alone(
     given: Status | None, stop: bool, heard_ago: float | None, submitted_ago: float | None, state: str, words: str
 ) -> None:
     def moment(ago: float | None) -> float:
@@ -195,7 +195,7 @@ def test_a_lost_run_is_listed_with_the_step_of_its_newest_checkpoint(
     assert on_page.checkpoint == (kept.name if ago > 5 else None)
 
 
-def test_reading_the_state_takes_a_listing_and_a_read_if_the_status_is_recent(
+def test_reading_the_state_lists_only_statuses_if_the_status_is_recent(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_status(run, replace(RUNNING, driver="0123abcd"))
@@ -308,7 +308,7 @@ def test_a_silent_run_shows_no_running_workers(run: Run, sunspot: StorageCommand
     assert (listed["state"], listed["reason"].partition(" since")[0]) == ("silent", "no sign of life")
 
 
-def test_status_watches_a_run_until_it_has_ended(
+def test_status_can_watch_a_run_until_it_ends(
     run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def go_on(seconds: float) -> None:
@@ -394,12 +394,12 @@ def test_runs_are_listed_newest_first(run: Run, sunspot: StorageCommand) -> None
 
     limited = sunspot("list", "--limit", "1", "--json")
     assert [line["run"] for line in limited.json] == ["run"]
-    assert limited.err == "1 older run not shown; --all lists them\n"
+    assert limited.err == "--all also lists 1 older run\n"
     assert len(sunspot("list", "--all", "--json").json) == 2
     assert sunspot("list", "--limit", "0").code == 2
 
 
-def test_an_unreadable_run_is_reported_and_the_others_are_listed(run: Run, sunspot: StorageCommand) -> None:
+def test_an_unreadable_run_is_reported_and_the_other_runs_are_listed(run: Run, sunspot: StorageCommand) -> None:
     begin(run)
     begin(open_run(sunspot.storage, "closed"))
     for name in ("closed/checkpoints", "lost+found"):
@@ -416,7 +416,7 @@ def test_listing_empty_storage_returns_no_runs(tmp_path: Path, capsys: pytest.Ca
     assert (listed.code, listed.json, listed.err) == (0, [], "")
 
 
-def test_listing_fifty_runs_takes_fifty_reads(
+def test_listing_fifty_runs_makes_fifty_read_requests(
     s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
@@ -467,7 +467,7 @@ def test_events_of_all_attempts_are_sorted_by_time(run: Run, sunspot: StorageCom
     assert re.fullmatch(r"1970-01-01 00:00:21 UTC +2 +4 +checkpoint skipped +damaged", lines[3])
 
 
-def test_events_prints_readable_receipts_and_stacks(run: Run, sunspot: StorageCommand) -> None:
+def test_the_events_command_prints_readable_receipts_and_stacks(run: Run, sunspot: StorageCommand) -> None:
     first = Attempt(1, "job", None, 0, time=10.0, metadata=Metadata(tier="beginning", world_size=2))
     second = Attempt(2, "job", checkpoint_name(12, 1), 12, time=60.0, metadata=Metadata(tier="memory", world_size=1))
     assert claim(run, [], first)
@@ -522,7 +522,7 @@ def say(run: Run, stream: str, text: str) -> LogWriter:
     return writer
 
 
-def test_logs_prints_the_newest_output_of_a_process(run: Run, sunspot: StorageCommand) -> None:
+def test_the_logs_command_prints_the_newest_output_of_a_process(run: Run, sunspot: StorageCommand) -> None:
     say(run, "driver-20260101T000000000Z", "old driver\n")
     say(run, "driver-20260102T000000000Z", "new driver\nits last words")
     say(run, rank_stream(1, 1), "old rank\n")
@@ -539,7 +539,7 @@ def test_logs_prints_the_newest_output_of_a_process(run: Run, sunspot: StorageCo
     assert json.loads(lines[0])["stream"] == "driver-20260102T000000000Z"
 
 
-def test_logs_reports_missing_output(run: Run, sunspot: StorageCommand) -> None:
+def test_the_logs_command_reports_missing_output(run: Run, sunspot: StorageCommand) -> None:
     answer = sunspot("logs", "run")
     assert (answer.code, answer.out) == (3, "")
     assert "no output of the driver, because no process has written any output yet" in answer.err

@@ -42,7 +42,9 @@ class CountingSource:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
-def test_workers_of_a_node_read_rows_once_into_shared_pages(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_on_the_same_node_read_each_row_once_into_shared_memory(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not shared:
 
         def refuse(*_: Any, **options: Any) -> None:
@@ -69,7 +71,7 @@ def join(source: CountingSource, node: str) -> torch.Tensor:
     return rows["label"]
 
 
-def test_a_worker_that_joins_a_node_maps_the_rows_that_are_in_memory_there() -> None:
+def test_a_worker_that_joins_a_node_maps_the_rows_already_in_shared_memory() -> None:
     source = CountingSource((5, 7))
     loaded = load_in_threads([source], ["a", "a"])
     assert join(source, "a").tolist() == list(range(12))
@@ -80,7 +82,7 @@ def test_a_worker_that_joins_a_node_maps_the_rows_that_are_in_memory_there() -> 
     assert [int(rows["label"][3]) for [rows] in loaded] == [99, 99]
 
 
-def test_rows_leave_memory_with_the_last_worker_that_maps_them() -> None:
+def test_rows_are_freed_with_the_last_worker_that_maps_them() -> None:
     source = CountingSource((5, 7))
     first = load_in_threads([source], ["a"])
     second = join(source, "a")

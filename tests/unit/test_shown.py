@@ -65,12 +65,12 @@ def test_images_become_pngs(run: Run) -> None:
         ({"a": torch.zeros(2, 1, 4, 4)}, "show returned 'a' as Tensor; .* a uint8 tensor"),
     ],
 )
-def test_show_rejects_values_of_other_types(found: Any, said: str) -> None:
+def test_the_show_function_cannot_return_values_of_unsupported_types(found: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         to_parts(found)
 
 
-def test_the_report_shows_predictions_and_the_results_of_show(run: Run) -> None:
+def test_the_report_shows_predictions_and_the_results_of_the_show_function(run: Run) -> None:
     trained(run)
     before = page_of(run)
     shown = [
@@ -95,13 +95,13 @@ def test_the_report_explains_missing_predictions(run: Run) -> None:
     assert "No predictions are stored" not in page_of(run)
 
 
-def test_damaged_results_of_show_are_reported(run: Run) -> None:
+def test_damaged_results_of_the_show_function_are_reported(run: Run) -> None:
     trained(run)
     run.storage.write(run.key("shown.json"), b'{"checkpoint": 3}')
     assert "What the task shows cannot be read" in page_of(run)
 
 
-def test_a_language_models_show_includes_texts(run: Run) -> None:
+def test_the_show_function_of_a_language_model_includes_texts(run: Run) -> None:
     settings = Settings(
         task="sunspot.tasks.gpt",
         task_args={"layers": 1, "width": 8, "heads": 1, "context": 16},

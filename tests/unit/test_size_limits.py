@@ -156,7 +156,9 @@ def test_reading_beyond_the_budget_raises_an_error() -> None:
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 
-def test_a_report_with_thousands_of_metrics_is_fast_and_counts_them(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_a_report_with_thousands_of_metrics_is_fast_and_counts_the_omitted_ones(
+    run: Run, sunspot: Command, tmp_path: Path
+) -> None:
     trained(run)
     one = {"attempt": 1, "step": 5, "time": BEGUN + 20}
     write_lines(run, "metrics", (json.dumps({**one, **{f"{n}_loss": 1.0 for n in range(20_000)}}) + "\n").encode())
@@ -203,7 +205,7 @@ def test_no_value_of_200_metrics_in_5000_epochs_is_dropped() -> None:
 def test_a_checkpoint_with_an_impossible_step_is_reported_immediately(run: Run) -> None:
     data = EpochLayout(rows=10, steps_per_epoch=1, batch=10)
     rows = pa.table({"step": pa.array([1], pa.int32()), "rank": pa.array([0], pa.int32()), "row": [0]})
-    with pytest.raises(DamageError, match="in epoch 1,000,000,000; at most 100,000 epochs"):
+    with pytest.raises(DamageError, match="in epoch 1,000,000,000, but an audit checks at most 100,000"):
         list(count_rows([rows], data, 10**9))
     assert len(list(count_rows([rows], data, MAX_EPOCHS // 100))) == MAX_EPOCHS // 100
 
@@ -219,7 +221,7 @@ def test_rows_are_counted_by_epoch_in_one_pass() -> None:
     assert {(epoch.rows, epoch.missing, epoch.repeated) for epoch in counted} == {(rows, 0, 0)}
 
 
-def test_audit_reports_and_counts_unknown_rows() -> None:
+def test_the_audit_reports_and_counts_unknown_rows() -> None:
     step, row = pa.array([1] * 100_000, pa.int32()), pa.array(range(1000, 101_000), pa.int64())
     lines = find_foreign_rows([pa.table({"step": step, "row": row})], EpochLayout(10, 1, 10))
     assert lines[0] == "step 1: row 1000 is not one of 0..9"
@@ -267,7 +269,7 @@ def test_a_confusion_matrix_of_3000_classes_is_not_read(run: Run) -> None:
     assert "predictions.json cannot be used: it is larger than 16 MiB" in page_of(run)
 
 
-def test_a_long_table_says_how_many_rows_are_left_out() -> None:
+def test_a_long_table_says_how_many_rows_are_omitted() -> None:
     rows = [[f"row {number}", number] for number in range(MAX_TABLE_ROWS + 3)]
     assert "3 more rows are not shown" in table("Rows", ["name", "number"], rows)
     assert "not shown" not in table("Rows", ["name", "number"], rows[:MAX_TABLE_ROWS])

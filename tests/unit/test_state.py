@@ -171,7 +171,7 @@ def state_of(stored: str, deployment: str, ray: str) -> RunState:
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_the_first_rule_that_matches_decides(stored: str) -> None:
+def test_the_first_matching_rule_determines_the_state(stored: str) -> None:
     for deployment, ray in itertools.product(DEPLOYMENT_STATUSES, JOB_STATUSES):
         rule, expected = next((rule, state) for rule, holds, state in RULES if holds(stored, deployment, ray))
         assert state_of(stored, deployment, ray) is expected, (rule, deployment, ray)
@@ -254,7 +254,7 @@ def test_pods_that_cannot_be_listed_are_not_described(deployment: str) -> None:
     )
 
 
-def test_an_unreadable_status_is_not_called_missing() -> None:
+def test_an_unreadable_status_is_not_reported_as_missing() -> None:
     state, reason = judge(job("Complete", "SUCCEEDED"), trouble="no route to host")
     assert state is RunState.SUCCEEDED
     assert "wrote no" not in reason
@@ -309,7 +309,7 @@ def test_an_exceeded_deadline_is_a_failure_even_if_the_ray_job_runs() -> None:
     )
 
 
-def test_the_message_of_the_program_takes_precedence_over_the_operators() -> None:
+def test_the_programs_message_takes_precedence_over_the_message_of_the_operator() -> None:
     failed = job("Failed", "FAILED", reason="AppFailed", message="Job entrypoint command failed with exit code 1")
     own = status(RunState.FAILED, reason="row 7 of train.parquet has no label")
     assert judge(failed, status=own, now=NOW)[1] == "row 7 of train.parquet has no label"
@@ -458,7 +458,7 @@ def test_one_group_can_wait_for_pods_while_another_trains() -> None:
         ("other", "FailedToCreateHeadPod", [], "its pods are about to be created"),
     ],
 )
-def test_a_warning_explains_a_pod_whose_status_does_not(
+def test_a_pod_without_a_reason_in_its_status_is_explained_by_a_warning_event(
     about: str, reason: str, pods: list[dict[str, Any]], said: str
 ) -> None:
     raw = {"metadata": {}, "involvedObject": {"name": about}, "reason": reason, "message": "exceeded quota."}

@@ -162,7 +162,9 @@ def test_values_are_decoded_in_as_many_threads_as_the_process_has_cores(tmp_path
     np.testing.assert_array_equal(found["x"], -np.arange(100))
 
 
-def test_a_function_without_thread_safe_decodes_one_value_at_a_time(tmp_path: Path, two_threads: None) -> None:
+def test_a_decode_function_not_marked_as_thread_safe_gets_one_value_at_a_time(
+    tmp_path: Path, two_threads: None
+) -> None:
     at_work = threading.Lock()
 
     def decode(value: int) -> int:
@@ -214,7 +216,7 @@ def save_dataset(folder: Path, parts: list[pa.Table]) -> None:
     (folder / "dataset_info.json").write_text("{}")
 
 
-def test_a_dataset_saved_by_datasets_is_read_unchanged(tmp_path: Path) -> None:
+def test_a_dataset_saved_by_hugging_face_datasets_is_read_unchanged(tmp_path: Path) -> None:
     whole = pa.table({"x": [[1, 2], [3], [], [4, 5, 6], [7]], "label": [0, 2, 1, 1, 0], "more": list("abcde")})
     for split in ("train", "test"):
         save_dataset(tmp_path / split, [whole[:3], whole[3:]])
@@ -347,5 +349,5 @@ def test_held_out_rows_cannot_have_more_classes_than_training_rows(tmp_path: Pat
 
 
 def test_open_table_rejects_the_bundled_digits() -> None:
-    with refusal(DataError, "SUNSPOT_DATASET=sample", "set it to the path"):
+    with refusal(DataError, "SUNSPOT_DATASET=sample", "set SUNSPOT_DATASET to the path"):
         open_table(Settings(), {"x": Column()})

@@ -46,7 +46,7 @@ def test_arguments_read_before_pickling_count_as_read() -> None:
     assert sent.task_args.describe_unread() == "the task has not read hiden; did you mean hidden?"
 
 
-def test_settings_themselves_read_no_arguments() -> None:
+def test_reading_the_settings_does_not_mark_task_arguments_as_read() -> None:
     settings = Settings(task_args=GIVEN)
     assert json.loads(settings.environment()["SUNSPOT_TASK_ARGS"]) == GIVEN == settings.task_args
     assert settings.task_args.describe_unread() == "the task has not read hiden, width; it reads no arguments"

@@ -87,14 +87,14 @@ def open_labels(folder: Path, files: dict[str, list[str]], suffix: str = "csv") 
         ({"a": ["2", "0"], "b": [" 1"]}, [], [2, 0, 1]),
     ],
 )
-def test_csv_labels_are_names_unless_all_files_contain_numbers(
+def test_csv_labels_are_class_names_unless_all_labels_are_numbers(
     tmp_path: Path, files: dict[str, list[str]], names: list[str], numbers: list[int]
 ) -> None:
     source = open_labels(tmp_path, files)
     assert (list(source.class_names), everything(source)["label"].tolist()) == (names, numbers)
 
 
-def test_dates_and_digits_in_json_strings_are_names(tmp_path: Path) -> None:
+def test_dates_and_digits_in_json_strings_are_class_names(tmp_path: Path) -> None:
     assert open_labels(tmp_path, {"a": ['"2024-01-02"', '"2024-01-01"']}, "jsonl").class_names == (
         "2024-01-01",
         "2024-01-02",

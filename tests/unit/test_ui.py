@@ -212,7 +212,7 @@ def test_the_comparison_shows_several_runs(tmp_path: Path) -> None:
     assert "Select two to six runs" in alone
 
 
-def test_a_copied_checkpoint_is_shown_as_unread(tmp_path: Path) -> None:
+def test_a_copied_checkpoint_is_not_read_or_shown_as_verified(tmp_path: Path) -> None:
     run = trained(Run(Counting(str(tmp_path)), "digits"))
     weights = [path for path in tmp_path.rglob("model.pt")]
     for path in weights:
@@ -228,7 +228,7 @@ def test_a_copied_checkpoint_is_shown_as_unread(tmp_path: Path) -> None:
     assert not read
 
 
-def test_a_thousand_ended_runs_cost_few_requests(tmp_path: Path) -> None:
+def test_many_ended_runs_cost_few_requests(tmp_path: Path) -> None:
     storage = Counting(str(tmp_path))
     for number in range(200):
         ended(storage, f"run-{number:03d}")
@@ -393,7 +393,9 @@ def test_error_responses_have_the_security_policy(tmp_path: Path, status: bytes,
         assert head.count(name) == 1
 
 
-def test_clients_that_send_no_request_do_not_block_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_send_no_request_do_not_block_other_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sunspot.machine.local_http.MAX_WAITING", 20)
     monkeypatch.setattr("sunspot.machine.local_http.HEAD_WITHIN_S", 5.0)
     with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url, contextlib.ExitStack() as open_ones:
@@ -432,7 +434,9 @@ def read_as_told(storage: Storage, names: Sequence[str]) -> RunPage:
     return RunPage(name, Html(f"process {os.getpid()} of {storage.locate('')}"))
 
 
-def test_a_page_that_exhausts_memory_does_not_affect_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_exhausts_memory_does_not_affect_other_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_process, "MOST_BYTES", 256 << 20)
     monkeypatch.setattr(page_process, "READ_WITHIN_S", 20.0)
     with contextlib.closing(PageProcess(str(tmp_path))) as pages:
@@ -453,11 +457,13 @@ def test_a_page_that_exhausts_memory_does_not_affect_others(tmp_path: Path, monk
             pages.read(read_as_told, ["killed"])
         assert pages.read(read_as_told, ["digits"]) != other
         monkeypatch.setattr(page_process, "READ_WITHIN_S", 0.2)
-        with pytest.raises(SunspotError, match=r"page of without-end cannot be shown: it was not ready within 0 s"):
+        with pytest.raises(SunspotError, match=r"page of without-end cannot be shown: rendering it took more than 0 s"):
             pages.read(read_as_told, ["without-end"])
 
 
-def test_an_unreadable_run_is_explained_and_others_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_run_is_explained_and_the_other_runs_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_process, "MOST_BYTES", 256 << 20)
     monkeypatch.setattr(site, "FIRST_S", 60.0)
     storage = LocalStorage(str(tmp_path))

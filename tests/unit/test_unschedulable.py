@@ -128,7 +128,7 @@ ON_L4 = {"nodeSelector": L4}
         ([UNNAMED], pod(), PLAIN, (TAINT, 1, "")),
     ],
 )  # fmt: skip
-def test_obstacles_are_read_from_the_nodes(
+def test_scheduling_obstacles_are_read_from_the_nodes(
     said: list[str], asked: dict[str, Any], nodes: list[Any], first: tuple[Diagnosis, int, str]
 ) -> None:
     assert find_refusals(message(*said), asked, nodes)[0][:3] == first
@@ -160,7 +160,7 @@ def test_each_reason_is_reported_once() -> None:
     assert finding.evidence.startswith("no node has what 3 pods (w-1, w-2, w-3) select (gpu=l4): 2 nodes not labelled")
 
 
-def test_the_order_of_the_reasons_is_kept_among_all_findings() -> None:
+def test_scheduling_reasons_keep_their_order_among_all_findings() -> None:
     found = explain({message(UNNAMED, LABELS): ["w-1"]}, nodeSelector=L4)
     quota = Finding(Diagnosis.QUOTA, Severity.ERROR, "x", "y")
     late = Finding(Diagnosis.CONTAINER, Severity.ERROR, "x", "y")

@@ -108,7 +108,7 @@ def get_result(reference: Any, limit_s: float | None, what: str) -> Any:
 
 
 def absolute_path(location: str, name: bool = True) -> str:
-    """Return an absolute path, because workers can have another working directory. URLs are returned unchanged.
+    """Return an absolute path, because workers can have a different working directory. URLs are returned unchanged.
 
     If `name` is True, a `location` without a '/' is a run's name and is returned unchanged.
     """

@@ -84,12 +84,12 @@ class OutputFile(NamedTuple):
 
 
 def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarray]:
-    """Read the rows of one part, in a Ray Data task."""
+    """Read the rows of one output file, in a Ray Data task."""
     return read_rows(source, int(part["first"][0]), int(part["last"][0]))
 
 
 class PartPredictor(Classifier):
-    """A model worker in the pool. It predicts one part at a time."""
+    """A model worker in the pool. It predicts the rows of one output file at a time."""
 
     def __call__(self, rows: dict[str, np.ndarray]) -> pa.Table:
         predictions, probabilities = self.predict_rows(rows)
@@ -112,11 +112,11 @@ def predict_dataset(
 
     `split` is train or test. The default is test if there are held-out rows. If `workers` is 0, there is one worker per
     GPU, or per core if Ray has no GPU. The summary contains `checkpoint`, `step`, `dataset`, `split`, `rows`,
-    `accuracy` (None if the rows have no labels), `output`, `parts`, and `kept`, the number of parts that already
-    existed.
+    `accuracy` (None if the rows have no labels), `output`, `parts` (the number of files), and `kept` (how many of the
+    files already existed).
 
-    Raises `ConflictError` if `output` contains other predictions, `GaveUpError` if there is no progress,
-    `SettingsError`, `DataError` or `DamageError`.
+    Raises `ConflictError` if `output` contains other predictions, and `GaveUpError` if there is no progress. Also
+    raises `SettingsError`, `DataError` or `DamageError`.
     """
     print_warnings(model.warnings)
     load_predict(model.settings)  # fails early if the task has no predict
@@ -184,7 +184,7 @@ def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
 def open_output(
     storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[OutputFile]
 ) -> set[OutputFile]:
-    """Claim the folder if it is empty, or check that it belongs to these predictions. Return the existing parts."""
+    """Claim the folder if it is empty, or check that it belongs to these predictions. Return the existing files."""
     present = {entry.key for entry in storage.list("")}
     if present and IDENTITY not in present:
         raise SettingsError(f"{storage.locate('')} is not empty, but contains no predictions; choose another --output")
@@ -209,7 +209,7 @@ def open_output(
 def predict_parts(
     source: Source, model: ModelCheckpoint, settings: Settings, parts: Sequence[OutputFile], workers: int
 ) -> ray.data.Dataset:
-    """Return a lazy dataset of predictions, with one block per part, in any order."""
+    """Return a lazy dataset of predictions, with one block per output file, in any order."""
     cluster = ray.cluster_resources()
     gpu = wants_gpu(settings.use_gpu)
     cores = cluster.get("CPU", 0.0)
@@ -233,7 +233,7 @@ def predict_parts(
 
 
 def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence[OutputFile], rows: int) -> None:
-    """Write each part as soon as it is predicted, and print the progress."""
+    """Write each file as soon as its rows are predicted, and print the progress."""
     missing = set(parts)
     timer = Timer()
     for table in _tables(predictions):

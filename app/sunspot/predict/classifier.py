@@ -95,8 +95,8 @@ class Classifier:
     def describe(self) -> dict[str, Any]:
         """Return a description of the model as a dict.
 
-        Its keys are the checkpoint's `name`, `step` and `metrics`, an image's `shape`, [C, H, W], the number of
-        `classes`, their `class_names`, if any, the model's `device`, and `warnings` about skipped checkpoints.
+        The keys are `name`, `step` and `metrics` of the checkpoint, `shape` ([C, H, W] of an image), `classes` (their
+        number), `class_names` (if any), `device`, and `warnings` about skipped checkpoints.
         """
         names = ("name", "step", "metrics", "shape", "classes", "class_names", "warnings")
         return {**{name: getattr(self, name) for name in names}, "device": str(self._device)}
@@ -157,7 +157,7 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
     the checkpoint's task, which must be one of Sunspot's own tasks, or `task`. If `task` is empty, `find_task` finds
     the user's task.
 
-    Raises `SettingsError` for any other task, `NotFoundError`, `StorageError` or `DamageError`.
+    Raises `SettingsError` for any other task. Also raises `NotFoundError`, `StorageError` or `DamageError`.
     """
     warnings: list[str] = []
     location = next((place for place in (checkpoint, run) if "/" in place), None)
@@ -215,7 +215,7 @@ def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
 
 
 def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use_gpu: str) -> dict[str, Any]:
-    """Return a JSON document with the checkpoint and its answers, of at most `tokens` tokens each.
+    """Return a JSON document with the checkpoint and the model's answers, each of at most `tokens` tokens.
 
     Raises whatever `restore_model` raises, and `SettingsError` if the task has no `answer`.
     """

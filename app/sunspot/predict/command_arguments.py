@@ -48,7 +48,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if bool(arguments.dataset) != bool(arguments.output):
         raise SettingsError("--dataset and --output must be used together")
     if [bool(arguments.dataset), bool(arguments.file), bool(arguments.prompt)].count(True) != 1:
-        raise SettingsError("specify exactly one of: files, --dataset and --output, or --prompt")
+        raise SettingsError("specify either files, or --dataset with --output, or --prompt")
     missing = [file for file in arguments.file if not Path(file).exists()]
     if missing:
         raise SettingsError(f"{missing[0]} does not exist; check the path")

@@ -171,7 +171,7 @@ class PredictionSummary:
 
 
 def sample_rows(source: Source) -> list[Example]:
-    """Return examples of training rows from SAMPLE_RANGES positions."""
+    """Return examples of rows from SAMPLE_RANGES evenly spaced positions in the training data."""
     rows = rows_in(source)
     each = min(MAX_SAMPLES // SAMPLE_RANGES, max(1, rows // SAMPLE_RANGES))
     firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_RANGES)}
@@ -191,7 +191,7 @@ def has_pictures(rows: Mapping[str, np.ndarray]) -> bool:
 
 
 def to_png(image: np.ndarray) -> bytes:
-    """Encode an image, uint8 [C, H, W], as PNG. Larger images are shrunk to MAX_PIXELS."""
+    """Encode an image, uint8 [C, H, W], as PNG. Images are shrunk to at most MAX_PIXELS pixels per side."""
     picture = Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0))
     picture.thumbnail((MAX_PIXELS, MAX_PIXELS))
     content = io.BytesIO()

@@ -261,7 +261,7 @@ def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = 
 def log_axis(values: Iterable[float]) -> Axis:
     """Return a logarithmic axis with ticks at powers of ten.
 
-    If there are few powers, 2 and 5 times each also have ticks.
+    If there are few powers, there are also ticks at 2 and 5 times each power.
     """
     low, high = _bounds(values)
     if high < low * (1 + ALIKE):
@@ -333,7 +333,7 @@ def _path(points: Sequence[Point], at: Callable[[Point], str]) -> str:
 
 
 def _alone(points: Sequence[Point]) -> list[Point]:
-    """Return the points that are the only ones in their worker group."""
+    """Return each point that is the only one in its worker group."""
     sizes = Counter(point.group for point in points)
     return [point for point in points if sizes[point.group] == 1]
 

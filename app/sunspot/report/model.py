@@ -1,4 +1,4 @@
-"""Reads the content of a report from storage. An unreadable part is reported and does not hide the others."""
+"""Reads the content of a report from storage. An unreadable part is reported, and does not hide the other parts."""
 
 import time
 from collections import defaultdict
@@ -119,7 +119,7 @@ class Report:
 
 
 def read_report(seen: RunSeen, read_bytes: bool = True) -> Report:
-    """Read a report's content about a run that was just seen. Raises `StorageError` if storage cannot be reached.
+    """Read the content of a run's report. Raises `StorageError` if storage cannot be reached.
 
     If `read_bytes` is False, no checkpoint file is read, and a checkpoint that was written to after its commit is
     `unread`.

@@ -16,7 +16,7 @@
         attempts/0001-error.json          the error that ended the attempt for good
         checkpoints/step-00000460-attempt-0001-9f3c21ab/
             model.pt optimizer.pt extra_state.pt
-                                          the state; with PARALLEL=fsdp, parts replace the first two (parts.py)
+                                          the state; with PARALLEL=fsdp, shards replace the first two (parts.py)
             manifest.json                 written last, so a directory without a manifest is not a checkpoint
         metrics/attempt-0001-66c1f0a9b3e52d07-0000000000-0000000311.jsonl
                                           the metric history, one line per report: here lines 0 to 311 of a stream that
@@ -43,8 +43,8 @@
         probe-6f1c...                     exists while nodes check that they can reach the storage
 
 A run's `step` is the number of optimizer steps taken. Together with the data, the seed and the global batch size, it
-fully determines the run's position. Attempts form a chain, because each attempt records the checkpoint that it starts
-from. Only the steps that led to the newest attempt are part of the run's lineage (`attempts.lineage`).
+fully determines the run's position. Each attempt records the checkpoint that it starts from, so the attempts form a
+chain. Only the steps that led to the newest attempt are part of the run's lineage (`attempts.lineage`).
 
 The life of a run, with the module for each part:
 

@@ -137,7 +137,10 @@ def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
 
 
 class Span(NamedTuple):
-    """The steps of an attempt in the run's lineage: from `after` + 1 to `upto`, or to its end if `upto` is None."""
+    """The steps of an attempt that are in the run's lineage.
+
+    They begin after step `after`, and end with step `upto` or, if `upto` is None, with the attempt's last step.
+    """
 
     attempt: int
     after: int
@@ -210,7 +213,7 @@ def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
 
 @functools.lru_cache(MAX_ATTEMPTS_CACHED)
 def _read_version(run: Run, file: str, version: str) -> Attempt:
-    """Return the attempt in a file. Each version is read only once, because every commit needs all attempts."""
+    """Return the attempt in a file. Each version is cached, because every commit needs all attempts."""
     return _read_attempt(run, file)
 
 

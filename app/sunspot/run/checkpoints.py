@@ -201,7 +201,7 @@ def may_commit(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
 def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
     """Return the newest attempt if rank 0 of `attempt` is allowed to commit the checkpoint `name` (`may_commit`).
 
-    Raises `SupersededError` if the commit is not allowed. Call this before the commit, and before deleting another
+    Raises `SupersededError` if the commit is not allowed. Call this before the commit, and before deleting any other
     checkpoint. No checkpoint may be deleted before the newest attempt has chosen where it starts.
     """
     try:
@@ -251,7 +251,7 @@ def read_manifest(run: Run, name: str) -> Checkpoint | None:
             Checkpoint, read_content(run.storage, _key(run, name, MANIFEST)), MANIFEST
         )
         if (checkpoint.name, checkpoint.step, checkpoint.attempt) != (name, step_of(name), attempt_of(name)):
-            raise DamageError(f"{MANIFEST} cannot be used: it describes another checkpoint")
+            raise DamageError(f"{MANIFEST} cannot be used: it describes a different checkpoint")
         files = checkpoint.files.values()
         if not files or not all(is_count(file.get("size")) and isinstance(file.get("sha256"), str) for file in files):
             raise DamageError(f"{MANIFEST} cannot be used: it lists no files, or a file without a size or SHA-256")
@@ -336,8 +336,8 @@ def verify(
 ) -> list[tuple[Checkpoint, list[str]]]:
     """Return each checkpoint with its faults. Checkpoints that are deleted in the meantime are omitted.
 
-    Without `directories`, every byte is read, one checkpoint at a time. With `directories`, `inspect` is called instead
-    of `find_faults` if it is given.
+    Without `directories`, every byte is read, one checkpoint at a time. With `directories`, a given `inspect` is called
+    instead of `find_faults`.
     """
 
     def check(name: str) -> tuple[Checkpoint, list[str]] | None:
@@ -438,7 +438,7 @@ def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -
 
 
 def delete_checkpoint(run: Run, name: str) -> None:
-    """Delete a checkpoint. Its manifest goes first, so that an interrupted deletion leaves no committed checkpoint."""
+    """Delete a checkpoint. The manifest goes first, so that an interrupted deletion leaves no committed checkpoint."""
     run.storage.delete(_key(run, name, MANIFEST))
     run.storage.delete_many([entry.key for entry in run.storage.list(run.key("checkpoints", name))])
 
@@ -448,10 +448,10 @@ def _key(run: Run, name: str, file: str) -> str:
 
 
 def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
-    """Return the checkpoint named `which`, or the 'newest' or 'best' intact one, and notes for the user.
+    """Return a checkpoint, and notes for the user that list the checkpoints that were passed over.
 
-    The notes list the checkpoints that were passed over. Raises `NotFoundError` if there is no such checkpoint, and
-    `DamageError` if no checkpoint is intact.
+    `which` is a checkpoint's name, or 'newest' or 'best' for the newest or best intact checkpoint. Raises
+    `NotFoundError` if there is no such checkpoint, and `DamageError` if no checkpoint is intact.
     """
     if which not in ("newest", "best"):
         refuse_if_absent(run, which, list_directories(run))

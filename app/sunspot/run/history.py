@@ -3,7 +3,7 @@
 The metrics of each rank have a separate journal, because they would dominate the size of the metric history. A record
 of this journal has the `attempt`, `step`, `time`, `steps` and `seconds` of a record in the metric history. It also has
 `ranks`, a mapping from names to the values of all ranks. Old records are combined (observe/ranks.py). A combined record
-has the time and step of the last of them, and their number in `records`.
+has the time and step of the last record that it replaces, and the number of replaced records in `records`.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def format_metric(value: float) -> str:
 class Journal:
     """A writer of the records that one process adds to a journal.
 
-    A record is a JSON object with at least `attempt`, `step` (the number of optimizer steps taken by then) and `time`.
+    A record is a JSON object with at least `attempt`, `step` (the number of optimizer steps taken so far) and `time`.
     """
 
     def __init__(self, run: Run, kind: Kind, attempt: int) -> None:
@@ -104,16 +104,16 @@ def tidy_journals(run: Run, before: int) -> None:
 def read_journal(
     run: Run, kind: Kind, spans: Sequence[Span] | None = None, damaged: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the records of a journal, sorted by attempt. If `spans` is given, return only records of its steps.
+    """Return the records of a journal, sorted by attempt. If `spans` is given, return only records of steps in it.
 
-    Damaged records are left out. One message per affected segment is added to `damaged`, or logged as a warning if
+    Damaged records are omitted. One message per affected segment is added to `damaged`, or logged as a warning if
     `damaged` is None.
     """
     return list(iter_records(run, kind, spans, damaged=damaged))
 
 
 def list_journal(run: Run, kind: Kind, spans: Sequence[Span] | None = None) -> list[Segment]:
-    """Return the segments of a journal, sorted by attempt. If `spans` is given, return only those of its attempts."""
+    """Return the segments of a journal, sorted by attempt. If `spans` is given, return only its attempts' segments."""
     attempts = None if spans is None else {span.attempt for span in spans}
     segments = list_segments(run.storage, run.key(kind))
     return [segment for segment in segments if attempts is None or segment.attempt in attempts]

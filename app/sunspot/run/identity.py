@@ -40,7 +40,7 @@ class Identity:
 def read_identity(run: Run) -> Identity:
     """Return the identity of a run.
 
-    Raises `NotFoundError` before the run has begun, and `DamageError` if it is damaged.
+    Raises `NotFoundError` if the run has not begun, and `DamageError` if its identity is damaged.
     """
     return read_verified(run, Identity, FILE)
 
@@ -48,7 +48,7 @@ def read_identity(run: Run) -> Identity:
 def record_identity(run: Run, environment: Mapping[str, str], names: Iterable[str], rows: Rows | None = None) -> None:
     """Record the identity of a run: `rows`, and the settings `names` with their values in `environment`.
 
-    Raises `ConflictError` with a diff if the run began with another identity, and `DamageError` if the recorded
+    Raises `ConflictError` with a diff if the run began with a different identity, and `DamageError` if the recorded
     identity is damaged. If ACCEPT accepts a new row order, the new order replaces the recorded one.
     """
     settings = {variable: environment[variable] for variable in _variables(names)}

@@ -1,7 +1,8 @@
 """Incidents and their cost, recorded in a receipt for each start of a worker group.
 
-A receipt is an event that the new attempt writes after its first step. Receipts form a chain, because `since` is the
-attempt of the previous receipt. An attempt that is lost before its first step is covered by a later receipt.
+A receipt is an event that the new attempt writes after its first step. Each receipt's `since` field is the
+attempt of the previous receipt, so the receipts form a chain. An attempt that is lost before its first step is covered
+by a later receipt.
 """
 
 import enum
@@ -108,10 +109,10 @@ class Receipt:
 
     @property
     def beginning(self) -> tuple[float, str]:
-        """The time at which the recovery began, and a name for it.
+        """The time at which the recovery began, and the name of the event that marks it.
 
-        The recovery begins with the notice or the loss. If neither was observed, or if the other workers kept training,
-        it begins after the step from which the attempt continues.
+        This event is the notice or the loss. If neither was observed, or if the other workers kept training, it is the
+        step from which the attempt continues.
         """
         if self.noticed is None or self.tier == IN_PLACE:
             return self.left, "the last step that counts"
@@ -190,7 +191,7 @@ def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
 def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> float | None:
     """Return the useful fraction of all worker-seconds until `end`, or None if there are no receipts.
 
-    Time covered by several receipts counts as lost once. The time of a group that has not taken a step yet is lost.
+    Time covered by several receipts counts as lost once. The time of a group that has not taken a step counts as lost.
     """
     if not receipts:
         return None

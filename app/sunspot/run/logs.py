@@ -143,7 +143,7 @@ def rank_stream(attempt: int, rank: int) -> str:
 
 @contextmanager
 def shipped_driver_output(run: Run) -> Iterator[None]:
-    """Context manager that ships the output of this process's Python code, and an error that ends the context."""
+    """Context manager that ships the output of this process's Python code, and any error raised inside it."""
     log = LogWriter(run, driver_stream())
     out = cast(TextIO, _Tee(sys.stdout, log))
     err = cast(TextIO, _Tee(sys.stderr, log))
@@ -225,7 +225,7 @@ class _Tee:
 
 
 class _Tail:
-    """A reader of new bytes in the file to which one of this process's output descriptors refers."""
+    """A reader of the new output in the file behind one of this process's output descriptors."""
 
     def __init__(self, descriptor: int, log: LogWriter) -> None:
         self._log = log
@@ -257,7 +257,7 @@ class LogPart(NamedTuple):
 
 
 def read_stream(run: Run, stream: str, offset: int = 0) -> bytes:
-    """Return the bytes of a stream from `offset` on, or no bytes if there are none yet."""
+    """Return the bytes of a stream from `offset` on, or empty bytes if there is no output yet."""
     return b"".join(piece.data for piece in read_parts(run, stream, offset))
 
 

@@ -2,7 +2,7 @@
 
 Objects in storage can be damaged, or written by another version or program. A damaged object that defines the run
 (attempts, manifests, `run.json`, audit) raises a `DamageError` that names it. A damaged object that only informs users
-(status, metrics, events, failures, submissions, predictions, search results, tracking) is left out with a warning, and
+(status, metrics, events, failures, submissions, predictions, search results, tracking) is skipped with a warning, and
 training continues.
 """
 

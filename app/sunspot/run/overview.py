@@ -44,7 +44,7 @@ passed. A rank then hangs, its node is frozen, or it waits for storage."""
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run as listed. Times are in seconds since the epoch, or 0 if the event never happened."""
+    """A run as it appears in a listing. Times are in seconds since the epoch, or 0 if the event never happened."""
 
     exists: bool = True
     "True if the run was started or submitted, or if its deletion is incomplete."
@@ -72,7 +72,7 @@ def run_exists(run: Run) -> bool:
 
 
 def describe_absence(run: Run) -> str:
-    """Return a message that the run does not exist and suggests others, or an empty string if it exists."""
+    """Return a message that says that the run does not exist and suggests others. It is empty if the run exists."""
     if run_exists(run):
         return ""
     runs: list[str] = []
@@ -87,7 +87,7 @@ def describe_absence(run: Run) -> str:
 def list_runs(storage: Storage) -> dict[str, RunSummary]:
     """Return all runs by name, the most recently modified first. This takes one listing and no reads.
 
-    A run that this user cannot read completely is left out with a warning, because its state is unknown.
+    A run that this user cannot read completely is omitted with a warning, because its state is unknown.
     """
     unreadable: dict[str, StorageError] = {}
     folders: dict[str, list[Entry]] = {}
@@ -197,14 +197,14 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
 
 
 def describe_silence(seen: float, now: float) -> str:
-    """Return a text with the time since the last sign of life."""
+    """Describe how long ago the last sign of life was."""
     return f"no sign of life since {as_time(seen)}, {in_words(now - seen)} ago"
 
 
 def describe_stall(status: Status) -> str:
-    """Return a text with the time since live workers last took a step or evaluated rows.
+    """Describe how long ago live workers last took a step or evaluated rows.
 
-    The text is empty if the workers are not stalled or have not begun yet.
+    Returns an empty string if the workers are not stalled or have not begun yet.
     """
     if status.state is not RunState.RUNNING or not status.heartbeat:
         return ""
@@ -217,7 +217,7 @@ def describe_stall(status: Status) -> str:
 def describe_work(status: Status, asked: object = None) -> str:
     """Return the reason for the state of a live run if its status contains none.
 
-    `asked` is the requested number of workers, or None if that many train.
+    `asked` is the requested number of workers, or None if as many are training.
     """
     stall = describe_stall(status)
     if stall:

@@ -23,7 +23,7 @@ CLUSTER_DIGITS = 10
 
 
 class Owner(NamedTuple):
-    """A RayJob that trains a run, or a process outside a cluster, which only has a `job`."""
+    """A RayJob that trains a run, or a process outside a cluster, for which only `job` is set."""
 
     job: str
     submission: str = ""
@@ -81,7 +81,7 @@ def new_owner(job_id: str) -> str:
 
 
 def cluster_identity(certificates: str) -> str:
-    """Return a Kubernetes cluster's ID, a digest of its CA certificates. The ID is empty if there are none.
+    """Return a Kubernetes cluster's ID, a digest of its CA certificates. The ID is empty if `certificates` is.
 
     `certificates` is the content of `ca.crt` in the ConfigMap `kube-root-ca.crt` that every namespace has.
     """

@@ -50,7 +50,7 @@ class StopRequest:
         self.marked = self.marked or stop_requested(run)
 
     def note_signal(self, number: int) -> None:
-        """Record a signal that this process received. SIGINT replaces an earlier signal. Safe in a signal handler."""
+        """Record a received signal. SIGINT replaces an earlier signal. This method is safe in a signal handler."""
         if self.signal is None or number == signal.SIGINT:
             self.signal = signal.Signals(number)
 

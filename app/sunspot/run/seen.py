@@ -94,7 +94,7 @@ class RunSeen:
 
     @property
     def progress(self) -> Status | None:
-        """The status, with the newest listed checkpoint unless the run is alive and reports its own."""
+        """The status, with the newest listed checkpoint unless the run is alive and reports another."""
         status, name = self.status, self.summary.checkpoint
         if status is None or name is None or is_alive(status, self.time):
             return status
@@ -108,7 +108,7 @@ class RunSeen:
 def look(run: Run) -> RunSeen:
     """Return a run as seen in storage. Raises `StorageError`.
 
-    While the status is recent, this takes a small listing, a read, and a check for each request to stop or delete.
+    If the status is recent, this takes a small listing, a read, and two checks for requests to stop or delete.
     """
     status, stop_wanted, deleting = read_in_parallel(
         lambda: _refreshed(run, read_status(run)), lambda: stop_requested(run), lambda: deletion_begun(run)
@@ -245,7 +245,7 @@ class RunDetails(RunSeen):
 
     @property
     def _written(self) -> float:
-        """The time of the newest record or checkpoint, or 0 without either."""
+        """The time of the newest record or checkpoint, or 0 if the run has neither."""
         return max(self.newest_record.get("time") or 0.0, self.checkpoint.time if self.checkpoint else 0.0)
 
     @property
@@ -270,9 +270,9 @@ class RunDetails(RunSeen):
 
 
 def read_details(seen: RunSeen) -> RunDetails:
-    """Return everything that is in storage about a run that was just seen.
+    """Return all details of a run that are in storage.
 
-    Raises `NotFoundError` if the run does not exist, and `StorageError`.
+    Raises `NotFoundError` if the run does not exist, and `StorageError` if storage cannot be read.
     """
     run, status = seen.run, seen.status
     if not seen.exists:

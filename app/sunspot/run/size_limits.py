@@ -1,7 +1,7 @@
 """Size limits on a run's data. They protect the memory of processes that read a broken run.
 
 Each limit is several times the size that Sunspot writes for a large run with 200 metrics, 1,000 classes, 5,000 epochs
-and 100,000 events. Data beyond a limit counts as damaged, or is left out with a note of how much is missing.
+and 100,000 events. Data beyond a limit counts as damaged, or is omitted with a note of how much is missing.
 """
 
 import threading
@@ -102,9 +102,9 @@ def spend(size: int) -> None:
 
 
 def cut(items: Sequence[Item], most: int, what: str) -> tuple[Sequence[Item], str]:
-    """Return the first `most` items, and a note with the number of other items.
+    """Return the first `most` items, and a note with the number of omitted items.
 
-    The note is empty if there are no other items. `what` is the plural noun for the items in the note.
+    The note is empty if no items are omitted. `what` is the plural noun for the items in the note.
     """
     more = len(items) - most
     return items[:most], f"{more:,} more {what} are not shown" if more > 0 else ""

@@ -263,7 +263,7 @@ def tidy(
     join: Join = b"".join,
     read: Callable[[Segment], bytes] | None = None,
 ) -> None:
-    """Merge the segments that were left when their attempts ended. Raises `StorageError`.
+    """Merge small segments of attempts that have ended. Raises `StorageError`.
 
     A frozen process of such an attempt can still merge the same segments. Their lines are then stored twice, which is
     harmless. `read` returns the content of a segment, or raises `DamageError`.

@@ -5,7 +5,7 @@
     commands/submit.py         turns the command line into a JobRequest
     manifest/render.py         renders the manifest (render)
     cluster/preflight.py       checks the cluster and storage for problems (check)
-    cluster/applied.py         makes the RayJob a new owner, with its manifest in an annotation (as_submission)
+    cluster/applied.py         gives the RayJob a new owner ID, and stores its manifest in an annotation (as_submission)
     cluster/start.py           attaches to the RayJob, replaces it, or raises an error (start_job)
     cluster/observation.py     reads the run from the cluster and storage (RunAccess.observe)
     cluster/state.py           reduces the snapshot to one state and a reason (judge)

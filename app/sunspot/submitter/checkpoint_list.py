@@ -13,7 +13,7 @@ from sunspot.submitter.printing import progress_note
 
 @dataclass(frozen=True)
 class CheckpointList:
-    """Verified checkpoints with their faults, sorted by step, and the numbers of omitted checkpoints."""
+    """The checked checkpoints with their faults, sorted by step, and how many other checkpoints are not listed."""
 
     checked: Sequence[tuple[Checkpoint, Sequence[str]]]
     older: int

@@ -1,7 +1,7 @@
-"""Packs the user's code into an archive. The same files always give the same bytes.
+"""Packs the user's code into an archive. The same files always produce the same bytes.
 
-The archive contains all files that git does not ignore. Files that are too large or contain secrets raise an error,
-because the code might need them.
+The archive contains all files that git does not ignore. A file that is too large or contains a secret is an error. It
+is not silently omitted, because the code might need it.
 """
 
 import functools
@@ -87,11 +87,11 @@ class CodeArchive:
 
     @property
     def name(self) -> str:
-        """The archive's key in its run."""
+        """The archive's storage key, relative to the run."""
         return f"{FOLDER}/{self.sha256}.tar"
 
     def url(self, storage_path: str, run: str) -> str:
-        """Return the value of CODE for this archive."""
+        """Return the value of the setting CODE for this archive."""
         return f"{storage_path.rstrip('/')}/{run}/{self.name}@sha256:{self.sha256}"
 
     def holds(self, path: str) -> bool:
@@ -131,8 +131,8 @@ def pack(folder: Path) -> CodeArchive:
         lines = "\n".join(f"  {line}" for line in problems[:MAX_NAMED])
         ignore = "" if _in_git(folder) else "`git init` there, "
         raise SettingsError(
-            f"{plural(len(problems), 'problem')} with code {folder}:\n{lines}\nto leave a file out: {ignore}list it "
-            "in .gitignore (and `git rm --cached` it if git tracks it), or give a folder without it, such as --code src"
+            f"{plural(len(problems), 'problem')} with code {folder}:\n{lines}\nto exclude a file: {ignore}list it "
+            "in .gitignore (and `git rm --cached` it if git tracks it), or pass a folder without it, such as --code src"
         )
     untracked = tuple(name for name in names if not found[name]) if _in_git(folder) else ()
     return CodeArchive(folder, frozenset(names), _pack(folder, names), untracked)
@@ -141,8 +141,8 @@ def pack(folder: Path) -> CodeArchive:
 def list_files(folder: Path) -> Iterator[tuple[str, bool]]:
     """Yield each file to include and whether git tracks it.
 
-    In a git repository, this includes all files that git does not ignore, also in submodules. Elsewhere, it includes
-    all files outside LEFT_OUT and WRITTEN. Untracked files that match LEFT_BEHIND are omitted.
+    In a git repository, these are all files that git does not ignore, including those in submodules. Elsewhere, these
+    are all files that are not in a folder in LEFT_OUT or WRITTEN. Untracked files that match LEFT_BEHIND are omitted.
     """
     if not _in_git(folder):
         for place, folders, files in os.walk(folder):

@@ -81,7 +81,7 @@ Report = Callable[[float, str], None]
 
 
 def demonstrate(run: Run, report: Report) -> Demonstration:
-    """Train the run in a subprocess, kill one of its workers, and prove which rows the run consumed.
+    """Train the run in a subprocess, kill one of its workers, and audit which rows the run consumed.
 
     Raises `ConflictError` if another run with this name exists, `SunspotError` if the training fails, and `GaveUpError`
     if the training makes no progress.
@@ -142,7 +142,7 @@ def receipts_of(run: Run, least: int = 1) -> list[Receipt]:
 
 
 def reached_kill_step(run: Run) -> int:
-    """Return the newest step if the run has taken KILLED_AT of all steps, or 0 otherwise."""
+    """Return the newest step if the run has taken at least the fraction KILLED_AT of its steps, or 0 otherwise."""
     status = read_status(run)
     return status.step if status and status.total_steps and status.step >= KILLED_AT * status.total_steps else 0
 
@@ -161,7 +161,7 @@ def describe(loss: Receipt) -> Iterator[tuple[float, str]]:
 
 
 class Trainer:
-    """The parent's handle of a training process on this machine."""
+    """The parent's handle for a training process on this machine."""
 
     def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
         self._process = process
@@ -218,7 +218,7 @@ def training(run: Run) -> Iterator[Trainer]:
     environment = {**others, **as_variables(settings)}
     given = sorted(name for name in os.environ if name.startswith(PREFIX) and name != f"{PREFIX}STORAGE_PATH")
     if given:
-        warn(f"ignored {', '.join(given)}, because a demonstration has its own settings")
+        warn(f"the demonstration ignores {', '.join(given)}, because it has its own settings")
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(COMMAND, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:

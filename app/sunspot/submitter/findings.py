@@ -1,6 +1,6 @@
 """Defines the findings of `sunspot doctor RUN` and their order.
 
-They are not in doctor/, because cluster/, a lower layer, also uses them.
+This module is not in doctor/, because the lower layer cluster/ also uses it.
 """
 
 import enum
@@ -99,7 +99,7 @@ UNSCHEDULABLE = (
 
 
 class Severity(enum.StrEnum):
-    """The severities of findings, from the worst to the least severe."""
+    """The severities of findings, from the most to the least severe."""
 
     ERROR = "error"
     "The run does not train and will not start training by itself."

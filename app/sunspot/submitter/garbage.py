@@ -33,7 +33,7 @@ from sunspot.submitter.runs import list_unfinished
 
 @dataclass(frozen=True)
 class Removal:
-    """An object to remove and the reason."""
+    """An object to remove, and the reason for removing it."""
 
     name: str
     "The checkpoint's name, or another object's key."
@@ -71,13 +71,14 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
     directories = list_directories(run)
     attempts = read_attempts(run)
     if attempts and not attempts[-1].chosen:
-        warn(f"attempt {attempts[-1].number} is still choosing its checkpoint, so none is removed; try again later")
+        newest_attempt = attempts[-1].number
+        warn(f"attempt {newest_attempt} is still choosing its checkpoint, so no checkpoint is removed; try again later")
         return
     ended = look(run).state in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)
     newest, passed_over = find_newest_good(run, attempts)
     if newest is None:
         if directories:
-            warn("no checkpoint is intact, so none is removed, because their files might be all that is left")
+            warn("no checkpoint is intact, so all are kept, because their files might be all that is left of the run")
         return
 
     def removal(name: str, why: str) -> Removal:

@@ -1,4 +1,4 @@
-"""Prepares training on this machine, which runs in a subprocess because the command itself needs no torch or Ray."""
+"""Prepares training on this machine. It runs in a subprocess, so this process needs neither torch nor Ray."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ def find_missing_packages() -> list[str]:
 
 
 def refuse_without_training(what: str = "training") -> None:
-    """Raise `SettingsError` if the packages for training are not installed. `what` starts the message."""
+    """Raise `SettingsError` if the packages for training are not installed. `what` is the message's subject."""
     missing = find_missing_packages()
     if missing:
         raise SettingsError(f"{what} on this machine needs {' and '.join(missing)}; {how_to_install('train')}")

@@ -45,5 +45,5 @@ def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
         try:
             columns[name] = pyarrow.array([record.get(name) for record in records])
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-            warn(f"column {name} is left out, because its values have several types")
+            warn(f"column {name} is omitted, because its values have several types")
     return pyarrow.table(columns, metadata={MARK: ""})

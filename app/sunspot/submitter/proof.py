@@ -162,7 +162,10 @@ def find_attempts_with_steps(run: Run, attempts: list[Attempt], committed: list[
 
 
 def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list[str]]:
-    """Return the rows of each epoch up to step `end` and a list of faults. Raises `DamageError` for damaged records."""
+    """Return the rows that each epoch consumed up to step `end`, and a list of faults.
+
+    Raises `DamageError` if a record is damaged.
+    """
     tables = [table for table in read_audit(run, spans) if len(table)]
     if not tables:
         return [], []
@@ -178,12 +181,12 @@ def read_epoch_layout(run: Run) -> EpochLayout:
     rows = begun.rows
     if not (rows and rows.steps_per_epoch and batch.isdecimal() and len(batch) < MAX_DIGITS and int(batch)):
         place = run.storage.locate(run.key("run.json"))
-        raise DamageError(f"{place} cannot be used: it lacks the number of rows per step or of steps per epoch")
+        raise DamageError(f"{place} cannot be used: it lacks the rows per step or the steps per epoch")
     return EpochLayout(rows.rows, rows.steps_per_epoch, int(batch))
 
 
 def count_rows(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> Iterator[Epoch]:
-    """Count the rows of each epoch up to step `end`."""
+    """Count the rows that each epoch consumed up to step `end`."""
     import pyarrow
     import pyarrow.compute as pc
 
@@ -192,7 +195,8 @@ def count_rows(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> It
     last = (end - 1) // layout.steps_per_epoch + 1
     if last > MAX_EPOCHS:
         raise DamageError(
-            f"the newest checkpoint (step {end:,}) is in epoch {last:,}, but an audit checks at most {MAX_EPOCHS:,}"
+            f"the newest checkpoint (step {end:,}) is in epoch {last:,}, but an audit checks at most {MAX_EPOCHS:,} "
+            "epochs"
         )
     consumed: dict[int, list[pyarrow.Array]] = {epoch: [] for epoch in range(1, last + 1)}
     for table in tables:
@@ -252,7 +256,7 @@ def _in_data(rows: pyarrow.ChunkedArray, layout: EpochLayout) -> pyarrow.Chunked
 
 
 def _shorten(lines: Iterable[str], total: int) -> list[str]:
-    """Return the first MAX_NAMED of `total` lines, and a line with the number of other lines."""
+    """Return the first MAX_NAMED of `total` lines, and a line with the number of omitted lines."""
     named = [*islice(lines, MAX_NAMED)]
     more = total - len(named)
     return [*named, f"and {more} more like it"] if more else named

@@ -40,7 +40,7 @@ def find_run(name: str, storage_path: str | None = None) -> Run:
 
 
 def named_run(name: str, storage_path: str | None = None) -> Run:
-    """Return a run like `find_run` does, but also if the run does not exist."""
+    """Return the same run as `find_run`, without checking that it exists."""
     path, checked = _settle(name, storage_path)
     return Run(open_storage(path), checked)
 
@@ -51,9 +51,9 @@ def find_storage(storage_path: str | None = None) -> Storage:
 
 
 def find_stream(run: Run, rank: int | None, previous: bool) -> str:
-    """Return the newest stream of the driver or one rank, or the second newest if `previous` is True.
+    """Return the name of the newest output stream of the driver or one rank.
 
-    Raises `NotFoundError` if there is no such stream.
+    If `previous` is True, returns the second newest. Raises `NotFoundError` if there is no such stream.
     """
     streams = streams_of(run, rank)
     if len(streams) >= 1 + previous:
@@ -66,7 +66,7 @@ def find_stream(run: Run, rank: int | None, previous: bool) -> str:
 
 
 def streams_of(run: Run, rank: int | None) -> list[str]:
-    """Return the streams of the driver or one rank, from oldest to newest."""
+    """Return the names of the output streams of the driver or one rank, from oldest to newest."""
     wanted = "driver-.*" if rank is None else f"attempt-.*-rank-0*{rank}"
     return [stream for stream in list_streams(run) if re.fullmatch(wanted, stream)]
 
@@ -83,7 +83,7 @@ def list_unfinished(run: Run) -> Sequence[UnfinishedWrite]:
 def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
     """Return the storage path and the run name from the arguments or settings.
 
-    Raises `SettingsError` if one is invalid.
+    Raises `SettingsError` if either is invalid.
     """
     from sunspot.settings import PREFIX, with_place
     from sunspot.settings.search_space import (

@@ -58,14 +58,14 @@ def main() -> int:
 def follow(delivery: Delivery, every_s: float, later: str) -> None:
     """Deliver new records until stdin is closed, then deliver everything that is left.
 
-    Messages about failures include the command `later`, which delivers the rest.
+    Messages about failures include the command `later`, which delivers the remaining records.
     """
     outage = Outage(delivery)
     try:
         _follow(delivery, outage, every_s)
         _finish(delivery, outage, later)
     except SupersededError as error:
-        log.info(f"tracking: another process now owns the run and will deliver the rest: {error}")
+        log.info(f"tracking: another process now owns the run and will deliver the remaining records ({error})")
         delivery.leave()
 
 

@@ -73,8 +73,8 @@ class Delivery:
     def deliver(self) -> None:
         """Send all records that have not been delivered yet.
 
-        After a `TrackingError` or `StorageError`, the next call sends the rest. Raises `SupersededError` if another
-        driver has taken over the run.
+        After a `TrackingError` or `StorageError`, the next call sends the remaining records. Raises
+        `SupersededError` if another driver has taken over the run.
         """
         attempts = read_attempts(self.run)
         refuse_if_superseded(attempts, "", self._driver)
@@ -98,7 +98,7 @@ class Delivery:
                 self._segments.add(segment)
 
     def finish(self) -> None:
-        """Send the rest of a run that has ended, including its report, best model and final state.
+        """Send the remaining records of a run that has ended, and its report, best model and final state.
 
         Raises whatever `deliver` raises.
         """

@@ -115,12 +115,12 @@ def _wait_for_end(process: subprocess.Popen[str]) -> None:
     try:
         process.wait(SILENT_WAIT_S)
     except subprocess.TimeoutExpired:
-        print(f"tracking: delivering the rest, which can take up to {FINISH_TIMEOUT_S} s", flush=True)
+        print(f"tracking: delivering the remaining records, which can take up to {FINISH_TIMEOUT_S} s", flush=True)
         process.wait(FINISH_TIMEOUT_S)
 
 
 def command(run: Run, settings: Settings) -> str:
-    """Return the command that delivers the rest of a run, for messages."""
+    """Return the command that delivers a run's remaining records, for messages."""
     return f"`python -m sunspot.tracking {run.name} --storage {shlex.quote(settings.storage_path)}`"
 
 

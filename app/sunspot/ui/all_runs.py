@@ -62,11 +62,11 @@ class AllRuns:
 
     @property
     def known(self) -> list[RunSeen]:
-        """All runs that have been read. Those that could not be read again have a `trouble`."""
+        """All runs that have been read. Those that could not be read again have `trouble` set."""
         return [seen for seen in list(self.seen.values()) if seen.exists or seen.trouble]
 
     def refresh(self) -> "AllRuns":
-        """Read the runs that can have changed, and return this object. Raises `StorageError`."""
+        """Read the runs that might have changed, and return this object. Raises `StorageError`."""
         names = dict.fromkeys(name for name in self._storage.list_folders() if RUN.fullmatch(name))
         known = {name: seen for name, seen in self.seen.items() if name in names}
         live = [name for name, seen in known.items() if can_change(seen)]
@@ -87,7 +87,7 @@ class AllRuns:
             self.seen[name] = replace(self.seen.get(name, RunSeen(run)), trouble=str(error))
 
     def read_curves(self, names: Sequence[str]) -> bool:
-        """Read the curves, incidents and costs of these runs if they can have changed. Raises `StorageError`."""
+        """Read the curves, incidents and costs of these runs if they might have changed. Raises `StorageError`."""
         self.curves = {name: curve for name, curve in self.curves.items() if name in self.seen}
         map_parallel(self._read_curve, [self.seen[name] for name in names if name in self.seen])
         return True
@@ -103,12 +103,15 @@ class AllRuns:
 
 
 def can_change(seen: RunSeen) -> bool:
-    """Return True if the run can change although nobody submits it again."""
+    """Return True if the run can change even if nobody submits it again."""
     return bool(seen.trouble) or not seen.state.terminal
 
 
 class Curve:
-    """A run's loss over its steps, sampled from the history and later continued at its end, its incidents and cost."""
+    """A run's loss curve, incidents and cost.
+
+    The curve is first sampled from the whole history. Each later read adds only new records.
+    """
 
     def __init__(self) -> None:
         self.points: Sequence[Point] = ()
@@ -129,7 +132,7 @@ class Curve:
         "The time of the last read on the monotonic clock, or 0 before the first read."
 
     def is_due(self, seen: RunSeen) -> bool:
-        """Return True if there can be new records and it is time to read them."""
+        """Return True if there might be new records and it is time to read them."""
         waits = can_change(seen) and self._read and time.monotonic() - self._read < CURVE_EVERY_S
         return seen.last_active != self._active and not waits
 

@@ -42,7 +42,7 @@ class Query:
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> "Query":
-        """Parse an address's query. Invalid fields are ignored."""
+        """Parse the query of a URL. Invalid fields are ignored."""
         number = fields.get("page", "")
         page = int(number) if number.isdecimal() and len(number) < 7 else 1
         return cls(fields.get("q", ""), fields.get("state", ""), max(1, page))
@@ -100,7 +100,7 @@ def show_all(runs: Sequence[RunSeen], curves: Mapping[str, Curve], query: Query,
 
 
 def _table(runs: Sequence[RunSeen], curves: Mapping[str, Curve]) -> Html:
-    """Return the table. Narrow windows show rows as cards, and roles keep it a table for screen readers."""
+    """Return the table. Narrow windows show rows as cards, but ARIA roles keep the table for screen readers."""
     now = time.time()
     heads = [Html("<span>compare</span>"), *COLUMNS]
     head = element("tr", join(element("th", name, scope="col", role="columnheader") for name in heads), role="row")

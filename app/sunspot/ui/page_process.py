@@ -1,7 +1,7 @@
 """Renders run pages in a separate process, so that an expensive page does not slow down other pages.
 
 Each limit in `sunspot.run.size_limits` applies to one kind of data. This process has limits on total memory
-and time. If it exceeds them, the server starts another process for the next page.
+and time. If it exceeds them, the server starts a new process for the next page.
 """
 
 import logging
@@ -38,7 +38,7 @@ STACK_BYTES = 1 << 20
 
 
 class PageProcess:
-    """Renders pages in another process, one at a time."""
+    """Renders pages in a separate process, one at a time."""
 
     def __init__(self, storage_path: str) -> None:
         self._storage_path = storage_path
@@ -52,7 +52,7 @@ class PageProcess:
             try:
                 self._pipe.send((read, names))
                 if not self._pipe.poll(READ_WITHIN_S):
-                    raise SunspotError(f"{_subject(names)}: it was not ready within {READ_WITHIN_S:.0f} s")
+                    raise SunspotError(f"{_subject(names)}: rendering it took more than {READ_WITHIN_S:.0f} s")
                 outcome, ends = self._pipe.recv()
             except (EOFError, OSError) as error:
                 raise SunspotError(f"{_subject(names)}: {self._describe_end(process)}") from error
@@ -67,7 +67,7 @@ class PageProcess:
         return page
 
     def close(self) -> None:
-        """End the process. The next request starts another process."""
+        """End the process. The next request starts a new process."""
         process, self._process = self._process, None
         if process:
             process.kill()

@@ -176,7 +176,7 @@ def read_log(run: Run, stream: str) -> Log | None:
 
 
 def _troubles(reading: Reading[Any], what: str = "") -> list[Html]:
-    """Return an alert if the newest read failed, otherwise nothing."""
+    """Return an alert if the newest read failed, or an empty list."""
     if not reading.trouble:
         return []
     rest = " Below is an earlier reading." if reading.value is not None else ""

@@ -163,7 +163,7 @@ class Cluster:
     def annotate(self, job: JobView, annotations: Mapping[str, str]) -> None:
         """Set annotations of this RayJob.
 
-        Does nothing if the RayJob is gone or was replaced by another of the same name.
+        Does nothing if the RayJob is gone or was replaced by a new one with the same name.
         """
         body = {"metadata": {"uid": job.uid, "annotations": dict(annotations)}}
         query = [("fieldManager", "sunspot-wait")]  # with the manager of `apply`, all other fields would be removed
@@ -234,7 +234,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------------- preflight
 
     def find(self, kind: str, name: str = "") -> dict[str, Any] | None:
-        """Return an object of a kind in PATHS, or None if it does not exist.
+        """Return an object, or None if it does not exist. `kind` is a key of PATHS.
 
         Raises `RefusedError` if this is forbidden.
         """

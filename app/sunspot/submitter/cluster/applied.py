@@ -1,4 +1,4 @@
-"""Keeps the manifest that `sunspot submit` applied in an annotation of the RayJob.
+"""Stores the manifest that `sunspot submit` applied, in an annotation of the RayJob.
 
 `sunspot wait` and `sunspot resume` restart a RayJob from this annotation. It is more trustworthy than an object in
 storage, because only users who can run pods in the namespace can write it. The RayJob's own spec cannot be used,
@@ -20,7 +20,7 @@ APPLIED = "sunspot/applied"
 
 
 def as_submission(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a rendered RayJob into a new submission, which is a new owner, with its manifest in an annotation."""
+    """Return a rendered RayJob with a new owner ID (JOB_ID), and with its own manifest in an annotation."""
     submitted: dict[str, Any] = json.loads(json.dumps(manifest))
     set_variable(submitted, JOB_ID, new_submission(submitted["metadata"]["name"]))
     return _annotated(submitted)

@@ -94,7 +94,7 @@ class RunContents:
 
     @property
     def objects(self) -> list[dict[str, str]]:
-        """The run's RayJobs and the Kubernetes objects that are deleted with them. Borrowed clusters are kept."""
+        """The run's RayJobs and the Kubernetes objects that are deleted with them. Borrowed clusters are excluded."""
         jobs = self.snapshot.cluster.jobs
         own = {job.cluster for job in jobs if not job.borrows_cluster}
         pods = [pod for pod in self.snapshot.cluster.pods if pod.cluster in own]
@@ -153,7 +153,7 @@ def find_contents(access: RunAccess) -> RunContents:
         target = folder.resolve()
         storage = f" (--storage {target.parent})" if target.name == run.name else ""
         raise ConflictError(
-            f"{folder} is a symbolic link to {target}, and nothing was removed; delete the run there{storage}, and "
+            f"{folder} is a symbolic link to {target}, so nothing was removed; delete the run there{storage}, and "
             "then remove the link"
         )
     with progress_note("looking for the run's objects"):
@@ -169,13 +169,13 @@ def find_contents(access: RunAccess) -> RunContents:
     if any(job.live for job in snapshot.cluster.jobs) or not (state.terminal or going):
         unseen = f" (the cluster was not searched: {snapshot.cluster.trouble})" if snapshot.cluster.trouble else ""
         advice = f"`sunspot stop {access.arguments}` saves and ends it, then delete it"
-        raise ConflictError(f"{run.name} is live, and nothing was removed: {state}, {reason}{unseen}; {advice}")
+        raise ConflictError(f"{run.name} is live, so nothing was removed: {state}, {reason}{unseen}; {advice}")
     own, foreign = _list(run)
     if (own or foreign) and not snapshot.storage.summary.deleting and not holds_run(run.name, own):
         jobs = " ".join(job.name for job in snapshot.cluster.jobs)
         raise ConflictError(
             f"{run.location} contains {plural(len(own) + len(foreign), 'file')}, but none that identifies a run, such "
-            "as run.json or status/attempt-*.json. So it is not a run's folder, and nothing was removed; check "
+            "as run.json or status/attempt-*.json. So it is not a run's folder, and nothing was removed. Check "
             f"--storage. `kubectl delete rayjob {jobs}` removes the RayJobs from the cluster"
         )
     copies = tuple(path for path in node_memory_directory(run.location).rglob("*") if path.is_file())
@@ -225,8 +225,8 @@ def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None =
 def deletion_order(run: Run, keys: Iterable[str]) -> list[list[str]]:
     """Return the run's keys in groups, sorted by the order in which the groups must be deleted.
 
-    Attempts come first, so that a surviving process can no longer commit. Manifests follow, because checkpoints do not
-    count without them. The objects that identify the run come last.
+    Attempts come first, so that a surviving process can no longer commit. Manifests follow, because a checkpoint
+    without a manifest is ignored. The objects that identify the run come last.
     """
     groups: list[list[str]] = [[], [], [], []]
     for key in keys:

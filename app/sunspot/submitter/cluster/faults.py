@@ -55,7 +55,7 @@ class FaultKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """The faults to inject. Its string form completes a sentence that starts with "this would"."""
+    """A plan of the faults to inject. Its string form completes a sentence that starts with "this would"."""
 
     kinds: tuple[FaultKind, ...]
     "The kind of each fault, in order."
@@ -198,7 +198,7 @@ class FaultInjector:
             return None
 
     def _watch(self, seconds: float) -> None:
-        """Print receipts as they appear for some seconds, or until the run ends."""
+        """Watch the run for `seconds` seconds or until it ends, and print new receipts."""
         until = time.monotonic() + seconds
         while not self._ended and time.monotonic() < until:
             time.sleep(max(0.0, min(until - time.monotonic(), POLL_EVERY_S)))

@@ -47,8 +47,8 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
         else:
             load_incluster_config(configuration)
         if str(configuration.proxy).startswith("socks") and not importlib.util.find_spec("socks"):
-            needs = f"its proxy-url {configuration.proxy} needs PySocks"
-            raise ClusterError(f"no cluster: {files}: {needs}; install it next to sunspot: `pip install pysocks`")
+            needs = f"the proxy-url {configuration.proxy} in {files} needs PySocks"
+            raise ClusterError(f"no cluster: {needs}; install it next to sunspot with `pip install pysocks`")
         return ApiClient(configuration), namespace
     except ClusterError:
         raise
@@ -57,7 +57,7 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
         raise ClusterError(f"no cluster: {files}: {shorten(error)}; {advice}") from error
     except Exception as error:  # the client's parsers raise various errors for a damaged file
         unusable = f"{files} cannot be used ({type(error).__name__}: {shorten(error)})"
-        raise ClusterError(f"no cluster: {unusable}; correct it until `kubectl version` works") from error
+        raise ClusterError(f"no cluster: {unusable}; correct it, and check it with `kubectl version`") from error
 
 
 def is_configured() -> bool:
@@ -95,7 +95,7 @@ def _load_context(files: str, context: str | None, configuration: Configuration)
     loader.load_and_set(configuration)
     if provider and not configuration.api_key:
         fault = f"auth-provider {provider} gives user {current['user']} no credential"
-        raise ClusterError(f"no cluster: {files}: {fault}; sign in again")
+        raise ClusterError(f"no cluster: in {files}, {fault}; sign in again")
     namespace = str(current.get("namespace") or "")
     return "" if namespace == NOT_CHOSEN else namespace
 

@@ -59,7 +59,7 @@ class RunSnapshot:
 
     @property
     def lacks_workers(self) -> bool:
-        """True if the run's driver is running, but fewer workers train than requested."""
+        """True if the run's driver is running, but fewer workers are training than requested."""
         status, job = self.storage.status, self.job
         if not (status and job and self.driver_began):
             return False
@@ -112,7 +112,7 @@ class RunAccess:
         return self.combine(seen, storage)
 
     def look(self, before: RunSeen) -> RunSeen:
-        """Return the run as seen in storage, or as seen `before` with the error if storage does not answer."""
+        """Read the run from storage. If storage does not answer, return `before` with the error added."""
         try:
             return look(self.run)
         except StorageError as error:
@@ -177,7 +177,7 @@ class RunAccess:
     def require_cluster(self) -> Cluster:
         """Return the cluster.
 
-        If there is no cluster, raises `NotFoundError` if storage has no such run, and `ClusterError` otherwise.
+        Without a cluster, raises `NotFoundError` if the run is not in storage, and `ClusterError` otherwise.
         """
         if self.cluster is None:
             self.require_known(self.observe())
@@ -207,7 +207,7 @@ def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
 
     Anyone who can create RayJobs can set any location in one, so the location is only used for reading. It must also be
     a bucket, because a path can lead to a different folder on this machine than in the pods. Raises `SettingsError` for
-    a path. If the run is `changed_by` a command, raises it for any location other than that of `default`.
+    a path. If `changed_by` names a command, it raises this error for every location except that of `default`.
     """
     path = settings_of(job.raw).get(STORAGE_PATH)
     if path is None or path.rstrip("/") == default.storage.locate("").rstrip("/"):
@@ -215,7 +215,7 @@ def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
     run = named_run(default.name, path)
     if run.storage.is_bucket and not changed_by:
         return run
-    why = "that is a path in its pods, which might be another folder on this machine"
+    why = "that is a path in its pods, which might be a different folder on this machine"
     if changed_by:
         why = f"`sunspot {changed_by}` would change files there"
     again = f"`sunspot {changed_by or 'status'} {run.name} --storage {shlex.quote(path)}`"
@@ -243,11 +243,11 @@ def require_answers(snapshot: RunSnapshot) -> None:
 def warn_of_hidden(snapshot: RunSnapshot) -> None:
     """Warn about each kind of object that this user cannot list.
 
-    Nodes are left out, because most users cannot list them.
+    Nodes are excluded, because most users cannot list them.
     """
     for what, refusal in snapshot.cluster.hidden.items():
         if what != "nodes":
-            warn(f"without its {what}: {refusal}")
+            warn(f"the run's {what} cannot be shown: {refusal}")
 
 
 def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterSeen:
@@ -273,7 +273,7 @@ def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterSeen:
 
 
 def explain_missing_output(run: Run, context: str | None, namespace: str | None) -> str:
-    """Return the reason, according to the cluster, why a run has written nothing to storage, or an empty string."""
+    """Return why a run has written nothing to storage, or an empty string if the cluster does not show the reason."""
     cluster, error = try_connect(context, namespace)
     if not cluster:
         return ""
@@ -324,7 +324,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
 
 
 class OutageReporter:
-    """Warns on stderr while the API server or storage is unreachable, and reports its return."""
+    """Warns on stderr while the API server or storage is unreachable, and reports when it answers again."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
@@ -332,7 +332,7 @@ class OutageReporter:
         self._warned_at: dict[str, float] = {}
 
     def note(self, of_cluster: str, of_storage: str = "") -> None:
-        """Print a warning if an outage has begun, continues or has ended, given the error of each service, if any."""
+        """Print a line if an outage begins, continues or ends. Each argument is an error message, or empty."""
         now = time.monotonic()
         for service, trouble in (("the API server", of_cluster), ("storage", of_storage)):
             outage = in_words(now - self._since.setdefault(service, now))
@@ -342,4 +342,4 @@ class OutageReporter:
                     warn(f"{service} is back after {outage}")
             elif now - self._warned_at.get(service, float("-inf")) >= OUTAGE_EVERY_S:
                 self._warned_at[service] = now
-                warn(f"{service} unreachable for {outage}, still waiting; the run is not affected: {trouble}")
+                warn(f"{service} has been unreachable for {outage} ({trouble}); still waiting. The run is not affected")

@@ -72,7 +72,7 @@ def find_problems(job: JobView, pods: Pods, warnings: Warnings) -> list[PodProbl
 
 
 def find_problem(pod: PodView, warnings: Warnings = ()) -> PodProblem | None:
-    """Return the reason why a pod does not run, according to its status or a warning, or None if no reason is known."""
+    """Return the reason why a pod does not run, or None if neither its status nor a warning shows one."""
     group = HEAD if pod.head else pod.group
     if pod.lost:
         fix = "another pod replaces it when a node has room"

@@ -111,7 +111,7 @@ class LocalPort(LocalServer):
         try:
             super().__init__((HERE, port), _Exchange)
         except (OSError, OverflowError) as error:
-            raise SettingsError(f"--port {port}: cannot listen on {HERE}: {error}; choose another one") from error
+            raise SettingsError(f"cannot listen on port {port} of {HERE}: {error}; choose another --port") from error
         self.url = f"http://{HERE}:{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -155,7 +155,7 @@ def find_problem(head: bytes) -> str:
     """Return the reason why a request is rejected, or an empty string if it is allowed.
 
     The added headers contain a secret. A request is therefore rejected if another site's page sent it, or if it uses
-    another host name for this machine (DNS rebinding).
+    a different host name for this machine (DNS rebinding).
     """
     names = [name for name, _ in _headers(head)]
     twice = next((name for name in DECISIVE if names.count(name) > 1), "")

@@ -1,4 +1,4 @@
-"""Checks the cluster and the storage before a job is sent, and reports every problem at once."""
+"""Checks the cluster and the storage before a job is submitted, and reports every problem at once."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -76,7 +76,7 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
 
 
 def find_queue_problem(expected: JobView) -> Iterator[Check]:
-    """Yield a failed check if Kueue does not manage a new RayJob with a queue. `expected` is a dry run's result."""
+    """Yield a failed check if a new RayJob has a queue that Kueue ignores. `expected` is a dry run's result."""
     if expected.queue and not expected.version and not expected.spec.get("suspend"):
         what = f"queue {expected.queue}: Kueue does not manage this job, so the job would ignore the queue's quota"
         install = "install Kueue with ray.io/rayjob among its integrations, and let it manage this namespace"
@@ -210,7 +210,7 @@ def find_missing_rights(cluster: Cluster) -> Iterator[Check]:
 
 
 def find_missing_object(cluster: Cluster, kind: str, name: str) -> Iterator[Check]:
-    """Yield a check if an object that pods need to start does not exist or this user cannot see it."""
+    """Yield a check if an object that pods need to start does not exist or is hidden from this user."""
     there = cluster.exists(kind, name)
     if there is False:
         what = f"{kind} {name} is not in namespace {cluster.namespace}"
@@ -233,7 +233,7 @@ def _find_storage_problems(run: Run) -> list[str]:
 
 
 def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the kind and name of each object that a RayJob's pods need to start. Objects can be repeated."""
+    """Yield the kind and name of each object that a RayJob's pods need to start. Some are yielded repeatedly."""
     for pod in (template["spec"] for template in pod_templates(manifest).values()):
         if "serviceAccountName" in pod:
             yield "ServiceAccount", pod["serviceAccountName"]
@@ -271,7 +271,7 @@ def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:
 
 
 def _how_to_create(kind: str, name: str, namespace: str) -> str:
-    """Return instructions to create an object that pods need to start."""
+    """Return instructions for creating an object that pods need to start."""
     if kind == "Secret":
         return (
             f"create it: kubectl -n {namespace} create secret generic {name} --from-env-file=/dev/stdin, and give it "

@@ -113,7 +113,7 @@ class ProgressLines:
 
 
 def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
-    """Return one line: the progress of a run that trains, or the reason for any other state."""
+    """Return one line: the progress if the run is training, or the reason for any other state."""
     if state in (RunState.FAILED, RunState.LOST):
         return "for good"  # the error with which the command ends says why
     now = progress(snapshot)

@@ -51,15 +51,15 @@ def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
 
 
 class Record(BaseModel):
-    """A JSON document. Its keys have the order of the fields."""
+    """A JSON document whose keys are in the order of the fields."""
 
     def document(self) -> dict[str, Any]:
-        """Return the document, with values that JSON has."""
+        """Return the document as a dict of values that JSON can represent."""
         return self.model_dump(mode="json", by_alias=True)
 
 
 class StatusRecord(Record):
-    """The document of `sunspot status --json`. Unknown values are None."""
+    """The JSON document printed by `sunspot status --json`. Unknown values are None."""
 
     run: str
     state: RunState
@@ -106,7 +106,7 @@ class StatusRecord(Record):
 
 
 class ListRecord(Record):
-    """One run in the document of `sunspot list --json`."""
+    """One run in the JSON document printed by `sunspot list --json`."""
 
     run: str
     state: RunState
@@ -178,7 +178,7 @@ def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDet
 def describe_runs(
     storage: Storage, limit: int | None = None, cluster: Cluster | None = None
 ) -> tuple[list[ListRecord], int]:
-    """Return records of the `limit` most recently modified runs, and the number of runs left out.
+    """Return records of the `limit` most recently modified runs, and the number of omitted runs.
 
     If `limit` is None, all runs are included.
     """
@@ -210,7 +210,7 @@ def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, Job
     try:
         jobs = cluster.list_jobs() if cluster else []
     except ClusterError as error:
-        warn(f"from storage alone, without the cluster: {error}")
+        warn(f"the cluster cannot be read, so these states come from storage alone: {error}")
         return newest, None
     here = storage.locate("").rstrip("/")
     for job in jobs:
@@ -220,7 +220,7 @@ def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, Job
 
 
 def make_list_record(seen: RunSeen, state: RunState, reason: str) -> ListRecord:
-    """Return the record of a run in the list. `state` and `reason` are from cluster and storage together."""
+    """Return the record of a run in the list. `state` and `reason` are derived from the cluster and storage."""
     status, checkpoint = seen.progress, seen.summary.checkpoint
     return ListRecord(
         run=seen.run.name,

@@ -111,7 +111,7 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, take_over: bool = False) -> Submission:
     """Start a RayJob unless it is live or has succeeded.
 
-    Raises `ClusterError` without a cluster, and `GaveUpError` if a RayJob that is ending does not end. Raises
+    Raises `ClusterError` without a cluster, and `GaveUpError` if an old RayJob does not end in time. Raises
     `ConflictError` if another RayJob of the run is live, or if the run is alive elsewhere and `take_over` is False.
     """
     run = access.run
@@ -124,7 +124,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     # Reject the job if another owner trains the run, or if another run has the job's name.
     snapshot, job = _observe_job(access, name)
     if snapshot.storage.summary.deleting:
-        raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; then submit again")
+        raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; submit it again afterwards")
     others = [other for other in snapshot.cluster.jobs if other.live and other.name != name]
     if others:
         wanted = prepared.expected or job_view(dict(prepared.manifest))
@@ -179,7 +179,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
 def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
     """Clear the stop marker, and apply the run's RayJob again as `sunspot submit` applied it.
 
-    Returns None if the run was not started by `sunspot submit` and must be restarted in its own way. Raises
+    Returns None if the run was not started by `sunspot submit` and must be restarted by other means. Raises
     `NotFoundError` if the submitted RayJob is not in this namespace, and `ClusterError` if the cluster does not answer.
     """
     job, submitted = snapshot.job, newest_submission(access.run)
@@ -213,7 +213,10 @@ def _explain_absence(access: RunAccess, submitted: SubmissionRecord) -> str:
 
 
 def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | None]:
-    """Return the RayJob called `name` or None, after a snapshot that treats it as the newest."""
+    """Return a snapshot of the run, and the RayJob called `name` or None.
+
+    If this RayJob exists, the snapshot treats it as the newest.
+    """
     snapshot = access.observe()
     require_answers(snapshot)
     job = next((job for job in snapshot.cluster.jobs if job.name == name), None)
@@ -277,7 +280,7 @@ def _refuse_name_of_another_run(cluster: Cluster, name: str, run: str) -> None:
 
 
 def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
-    """Return True if the RayJob is being deleted, or if its driver might still see the stop marker."""
+    """Return True if the RayJob is being deleted, or if its driver might still stop because of the stop marker."""
     return job.deleting or (snapshot.state()[0] is RunState.STOPPING and snapshot.driver_began)
 
 
@@ -293,12 +296,13 @@ def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
     lines = "\n".join(f"  {line}" for line in changes[:MAX_CHANGES_SHOWN] + more)
     advice = f"`sunspot stop {again}` saves and ends it; then submit again, and the run continues from there"
     return (
-        f"the run is live as {live.name}, with another specification:\n{lines or '  (only its generation)'}\n{advice}"
+        f"the run is live as {live.name}, with a different specification:\n"
+        f"{lines or '  (only its generation)'}\n{advice}"
     )
 
 
 def _without_credential(change: str) -> str:
-    """Hide the values in a line of a diff if the variable holds a secret."""
+    """Hide the values in a line of a diff if the line is about a variable that holds a secret."""
     variable = re.match(r"\S*\benv\[([^\]]+)\]\.value: ", change)
     secret = variable and is_credential(variable[1], change[variable.end() :])
     return f"{variable[0]}{HIDDEN} -> {HIDDEN}" if variable and secret else change

@@ -1,7 +1,7 @@
 """Derives a run's state and the reason for it from its RayJob, its pods and its status in storage.
 
 These sources can contradict each other. KubeRay gives a RayJob two states, its pods have states of their own, and the
-run's processes write another one to storage (`sunspot.run.status`). Three rules decide:
+run's processes write a further state to storage (`sunspot.run.status`). Three rules decide:
 
 1. The driver's final status takes precedence.
 2. Only `jobDeploymentStatus` shows whether the operator will continue. `jobStatus` can describe the previous attempt.
@@ -175,7 +175,7 @@ def was_written_by(stored: RunSeen, job: JobView) -> bool:
 
 
 def owns(job: JobView, owner: str) -> bool:
-    """Return True if an owner in storage is this RayJob. Parts that are unknown for either are not compared."""
+    """Return True if an owner in storage is this RayJob. An unknown namespace or cluster is not compared."""
     found, own = Owner.parse(owner), Owner.parse(settings_of(job.raw).get(JOB_ID) or job.name)
     same_submission = found.submission == own.submission
     same_namespace = found.namespace in ("", job.raw["metadata"].get("namespace"))
@@ -346,13 +346,13 @@ def summarize_pod_problems(seen: ClusterSeen, job: JobView) -> str:
 
 
 def parse_workers(text: str) -> WorkerRange | None:
-    """Parse the setting NUM_WORKERS. Returns None if it is not a number or range, as in a search."""
+    """Parse the setting NUM_WORKERS. Returns None if it is not a number or a range, for example in a search."""
     match = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", text)
     return WorkerRange(int(match[1]), int(match[2] or match[1])) if match else None
 
 
 def find_unmet_request(own: Status, job: JobView) -> WorkerRange | None:
-    """Return the requested number of workers if fewer train, otherwise None."""
+    """Return the requested number of workers if fewer are training, or None otherwise."""
     requested = parse_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
     return requested if requested and 0 < own.world_size < requested.most else None
 
@@ -404,7 +404,7 @@ def _last_words(own: Status | None) -> str:
 
 
 def _silence(status: Status, now: float) -> str:
-    """Return a text with the duration of a run's silence, or an empty string if it is not silent or has ended."""
+    """Describe how long a run has been silent. Returns an empty string if it is not silent or has ended."""
     if status.state.terminal or now - status.seen <= SILENT_AFTER_S:
         return ""
     return describe_silence(status.seen, now)

@@ -158,7 +158,7 @@ class HeadRestarts:
 
 
 def start_again(access: RunAccess, restart: Restart) -> None:
-    """Replace a failed RayJob with a new one of the same name, which is the same owner in storage.
+    """Replace a failed RayJob with a new one of the same name, which has the same owner ID in storage.
 
     A pod on a frozen node can no longer change the run when the node recovers (run/attempts.py). Raises `ClusterError`
     or `GaveUpError` if the RayJob cannot be replaced within MAX_OUTAGE_S, or if the GitOps tool has not recreated it
@@ -290,7 +290,7 @@ class Reconciler:
 def annotations(state: RunState, status: Status | None) -> dict[str, str]:
     """Return RayJob annotations with the run's state, progress and newest checkpoint.
 
-    They contain the time of the checkpoint. Its age would soon be wrong.
+    They contain the checkpoint's time instead of its age, because the age would soon be wrong.
     """
     notes = {"state": str(state)}
     if status:

@@ -98,7 +98,10 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings_and_words(parser: argparse.ArgumentParser) -> None:
-    """Add settings as VAR=VALUE words and the path of the task's file, for subcommands that train on this machine."""
+    """Add positional arguments, each of which is a setting as VAR=VALUE or the path of the task's file.
+
+    They are for subcommands that train on this machine.
+    """
     parser.add_argument(
         "words", metavar="WORD", nargs="*", help="a setting as VAR=VALUE, or the path of the task's file"
     )
@@ -122,7 +125,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def job_request(args: argparse.Namespace) -> JobRequest:
-    """Return the request for the options of `add_render_options`."""
+    """Return the request described by the options that `add_render_options` adds."""
     from sunspot.settings import with_place
     from sunspot.submitter.manifest.render import JobRequest
 

@@ -1,4 +1,4 @@
-"""`sunspot audit`: proves which rows each epoch consumed, and finds damaged checkpoints and missing receipts."""
+"""`sunspot audit`: checks which rows each epoch consumed, and finds damaged checkpoints and missing receipts."""
 
 import argparse
 

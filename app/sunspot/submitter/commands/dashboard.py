@@ -46,7 +46,10 @@ def run(args: argparse.Namespace) -> None:
             else:
                 print_text(f"{local.url} is the Ray dashboard of {run.name} (pod {name})", flush=True)
             if token:
-                warn("its token is added to every request, so all users of this machine have access until Ctrl-C")
+                warn(
+                    "the dashboard's token is added to every request, so all users of this machine have access until "
+                    "Ctrl-C"
+                )
             if token_error:
                 warn(token_error)
             _watch(access, cluster, head)
@@ -68,7 +71,7 @@ def _find_head(access: RunAccess, cluster: Cluster) -> dict[str, Any]:
     access.require_known(snapshot)
     state, reason = snapshot.state()
     instead = f"`sunspot report {stored_arguments(run)}` shows what is in storage"
-    raise NotFoundError(f"{run.name} has no ready head, and so no dashboard: {state}, {reason}; {instead}")
+    raise NotFoundError(f"{run.name} has no ready head, so it has no dashboard: {state}, {reason}; {instead}")
 
 
 def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:

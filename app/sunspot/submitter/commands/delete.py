@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """List everything that belongs to the run, and delete it if the user confirms or with `--yes`."""
+    """List everything that belongs to the run, and delete it if the user confirms or passes `--yes`."""
     access = reach_run(run_target(args), changed_by="delete")
     contents = find_contents(access)
     if not args.json:
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
     others = contents.not_submitted
     if others:
         fix = "remove it there first; otherwise it is recreated, and the run starts from the beginning"
-        warn(f"{', '.join(others)} was not created by `sunspot submit`: if it comes from a repository (GitOps), {fix}")
+        warn(f"`sunspot submit` did not create {', '.join(others)}: if it comes from a repository (GitOps), {fix}")
     if not args.yes:
         if args.json:
             print_json(_record(contents, contents, removed=False))
@@ -45,14 +45,15 @@ def run(args: argparse.Namespace) -> None:
         if args.json:
             print_json(_record(contents, left, removed=False))
         rest = left or "unknown, because it cannot be listed now"
-        warn(f"{args.run} is only partly deleted; left: {rest}. `sunspot delete {access.arguments}` continues")
+        warn(f"{args.run} is only partly deleted; what is left: {rest}. `sunspot delete {access.arguments}` continues")
         raise
     if args.json:
         print_json(_record(contents, None, removed=True))
     else:
         print_text(f"removed: {contents}")
     if contents.foreign:
-        warn(f"left in {access.run.location}, because no run uses these names: {contents.name_foreign()}")
+        names = contents.name_foreign()
+        warn(f"these files were left in {access.run.location}, because no run uses these names: {names}")
     if access.run.storage.keeps_versions():
         warn("the bucket keeps versions of deleted objects; their space is freed when its lifecycle rules expire them")
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.profile or args.image or args.from_pods:
         raise SettingsError(
-            "--profile, --image and --from-pods cannot be used with RUN; leave out either RUN or these options"
+            "--profile, --image and --from-pods cannot be used with RUN; omit either RUN or these options"
         )
     access = reach_run(run_target(args))
     report = examine(access)
@@ -86,7 +86,7 @@ def _check_preconditions(args: argparse.Namespace) -> None:
 
 
 def _checks_in_cluster(args: argparse.Namespace) -> list[tuple[type[SunspotError], Iterable[Check]]]:
-    """Return the checks of the cluster, of storage and, with `--from-pods`, from pods."""
+    """Return the checks of the cluster, the checks of storage and, with `--from-pods`, the checks made in pods."""
     request = JobRequest(args.profile or "kind", with_place({}, None, args.storage), args.image, args.namespace)
     of_pods: Iterable[Check] = ()
     try:
@@ -101,7 +101,7 @@ def _checks_in_cluster(args: argparse.Namespace) -> list[tuple[type[SunspotError
 
 
 def _report_checks(parts: Iterable[tuple[type[SunspotError], Iterable[Check]]], as_json: bool, ready: str) -> None:
-    """Print the result and fix of each check. If several parts failed, the cluster's error is raised."""
+    """Print the result and fix of each check. If any check failed, raise its error, preferably `ClusterError`."""
     checks: list[Check] = []
     failed: list[type[SunspotError]] = []
     for kind, part in parts:
@@ -118,7 +118,7 @@ def _report_checks(parts: Iterable[tuple[type[SunspotError], Iterable[Check]]], 
     if failed:
         first = next(check.check for check in checks if check.result is Result.FAILED)
         kind = ClusterError if ClusterError in failed else failed[0]
-        raise kind(f"not {ready}: {len(failed)} of {len(checks)} checks failed ({first} first)")
+        raise kind(f"not {ready}: {len(failed)} of {len(checks)} checks failed, starting with {first}")
     if not as_json:
         warnings = sum(check.result is Result.WARNING for check in checks)
         print_text(f"{ready}: {len(checks)} checks, {warnings} with a warning")

@@ -35,7 +35,7 @@ def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluste
         columns = ["run", "state", "step", "epoch", "loss", "test loss", "checkpoint", "where", "last change"]
         print_table(columns, [_cells(record, now) for record in records])
     if left_out:
-        warn(f"{plural(left_out, 'older run')} not shown; --all lists them")
+        warn(f"--all also lists {plural(left_out, 'older run')}")
 
 
 def _cells(record: ListRecord, now: float) -> list[Any]:

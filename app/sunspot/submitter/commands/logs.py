@@ -1,4 +1,4 @@
-"""`sunspot logs`: prints the output of a run's processes from storage, a few seconds late."""
+"""`sunspot logs`: prints the output of a run's processes from storage, with a delay of a few seconds."""
 
 from __future__ import annotations
 
@@ -46,12 +46,15 @@ def run(args: argparse.Namespace) -> None:
         raise SettingsError(
             "-f and --previous cannot be combined, because an earlier start's output is complete; choose one"
         )
+    cluster = None
+    if args.follow:
+        from sunspot.submitter.cluster.api import try_connect
+
+        cluster, _ = try_connect(args.context, args.namespace)
     run = find_run(args.run, args.storage)
     with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop following
         if args.follow:
-            from sunspot.submitter.cluster.api import try_connect
-
-            follow(run, args.rank, args.json, try_connect(args.context, args.namespace)[0])
+            follow(run, args.rank, args.json, cluster)
         else:
             printer = _Printer(run, _find_printed(run, args), args.json)
             printer.print_new()

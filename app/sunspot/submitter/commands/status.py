@@ -42,14 +42,15 @@ def _look(access: RunAccess) -> tuple[StatusRecord, RunDetails | None]:
     """Read the run, and warn if the cluster or storage does not answer."""
     snapshot, details = read_run(access)
     if snapshot.cluster.trouble:
-        warn(f"shown from storage alone, without the cluster: {snapshot.cluster.trouble}")
+        warn(f"the cluster cannot be read, so this status comes from storage alone: {snapshot.cluster.trouble}")
     if snapshot.storage.trouble:
         known = "the status in storage" if snapshot.storage.status else "the cluster"
-        warn(f"shown from {known} alone: {snapshot.storage.trouble}")
+        warn(f"storage cannot be read, so this status comes from {known} alone: {snapshot.storage.trouble}")
     warn_of_hidden(snapshot)
     older = [job.name for job in snapshot.cluster.jobs[1:] if job.live]
     if older:
-        warn(f"also live, but superseded once {snapshot.cluster.jobs[0].name} trains: {', '.join(older)}")
+        newest = snapshot.cluster.jobs[0].name
+        warn(f"these RayJobs are also live, but will be superseded once {newest} trains: {', '.join(older)}")
     return make_status_record(access, snapshot, details), details
 
 

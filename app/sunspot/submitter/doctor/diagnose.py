@@ -58,7 +58,7 @@ class Examination:
     "The cluster's error, if only the cluster can explain the state; otherwise empty."
 
     def record(self) -> dict[str, Any]:
-        """Return the contents of the JSON document."""
+        """Return the JSON document as a dict."""
         findings = [finding.record() for finding in self.findings]
         return {"state": self.state.value, "reason": self.reason, "findings": findings, "unseen": self.unseen}
 
@@ -142,7 +142,7 @@ def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) ->
 
 
 def _list_unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
-    """Return the parts that could not be examined, with the reasons."""
+    """Return a line for each source of information that could not be examined, with the reason."""
     texts = []
     if snapshot.cluster.trouble:
         texts.append(f"the cluster: {snapshot.cluster.trouble}")

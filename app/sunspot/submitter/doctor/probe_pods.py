@@ -91,7 +91,7 @@ def why_untried(cluster: Cluster, manifest: dict[str, Any]) -> str:
 
 
 def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
-    """Return a pod like the run's head or training workers that tests storage and GPUs instead of running Ray."""
+    """Return a copy of the run's head or worker pod that tests storage and GPUs instead of running Ray."""
     role = kind.split()[-1]
     group = head_group(manifest) if role == "head" else worker_group(manifest)
     template = copy.deepcopy(group["template"])
@@ -125,7 +125,7 @@ def _spread(spec: dict[str, Any], alike: dict[str, Any]) -> None:
 
 
 def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] | None]:
-    """Wait up to WITHIN_S for the pods to end, and return them keyed by name. A pod that was deleted is None."""
+    """Wait up to WITHIN_S for the pods to end, and return them keyed by name. The value of a deleted pod is None."""
     deadline = time.monotonic() + WITHIN_S
     warned = ""
     latest: dict[str, dict[str, Any] | None] = dict.fromkeys(names)

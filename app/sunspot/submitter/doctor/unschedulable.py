@@ -109,7 +109,7 @@ def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Re
 
 
 def _without_empty(refusal: Refusal, found: Sequence[Sequence[Obstacle]]) -> Refusal:
-    """Exclude the nodes that would lack the resource even if they were empty."""
+    """Return a refusal that does not count the nodes that would lack the resource even if they were empty."""
     lack = sum(any(each.what in (refusal.what, f"without {refusal.what}") for each in obstacles) for obstacles in found)
     return refusal._replace(nodes=max(1, refusal.nodes - lack))
 

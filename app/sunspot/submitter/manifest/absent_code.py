@@ -1,4 +1,4 @@
-"""Finds task modules and files named in TASK_ARGS that a job's pods might not have."""
+"""Finds task modules, and files named in TASK_ARGS, that a job's pods might not have."""
 
 import os
 from collections.abc import Iterator

@@ -56,7 +56,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _to_setting(value: Any) -> Any:
-    """Return a setting as the text in its environment variable."""
+    """Return a setting's value as the text of its environment variable."""
     return json.dumps(_as_json(value)) if isinstance(value, (bool, dict)) else _to_text(value)
 
 

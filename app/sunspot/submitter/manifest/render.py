@@ -1,6 +1,6 @@
 """Renders the RayJob from k8s/rayjob.yaml, a profile, the arguments and the SUNSPOT_ environment variables.
 
-The same inputs give the same bytes. Rendering needs no cluster, network or clock.
+The same inputs always produce the same bytes. Rendering needs no cluster, network or clock.
 """
 
 import hashlib
@@ -381,7 +381,7 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
         ]
         if profile.queue:
             why = "a job in an existing cluster creates no pods that Kueue could admit"
-            problems.append(f"queue {profile.queue}: {why}; leave out either the queue or the cluster")
+            problems.append(f"queue {profile.queue}: {why}; omit either the queue or the cluster")
     if profile.queue and len(profile.groups) > 1:
         both = "with several groups, waiting pods and their replacements would both count against its quota"
         fix = "keep one group in workers (the queue's flavors can choose the nodes), or leave the queue out"

@@ -75,7 +75,7 @@ def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
     mark = directory / (MANIFEST + PART)
     known = [path.read_bytes() for path in (mark, directory / MANIFEST) if path.is_file()]
     if any(directory.iterdir()) and content not in known:
-        what = f"{directory} contains other files than a download of {checkpoint.name}"
+        what = f"{directory} contains files that do not belong to a download of {checkpoint.name}"
         raise SettingsError(f"{what}; choose another --output")
     for path in directory.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):

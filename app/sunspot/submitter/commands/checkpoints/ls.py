@@ -42,10 +42,10 @@ def list_all(run: Run, limit: int | None, as_json: bool) -> None:
         print_table(["name", "step", "epoch", *names, "bytes", "age", "verified"], rows)
     broken = [checkpoint.name for checkpoint, _ in checked if not checkpoint.finite]
     if broken:
-        warn(f"weights are NaN or infinite in {', '.join(broken)}; a run resumes from an older checkpoint")
+        warn(f"the weights are NaN or infinite in {', '.join(broken)}; the run resumes from an older checkpoint")
     if listed.older:
-        warn(f"left out {plural(listed.older, 'older checkpoint')}; --all lists them")
+        warn(f"--all also lists {plural(listed.older, 'older checkpoint')}")
     if listed.incomplete:
-        warn(f"left out {plural(listed.incomplete, 'incomplete checkpoint')} without {MANIFEST}")
+        warn(f"the list omits {plural(listed.incomplete, 'incomplete checkpoint')} without {MANIFEST}")
     if listed.superseded:
-        warn(f"left out {plural(listed.superseded, 'checkpoint')} of superseded attempts")
+        warn(f"the list omits {plural(listed.superseded, 'checkpoint')} of superseded attempts")

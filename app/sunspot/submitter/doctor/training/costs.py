@@ -89,14 +89,14 @@ class RankThroughput:
         return statistics.median(self.waits) / self.step_s if self.step_s else 0.0
 
     def lag(self, rank: int) -> float:
-        """Return how many seconds per step a rank is slower than the median of the others."""
+        """Return how many seconds per step a rank is slower than the median of the other ranks."""
         return self.own[rank] - statistics.median(own for other, own in enumerate(self.own) if other != rank)
 
 
 def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
     """Measure the newest attempt's throughput over the last RECENT_S seconds.
 
-    The attempt's first window is left out, because it includes the warm-up.
+    The attempt's first window is excluded, because it includes the warm-up.
     """
     windows = rank_windows(records)[1:]
     windows = [window for window in windows if window["time"] > windows[-1]["time"] - RECENT_S]
@@ -113,14 +113,14 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
 
 
 def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records with steps and each rank's figures, from the newest worker group that has such records."""
+    """Return the newest worker group's records that contain steps and the measurements of every rank."""
     windows = [dict(r) for r in records if r.get("steps") and _has_figures(r)]
     groups = [(window["attempt"], len(window["ranks"]["resident_mib"])) for window in windows]
     return [window for window, group in zip(windows, groups, strict=True) if group == groups[-1]]
 
 
 def _has_figures(record: Mapping[str, Any]) -> bool:
-    """Return True if all figures are known. Some figures are unknown outside a container with limits."""
+    """Return True if all measurements are known. Some are unknown outside a container with limits."""
     ranks = record["ranks"]
     return (
         all(isinstance(record.get(name), int | float) for name in ("time", "seconds"))
@@ -320,7 +320,7 @@ def _prevent(cause: Cause, replayed: int, local: bool) -> str:
 
 
 def summarize_figures(case: Case) -> tuple[str, dict[str, Any]]:
-    """Return the examined figures as text and as details for the JSON document."""
+    """Return the examined measurements as text and as details for the JSON document."""
     seen = case.seen
     speed = measure_throughput(case.windows)
     words = [f"step {seen.step}" + (f" of {seen.total_steps}" if seen.total_steps else "")]

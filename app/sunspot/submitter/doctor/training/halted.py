@@ -57,7 +57,7 @@ def find_end(case: Case) -> Iterator[Finding]:
 
 
 def _where_it_resumes(case: Case) -> str:
-    """Return the end of advice to start a run again, which says where the run resumes, or "" without a checkpoint."""
+    """Return a clause that says where the run resumes if it is started again, or "" if it has no checkpoint."""
     return ": it continues from the last checkpoint" if case.seen.checkpoint else ""
 
 
