@@ -45,7 +45,7 @@ BUDGETS = {
     "storage": 1630,
     "submitter": 940,
     "submitter/cluster": 2790,
-    "submitter/commands": 1550,
+    "submitter/commands": 1560,
     "submitter/doctor": 1560,
     "submitter/manifest": 1680,
     "tasks": 1040,
