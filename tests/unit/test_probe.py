@@ -10,6 +10,7 @@ import pytest
 import ray.exceptions
 
 from sunspot.errors import StorageError
+from sunspot.settings import BUCKET_URLS
 from sunspot.train import probe
 from sunspot.train.probe import probe_all_nodes
 from tests.harness.asked_nodes import Answer, FakeRay
@@ -63,7 +64,7 @@ def test_one_error_lists_all_nodes_that_cannot_use_the_storage(
         "000000000000, 000000000001, 000000000002 and 15 others: it does not read what another node has written" in text
     )
     assert "000000000040, 000000000041, 000000000042 and 7 others: run/probe-...: denied" in text
-    assert "SUNSPOT_STORAGE_PATH must be s3://..., gs://... or az://..., or a file system that all nodes share" in text
+    assert f"SUNSPOT_STORAGE_PATH must be {BUCKET_URLS}, or a file system that all nodes share" in text
     assert "\n" not in text
     [warning] = [line for line in capsys.readouterr().out.splitlines() if line]
     expected = "warning: 2 nodes did not answer when asked about the storage: 000000000003, 000000000004 ("

@@ -18,6 +18,7 @@ from sunspot.data.images import is_picture
 from sunspot.data.splits import refuse_mixed_splits
 from sunspot.errors import DataError, StorageError, shorten
 from sunspot.formatting import plural
+from sunspot.settings import BUCKET_URLS
 
 OPEN_FILES = 128
 """Number of open files, with their footers, that each process caches."""
@@ -307,10 +308,7 @@ def _file_system(location: str) -> tuple[fs.FileSystem, str]:
         return fs.LocalFileSystem(), location
     scheme, _, path = location.partition("://")
     if scheme not in CLIENTS or not path:
-        raise DataError(
-            f"{location} is not a supported URL; set SUNSPOT_DATASET to a local path or to s3://bucket/prefix, "
-            "gs://... or az://..."
-        )
+        raise DataError(f"{location} is not a supported URL; set SUNSPOT_DATASET to a local path, {BUCKET_URLS}")
     connect, names = CLIENTS[scheme]
     return connect(*(os.environ.get(name, "") for name in names)), path
 

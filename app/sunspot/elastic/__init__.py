@@ -32,7 +32,8 @@ A loss in survivor mode, from the last packet of a process to the repeated step
  1. membership_channel.MembershipServer   declares it lost, and closes the group (a generation) for the other members
  2. parallel.process_group.ProcessGroups  breaks their collectives, so that their step raises an error and does not hang
  3. train.survivor.Survivor.leave         restores the state from before that step (train.undo.StepUndo)
- 4. membership.Membership.decide          forms the next group once all living members ask to join -> Survivor.form
+ 4. membership.Membership.decide          forms the next group once all living members ask to join. On each member,
+                                          train.joining.Joining forms it (membership_channel.MembershipClient)
  5. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt from it
  6. restore.hand_over                     sends that state to the ranks that lack it; the step is repeated
  7. receipts.make_receipt                 records what the loss cost (train.reporter.Reporter.took_step)

@@ -62,7 +62,7 @@ class RunState(enum.StrEnum):
     FINISHING = "finishing"
     "All steps are taken, and the last checkpoint, predictions or report are being made."
     SILENT = "silent"
-    "The run shows no sign of life: its processes are frozen, cut off from storage, or gone."
+    "The run shows no sign of life: its processes are frozen, cut off from storage, or gone, or storage cannot be read."
     RETRYING = "retrying"
     "The job failed, and the operator is starting it again."
     STOPPING = "stopping"

@@ -6,6 +6,7 @@ reads `SUNSPOT_TASK_ARGS`, and `search_space.py` the values that the trials of a
 """
 
 from sunspot.settings.definitions import (
+    BUCKET_URLS,
     FIELDS,
     IDENTITY,
     PREFIX,
@@ -30,6 +31,7 @@ from sunspot.settings.definitions import (
 from sunspot.settings.job_context import HEAD, JobContext, NodeGroup, NodePrice
 
 __all__ = [
+    "BUCKET_URLS",
     "FIELDS",
     "HEAD",
     "IDENTITY",

@@ -56,6 +56,10 @@ READING_SHARE = 0.25
 """Fraction of a machine's cores that LOADER=ray reserves for reading, but at least one core."""
 
 
+BUCKET_URLS = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
+"""The URLs that STORAGE_PATH and DATASET accept, for messages."""
+
+
 class WorkerRange(NamedTuple):
     """The allowed numbers of training workers. `least == most` unless the run is elastic."""
 
@@ -185,7 +189,7 @@ class Settings(BaseModel):
 
     storage_path: str = _setting(
         "runs",
-        "a local or NFS path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
+        f"a local or NFS path, {BUCKET_URLS}",
         pattern=r"^((s3|gs|az|abfs)://[^/:]+(/.*)?|[^:]+)$",
     )
     "Directory or bucket that contains the runs."

@@ -13,7 +13,7 @@ To add a backend:
 3. Count the bytes of long requests with `limits.record_progress`, because a transfer without progress is aborted after
    STORAGE_TIMEOUT_S. `Writer` counts the bytes that are written.
 4. Make `create` atomic among all writers, because it decides which process owns a run. `prove.prove` checks it.
-5. Add the scheme to BACKENDS in storage/__init__.py, and to the pattern and the text of STORAGE_PATH in
+5. Add the scheme to BACKENDS in storage/__init__.py, and to BUCKET_URLS and the pattern of STORAGE_PATH in
    settings/definitions.py. For datasets, add it to CLIENTS in data/dataset_files.py. For pods without a Secret, add it
    to SCHEMES in submitter/manifest/foreign_storage.py.
 6. Add an extra for the cloud's client to pyproject.toml, and the credentials to docs/storage.md.

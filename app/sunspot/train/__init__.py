@@ -33,7 +33,17 @@ One step, from its rows to the beginning of the next step
                                    `parallel.decisions`: save, copy, report, stop, restart or form another group
  9. checkpoint.CheckpointManager.save  begins to copy the state if the step is due for a copy or a checkpoint
 
-If a worker is lost in steps 2 to 8, a collective raises an error on the other workers. See `sunspot.elastic`.
+If a worker is lost in steps 2 to 8, a collective raises an error on the other workers, or `Worker` raises RegroupError.
+In survivor mode, the step is then handled as follows (`Worker.leave`, `undo.StepUndo.put_back`):
+
+- If the step was complete, it counts. Survivors can differ by this one step; all of them continue with the newer state.
+- If it was not complete, its gradients are discarded, and none of its rows count. The parameters, optimizer states and
+buffers are those from before the step, because the optimizer had not changed them, or because StepUndo restores them.
+The next group takes the same step again, with the rows divided among its members. - If StepUndo cannot restore them,
+this process gets the state from another worker. If no worker has it, and always under PARALLEL=fsdp, all workers return
+to the newest copy in memory or to the newest checkpoint.
+
+In restart mode, all processes end, and the next group starts from the newest copy or checkpoint (`sunspot.elastic`).
 
 Two modules do not train: `task_check` runs a task's first steps for `sunspot check`, and `pod_probe` checks the GPUs
 (`gpu`) and the network (`all_reduce`) from inside a pod for `sunspot doctor`.

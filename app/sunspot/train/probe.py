@@ -13,6 +13,7 @@ from sunspot.background import map_parallel
 from sunspot.errors import StorageError, SunspotError, shorten
 from sunspot.formatting import plural
 from sunspot.run import open_run
+from sunspot.settings import BUCKET_URLS
 from sunspot.storage.prove import prove
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, obje
     if problems:
         raise StorageError(
             f"{run.location}: {len(problems)} of {plural(len(others), 'other node')} cannot use this storage: "
-            f"{list_problems(problems)}. If workers run on several nodes, SUNSPOT_STORAGE_PATH must be s3://..., "
-            "gs://... or az://..., or a file system that all nodes share"
+            f"{list_problems(problems)}. If workers run on several nodes, SUNSPOT_STORAGE_PATH must be {BUCKET_URLS}, "
+            "or a file system that all nodes share"
         )
 
 

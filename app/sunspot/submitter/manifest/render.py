@@ -16,7 +16,7 @@ from sunspot.code_archive import CODE, code_in
 from sunspot.credentials import is_credential
 from sunspot.errors import SettingsError, StorageError, shorten
 from sunspot.formatting import plural
-from sunspot.settings import PREFIX, Settings, refuse, variable_of
+from sunspot.settings import BUCKET_URLS, PREFIX, Settings, refuse, variable_of
 from sunspot.settings.search_space import Search, load_search
 from sunspot.submitter.code_files import CodeArchive
 from sunspot.submitter.manifest.merge import CREDENTIAL_SHOWN, merge_job
@@ -329,8 +329,7 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
     problems = []
     place = f"{STORAGE_PATH}={settings.storage_path}"
     if "://" not in settings.storage_path:
-        url = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
-        problems.append(f"{place} is a local path, but pods share no disk; set it to {url}")
+        problems.append(f"{place} is a local path, but pods share no disk; set it to {BUCKET_URLS}")
     elif not re.fullmatch(BUCKET, settings.storage_path.partition("://")[2].partition("/")[0]):
         fix = "use only lower-case letters, digits, '-' and '.' in its name"
         problems.append(f"{place} does not start with a valid bucket; {fix}")
