@@ -41,7 +41,7 @@ BUDGETS = {
     "ray_session": 180,
     "report": 1340,
     "run": 2880,
-    "settings": 650,
+    "settings": 660,
     "storage": 1630,
     "submitter": 940,
     "submitter/cluster": 2790,

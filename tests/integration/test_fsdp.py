@@ -175,7 +175,7 @@ def test_the_last_checkpoint_can_include_safetensors(name: str, groups: Path) ->
 def test_an_invalid_safetensors_file_is_rejected(tmp_path: Path) -> None:
     for name, content in [("a.safetensors", b"?"), ("b.safetensors.index.json", b"[]")]:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(SettingsError, match="give a state_dict"):
+        with pytest.raises(SettingsError, match="use a state_dict"):
             read_init(Settings(init_from=str(tmp_path / name)), None)
     (tmp_path / "c.safetensors.index.json").write_text('{"weight_map": {"weight": "../a.safetensors"}}')
     with pytest.raises(SettingsError, match=r"lists \.\./a\.safetensors"):

@@ -86,8 +86,8 @@ def test_held_out_rows_are_evaluated_with_the_trainers_metrics(trained: Path) ->
 
 def test_an_unsupported_transformers_trainer_is_rejected(trained: Path) -> None:
     messages = {
-        "auto_find_batch_size": "its arguments contain auto_find_batch_size=True; leave this argument out",
-        "enable_jit_checkpoint": "its arguments contain enable_jit_checkpoint=True; leave this argument out",
+        "auto_find_batch_size": "its arguments contain auto_find_batch_size=True; remove this argument",
+        "enable_jit_checkpoint": "its arguments contain enable_jit_checkpoint=True; remove this argument",
         "optim": "optim='lomo' changes weights in the backward pass; choose another optimizer",
         "left_out": "the train_dataset of its RowTrainer has 39 rows, but build_dataset returned 40",
     }

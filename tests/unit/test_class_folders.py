@@ -280,7 +280,7 @@ def test_convert_lists_the_files_that_it_skips(tmp_path: Path, caplog: pytest.Lo
     root = put_files(tmp_path / "root", "Train/cat/a.png", "Train/cat/a.heic", "TEST/cat/b.png", "val/cat/c.png")
     assert convert_image_folder(root, 8, str(tmp_path / "out")) == {"train": 1, "test": 1}
     assert "1 .heic file, such as cat/a.heic" in caplog.text
-    assert "val is not converted, because TEST/ has the held-out rows" in caplog.text
+    assert "val is not converted, because TEST/ contains the held-out rows" in caplog.text
 
 
 def test_the_fingerprint_depends_on_how_images_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

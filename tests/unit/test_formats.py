@@ -296,9 +296,7 @@ def test_files_with_conflicting_class_names_are_rejected(tmp_path: Path) -> None
         labels = [0, min(1, len(names) - 1)]
         named = rows.set_column(1, "label", [labels]).replace_schema_metadata({"classes": json.dumps(names)})
         pq.write_table(named, tmp_path / f"{number}.parquet")
-    with refusal(
-        DataError, "the classes are cat, dog in some files, but dog, cat in others; number them in the same way"
-    ):
+    with refusal(DataError, "classes are cat, dog in some files, but dog, cat in others; use the same class numbers"):
         open_rows(tmp_path)
     (tmp_path / "2.parquet").unlink()
     assert open_rows(tmp_path).class_names == ("cat", "dog")

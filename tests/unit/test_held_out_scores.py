@@ -106,7 +106,7 @@ def test_all_rows_are_scored_once_on_any_number_of_workers(plan_of: Callable[[st
         ("{'f1': None}", "returned f1 as a NoneType"),
         ("{'step': 1}", "its compute_metrics returns a metric with the name 'step'"),
         ("{'test_f1': 1}", "is reserved for metrics of held-out rows"),
-        ("{'hits': 1}", "returned hits, but loss also returns hits; rename one"),
+        ("{'hits': 1}", "returned hits, but loss also returns hits; rename one of them"),
     ],
 )
 def test_an_invalid_result_of_compute_metrics_is_rejected(

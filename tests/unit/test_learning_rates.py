@@ -265,7 +265,7 @@ def build_for_another(optimizer: Any) -> Any:
         (ReduceLROnPlateau, "a ReduceLROnPlateau, which follows a metric; .* choose another scheduler"),
         (lambda optimizer: None, r"a NoneType; return a scheduler of torch\.optim\.lr_scheduler"),
         (lambda optimizer: {"first": 1.0}, "a float; return a scheduler"),
-        (build_for_another, "a ConstantLR for another optimizer; create it with the optimizer that"),
+        (build_for_another, "a ConstantLR for a different optimizer; create it with the optimizer that"),
     ],
 )
 def test_a_scheduler_that_cannot_set_the_rates_is_rejected(build: Callable[[Any], Any], says: str) -> None:

@@ -651,7 +651,7 @@ def test_a_file_without_weights_is_rejected_and_runs_no_code(kind: str, tmp_path
             path.write_text("weights")
         case "nothing":
             path.touch()
-    with pytest.raises(SettingsError, match=r"SUNSPOT_INIT_FROM=.*weights\.pt.*give a state_dict") as refused:
+    with pytest.raises(SettingsError, match=r"SUNSPOT_INIT_FROM=.*weights\.pt.*use a state_dict") as refused:
         read_init(Settings(init_from=str(path)), None)
     assert not proof.exists()
     assert "weights_only" not in str(refused.value), "torch's advice would run the code"

@@ -46,7 +46,7 @@ def test_a_signal_before_training_ends_the_program_with_the_exit_code_of_the_sig
     with pytest.raises(SystemExit) as ended:
         run_and_exit(program)
     assert (ended.value.code, cleaned) == (code, ["recorded"])
-    assert capsys.readouterr().err == f"ended by {number.name}; the same command continues\n"
+    assert capsys.readouterr().err == f"ended by {number.name}; run the same command to continue\n"
 
 
 def test_a_run_under_nohup_outlives_its_terminal() -> None:

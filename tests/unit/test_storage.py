@@ -866,7 +866,7 @@ def test_creating_an_object_is_retried_while_another_writer_is_active(
     assert s3_storage.create("run/a", b"ours")  # the other writer failed
     s3_proxy.on("PutObject", s3.answer(409, "ConditionalRequestConflict"))
     assert not s3_storage.create("run/a", b"theirs")
-    with pytest.raises(StorageError, match="run/b: cannot create: the service rejected it 5 times") as raised:
+    with pytest.raises(StorageError, match="run/b: cannot create: the service rejected the request 5 times") as raised:
         s3_storage.create("run/b", b"ours")
     assert not isinstance(raised.value, NotFoundError)
 

@@ -307,6 +307,6 @@ def test_a_node_whose_replacements_cannot_train_is_excluded(
             replacement.end_replacement(DataError("no such mount"), config)
     assert drained == (["bad", "bad"] if left_out else [])
     assert pauses == ([] if left_out else [10.0, 20.0]), "on a node that cannot be left out, tries become rare"
-    assert "no such mount; the others keep training" in control.heard("log")[0]
+    assert "no such mount; the other workers keep training" in control.heard("log")[0]
     [failure] = read_failures(config.run)
     assert (failure.rank, failure.type, failure.message) == (2, "DataError", "no such mount")

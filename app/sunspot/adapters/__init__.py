@@ -4,8 +4,8 @@ A task's module selects its library by defining a function such as `build_keras`
 adapter for this function in ADAPTERS, and calls the adapter with the module and the settings.
 
 To write an adapter:
-1. Write a module here with a subclass of `sunspot.tasks.Task`, and add it to ADAPTERS below. The library's extra
-   belongs in pyproject.toml. Nothing else needs to change.
+1. Write a module here with a subclass of `sunspot.tasks.Task`, and add it to ADAPTERS below. Add the
+   library as an extra to pyproject.toml. Nothing else needs to change.
 2. Define `build_model`, which returns a `torch.nn.Module`. Checkpoints contain its state_dict. Wrap the model of
    another library in a module whose `get_extra_state` and `set_extra_state` handle its variables (keras.py).
 3. Define `build_optimizer`. If the library has its own optimizer, return `build_empty_optimizer` (tasks/defaults.py).
@@ -15,12 +15,12 @@ To write an adapter:
    `sunspot.train.run.LibraryRun` (lightning_loop.py). It must call `before_change` before each optimizer step, and
    `end_step` after each step.
 5. If a Ray trainer other than TorchTrainer must start the workers, define `find_ray_trainer`. If a task has
-   `find_ray_trainer` or `library_loop`, all workers are restarted after a loss. With any other task, the remaining
-   workers keep training, so its `train(run)` must take every step through `run`.
+   `find_ray_trainer` or `library_loop`, all workers are restarted after one is lost. With any other task, the
+   remaining workers keep training, so its `train(run)` must take every step through `run`.
 6. In the class attribute `uncalled`, list the functions of a task's module that the library never calls. Pass the
-   settings that the library ignores to `Task.__init__` as `unread`. Both map a name to the reason.
+   settings that the library ignores to `Task.__init__` as `unread`. Each is a mapping from names to reasons.
 
-Adapters may import everything below `tune/`. Nothing imports adapters, because `load_task` finds them by name. A
+Adapters may import all layers below `tune/`. Nothing imports adapters, because `load_task` finds them by name. A
 library is imported only for the tasks that use it.
 """
 

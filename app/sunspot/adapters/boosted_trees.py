@@ -49,7 +49,7 @@ class TreesTask(Task):
     uncalled = UNCALLED
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt a task's module. Raises `SettingsError` if the settings include one that tree models ignore."""
+        """Adapt a task's module. Raises `SettingsError` if a setting that tree models ignore is set."""
         super().__init__(module, settings, UNREAD_SETTINGS)
 
     def find_ray_trainer(self, settings: Settings, source: Source) -> str:
@@ -96,7 +96,7 @@ class TreesTask(Task):
 
 
 def rate(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Batch]:
-    """Return each row's log loss and accuracy, [B]. If there are no classes, return only its squared error."""
+    """Return each row's log loss and accuracy, [B]. If there are no classes, return only the squared error."""
     if scores.ndim == 1:
         return (scores - labels).square(), {}
     return functional.cross_entropy(scores, labels, reduction="none"), {"accuracy": scores.argmax(1) == labels}

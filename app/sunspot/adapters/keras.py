@@ -62,7 +62,7 @@ class KerasModule(torch.nn.Module):
     def take_step(self, batch: Batch, learning_rate: float, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Take an optimizer step together with all workers, and return the rows' losses, [B], and the outputs.
 
-        The gradient is that of the sum of the losses, multiplied by `weight`.
+        The step uses the gradient of the sum of the rows' losses, multiplied by `weight`.
         """
         self.keras.optimizer.learning_rate = learning_rate
         losses, outputs = self._learn(inputs_of(batch), batch["label"].numpy(force=True), np.float32(weight))
@@ -107,7 +107,7 @@ class KerasTask(Task):
     uncalled = UNCALLED
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt a task's module. Raises `SettingsError` if the settings include one that Keras ignores."""
+        """Adapt a task's module. Raises `SettingsError` if a setting that Keras ignores is set."""
         super().__init__(module, settings, UNREAD_SETTINGS)
         self.schedule = functools.partial(learning_rate_factor, settings)
 
@@ -130,7 +130,9 @@ class KerasTask(Task):
         return KerasModule(build)
 
     def build_optimizer(self, model: KerasModule, settings: Settings) -> torch.optim.Optimizer:
-        """Build an optimizer that only holds the peak rate. This is LEARNING_RATE if set, or else Keras's own rate.
+        """Build an optimizer that only holds the peak learning rate.
+
+        The peak is LEARNING_RATE if that is set, or else the rate of the Keras optimizer.
 
         Raises `SettingsError` if the Keras optimizer has a schedule of its own.
         """

@@ -85,7 +85,8 @@ class LightningTask(Task):
             )
         if defines(model, "configure_model"):
             raise self.error(
-                "configure_model is not supported, because checkpoints lack its weights; create them in build_module"
+                "configure_model is not supported, because checkpoints would lack the weights that it creates; create "
+                "them in build_module"
             )
         model.log = LogCapture()  # type: ignore[assignment, method-assign]
         self._steps = Steps(rows_in(source), settings.global_batch_size)
@@ -157,7 +158,9 @@ class LightningTask(Task):
         return self.per_row(model, lambda: step(given, **index), len(batch["row"]))[:2]
 
     def per_row(self, model: LightningModule, step: Callable[[], Any], rows: int) -> tuple[torch.Tensor, Batch, Any]:
-        """Run a step over `rows` rows. Return the loss and the logged metrics, each [rows], and the step's own result.
+        """Run a step over `rows` rows.
+
+        Returns the loss and the logged metrics, all of shape [rows], and the step's own result.
 
         Each row gets the batch's mean, so that means over all workers are exact even if their shares differ.
         """

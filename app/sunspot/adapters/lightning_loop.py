@@ -48,8 +48,9 @@ def train(worker: Worker, task: LightningTask) -> None:
 class LightningRun(LibraryRun):
     """A run in which Lightning controls precision, schedulers and hooks. The Trainer iterates over it to get batches.
 
-    The module is wrapped after its `setup` has run. Lightning makes the forward and backward passes inside the
-    optimizer's step, so a hook on the optimizer would run too early. `StepCallback` waits for the copy instead.
+    The module is wrapped after its `setup` has run. Lightning runs the forward and backward passes inside the
+    optimizer's step, so an optimizer hook would run too early. Instead, `StepCallback` waits until the state has been
+    copied.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -110,7 +111,10 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
         return self._forward(next(self._passes))
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **options: Any) -> torch.Tensor:
-        """Run the first part's backward pass, and both passes of the other parts. Return the sum of the losses."""
+        """Run the backward pass of the batch's first part, and both passes of its other parts.
+
+        Returns the sum of the losses.
+        """
         total = super().backward(closure_loss, optimizer, *args, **options)
         for rows in self._passes:
             output = self._forward(rows)
@@ -119,7 +123,10 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
         return total
 
     def _forward(self, rows: slice) -> Any:
-        """Run a part's forward pass. Return the module's output, with the weighted sum of the part's losses."""
+        """Run the forward pass of a part of the batch.
+
+        Returns the module's output, with the weighted sum of the part's losses.
+        """
         run = self._run
         module = cast(LightningModule, self.lightning_module)
         batch = self._batch if rows == self._whole else map_tensors(self._batch, lambda tensor: tensor[rows])

@@ -89,8 +89,8 @@ class TrainerTask(Task):
     def __init__(self, module: ModuleType, settings: Settings) -> None:
         """Adapt a task's module.
 
-        Raises `SettingsError` if the module does not define `build_dataset`, or if the settings include one that a
-        Trainer ignores.
+        Raises `SettingsError` if the module does not define `build_dataset`, or if a setting that a Trainer ignores is
+        set.
         """
         mixed_precision = {"precision": IN_ARGUMENTS} if settings.precision == "bf16" else {}
         super().__init__(module, settings, UNREAD_SETTINGS | mixed_precision)
@@ -183,12 +183,13 @@ class TrainerTask(Task):
         own = [each for each in ROW_METHODS if getattr(type(trainer), each) is not getattr(Trainer, each)]
         if own:
             raise self.error(
-                f"its {name} chooses rows itself ({own[0]}), and another number of workers would get other rows"
+                f"its {name} chooses rows itself ({own[0]}), so a different number of workers would train on different "
+                f"rows; use a Trainer that does not override {own[0]}"
             )
         given = [f"{each}={value!r}" for each in REFUSED if (value := getattr(args, each, None))]
         if given:
             raise self.error(
-                f"its arguments contain {given[0]}; leave this argument out, because checkpoints would lack shards, "
+                f"its arguments contain {given[0]}; remove this argument, because checkpoints would lack shards, "
                 "loss scales, and other state that the Trainer keeps or saves itself"
             )
         if "lomo" in args.optim or "layerwise" in args.optim:
@@ -204,7 +205,7 @@ class TrainerTask(Task):
         if trainer.compute_metrics or trainer.model_init:
             raise self.error(
                 "compute_metrics and model_init would never be called, because held-out rows are evaluated by their "
-                "loss, and build_trainer creates the model; leave these arguments out"
+                "loss, and build_trainer creates the model; remove these arguments"
             )
         for kind, dataset, there in zip(
             ("train", "eval"), (trainer.train_dataset, trainer.eval_dataset), rows, strict=True

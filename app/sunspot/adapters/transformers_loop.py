@@ -42,7 +42,7 @@ def train(worker: Worker, task: TrainerTask) -> None:
 class TrainerRun(LibraryRun):
     """A run that feeds its rows to a Trainer, which takes the steps.
 
-    The Trainer accumulates gradients over the passes of a step. All workers make the same number of passes per step.
+    The Trainer accumulates gradients over the passes of a step. All workers run the same number of passes per step.
     """
 
     def __init__(self, worker: Worker, task: TrainerTask) -> None:
@@ -83,7 +83,10 @@ class TrainerRun(LibraryRun):
                 yield inputs
 
     def count_samples(self, iterator: Iterator[Any], number: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Return a step's passes, and its number of items over all workers, by which the Trainer divides losses."""
+        """Return a step's passes, and the number of items in the step over all workers.
+
+        The Trainer divides losses by this number.
+        """
         samples, items = self._count(iterator, number, device)
         if items is not None:
             items = torch.as_tensor(items, device=device)
@@ -91,7 +94,7 @@ class TrainerRun(LibraryRun):
         return samples, items
 
     def make_pass(self, model: torch.nn.Module, inputs: Any, items: Any = None) -> torch.Tensor:
-        """Make a forward and backward pass."""
+        """Run a forward and backward pass."""
         self._begin_pass(*self._ahead.popleft())
         self.trainer.current_gradient_accumulation_steps = 1  # row weights already account for the number of passes
         return self._pass(model, inputs, items)

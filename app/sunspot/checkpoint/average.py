@@ -28,7 +28,7 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 class WeightAverage:
-    """The average of an optimizer's parameters. It does nothing if `decay` is 0."""
+    """The exponential moving average of an optimizer's parameters. Does nothing if `decay` is 0."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
         """Create the average after loading the model's weights, but before loading the optimizer's state."""
@@ -66,7 +66,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self, model: torch.nn.Module) -> Iterator[None]:
-        """Context manager inside which the model computes with the average."""
+        """Context manager inside which the model uses the averaged weights."""
         self._swap(model)
         try:
             yield
@@ -74,7 +74,7 @@ class WeightAverage:
             self._swap(model)
 
     def exchange(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state in the form of checkpoints, with the average in `model` and the weights in `optimizer`."""
+        """Return the state as checkpoints store it, with the average in `model` and the weights in `optimizer`."""
         if not self._averages:
             return state
         optimizer = state["optimizer"]

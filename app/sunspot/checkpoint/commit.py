@@ -2,8 +2,8 @@
 
 A checkpoint exists once its manifest is written, after all of its files were uploaded and verified. The thread commits
 one checkpoint at a time. If storage is slower than the checkpoint interval, a newer copy replaces a copy that is still
-waiting. Under PARALLEL=fsdp, every rank has such a thread for its part, and rank 0's thread commits all ranks' parts
-(parts.py).
+waiting. Under PARALLEL=fsdp, every rank has such a thread for its part (shard) of the state, and rank 0's thread
+commits all ranks' parts (parts.py).
 
 A process that outlives its group completes its commit while the next group trains. The next group's first commit waits
 for it (docs/decisions/0010-commits-outlive-changes-in-place.md).
@@ -62,7 +62,7 @@ WRITTEN = "sunspot-written-{}"
 
 
 class CommitCoordinator:
-    """Makes all ranks of a state in parts commit the same snapshots as rank 0.
+    """Makes all ranks commit the same snapshots as rank 0 if the state is sharded.
 
     Rank 0 informs the other ranks through the group's store. No thread waits in a collective for a rank that might have
     died, and only rank 0 lists the files in storage.
@@ -75,7 +75,7 @@ class CommitCoordinator:
         self.in_parts = group is not None
 
     def replaces_newest(self, waiting: bool) -> bool:
-        """Return True if a new snapshot replaces its predecessor, which is still `waiting` on rank 0.
+        """Return True if a new snapshot replaces the previous snapshot, because that is still `waiting` on rank 0.
 
         All ranks must call this together.
         """
@@ -176,7 +176,7 @@ class CheckpointCommitter:
 
     @property
     def busy(self) -> bool:
-        """True while a snapshot of this group or the previous one is not committed yet."""
+        """True while a snapshot of this group or the previous group is not committed yet."""
         return not self._idle or bool(self._previous and self._previous.busy)
 
     @property
@@ -195,7 +195,7 @@ class CheckpointCommitter:
     def stop_if_overtaken(self, attempts: list[Attempt]) -> bool:
         """Stop the commit in progress, or the next one, if it is no longer allowed. Return True if it is stopped.
 
-        `attempts` are all attempts of the run. Committing a state in parts requires all processes of the group. This
+        `attempts` are all attempts of the run. Committing a sharded state requires all processes of the group. This
         method does not wait for the commit to end.
         """
         snapshot = self._committing or next(iter(self._waiting), None)
@@ -209,7 +209,7 @@ class CheckpointCommitter:
         return self._stopped
 
     def commit(self, snapshot: Snapshot) -> None:
-        """Queue a snapshot for its commit. If the state is in parts, all ranks must call this together."""
+        """Queue a snapshot to be committed. If the state is sharded, all ranks must call this together."""
         with self._changed:
             if self._coordinator.replaces_newest(bool(self._waiting)):
                 self._waiting.pop().release()  # its commit has not begun, so the newer snapshot replaces it
@@ -240,7 +240,7 @@ class CheckpointCommitter:
         return bool(done) and not self._dropped
 
     def close(self) -> None:
-        """Drain, and end the thread."""
+        """Call `drain`, and end the thread."""
         self.drain()
         with self._changed:
             self._closing = True
@@ -315,9 +315,10 @@ class CheckpointCommitter:
         return [snapshot for snapshot in self._waiting if snapshot.manifest.step <= last_step]
 
     def _commit_with_retries(self, snapshot: Snapshot) -> None:
-        """Retry until the snapshot is committed, a newer one can begin, or storage has failed for `storage_timeout_s`.
+        """Try to commit a snapshot until this succeeds, or a newer snapshot can be committed.
 
-        If the checkpoint must no longer be committed, removes the uploaded files and raises `SupersededError`.
+        Raises `StorageError` if storage fails for `storage_timeout_s`. If the checkpoint must no longer be committed,
+        removes the uploaded files and raises `SupersededError`.
         """
         try:
             self._try_to_commit(snapshot)
@@ -395,7 +396,7 @@ class CheckpointCommitter:
 
     def _refuse_if_stopped(self) -> None:
         if self._stopped:
-            raise SupersededError(f"attempt {self._attempt.number} has ended, and its newest checkpoint is not used")
+            raise SupersededError(f"attempt {self._attempt.number} has ended, so this checkpoint is not committed")
 
     def _write_history(self) -> None:
         """Write the journals and the consumed rows, because a checkpoint relies on them."""
@@ -405,7 +406,7 @@ class CheckpointCommitter:
             self._ledger.write(self._run)
 
     def _drops(self, snapshot: Snapshot) -> bool:
-        """Return True, and record an event, if a snapshot is torn and must never be committed."""
+        """Return True, and record an event, if a tensor changed while it was copied to the snapshot."""
         self._dropped = snapshot.torn
         if self._dropped:
             detail = (
@@ -415,7 +416,7 @@ class CheckpointCommitter:
         return self._dropped
 
     def _delete_expired(self, newest: Checkpoint) -> None:
-        """Delete all checkpoints except the best and the `newest`, and incomplete checkpoints of killed attempts.
+        """Delete incomplete checkpoints of killed attempts, and all other checkpoints except the best and the `newest`.
 
         This happens after the new manifest is written, so nothing is deleted before its replacement is safe.
         """

@@ -1,7 +1,8 @@
 """Uploads and verifies a checkpoint's files, and loads files only if their bytes match the manifest.
 
 With WEIGHTS=safetensors, a finished run's last checkpoint also contains all weights as safetensors files of at most
-SHARD_BYTES, with Hugging Face's index. They are for other programs and for INIT_FROM, and are never needed to resume.
+SHARD_BYTES, with an index in Hugging Face's format. They are for other programs and for INIT_FROM, and are never needed
+to resume.
 """
 
 import contextlib
@@ -94,17 +95,17 @@ def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> di
 
 
 def upload_state(run: Run, name: str, file: str, state: Any) -> dict[str, Any]:
-    """Upload a state that is serialized with `torch.save`, like `upload`."""
+    """Serialize a state with `torch.save`, upload it, and return the file's entry for the manifest."""
     return upload(run, name, file, lambda writer: torch.save(state, writer))  # type: ignore[arg-type]  # only write() is called
 
 
 def upload_bytes(run: Run, name: str, file: str, content: bytes) -> dict[str, Any]:
-    """Upload a file with the given content, like `upload`."""
+    """Upload a file with the given content, and return its entry for the manifest."""
     return upload(run, name, file, lambda writer: writer.write(content))
 
 
 def plan_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file, in order. The tensors can be on the meta device."""
+    """Return the names of the tensors to store in each file, in order. The tensors can be on the meta device."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
@@ -149,9 +150,9 @@ def refuse_unloadable(states: Mapping[str, Any], task: str) -> None:
         return
     keys, value = next((leaf for leaf in leaves_of(plain) if not _can_be_loaded(leaf[1])), (("its state",), plain))
     raise SettingsError(
-        f"SUNSPOT_TASK={task}: {'.'.join(map(str, keys))} is a {type(value).__module__}.{type(value).__qualname__}, "
-        f"{reprlib.repr(value)}, which a restart could not load from a checkpoint; make it a tensor, a plain Python "
-        "number such as float(...), a string, or a dict, list or tuple of these"
+        f"SUNSPOT_TASK={task}: {'.'.join(map(str, keys))} is a {type(value).__module__}.{type(value).__qualname__} "
+        f"({reprlib.repr(value)}), which cannot be loaded from a checkpoint; use a tensor, a plain Python number such "
+        "as float(...), a string, or a dict, list or tuple of these"
     )
 
 
@@ -172,7 +173,7 @@ def refuse_other_than_tensors(model: torch.nn.Module) -> None:
     if others:
         raise SettingsError(
             f"SUNSPOT_WEIGHTS=safetensors only supports tensors, but the model's state_dict also contains "
-            f"{', '.join(others)}; set it to pt"
+            f"{', '.join(others)}; set SUNSPOT_WEIGHTS to pt"
         )
 
 
@@ -203,8 +204,8 @@ def load_checked(run: Run, checkpoint: Checkpoint, file: str, source: BinaryIO |
     except ValueError as error:
         raise ConflictError(
             f"{run.storage.locate(run.key('checkpoints', checkpoint.name, file))} was not loaded, because it is "
-            "compressed or contains more than tensors and plain values; start a run with another name and the weights "
-            f"of this run, SUNSPOT_INIT_FROM=run:{run.name}"
+            "compressed or contains more than tensors and plain values; start a run with another name and this run's "
+            f"weights (SUNSPOT_INIT_FROM=run:{run.name})"
         ) from error
 
 
@@ -222,7 +223,7 @@ def unpack(source: BinaryIO | str) -> Any:
             with open(source, "rb") as file:
                 return unpack(file)
         raise ValueError(
-            "not loaded: it is damaged, compressed, or contains more than tensors and plain values"
+            "not loaded, because it is damaged, compressed, or contains more than tensors and plain values"
         ) from error
 
 
@@ -252,7 +253,7 @@ def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
 
 
 def read_weights(storage: Storage, file: str, content: bytearray) -> Any:
-    """Return the state_dict in a file with the given content. If it is an index, read the listed files too.
+    """Return the state_dict in a file with the given content. If the file is an index, read the listed files too.
 
     Raises `ValueError` if the content is invalid.
     """
@@ -263,7 +264,7 @@ def read_weights(storage: Storage, file: str, content: bytearray) -> Any:
     try:
         files = sorted(set(json.loads(content)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError("not an index of safetensors files") from error
+        raise ValueError("it is not an index of safetensors files") from error
     outside = [name for name in files if "/" in name or not name.endswith(SUFFIX)]
     if outside:
         raise ValueError(f"the index lists {outside[0]}, which is not a safetensors file in the same folder")
@@ -277,4 +278,4 @@ def _load(content: bytes) -> dict[str, torch.Tensor]:
     try:
         return load(content)
     except SafetensorError as error:
-        raise ValueError("damaged, or not a safetensors file") from error
+        raise ValueError("it is damaged, or not a safetensors file") from error

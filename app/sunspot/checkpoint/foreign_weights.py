@@ -54,7 +54,7 @@ def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str,
 
 
 def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return a state_dict with all names of each tied weight, if `state` contains at least one of its names.
+    """Return a copy of `state` in which each tied weight that is present under one name is present under all names.
 
     Raises `SettingsError` if tied weights have different values.
     """

@@ -3,7 +3,7 @@
 Each node stores these IDs with its copy of the state. A group that resumes from the copy writes the IDs that are not in
 storage yet. The IDs are the same on all nodes, because all nodes gather and drop them at the same steps. If workers can
 outlive each other, they exchange a step's IDs before the step changes parameters. Every worker that has taken the step
-then knows the IDs of all its rows.
+then knows the IDs of all of the step's rows.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class RowExchange:
         self._work = dist.all_gather(self._parts, mine, group=group, async_op=True)
 
     def wait(self) -> torch.Tensor:
-        """Return the rows of all workers, in the form of `LedgerWindow.rows`."""
+        """Return the rows of all workers, in the format of `LedgerWindow.rows`."""
         self._work.wait()
         return torch.cat([label_rows(self._step, rank, part[part >= 0]) for rank, part in enumerate(self._parts)])
 
 
 def label_rows(step: int, rank: int, rows: torch.Tensor) -> torch.Tensor:
-    """Return row IDs with their step and rank, in the form of `LedgerWindow.rows`."""
+    """Return row IDs with their step and rank, in the format of `LedgerWindow.rows`."""
     return torch.stack([torch.full_like(rows, step), torch.full_like(rows, rank), rows], dim=1)
 
 
@@ -65,7 +65,7 @@ class Ledger:
     ) -> None:
         """Create the ledger of an attempt, given the attempt's label and the step after which it starts.
 
-        `group` is None for a single worker. `inherited` are windows of earlier attempts that are not in storage yet.
+        `group` is None for a single worker. `inherited` are earlier attempts' windows that are not in storage yet.
         """
         self._group = group
         self._attempt = attempt
@@ -103,7 +103,7 @@ class Ledger:
             self._mine.append((step, rows))
 
     def unwritten_windows(self, step: int) -> list[tuple[Any, ...]]:
-        """Return the windows up to `step` that might not be in storage yet, without contacting other workers."""
+        """Return the windows of rows up to `step` that might not be in storage yet. Does not contact other workers."""
         with self._lock:
             windows = [tuple(window) for window in self._windows[max(0, self._written - self._dropped) :]]
             if self._everyones and step > self._after:
@@ -111,7 +111,7 @@ class Ledger:
             return windows
 
     def gather(self, step: int) -> list[tuple[Any, ...]]:
-        """Close a window at `step`, and return the windows that are not in storage yet.
+        """Gather all workers' new rows up to `step` as a window, and return all windows that are not in storage yet.
 
         All workers must call this together.
         """

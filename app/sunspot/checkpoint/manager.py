@@ -47,7 +47,7 @@ class CheckpointManager:
     """Saves a worker group's state. Every worker has a manager.
 
     Under DDP, one worker on each node copies the state to memory, and rank 0 commits its copy. Under FSDP, each worker
-    copies and commits its part. All workers must call `save` and `close` together.
+    copies and commits its part of the state. All workers must call `save` and `close` together.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class CheckpointManager:
         self._ledger.begin_exchange(step, rows, last - first)
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
-        """Record that `step` was taken, and the row IDs, int64 [B], that this worker consumed.
+        """Record that `step` was taken, and that this worker consumed the `rows`, which are IDs, int64 [B].
 
         Raises `SettingsError` after the first step if a restart could not load the state. Also raises the error that
         ended all commits, if there was one, because some loops never call `wait_for_copy`.
@@ -155,7 +155,7 @@ class CheckpointManager:
         self._memory.heartbeat(self._attempt.number, step)
 
     def due(self, step: int, step_s: float) -> StepActions:
-        """Return the actions due after `step`, which took `step_s` seconds without reports and commands."""
+        """Return the actions due after `step`, which took `step_s` seconds, excluding reports and commands."""
         busy = self._sharded and self._committer is not None and self._committer.busy
         return StepActions(
             save=not busy and self._timer.due(self.save_every_s),
@@ -219,7 +219,8 @@ class CheckpointManager:
     def close(self, *, finished: bool) -> None:
         """Wait until the newest copy in memory is complete on all workers.
 
-        If the run has `finished`, also wait for its commit and remove the copies, because no group will need them.
+        If the run has `finished`, also wait until all commits have ended, and remove the copies, because no group will
+        need them.
         """
         group = self._place.group
         if finished:  # other ranks can wait long, because rank 0 writes the whole model as one file
@@ -260,7 +261,7 @@ class CheckpointManager:
 
     @property
     def save_every_s(self) -> float:
-        """Seconds between checkpoints: CHECKPOINT_EVERY_S, or less if commits outlast a notice."""
+        """Seconds between checkpoints: CHECKPOINT_EVERY_S, or less if a notice is too short for a commit."""
         every_s = self._settings.checkpoint_every_s
         late = exceeds_notice(self.commit_s, self._settings.job.notice_s)
         return min(every_s, self.commit_s or every_s) if late else every_s

@@ -44,7 +44,7 @@ MEMORY_FRACTION = 0.5
 RETRY_S = 60.0
 """Seconds after which a process that found no memory for copies tries again."""
 
-FALLBACK = "after a loss, the run continues from the newest existing copy, or from storage"
+FALLBACK = "if a worker is lost, the run continues from the newest existing copy, or from storage"
 
 Changed = Callable[[], Collection[int]]
 """A function that returns the tensors known to have changed while they were copied."""
@@ -102,8 +102,8 @@ class Slot:
         """Write the sidecar of the slot's complete copy, then the marker.
 
         Returns the copy and an empty string, or None and the reason if it could not be marked. A slot without a file
-        has no marker. `changed` is called after the checksum, because some changes might still have been in progress
-        when the copy ended.
+        has no marker. `changed` returns the tensors that changed while they were copied. It is called after the
+        checksum is computed, because some changes might still have been in progress when the copy ended.
         """
         if not self.file:
             return None, ""
@@ -257,7 +257,7 @@ class NodeMemory:
     def _make_slot(self, size: int, device: torch.device | None) -> str:
         """Add a slot in shared memory unless there are enough slots.
 
-        Returns the reason why there is no memory, or an empty string.
+        Returns an empty string, or the reason why the slot could not be added.
         """
         if not self.directory or not self.shared or len(self._slots) >= MAX_SLOTS:
             return ""
@@ -292,7 +292,7 @@ class NodeMemory:
             self.pause(problem)
 
     def _free_file(self, kind: str, slots: Sequence[Slot]) -> Path:
-        """Return a file name that neither these slots nor the previous process's copies use."""
+        """Return a file name that neither the `slots` nor the previous process's copies use."""
         assert self.directory
         taken = {slot.file for slot in slots} | self._inherited
         files = (self.directory / f"{kind}-{number}.data" for number in itertools.count())
@@ -301,7 +301,7 @@ class NodeMemory:
     # Complete copies, in the seal thread.
 
     def make_peer_slot(self, size: int, others: Sequence[Slot]) -> Slot:
-        """Create a slot for the part of a worker on another node. Raises `OSError` if there is no memory."""
+        """Create a slot for the part that a worker on another node sends. Raises `OSError` if there is no memory."""
         if not self.shared:
             raise OSError("no shared memory")
         return Slot(size, self._free_file("peer", others))
@@ -325,7 +325,7 @@ class NodeMemory:
                 self._failing = True
                 self._log(
                     f"the copy at step {step} is not kept in shared memory: {problem}; "
-                    "until a copy succeeds, a loss takes the run back to the previous copy or checkpoint"
+                    "until a copy succeeds, losing a worker takes the run back to the previous copy or checkpoint"
                 )
             return
         first = not self.newest
@@ -356,7 +356,7 @@ class NodeMemory:
         self._paused_until = math.inf
 
     def keep_parts_of(self, checkpoint: str | None) -> None:
-        """Remove all parts except the parts of `checkpoint`, which are kept until there is a newer copy."""
+        """Remove all copied parts except those of `checkpoint`, which are kept until there is a newer copy."""
         slots = {slot.file: slot for slot in self._slots}
         for held in list_snapshots(self.directory) if self.directory else ():
             if not held.parts:

@@ -4,7 +4,8 @@ them.
 Each process of a run has its own directory, which it locks until it exits. The next process on the node takes over a
 directory that is not locked, with the files of the previous process:
 
-    slot-0.data      the tensors of a copy, one after the other (peer-0.data contains another node's part, replicas.py)
+    slot-0.data      the tensors of a copy, one after the other (peer-0.data contains a part from another node,
+                     replicas.py)
     slot-0.sidecar   the rest of the state (`Sidecar`)
     slot-0.json      the marker, which is written last (a copy only counts if the marker's checksums match)
     heartbeat        the last step that the process has taken
@@ -129,7 +130,7 @@ def find_snapshot(location: str) -> LoadedSnapshot | None:
 
 
 def find_parts(location: str) -> tuple[MemorySnapshot, ...]:
-    """Return all copies of parts of states on this node. They are not verified."""
+    """Return this node's copies of parts of a sharded state. They are not verified."""
     return tuple(snapshot for snapshot in _list_all(location) if snapshot.parts)
 
 
@@ -173,7 +174,7 @@ def list_snapshots(directory: Path) -> Iterator[MemorySnapshot]:
         try:
             snapshot: MemorySnapshot = parse_verified(MemorySnapshot, marker.read_bytes(), str(marker))
             if snapshot.file != str(marker.with_suffix(".data")):
-                raise DamageError(f"{marker} cannot be used: it describes another file")
+                raise DamageError(f"{marker} cannot be used: it describes a different file")
         except OSError:
             continue
         except DamageError as error:
@@ -232,7 +233,7 @@ def lock_directory(location: str) -> tuple[Path, IO[str]]:
             lock.close()
         else:
             return directory, lock
-    raise OSError(f"{MAX_PROCESSES} processes of the run, the most allowed, already use this node's shared memory")
+    raise OSError(f"{MAX_PROCESSES} processes of the run already use this node's shared memory, which is the maximum")
 
 
 def _list_processes(location: str) -> list[Path]:

@@ -1,7 +1,7 @@
 """Distributes the state from which a worker group starts to all workers of each node.
 
 One worker on each node reads and verifies a copy in the node's memory, or a checkpoint. The other workers map its
-pages. `NodeState` does this for a whole state, and `NodeParts` for a state in parts. A node without the copy gets it
+pages. `NodeState` does this for a whole state, and `NodeParts` for a sharded state. A node without the copy gets it
 from another node (`share_pages`). A restore therefore reads each byte once per node, and needs memory for one
 additional state per node.
 """
@@ -38,10 +38,11 @@ def share_pages(
     own: Mapping[int, LoadedSnapshot],
     wanted: Mapping[int, MemorySnapshot],
 ) -> dict[int, torch.Tensor]:
-    """Return private mappings of the bytes of all `wanted` copies, keyed by number.
+    """Return private mappings of the bytes of all `wanted` copies, keyed like `wanted`.
 
-    All workers must call this together. `own` contains the copies that this rank has read, keyed by number. Their pages
-    are closed at the end. If no rank of a node has a wanted copy, a rank of another node sends it.
+    All workers must call this together, and use the same key for the same copy. `own` contains the copies that this
+    rank has read. Their pages are closed at the end. If no rank of a node has a wanted copy, a rank of another node
+    sends it.
     """
     rank = dist.get_rank(group) if group else 0
     received = dict[int, Pages]()
@@ -109,7 +110,7 @@ class NodeState:
     def read(self, checkpoint: Checkpoint) -> list[str]:
         """Read and verify this rank's share of a checkpoint's files, and return a line for each fault.
 
-        If the checkpoint is in parts, each rank only verifies some files. The needed pieces are loaded later, when the
+        If the checkpoint is sharded, each rank only verifies some files. The needed pieces are loaded later, when the
         model is sharded.
         """
         self.close()
@@ -163,7 +164,7 @@ class NodeState:
 
 
 class PartCopy(NamedTuple):
-    """A copy of a part from which a group resumes."""
+    """A copy of one part of the state from which a group resumes."""
 
     rank: int
     "The worker that reads the copy, which is on this worker's node."
@@ -171,9 +172,9 @@ class PartCopy(NamedTuple):
 
 
 class NodeParts:
-    """Reads a state in parts for one rank. All workers of `group` must create it together.
+    """Reads a sharded state for one rank. All workers of `group` must create it together.
 
-    The numbers of workers and parts can differ.
+    The number of workers can differ from the number of parts.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, nodes: list[str]) -> None:

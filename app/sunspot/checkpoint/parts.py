@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints in parts (PARALLEL=fsdp). Each rank writes its part, and rank 0 commits all parts.
+"""Writes and reads sharded checkpoints (PARALLEL=fsdp). Each rank writes its part, and rank 0 commits all parts.
 
 The files have the format of torch.distributed.checkpoint, so any PyTorch program can read the directory with its
 `FileSystemReader`:
@@ -17,7 +17,7 @@ Rank 0 checks in storage which files the other ranks have written. If a rank die
 collective, and the directory gets no manifest. All ranks commit the snapshots that rank 0 begins to commit
 (`CommitCoordinator` in commit.py).
 
-Torch modules that only checkpoints in parts need are imported on use, because importing them takes seconds.
+Torch modules that only sharded checkpoints need are imported on use, because importing them takes seconds.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class ShardWriter:
         self._wait(name, find_missing)
 
     def _wait(self, name: str, find_missing: Callable[[], str]) -> None:
-        """Wait until no part of a checkpoint is missing. Raises `RuntimeError` if this takes too long."""
+        """Wait until `find_missing` returns an empty string. Raises `RuntimeError` if this takes too long."""
         began = time.monotonic()
         limit_s = self._timeout_s + self._took_s
         warned = False
@@ -272,12 +272,12 @@ def read_indexes(run: Run, name: str, world_size: int, index: str = INDEX) -> tu
 
 
 def is_sharded(checkpoint: Checkpoint) -> bool:
-    """Return True if a checkpoint was written in parts."""
+    """Return True if a checkpoint is sharded (each rank wrote its part)."""
     return INDEX.format(0) in checkpoint.files
 
 
 class ShardedContents(NamedTuple):
-    """The pieces of a checkpoint in parts, and the outline of its state."""
+    """The pieces of a sharded checkpoint, and the outline of its state."""
 
     pieces: list[Piece]
     outline: Any
@@ -285,7 +285,7 @@ class ShardedContents(NamedTuple):
 
 
 def read_contents(run: Run, checkpoint: Checkpoint) -> ShardedContents:
-    """Return the contents of a checkpoint in parts. Sends one request for each rank that wrote the checkpoint.
+    """Return the contents of a sharded checkpoint. Sends one request for each rank that wrote the checkpoint.
 
     Raises `DamageError` if a file does not match the manifest.
     """
@@ -304,7 +304,7 @@ def load_model(run: Run, checkpoint: Checkpoint, contents: ShardedContents | Non
 
 
 def load_whole(run: Run, checkpoint: Checkpoint, contents: ShardedContents) -> Any:
-    """Load the state of an outline, with whole tensors on the CPU.
+    """Load the state that the outline in `contents` describes, with whole tensors on the CPU.
 
     Raises `DamageError` if a file does not match its index.
     """

@@ -1,6 +1,6 @@
-"""Reads only the needed pieces of tensors from a checkpoint in parts, and verifies their checksums.
+"""Reads only the needed pieces of tensors from a sharded checkpoint, and verifies their checksums.
 
-Torch modules that only checkpoints in parts need are imported on use, because importing them takes seconds.
+Torch modules that only sharded checkpoints need are imported on use, because importing them takes seconds.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def ranks_by_node(nodes: Iterable[str]) -> dict[str, list[int]]:
 
 
 def find_replica_ranks(nodes: Sequence[str]) -> list[int]:
-    """Return the rank that keeps the copy of each rank's part.
+    """Return, for each rank, the rank that stores the copy of its part.
 
     It is a rank on the next node, or the rank itself if there is only one node.
     """

@@ -76,7 +76,7 @@ class SavedObjects:
         return {"model": self.model.state_dict(keep_vars=True), "optimizer": self.optimizer.state_dict()}
 
     def with_average(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state in the form of checkpoints. If there is an average, it replaces the weights."""
+        """Return the state as checkpoints store it. If there is an average of the weights, it replaces them."""
         return self.average.exchange(state) if self.average else state
 
 
@@ -162,7 +162,7 @@ class Snapshots:
         optimizer_only: OptimizerOnlyParameters,
         exchange: PartExchange | None = None,
     ) -> None:
-        """Create the snapshots of one worker. `exchange` stores each part on two nodes if the state is in parts."""
+        """Create the snapshots of one worker. If the state is sharded, `exchange` stores each part on two nodes."""
         self._memory = memory
         self._saved = saved
         self._optimizer_only = optimizer_only
@@ -360,7 +360,7 @@ def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the GPU's only stream for copies, because each stream caches memory separately."""
+    """Return the stream that all copies on a GPU share, because each stream caches memory separately."""
     return torch.cuda.Stream(device)
 
 

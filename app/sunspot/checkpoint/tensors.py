@@ -101,5 +101,5 @@ def make_outline(state: Mapping[str, Any], names: list[str]) -> Any:
 
 
 def fill(outline: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state of an outline, given its tensors keyed by name."""
+    """Return an outline (`make_outline`) with each name replaced by its tensor."""
     return map_leaves(outline, lambda item: tensors.get(item, item) if isinstance(item, str) else item)

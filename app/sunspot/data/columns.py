@@ -281,7 +281,7 @@ class Column:
 
 @dataclass(frozen=True)
 class ImageColumn(Column):
-    """A column of images of one size, in one of the forms above. It is read as uint8 [n, C, H, W], C-contiguous."""
+    """A column of images of one size, in one of the forms above. They are read as uint8 [n, C, H, W], C-contiguous."""
 
     dims: tuple[int, ...] = ()
     "The stored dimensions of an image, [H, W], [H, W, C] or [C, H, W]."

@@ -93,9 +93,9 @@ def convert_mnist(data_root: str, out: str) -> dict[str, int]:
 def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
     """Write image folders to `out`, and return the number of rows in each split.
 
-    Images are scaled and cropped to squares of `size`, and are grey if all images are grey. Rows are shuffled once,
-    because folders are sorted by class and a streaming reader only shuffles within a window. Raises `DataError` for
-    invalid images or folders.
+    Images are scaled and cropped to `size` x `size` pixels, and are grey if all images are grey. Rows are shuffled
+    once, because folders are sorted by class and a streaming reader only shuffles within a window. Raises `DataError`
+    for invalid images or folders.
     """
     folders = {split: PictureFolder(str(folder)) for split, folder in _split_folders(Path(root)).items()}
     labels = {split: folder.read(["label"])["label"].to_pylist() for split, folder in folders.items()}
@@ -224,7 +224,7 @@ def _split_folders(root: Path) -> dict[str, Path]:
     if not pair:
         return {"": root}
     for name in pair.others:
-        log.warning("%s is not converted, because %s/ has the held-out rows", root / name, pair.test)
+        log.warning("%s is not converted, because %s/ contains the held-out rows", root / name, pair.test)
     return {"train": root / pair.train, "test": root / pair.test}
 
 

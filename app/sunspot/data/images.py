@@ -135,8 +135,8 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
     values = np.asarray(memoryview(content)[stream.tell() :])
     if len(values) != math.prod(found):
         raise SettingsError(
-            f"{place} is damaged: its array of {list(found)} has {len(values)} bytes instead of {math.prod(found)}; "
-            "write the file again"
+            f"{place} is damaged: its array of shape {list(found)} has {len(values)} bytes instead of "
+            f"{math.prod(found)}; write the file again"
         )
     return values.reshape(found, order="F" if in_columns else "C").reshape(-1, *shape)
 

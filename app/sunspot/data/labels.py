@@ -175,8 +175,8 @@ def merge_labels(
         other = next((file.names for file in files if file.names != known[: len(file.names)]), None)
         if other:
             raise DataError(
-                f"{location}: the classes are {some_of(known)} in some files, but {some_of(other)} in others; number "
-                "them in the same way"
+                f"{location}: the classes are {some_of(known)} in some files, but {some_of(other)} in others; use the "
+                "same class numbers in all files"
             )
         occurring = frozenset[int]().union(*(file.numbers for file in files))
         return ClassLabels(max(file.classes for file in files), known, False, numbers=occurring)

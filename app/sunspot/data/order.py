@@ -79,7 +79,7 @@ class Steps:
         return np.maximum(places // (size + 1), (places - longer) // size)
 
     def workers(self, world_size: int) -> int:
-        """Return the number of workers that get rows in any step. In small steps, the last ranks get none."""
+        """Return the number of workers that get rows in the largest step. In smaller steps, it can be lower."""
         return max(1, min(world_size, max(self.sizes) // MIN_ROWS))
 
 
@@ -87,7 +87,7 @@ def share(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the start and end of the slice of a step's `rows` rows that `rank` takes.
 
     Slices differ in size by at most one row and have at least MIN_ROWS rows. In a step with too few rows, the last
-    ranks get none.
+    ranks get no rows.
     """
     workers = max(1, min(world_size, rows // MIN_ROWS))
     if rank >= workers:

@@ -85,7 +85,7 @@ def read_json_lines(content: bytes, path: str) -> pa.Table:
 
 
 def find_inexact_integers(content: bytes, table: pa.Table) -> dict[str, str]:
-    """Return a description of the first integer in each column that Arrow has changed, keyed by column.
+    """Return a description of the first integer that Arrow has changed in each column, keyed by column.
 
     Arrow reads a column as float64 if it contains a fraction, or an integer that does not fit into int64.
     """
@@ -102,7 +102,7 @@ def find_inexact_integers(content: bytes, table: pa.Table) -> dict[str, str]:
 
 
 def _has_large_floats(values: pa.ChunkedArray) -> bool:
-    """Return True if a column has floats so large that they might replace inexact integers. Lists are searched too."""
+    """Return True if a column has floats so large that they might be rounded integers. Lists are searched too."""
     if pa.types.is_list(values.type):
         return _has_large_floats(pc.list_flatten(values))
     if pa.types.is_struct(values.type):
@@ -123,12 +123,12 @@ def _find_changed(value: Any, stored: pa.DataType) -> int | None:
 
 
 def find_line(content: bytes, row: int) -> int:
-    """Return the number of the line on which a CSV row begins, or 0 if there is no such row. Lines count from 1."""
+    """Return the number of the line on which a CSV row begins, or 0 if the row does not exist. Lines count from 1."""
     return next((line for line, _ in islice(_read_records(content), row + 1, None)), 0)
 
 
 def find_json_line(content: bytes, row: int, rows: int) -> int:
-    """Return the 1-based number of a row's line in JSON lines, or 0 if the `rows` do not each have their own line."""
+    """Return the line number of a row in a JSON lines file, from 1. Returns 0 unless there is one line per row."""
     lines = [number for number, line in enumerate(io.BytesIO(content), 1) if line.strip()]
     return lines[row] if len(lines) == rows else 0
 

@@ -55,8 +55,8 @@ class RoundPlanner:
     def __call__(self, start: pa.Table) -> Iterator[pa.Table]:
         """Yield a one-row table for each round, beginning at the step in `start`.
 
-        Its columns are `epoch`, the positions `first` and `last`, `windows`, and `starts`, the IDs of the first rows of
-        each window's groups.
+        The table's columns are `epoch`, the positions `first` and `last`, `windows`, and `starts`. For each window,
+        `starts` contains the ID of each group's first row.
         """
         starts = np.cumsum([0, *self.order.row_groups])
         for epoch, first, last in self._epochs(*start["step"].to_pylist()):

@@ -1,6 +1,6 @@
 """Loads all rows of a dataset into memory that the workers of a node share. Each worker reads a part of the rows.
 
-A worker that joins others of its run on a node maps their rows instead of reading them again.
+A worker that joins other workers of its run on a node maps their rows instead of reading them again.
 
 If memory cannot be shared, for example in a sandbox that hides /proc, each worker loads all rows.
 """
@@ -31,7 +31,7 @@ MEMORY_WAIT_S = 20.0
 
 
 class LocalWorkers(NamedTuple):
-    """A worker's rank and its communication with the other workers. All workers must call the functions together."""
+    """A worker's rank and its communication with the other workers. All workers must call its functions together."""
 
     rank: int
     world_size: int

@@ -94,7 +94,7 @@ An RGB image of 6000 x 6000 pixels has fewer values.
 
 @dataclass(frozen=True)
 class ModelData:
-    """A model's record of its training data in checkpoints. Rows to predict are read in the same way."""
+    """The record of a model's training data that its checkpoints contain. Rows to predict are read in the same way."""
 
     shape: tuple[int, ...]
     classes: int
@@ -148,7 +148,7 @@ class EmptySource(ModelData):
 
 
 class PredictionSettings(Settings):
-    """Settings for opening rows that a run's model predicts. The rows can lack labels or have other classes.
+    """Settings for opening rows that a run's model predicts. The rows can lack labels or have different classes.
 
     A task's `find_sources` takes only settings, so these settings carry the model's data to `open_table`.
     """
@@ -238,7 +238,7 @@ def check_labels_match(train: Source, test: Source) -> None:
             row = int(outside[0])
             raise DataError(
                 f"{test.where(group, row)}: label is {labels[row]}, but the training rows only have labels 0 to "
-                f"{train.classes - 1}; number the classes in the same way in both"
+                f"{train.classes - 1}; use the same class numbers in the training and held-out rows"
             )
 
 

@@ -64,6 +64,6 @@ def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] =
 
 
 def _is_named(name: str, words: Collection[str]) -> bool:
-    """Return True if a name contains one of these words, and no word for another split."""
+    """Return True if a name contains one of these words, and no word for a different split."""
     found = set(re.findall("[a-z]+", name.lower())) & {*TRAINING, *HELD_OUT, *OTHER_HELD_OUT}
     return bool(found) and found <= set(words)

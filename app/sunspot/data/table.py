@@ -146,7 +146,9 @@ class TableSource:
         return found
 
     def read_lists(self, group: int, enough: int | None = None) -> dict[str, Lists]:
-        """Return the complete lists of a row group, keyed by column, or only its first lists with `enough` values.
+        """Return the complete lists of a row group, keyed by column.
+
+        If `enough` is set, reading stops once each column has at least that many values.
 
         Raises whatever `read` raises, and `DataError` if the lists of a row have different lengths.
         """
@@ -376,7 +378,7 @@ def match_classes(train: TableSource, test: TableSource) -> TableSource:
         if not alike and train.class_names != test.class_names:
             raise DataError(
                 f"{test.location}: the classes are {some_of(test.class_names) or 'numbers'}, but those of the training "
-                f"rows are {known}; name and number the classes in the same way"
+                f"rows are {known}; use the same class names and numbers"
             )
         return test
     refuse_lookalikes({*ours.names, *theirs.names}, test.location)

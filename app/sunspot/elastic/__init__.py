@@ -1,8 +1,8 @@
 """Survives preempted nodes, lost workers and hung ranks, and adds workers when there is room for more.
 
 There are two modes; `train.group.can_outlive` chooses one for a run. In survivor mode, a loss does not stop the other
-workers: they repeat the broken step without the lost one, and Ray replaces only that process. Survivor mode needs
-LOADER=torch, our training loop or a task's `train(run)`, and a single node group; SURVIVORS=off disables it. In
+workers: they repeat the interrupted step without the lost one, and Ray replaces only that process. Survivor mode
+needs LOADER=torch, our training loop or a task's `train(run)`, and a single node group; SURVIVORS=off disables it. In
 restart mode, a loss ends the whole worker group, and Ray Train starts a new one from the newest state.
 
 Who decides that a worker is lost

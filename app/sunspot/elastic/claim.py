@@ -186,10 +186,10 @@ def begin_attempt(
     a single worker.
 
     If there is a live state, it is used, and no in-memory copy is read. Otherwise, a checkpoint is chosen by its
-    manifest and the storage listing, and the `loaders` check that it is intact. If any rank finds a checkpoint or part
-    copy damaged, all ranks skip it. Rank 0 raises `StorageError` if storage fails for longer than `storage_timeout_s`,
-    `ConflictError` if the run has been started over with other settings, and `DamageError` if `refuse_to_start_over`
-    raises it.
+    manifest and the storage listing, and the `loaders` check that it is intact. If any rank finds that a checkpoint or
+    the copy of a shard is damaged, all ranks skip it. Rank 0 raises `StorageError` if storage fails for longer than
+    `storage_timeout_s`, `ConflictError` if the run has been started over with other settings, and `DamageError` if
+    `refuse_to_start_over` raises it.
     """
     run, limit_s = claimant.run, settings.storage_timeout_s
 
@@ -268,7 +268,7 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
 
 
 def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> list[Attempt]:
-    """Claim the next attempt, but do not choose its start yet.
+    """Claim the next attempt, but do not choose its start point yet.
 
     Like `claim_next`, returns all attempts, the claimed one last. Returns an empty list if this job may no longer train
     the run. Raises `ConflictError` if the run has been started over with other settings, and `SupersededError` if the

@@ -79,11 +79,14 @@ class ControlChannel:
         return self._incidents.take_step()
 
     def free_memory(self, gpu: str) -> int:
-        """Return the bytes that were free on a GPU when the newest group began on it, or 0 if none has begun on it."""
+        """Return how many bytes of a GPU's memory were free when the newest group began to use it.
+
+        Returns 0 if no group has used the GPU.
+        """
         return self._free_memory.get(gpu, 0)
 
     def set_free_memory(self, gpu: str, size: int) -> None:
-        """Record how many bytes are free on a GPU when a group begins on it."""
+        """Record how many bytes of a GPU's memory are free when a group begins to use it."""
         self._free_memory[gpu] = size
 
     def command(self) -> Command:
@@ -159,8 +162,8 @@ class ControlChannel:
         self._unjudged_replacements -= replacements
 
     def add_loss(self, node: str, incident: Incident) -> None:
-        """Record that a process was lost on a node, and that the others keep training."""
-        self.log(f"lost {incident.detail}; the others keep training")
+        """Record that a process was lost on a node, and that the other workers keep training."""
+        self.log(f"lost {incident.detail}; the other workers keep training")
         self._lost_on.append(node)
         self.add_incident_facts(incident)
 
@@ -199,7 +202,7 @@ class ControlChannel:
         self._incidents.observe(facts)
 
     def add_left_out(self, lines: list[str]) -> None:
-        """Record lines that say which nodes were left out and why. They become part of the run's events."""
+        """Record lines that say which nodes were excluded and why. They become part of the run's events."""
         self._incidents.note("node left out", lines)
 
     def incident(self) -> Incident:
@@ -265,7 +268,7 @@ class ControlClient:
 def open_control() -> Iterator[ControlClient]:
     """Yield a client of a new control channel.
 
-    The channel's actor runs on the driver's node, so that a preemption ends either both or neither.
+    The channel runs on the driver's node, so a preemption ends either both the channel and the driver, or neither.
     """
     here = ray.get_runtime_context().get_node_id()
     actor: Any = ray.remote(num_cpus=0)(ControlChannel)
@@ -277,7 +280,7 @@ def open_control() -> Iterator[ControlClient]:
 
 
 class CommandPoller(Background):
-    """Context manager that keeps the driver's command less than a second old, even during long steps."""
+    """Context manager that fetches the driver's command twice a second, even during long steps."""
 
     def __init__(self, control: ControlClient, regroups: Callable[[], bool] = lambda: False) -> None:
         """Create a poller. `regroups` returns True if the group should change after the current step."""

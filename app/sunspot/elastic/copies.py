@@ -112,10 +112,10 @@ def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
 
 
 def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> list[PartCopy]:
-    """Return the parts of the newest complete sharded state in the newest attempt's lineage.
+    """Return copies of all shards of the newest complete sharded state in the newest attempt's lineage.
 
-    A state is complete if the nodes together have all of its parts. Each part is assigned to a rank on a node that has
-    a copy of the part. The node that is likely to need the part is preferred.
+    A state is complete if the nodes together have all of its shards. Each shard is assigned to a rank on a node that
+    has a copy of it. The node that is likely to need the shard is preferred.
     """
     spans = lineage(attempts)
     states = dict[tuple[int, bool, str, int], dict[int, dict[str, MemorySnapshot]]]()  # part -> node -> copy
@@ -139,7 +139,7 @@ def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) 
 
 
 def exclude_damaged_parts(inventories: Sequence[NodeInventory], faulty: Sequence[PartCopy]) -> list[NodeInventory]:
-    """Return the inventories without damaged part copies."""
+    """Return the inventories without the damaged copies of shards."""
     gone = {(inventories[rank].node, held) for rank, held in faulty}
     return [
         inventory._replace(parts=tuple(held for held in inventory.parts if (inventory.node, held) not in gone))

@@ -29,7 +29,7 @@ class FailureCallback(ray.train.UserCallback):
     """A callback that ends a trainer whose workers have failed, unless the failure judge lets Ray continue.
 
     It runs in Ray Train's controller. Ray waits for it before starting another group or replacing a worker, which gives
-    the judge time to leave out a broken node.
+    the judge time to exclude a broken node.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Judges why a worker group ended, describes it on the console, and decides whether another group starts.
+"""Determines why a worker group ended, prints the reason, and decides whether another group starts.
 
 Ray Train's controller asks about each worker failure (failure_callback.py). An error that the user's program raises on
 all ranks alike would occur again, so it ends the run at once. Other failures are counted, and the next checkpoint

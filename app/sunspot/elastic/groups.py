@@ -58,7 +58,7 @@ def capacity_by_group(room: Mapping[str, int], group_of: Mapping[str, str]) -> d
 def nodes_to_release(
     room: Mapping[str, int], group_of: Mapping[str, str], asked: Mapping[str, int], used: Collection[str]
 ) -> list[str]:
-    """Return the nodes that the workers requested from their group do not need, unused nodes first."""
+    """Return the nodes that are not needed for the workers requested from their group, unused nodes first."""
     spare = []
     excess = {
         group: workers - asked.get(group, workers) for group, workers in capacity_by_group(room, group_of).items()

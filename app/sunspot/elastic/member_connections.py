@@ -1,8 +1,8 @@
 """Authenticated connections between the driver and the members of a worker group.
 
 A heartbeat is one byte. Any other message is pickled, and follows its length. One thread of the driver serves all
-connections. It waits for none of them: what a socket does not take at once is sent later, so that a stopped process
-delays no other.
+connections. The thread never blocks: bytes that a socket does not accept at once are sent later, so a stopped process
+does not delay the others.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(body: bytes) -> Any:
-    """Return the message that `encode` was given. The sender must have been authenticated."""
+    """Decode a message that `encode` has encoded. The sender must have been authenticated."""
     return pickle.loads(zlib.decompress(body))
 
 
@@ -89,7 +89,7 @@ class FrameReader:
     def read(self, received: bytes) -> list[bytes]:
         """Return the messages that are complete with these bytes, still encoded and without heartbeats.
 
-        Raises `ConnectionError` if a message is too large, or if the bytes are none.
+        Raises `ConnectionError` if a message is too large, or if the bytes are not a message.
         """
         if not self._unread and not received.strip(HEARTBEAT):
             return []
@@ -103,7 +103,7 @@ class FrameReader:
                 break
             kind, size = HEADER.unpack_from(self._unread)
             if kind != MESSAGE or size > self.most:
-                raise ConnectionError(f"a connection received no message, or one of {size:,} bytes")
+                raise ConnectionError(f"a connection received an invalid message, or one of {size:,} bytes (too large)")
             if len(self._unread) < HEADER.size + size:
                 break
             messages.append(bytes(self._unread[HEADER.size : HEADER.size + size]))
@@ -138,7 +138,7 @@ class MemberConnection:
         self.flush()
 
     def receive(self, now: float) -> list[bytes]:
-        """Return the messages that have arrived, still encoded. Raises `EOFError` or `OSError` if there is no peer."""
+        """Return the messages that have arrived, still encoded. Raises `EOFError` or `OSError` if the peer is gone."""
         try:
             received = self._socket.recv(READ_BYTES)
         except BlockingIOError:
@@ -276,7 +276,7 @@ class MemberConnections:
                 self._end_unauthenticated(connection)
 
     def _end_silent(self, at: float) -> None:
-        """End the connections of processes that had been silent for too long at the time `at`, and probe quiet ones."""
+        """Probe connections that are quiet at the time `at`, and end those that have been silent for too long."""
         for connection in list(self._authenticated):
             silent_s = at - connection.heard_at
             if silent_s > connection.silence_limit_s:
@@ -295,7 +295,7 @@ class MemberConnections:
 
 
 class DriverConnection:
-    """A worker's end of a connection. Any thread may send, and one thread receives."""
+    """A worker's end of a connection. Any thread may send, but only one thread receives."""
 
     def __init__(self, opened: socket.socket) -> None:
         """Use a socket that is connected to the driver."""
@@ -314,7 +314,7 @@ class DriverConnection:
         return self._socket.fileno()
 
     def limit_wait(self, limit_s: float | None) -> None:
-        """Limit each wait for the driver to `limit_s` seconds, or to nothing if it is None."""
+        """Limit each wait for the driver to `limit_s` seconds. None means no limit."""
         self._socket.settimeout(limit_s)
 
     def send(self, message: object) -> None:
@@ -335,10 +335,10 @@ class DriverConnection:
         nonces = self._receive() + own
         self._send(_frame(own + _prove(key, b"worker", nonces)))
         if not hmac.compare_digest(self._receive(), _prove(key, b"driver", nonces)):
-            raise AuthenticationError("the driver has another key")
+            raise AuthenticationError("the driver's key differs from this worker's key")
 
     def end(self) -> None:
-        """End the connection, so that all waits for it end. The thread that receives must close it then."""
+        """End the connection and all waits for it. The receiving thread must then call `close`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -385,7 +385,10 @@ def open_connection(host: str, port: int, key: bytes, limit_s: float) -> DriverC
 
 
 def _prove(key: bytes, role: bytes, nonces: bytes) -> bytes:
-    """Return a proof that its sender knows the key. The role keeps a peer from returning the other's proof."""
+    """Return a proof that its sender knows the key.
+
+    The `role` prevents a peer from sending back the proof that it has received.
+    """
     return hmac.digest(key, role + nonces, "sha256")
 
 

@@ -182,7 +182,7 @@ class Membership:
     def decide(self, now: float) -> list[tuple[str, Message]]:
         """Return the messages to send now, each with its recipient's uid.
 
-        Time alone changes nothing while a group trains, so that calls then cost nothing.
+        While a group trains, the passage of time changes nothing, so calls cost almost nothing.
         """
         if not self._changed and (self._open or self.ended):
             return []
@@ -199,7 +199,7 @@ class Membership:
 
     @property
     def leavers(self) -> list[Member]:
-        """Members that the next generation will leave out because others have the state."""
+        """Members that the next generation will exclude, because other members have the state."""
         if not self._open:
             return []
         wanted = self._wanted()
@@ -263,8 +263,8 @@ class Membership:
     def _choose(self, candidates: Set[str]) -> tuple[Member, ...]:
         """Choose the next members. Members of the last generation keep their order, and newcomers follow.
 
-        A candidate on a draining node is left out if a member on a staying node has a state at least as new. A newcomer
-        on a draining node is also left out if it has no state and any candidate is on a staying node. The state of a
+        A candidate on a draining node is excluded if a member on a staying node has a state at least as new. A newcomer
+        on a draining node is also excluded if it has no state and any candidate is on a staying node. The state of a
         newcomer on a staying node is ignored, because the members may have trained since the newcomer left.
         """
         order = {member.process or member.uid: rank for rank, member in enumerate(self.generation.members)}

@@ -2,9 +2,10 @@
 
 `MembershipServer.declare_lost` is the only place where a process counts as lost. If a process ends, its connection
 ends, so the loss is known at once. A lost node closes no connection, but its kernel no longer answers. Members send
-heartbeats, and the server sends a byte to a member whose heartbeats stay away. Even a busy kernel acknowledges them, so
-a limit of MACHINE_LIMIT_S is enough, and members notice a lost driver in the same way. The kernel of a stopped process
-still answers. Such a process is lost after PROCESS_LIMIT_S without a heartbeat, or later while it builds its model.
+heartbeats, and the server sends a byte to a member that has sent no heartbeat for a while. Even a busy kernel
+acknowledges these bytes, so a limit of MACHINE_LIMIT_S is enough. Members notice a lost driver in the same way. The
+kernel of a stopped process still answers. Such a process is lost after PROCESS_LIMIT_S without a heartbeat, or later
+while it builds its model.
 
 A process that was wrongly presumed lost finds its connection closed, and reconnects at once under another uid. If the
 other members have not formed a group by then, they wait for the process to join. Otherwise, it joins them later.
@@ -148,7 +149,7 @@ class MembershipServer:
             return self._membership.snapshot()
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Leave these nodes out of the group as soon as their members complete the current step."""
+        """Exclude these nodes from the group as soon as their members complete the current step."""
         with self._lock:
             self._membership.drain(nodes)
 
@@ -171,7 +172,7 @@ class MembershipServer:
                 self._membership.end(self._connected[connection].uid)
 
     def declare_lost(self, connection: MemberConnection, error: BaseException | None) -> None:
-        """Declare the process at the other end of a connection lost, whether or not it is.
+        """Declare the process at the other end of a connection lost, even if it is still alive.
 
         The connection has ended with `error`: EOFError or a reset if the process has ended, one of MACHINE_ERRORS if
         its machine did not answer for MACHINE_LIMIT_S, or None if no heartbeat came for PROCESS_LIMIT_S.
@@ -225,7 +226,7 @@ class MembershipServer:
         return Incident(Cause.JOINED, f"{plural(self._membership.newcomers, 'worker')} more", time.time())
 
     def _forget_meetings(self, newest: int) -> None:
-        """Delete the addresses that members of generations before the `newest` left in the store."""
+        """Delete the addresses that members of generations before `newest` have left in the store."""
         for key in self._store.list_keys() if hasattr(self._store, "list_keys") else ():  # new in torch 2.15
             generation = key.partition("/")[0]
             if not generation.isdecimal() or int(generation) < newest:
@@ -378,7 +379,7 @@ class MembershipClient:
         self._send(END)
 
     def close(self) -> None:
-        """Leave permanently."""
+        """Leave the group permanently."""
         self._left = True
         if self._link:
             self._link.connection.end()

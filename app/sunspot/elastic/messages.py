@@ -126,7 +126,7 @@ class FailureCounts:
     "True if another group would fail in the same way on any cluster."
 
     def since(self, kept: int) -> FailureCounts:
-        """Return these counts, or zeros if `kept` is a newer step. `error` and `loops` are never reset."""
+        """Return these counts, or zeros if the step `kept` is newer. `error` and `loops` are never reset."""
         none = FailureCounts(error=self.error, loops=self.loops)
         return replace(none if kept > self.kept else self, kept=kept)
 

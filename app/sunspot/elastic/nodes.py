@@ -159,7 +159,7 @@ def find_preempted(group: WorkerGroup, draining: dict[str, float | None]) -> Nod
 
 
 def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float]) -> dict[str, int]:
-    """Return how many workers fit on each node, by node id. Nodes without room are left out.
+    """Return how many workers fit on each node, keyed by node ID. Nodes without room are omitted.
 
     Like Ray Train's ElasticScalingPolicy, this counts a node's total resources, because the group's own workers use
     some of them, and ignores a head node without CPUs and GPUs.
@@ -197,7 +197,7 @@ def _name(nodes: set[str], group: WorkerGroup) -> str:
 def wait_for_nodes(
     choice: GroupChoice, resources_per_worker: dict[str, float], workers: WorkerRange, timeout_s: float
 ) -> None:
-    """Request the first nodes from several groups, and wait until there is room for the smallest number of workers.
+    """Request the first nodes from several groups, and wait until there is room for the minimum number of workers.
 
     Raises `SunspotError` after `timeout_s`.
     """
@@ -216,8 +216,8 @@ def wait_for_nodes(
             return
         if time.monotonic() - began > timeout_s:
             raise SunspotError(
-                f"after {in_words(timeout_s)}, there are only {available}; requested workers: {describe_asked(asked)}; "
-                "`sunspot doctor` shows what the pods are waiting for; to try again, run the same command"
+                f"after {in_words(timeout_s)}, there are only {available} (requested: {describe_asked(asked)}); run "
+                "`sunspot doctor` to see what the pods are waiting for, or run the same command to try again"
             )
         time.sleep(NODE_CHECK_EVERY_S)
 
@@ -226,11 +226,11 @@ def wait_for_nodes(
 def asked_nodes(
     resources_per_worker: dict[str, float], workers: WorkerRange, one_machine: bool = False
 ) -> Iterator[WorkerRange]:
-    """Request nodes for the largest number of workers, and yield the number of workers that begin in survivor mode.
+    """Request nodes for the maximum number of workers, and yield the number of workers to start in survivor mode.
 
-    Ray replaces these workers, but adds none. If the run began with the smallest number, it would soon restart with
-    more workers. This therefore waits for a first node, and then until no other node has joined for FIRST_SETTLED_S.
-    With `one_machine`, it does not wait, because no other node can join.
+    Ray replaces these workers, but adds none. If the run began with the minimum number, it would soon restart with more
+    workers. This function therefore waits for a first node, and then until no other node has joined for
+    FIRST_SETTLED_S. With `one_machine`, it does not wait, because no other node can join.
     """
     if one_machine:
         found = min(sum(find_room(staying_nodes(), resources_per_worker).values()), workers.most)

@@ -78,8 +78,9 @@ def first_incident(start: StartPoint) -> Incident:
     """Return why a driver starts its first worker group, or an empty incident for a later group.
 
     The run was taken over if the previous driver was still alive and belonged to another job. The previous driver was
-    alive if it wrote a status after this driver had begun. If the two run in different places, a status shortly before
-    the claim is enough. A previous driver of the same job is lost, even if its workers still run for a minute.
+    alive if it wrote a status after this driver had begun. If the two drivers run in different places, a status of the
+    previous driver from shortly before the claim is enough. A previous driver of the same job is lost, even if its
+    workers still run for a minute.
     """
     own, other = start.past.status, start.past.other
     if not start.before:

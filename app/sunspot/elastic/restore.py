@@ -74,9 +74,9 @@ def hand_over(
 ) -> TrainingState:
     """Return the state from which the group continues. All workers of the group call this together.
 
-    The ranks that have the state divide the other ranks among them, and each sends its tensors, which are in `saved`,
-    to its share. For ranks that have the state, the result contains no tensors. All ranks use the `metadata` of the
-    first rank that has the state, because the loss of a member may have left them with different values.
+    The other ranks are divided among the ranks that have the state. Each rank that has the state sends the tensors in
+    `saved` to the ranks assigned to it, and its own result contains no tensors. All ranks use the `metadata` of the
+    first rank that has the state, because the loss of a member may have left these ranks with different values.
     """
     assert place.group
     source, rank = surviving.ranks[0], place.rank
@@ -229,11 +229,11 @@ def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | No
         state = read_weights(storage, file, content)
     except ValueError as error:
         raise SettingsError(
-            f"SUNSPOT_INIT_FROM={wanted}: {error}; give a state_dict saved by torch.save or as safetensors"
+            f"SUNSPOT_INIT_FROM={wanted}: {error}; use a state_dict saved with torch.save, or a safetensors file"
         ) from error
     if not isinstance(state, dict):
         raise SettingsError(
-            f"SUNSPOT_INIT_FROM={wanted} contains a {type(state).__name__}; give a state_dict saved by torch.save"
+            f"SUNSPOT_INIT_FROM={wanted} contains a {type(state).__name__}; use a state_dict saved with torch.save"
         )
     return state
 

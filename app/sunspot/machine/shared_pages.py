@@ -41,13 +41,13 @@ class Pages:
             view = view[os.write(self._descriptor, view) :]
 
     def complete(self) -> None:
-        """Declare that the file has its content, so that `find_pages` returns it as long as any process maps it."""
+        """Declare that the content is complete, so that `find_pages` returns it as long as any process maps it."""
         with suppress(AttributeError, OSError):  # temporary files, and systems other than Linux, have no seals
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
 
 
 def find_pages(name: str, size: int) -> torch.Tensor | None:
-    """Map the pages that another process of this user has completed and still maps, or return None.
+    """Map the pages that another process of this user has completed and still maps, or return None if no process does.
 
     The descriptor of a mapped file stays open in the process that maps it, where Linux shows its name.
     """

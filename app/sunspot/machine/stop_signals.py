@@ -20,7 +20,7 @@ def raise_end_signals() -> None:
     def end(number: int, frame: FrameType | None) -> None:
         for each in end_signals():
             signal.signal(each, signal.SIG_IGN)
-        raise TerminatedError(f"ended by {signal.Signals(number).name}; the same command continues", number)
+        raise TerminatedError(f"ended by {signal.Signals(number).name}; run the same command to continue", number)
 
     for number in end_signals():
         signal.signal(number, end)

@@ -45,7 +45,7 @@ class Sums:
 def reduce(sums: Sums, numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[dict[str, float], np.ndarray]:
     """Return the means over all workers' rows, keyed by name, and all workers' numbers, float64 [workers, numbers].
 
-    All workers must call this together with the same number of `numbers`. The results are bitwise equal, because each
+    All workers must call this together, with equally many `numbers`. The results are bitwise equal, because each
     worker adds the same values in rank order. Names without rows have no mean. Waits for the device.
     """
     ranks = gather_objects((sums.totals(), [*numbers]), group)
@@ -181,8 +181,8 @@ class MetricWindow:
     def close(self, step: int, epoch: int, learning_rate: float) -> MetricRecord:
         """Reduce all workers' windows to a record, set `own` and `ranks`, and open a new window.
 
-        All workers must call this together, and get the same record. It contains the maximum over workers of each of
-        NUMBERS.
+        All workers must call this together, and get the same record. For each name in NUMBERS, it contains the largest
+        of the workers' values.
         """
         throttling = read_throttling().since(self._throttling)
         self.own = {

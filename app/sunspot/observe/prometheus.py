@@ -1,6 +1,6 @@
 """Exports a run's metrics to Prometheus through Ray's exporter. Each node exposes the metrics of its own processes.
 
-Ray prefixes the names below with `ray_` and adds labels, including `WorkerId`, so each start of a worker is a separate
+Ray prefixes the names below with `ray_` and adds labels, including `WorkerId`, so each worker process has its own
 series. A process's counters keep their last value after it has ended. Ray's agent drops gauges that have not been set
 for 20 s, so a thread sets all gauges repeatedly.
 """

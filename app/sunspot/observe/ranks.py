@@ -1,4 +1,4 @@
-"""Writes each rank's numbers, and combines old records so that long attempts do not grow without limit."""
+"""Writes each rank's numbers, and combines old records, so that the files of long attempts stay small."""
 
 import threading
 from collections.abc import Mapping, Sequence

@@ -115,7 +115,7 @@ def any_rank(group: dist.ProcessGroup, *mine: bool) -> list[bool]:
 
 @contextmanager
 def listening_to_rounds(listener: Callable[[], Any]) -> Iterator[None]:
-    """Context manager that calls `listener` after each round of `run_on_all_ranks`.
+    """Context manager that calls `listener` after each round of messages in `run_on_all_ranks`.
 
     A round proves that all workers are alive, even if one of them is slow.
     """

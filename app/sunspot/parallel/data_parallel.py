@@ -29,7 +29,7 @@ class DataParallel(DistributedDataParallel):
     """A wrapper that averages a model's gradients over the workers at the end of each backward pass.
 
     Afterwards, a parameter that any rank has used has a gradient on all ranks. A parameter that no rank has used has
-    none, so that the optimizer does not change it.
+    no gradient, so that the optimizer does not change it.
     """
 
     def __init__(self, module: nn.Module, name: str = "", **options: Any) -> None:
@@ -76,7 +76,7 @@ class DataParallel(DistributedDataParallel):
         return output
 
     def count_rows(self, counted: bool) -> None:
-        """Set whether the rows of later passes count. Rows that do not count do not mark parameters as used."""
+        """Set whether the rows of later passes count. Rows with weight 0 do not count or mark parameters as used."""
         if not counted:
             if self._unused_before is None:
                 self._unused_before = [each for each in self._averaged if each.grad is None]

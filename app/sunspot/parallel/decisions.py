@@ -108,7 +108,7 @@ class StepDecisionBroadcast:
 
 
 class EvaluationEnd:
-    """Ends an evaluation on all workers after the same round, while each worker evaluates at its own pace.
+    """Ends an evaluation on all workers after the same round of messages. Each worker evaluates at its own pace.
 
     Rounds take place about every ASK_EVERY_S. A worker with rows left does not wait for a round. A worker without rows
     waits, but only until the slowest worker's next batch. Rounds continue until no worker has rows left, or until a
@@ -118,7 +118,7 @@ class EvaluationEnd:
     def __init__(self, group: dist.ProcessGroup, together: bool) -> None:
         """Prepare to end one evaluation.
 
-        `together` is True if workers must make each forward pass together.
+        `together` is True if all workers must run each forward pass together.
         """
         self._group, self._together = group, together
         self._flags = torch.zeros(3, dtype=torch.uint8)

@@ -76,7 +76,7 @@ def complete_gradients(model: nn.Module) -> None:
 
 
 class FiniteGradients:
-    """A switch that excludes rows that do not count from gradients.
+    """A switch that keeps rows with weight 0 from affecting the gradients.
 
     Multiplying the loss of these rows by 0 is not enough. 0 times an infinite loss is NaN, and averaging would spread
     NaN to all workers. A parameter used only by these rows would also get a gradient of zeros, and the optimizer would
@@ -101,7 +101,7 @@ class FiniteGradients:
                 self._watch(self._model)
 
     def _watch(self, module: nn.Module, *_: Any) -> None:
-        """Filter the gradients of a module with parameters that are currently not sharded."""
+        """Filter the gradients of those parameters of a module that are currently not sharded."""
         whole = [each for each in module.parameters() if each.requires_grad and not is_dtensor(each)]
         self._handles += [parameter.register_hook(_without_infinite) for parameter in whole]
 

@@ -38,7 +38,7 @@ NCCL_SETTINGS = {
 
 
 class ProcessGroups:
-    """The process groups of the newest generation: the default group for gradients, and another for agreements."""
+    """The newest generation's process groups: the default group for gradients, and a gloo group for decisions."""
 
     def __init__(self, device: torch.device, limit_s: float, server: tuple[str, int] = ("", 0)) -> None:
         """Prepare groups that sum gradients on `device`. CPU collectives time out after `limit_s` seconds.
@@ -67,11 +67,11 @@ class ProcessGroups:
     def form(
         self, open_store: Callable[[], Any], rank: int, world_size: int, limit_s: float = FORM_LIMIT_S
     ) -> dist.ProcessGroup:
-        """Form both groups through a store, and return the group for agreements.
+        """Form the group for gradients and the group for decisions, and return the latter.
 
-        Call this inside `forming`. The store is opened here, so that `cut` also closes its connection. torch's timeouts
-        apply only to later collectives. After `limit_s`, the groups are `overdue`, and the caller must cut them. Raises
-        `RuntimeError` if a member is lost before the groups have formed.
+        Call this inside `forming`. The store is opened here, so that `cut` also closes its connection. If forming takes
+        longer than `limit_s`, the groups are `overdue`, and the caller must cut them, because torch's timeouts apply
+        only to later collectives. Raises `RuntimeError` if a member is lost before the groups have formed.
         """
         self._form_by = time.monotonic() + limit_s
         if self._server[0] == LOOPBACK:
@@ -130,7 +130,7 @@ def await_device(device: torch.device) -> None:
 
 
 def _shut_down(names: set[str], spared: tuple[str, int]) -> None:
-    """Shut down the connections of these sockets, which ends all waits for them. Connections to `spared` are kept."""
+    """Shut down the named sockets' connections, which ends all waits for them. Keep connections to `spared`."""
     for descriptor, name in list(_sockets()):
         if name not in names:
             continue

@@ -132,7 +132,7 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
 
 
 def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules to gather separately, which are the larger items of the outermost lists and sequences.
+    """Yield the modules to gather separately: the larger items of the outermost `ModuleList`s and `Sequential`s.
 
     Models keep repeated layers in these containers. All other modules are gathered with the root.
     """

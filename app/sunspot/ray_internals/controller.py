@@ -4,8 +4,8 @@ ray.train.v2._internal.execution   has the controller's states and its worker gr
                                    there are too few nodes for the next one. The public `UserCallback` sees neither.
 WorkerHealthCheck...Error          wrap or replace the error of a lost worker in the public `UserCallback`, and have no
                                    public names
-RayActorError(preempted=True)      requests another group without a charge if a worker raises it. No public API
-                                   restarts a group.
+RayActorError(preempted=True)      requests another group without counting a failure if a worker raises it. No
+                                   public API restarts a group.
 ray._raylet.PlacementGroupID       removes the reservations of a failed controller. The public API removes only
                                    placement groups that the caller has created.
 ray._private.state.actors          finds controllers. The public ray.util.state asks the dashboard, which local
@@ -44,7 +44,9 @@ LOST = (RayActorError, OutOfMemoryError)
 
 
 class GroupRestartError(RayActorError):
-    """Raised in a worker to make Ray Train start another group, as after a preemption, without charging MAX_FAILURES.
+    """Raised in a worker to make Ray Train start another group, as after a preemption.
+
+    The restart does not count toward MAX_FAILURES.
 
     The controller receives the error unchanged.
     """
@@ -171,7 +173,7 @@ def unwrap_health_check(error: Exception) -> Exception:
 def reserved_groups() -> set[str]:
     """Return the ids of this job's placement groups.
 
-    Returns an empty set in an actor, because the actor's job may also run other trainings.
+    Returns an empty set in an actor, because the actor's job may also run other trainers.
     """
     context = ray.get_runtime_context()
     if context.get_actor_id():
@@ -192,7 +194,7 @@ def live_controllers() -> dict[str, str]:
 def end_controllers(spared: Collection[str]) -> None:
     """End this job's controllers, except the `spared` ones.
 
-    Does nothing in an actor, because the actor's job may also run other trainings.
+    Does nothing in an actor, because the actor's job may also run other trainers.
     """
     from ray._private.worker import global_worker
 

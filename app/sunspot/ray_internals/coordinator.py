@@ -43,9 +43,9 @@ def install_coordinator() -> float:
     Returns the delay in seconds after which Ray Train notices changes in the nodes. Call this before `fit`.
 
     Ray's own coordinator updates every 20 s, and counts draining and unreachable nodes. After a loss, Ray would first
-    size a worker group for nodes that are gone, and wait for them. Ray uses an existing actor of that name
-    (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py), so ours is created first. If Ray's own
-    coordinator already exists, it stays, because other jobs can depend on it.
+    size a worker group for nodes that are gone, and wait for them. Ray uses an existing actor with the coordinator's
+    name (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py), so ours is created first. If Ray's
+    own coordinator already exists, it stays, because other jobs can depend on it.
     """
     try:
         from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (

@@ -8,7 +8,7 @@ ray.dashboard.modules.job.common.JobInfoStorageClient   writes the status and me
                                                         JobSubmissionClient only stops a job, without a message.
 ray._raylet.GcsClient                                   is the connection that this client needs
 RAY_JOB_CONFIG_JSON_ENV_VAR                             names the Ray job of a driver. The public API knows it only
-                                                        after `ray.init`, which a wrong setting never reaches.
+                                                        after `ray.init`, which is not reached if a setting is invalid.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
 
 
 def find_own_job() -> str:
-    """Return the ID of this driver's Ray job, or an empty string unless KubeRay created the cluster for this job.
+    """Return the ID of this driver's Ray job, if KubeRay created the cluster for this job, or else an empty string.
 
     KubeRay names both the cluster and the Ray job after the RayJob, with five random letters. A RayJob without its own
     cluster is never retried.

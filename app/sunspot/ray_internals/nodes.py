@@ -53,7 +53,9 @@ def head_nodes() -> set[str]:
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Return the deadlines of draining nodes, keyed by Ray's node ID, in Unix seconds, or None if unknown.
+    """Return the deadline of each draining node, keyed by Ray's node ID.
+
+    A deadline is in Unix seconds, or None if it is unknown.
 
     Ray Train's own preemption watcher makes the same call (ray/train/v2/_internal/execution/preemption.py).
     """

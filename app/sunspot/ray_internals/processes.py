@@ -19,7 +19,8 @@ def ray_apart_from_signals() -> Iterator[None]:
 
     Service managers, batch systems and terminals signal the driver's whole process group, so Ray's processes would end
     before the workers have saved. On Linux, the kernel still ends them together with the driver, because Ray requests
-    it (PR_SET_PDEATHSIG). On other systems, they stay in the group, because one of Ray's helpers ends it.
+    it (PR_SET_PDEATHSIG). On other systems, they stay in the driver's group, because one of Ray's helpers kills this
+    whole group when the driver ends.
     """
     from ray._private import services, utils
 

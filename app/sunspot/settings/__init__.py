@@ -2,7 +2,7 @@
 
 `definitions.py` has one field for each setting, which is read from an environment variable. `job_context.py` has the
 values that a job's manifest sets in the same way. `file.py` reads settings from `sunspot.toml`. `task_arguments.py`
-reads `SUNSPOT_TASK_ARGS`, and `search_space.py` the values that the trials of a search take.
+reads `SUNSPOT_TASK_ARGS`. `search_space.py` parses a search space, and draws the values of each trial.
 """
 
 from sunspot.settings.definitions import (

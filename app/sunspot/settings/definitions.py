@@ -1,7 +1,7 @@
 """Defines all settings of a run, for the training program and the submitter.
 
 A setting is an environment variable with the prefix SUNSPOT_. The sentence below each field is its description in
-`--help` and in the documentation. `takes` is the text after "set it to" in the error for a wrong value. Secrets are
+`--help` and in the documentation. `takes` is the text after "set it to" in the error for an invalid value. Secrets are
 never settings.
 
 Some kinds of tasks do not support every setting. Each adapter lists the unsupported ones in `UNREAD_SETTINGS` and
@@ -343,7 +343,7 @@ class SettingInfo(NamedTuple):
 
 
 def describe_settings(names: Iterable[str] = SETTING_NAMES) -> list[SettingInfo]:
-    """Return descriptions of the settings with these field names, or of all that users set, in this order."""
+    """Return descriptions of the settings with these field names, in this order. The default is all settings."""
     defaults = Settings.model_construct().environment()
     variables = {name: PREFIX + name.upper() for name in names}
     return [
@@ -411,7 +411,7 @@ def with_place(settings: Mapping[str, str], run: str | None, storage: str | None
     """
     place = {"RUN_NAME": run, "STORAGE_PATH": storage}
     if "" in place.values():  # as a setting, it would mean the default
-        raise SettingsError("the name of a run or --storage is empty; give a value, or leave it out")
+        raise SettingsError("the run's name or --storage is empty; set it to a value, or omit it")
     return {**settings, **{name: value for name, value in place.items() if value is not None}}
 
 
@@ -477,7 +477,7 @@ def _explain(problem: Any) -> str:
 
 
 def cut(value: Any) -> str:
-    """Return a wrong value, shortened for a message."""
+    """Return a value as text, shortened for an error message."""
     text = str(value)
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}... ({len(text)} characters)"
 

@@ -1,4 +1,4 @@
-"""Defines what a manifest tells the pods of its job. Users do not set these variables.
+"""Defines the variables that a job's manifest sets in its pods. Users do not set them.
 
 They have the same prefix as the settings, are checked together with them, and are recorded with them.
 """

@@ -210,7 +210,7 @@ def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
 def parse(name: str, text: str, strict: bool = False) -> Dimension | None:
     """Return the expression in a text, or None if the text is a plain value.
 
-    With `strict`, an unknown function is an error. Raises `ValueError` with the fix if the expression is wrong.
+    With `strict`, an unknown function is an error. Raises `ValueError` with the fix if the expression is invalid.
     """
     match = CALL.fullmatch(text.strip())
     if not match or (match[1] not in FUNCTIONS and not strict):
@@ -245,7 +245,7 @@ def trial_name(run_name: str, trial: int) -> str:
 
 
 def in_words(sample: Mapping[str, Any]) -> str:
-    """Return a description of a trial's values for people."""
+    """Return a readable description of a trial's values."""
     return ", ".join(f"{name}={value}" for name, value in sample.items())
 
 
@@ -254,8 +254,10 @@ def _ours(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _shared(settings: Settings) -> dict[str, str]:
-    """Return the labels and prices that trials inherit from their search. The search pays for the head, not the
-    trials."""
+    """Return the labels and prices that trials inherit from their search.
+
+    The head's price is omitted, because the search pays for the head, and its trials do not.
+    """
     prices = {name: price for name, price in settings.job.prices.items() if name != HEAD}
     job = settings.job.model_copy(update={"prices": prices})
     shared = settings.model_copy(update={"job": job}).environment()

@@ -7,7 +7,7 @@ To add a backend:
 
 1. Write a module with a subclass of `bucket.Bucket`, like azure.py. It defines the service's error codes, and
    implements one request each for reading a range, writing, creating and listing. Everything else is shared: keys,
-   streams, parallel reads and uploads in parts. Inherit from `Storage` directly only if it is not an object store.
+   streams, parallel reads and uploads in parts. Inherit from `Storage` directly only for other kinds of storage.
 2. Run every request inside `limits.operation` (`Bucket._request` does this). It stops the requests of abandoned work,
    and counts each response as progress. Without it, storage would seem unresponsive.
 3. Count the bytes of long requests with `limits.record_progress`, because a transfer without progress is aborted after
@@ -210,7 +210,7 @@ class Storage(ABC):
         """Delete an unfinished write to free its space. A missing write is not an error."""
 
     def keeps_versions(self) -> bool | None:
-        """Return whether deleted objects keep using space, or None if the credentials do not allow the check."""
+        """Return whether deleted objects still use space, or None if the credentials do not allow the check."""
         return False
 
     def drops_unfinished(self) -> bool | None:

@@ -110,7 +110,7 @@ class Bucket(Storage):
 
     @abstractmethod
     def _put_new(self, key: str, data: bytes) -> bool:
-        """Write an object unless it exists. Return False if the service reports that it does."""
+        """Write an object unless it exists. Return False if the service reports that it exists."""
 
     @abstractmethod
     def _begin_upload(self, key: str) -> PartUpload:
@@ -126,7 +126,7 @@ class Bucket(Storage):
 
     @abstractmethod
     def _code(self, error: Any) -> str:
-        """Return the code of one of the FAILURES, in the form used by FIXES."""
+        """Return the error code of an exception in FAILURES, as it is spelt in FIXES."""
 
     # Code shared by all services.
 
@@ -176,7 +176,8 @@ class Bucket(Storage):
                 return self.read(key) == data
             time.sleep(RACE_PAUSE_S * (tries + 1))
         raise StorageError(
-            f"{self.locate(key)}: cannot create: the service rejected it {RACE_TRIES} times, but no such object exists"
+            f"{self.locate(key)}: cannot create: the service rejected the request {RACE_TRIES} times, but the object "
+            "does not exist"
         )
 
     @contextlib.contextmanager
@@ -386,5 +387,5 @@ class PartWriter(Writer):
 
 
 def part_size(number: int) -> int:
-    """Return the size in bytes of the part with this number, from 1. The last part can be smaller."""
+    """Return the size in bytes of part `number`, counted from 1. The last part can be smaller."""
     return PART + max(0, number - EVEN_PARTS) * GROWTH

@@ -5,12 +5,12 @@ There are two ways to wait for storage. In both, `what` describes the work in me
     with_deadline(limit_s, what, work, *arguments)   calls `work` once, and aborts it if storage stops responding
     retry_storage(limit_s, what, work, *arguments)   also calls `work` again while it raises `StorageError`
 
-Work is timed and retried as a whole, rather than single requests. Most work reads before it writes (for example, it
-reads the run's owner), so a retry has to read again. A stream cannot be retried either, because the caller has already
-used its first bytes.
+The limit and the retries apply to the work as a whole, not to single requests. Most work reads before it writes (for
+example, it reads the run's owner), so a retry has to read again. A stream cannot be retried either, because the caller
+has already used its first bytes.
 
 A hung thread cannot be stopped, so the work runs in a daemon thread, which does not keep the process from exiting.
-After the work was aborted, it cannot begin any operation (`operation`) or publish an object (`refuse_if_given_up`).
+Once the work has been aborted, it cannot begin any operation (`operation`) or publish an object (`refuse_if_given_up`).
 """
 
 import contextlib

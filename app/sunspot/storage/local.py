@@ -168,8 +168,9 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def enter(self, folder: str, create: bool = False) -> Iterator[int]:
-        """Context manager that opens a folder for operations on names in it (`dir_fd`). If `create` is set, the folder
-        is created.
+        """Context manager that opens a folder, and returns its descriptor for use as `dir_fd`.
+
+        If `create` is set, a missing folder is created.
 
         Raises `OutsideStorageError` if the folder is outside the storage path, and `OSError` if it cannot be opened.
         """

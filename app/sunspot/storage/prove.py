@@ -1,4 +1,4 @@
-"""Checks that storage meets the requirements of runs, and measures it for `sunspot doctor`, here or in a pod.
+"""Checks that storage meets the requirements of runs, and measures its speed (`sunspot doctor`, here or in a pod).
 
 The test objects are in a folder that is not a run, and are deleted afterwards.
 """

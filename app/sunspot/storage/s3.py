@@ -153,7 +153,7 @@ class S3Storage(Bucket):
         )
 
     def _measure_upload(self, key: str, upload: dict[str, Any]) -> tuple[int, float]:
-        """Return the size of an upload's parts, and the time of its newest part, or of its start if it has none."""
+        """Return the size of an upload's parts, and the time of its newest part, or of its start if it is empty."""
         parts: list[dict[str, Any]] = []
         with self._request("list the parts of", key), self._ignore_gone_upload():
             parts = self._list_all("list_parts", "Parts", Key=upload["Key"], UploadId=upload["UploadId"])
@@ -289,7 +289,10 @@ class MultipartUpload(PartUpload):
         return self._client.upload_part(**self._upload, PartNumber=number, Body=body, ChecksumCRC32=as_base64(checksum))
 
     def _refuses_damage(self) -> bool:
-        """Return True if the server rejects a part with a wrong checksum. The object has no part with this number."""
+        """Return True if the server rejects a part with a wrong checksum.
+
+        This sends such a part, with a number that the object's own parts do not use.
+        """
         try:
             self._upload_part(PROBE_PART, b"damaged", zlib.crc32(b"whole"))
         except ClientError as error:

@@ -123,7 +123,7 @@ def refuse_missing_functions(module: ModuleType, settings: Settings, libraries: 
 
 
 def refuse_unused_functions(task: Task) -> None:
-    """Raise `SettingsError` if one of a task's functions would never be called because of another."""
+    """Raise `SettingsError` if a task's function would never be called because another is defined or missing."""
     if task.build_dataset and hasattr(task.module, "find_sources"):
         raise task.error("the module defines both build_dataset and find_sources; keep one of them")
     if not task.compute_metrics:

@@ -22,7 +22,7 @@ class PlainTask(Task):
     def __init__(self, module: Any, settings: Settings) -> None:
         """Add the defaults to a task's module.
 
-        Raises `SettingsError` if the settings include one that only a replaced default would read.
+        Raises `SettingsError` if a setting is set that only a replaced default would read.
         """
         scheduled = {"schedule"} if hasattr(module, "build_scheduler") else set()
         super().__init__(module, settings, unread_without_defaults(vars(module).keys() | scheduled))
@@ -55,7 +55,7 @@ class PlainTask(Task):
 
 
 def unread_without_defaults(own: Container[str]) -> dict[str, str]:
-    """Return the settings that a task with these functions ignores, with the reasons for `refuse_unread`."""
+    """Return the settings ignored by a task with the functions `own`, each mapped to the reason (`refuse_unread`)."""
     return {
         name: f"brings its own {function.removeprefix('build_')}, which does not read it; leave it at "
         f"{Settings.model_fields[name].default} (a task's own hyperparameters are in {PREFIX}TASK_ARGS)"

@@ -102,7 +102,8 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
     base, lora = open_base(arguments.base), arguments.rank > 0
     if lora and settings.weights != "pt":
         raise SettingsError(
-            f"{PREFIX}WEIGHTS={settings.weights}: with LoRA, checkpoints store the weights in {ADAPTER}; set it to pt"
+            f"{PREFIX}WEIGHTS={settings.weights}: with LoRA, checkpoints store the weights in {ADAPTER}; set "
+            f"{PREFIX}WEIGHTS to pt"
         )
     dtype = torch.bfloat16 if lora and settings.precision == "bf16" else torch.float32
     model = _load(base, arguments, source.classes, dtype)
@@ -143,7 +144,7 @@ def find_tokens(batch: Batch) -> torch.Tensor:
 def predict(model: FineTuned, batch: Batch) -> torch.Tensor:
     """Return the scores of each text's classes, float [B, classes]. Raises `SettingsError` if `head` is "text"."""
     if model.arguments.head != "classes":
-        raise SettingsError("a language model cannot predict rows; give it a text with --prompt")
+        raise SettingsError("a language model cannot predict rows; pass a text with --prompt")
     return model(batch["tokens"].long(), attention_mask=find_tokens(batch).long())
 
 

@@ -94,7 +94,7 @@ def open_base(location: str) -> Base:
             raise base_error(location, f"it has no {name}")
     base = Base(location, folder)
     if not base.weights:
-        raise base_error(location, "it has no *.safetensors")
+        raise base_error(location, "it contains no *.safetensors files")
     try:
         assert isinstance(base.config, dict)
     except (ValueError, AssertionError) as error:
@@ -105,14 +105,14 @@ def open_base(location: str) -> Base:
 def base_error(location: str, problem: str) -> SettingsError:
     """Return the error for a base that cannot be used."""
     return SettingsError(
-        f"{PREFIX}TASK_ARGS: base={location!r}: {problem}; give the path or URL of a directory with config.json, "
-        "tokenizer.json and *.safetensors as transformers saves them, or the name of a model on the hub if it can be "
-        "reached"
+        f"{PREFIX}TASK_ARGS: base={location!r}: {problem}; set base to the path or URL of a directory with "
+        "config.json, tokenizer.json and *.safetensors as transformers saves them, or to the name of a model on the "
+        "hub if it can be reached"
     )
 
 
 def _download(location: str) -> Path:
-    """Copy a directory from a bucket and return the copy's path. Copies it again if the listing has changed."""
+    """Copy a directory from a bucket, unless an up-to-date copy exists, and return the path of the copy."""
     storage = open_storage(location)
     entries = [entry for entry in storage.list("") if "/" not in entry.key and entry.key.endswith(SUFFIXES)]
     if not entries:

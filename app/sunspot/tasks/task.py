@@ -203,13 +203,13 @@ class TrainingRun(Protocol):
         """Yield this worker's batch for each step, from `position` until the run ends or is stopped.
 
         Before each batch, the random generators are seeded by the step, and the learning rates are set by the schedule.
-        All workers get the same number of batches and must make the same number of passes.
+        All workers get the same number of batches and must run the same number of passes.
         """
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
         """Yield parts of a batch with at most MICRO_BATCH_SIZE rows, and set `weight` for each part.
 
-        Make one pass per part. Gradients are averaged over the workers in the last part's pass.
+        Run one forward and backward pass per part. Gradients are averaged over the workers in the last part's pass.
         """
 
     def draw(self, *shape: int) -> torch.Tensor:

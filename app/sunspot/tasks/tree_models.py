@@ -51,7 +51,7 @@ class Trees(torch.nn.Module, ABC):
         if taken:
             raise SettingsError(
                 f"{task}: the options for {library} contain {', '.join(taken)}, but the data, the settings and the "
-                "workers determine these; leave them out"
+                "workers determine these; remove them"
             )
         try:
             self._library = importlib.import_module(library)

@@ -22,16 +22,16 @@ The modules are used in this order:
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------
  1. run.TrainingRun.batches        takes this worker's rows of the step from the loader (`data.order` assigns them)
- 2. worker.Worker.begin_step       begins to exchange the rows' IDs (AUDIT), and keeps what could have to be undone
- 3. run.TrainingRun.parts          splits the rows into passes that fit in memory (MICRO_BATCH_SIZE)
- 4. loop.take_step                 makes the forward and backward pass of each part
+ 2. worker.Worker.begin_step       begins to exchange the rows' IDs (AUDIT), and keeps what it needs to undo the step
+ 3. run.TrainingRun.parts          splits the rows into parts that fit in memory (MICRO_BATCH_SIZE)
+ 4. loop.take_step                 runs the forward and backward pass of each part
  5. parallel.gradients             averages the gradients over all workers, during the last backward pass
  6. worker.Worker.wait_before_change  is called by a hook of the optimizer. It waits until the previous state is copied
                                    and, in survivor mode, until the gradients are known to be complete
  7. optimizer.step                 changes the parameters
- 8. worker.Worker.finish_step      counts the step, and gets rank 0's decision after this step or the previous one from
-                                   `parallel.decisions`: save, copy, report, stop, restart or form another group
- 9. checkpoint.CheckpointManager.save  begins to copy the state if the step is due for a copy or a checkpoint
+ 8. worker.Worker.finish_step      counts the step, and gets from `parallel.decisions` what rank 0 decided after this
+                                   step or the previous one: to save, copy, report, stop, restart or form a new group
+ 9. checkpoint.CheckpointManager.save  begins to copy the state if a copy or a checkpoint is due
 
 If a worker is lost in steps 2 to 8, a collective raises an error on the other workers, or `Worker` raises RegroupError.
 In survivor mode, the step is then handled as follows (`Worker.leave`, `undo.StepUndo.put_back`):

@@ -67,7 +67,7 @@ class Timing:
 
 
 def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Check:
-    """Time an all-reduce with the other pod of a `meeting`, and return a check. The pods have the ranks 0 and 1."""
+    """Time an all-reduce between the two pods of a `meeting`, and return the result as a check. `rank` is 0 or 1."""
     gpus = min(gpus, torch.cuda.device_count())
     try:
         store, host = open_store(open_storage(storage_path), f"{FOLDER}/{meeting}", rank)
@@ -86,7 +86,9 @@ def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Che
 
 
 def judge(timing: Timing, gpus: int) -> Check:
-    """Return the network check's result for two pods with `gpus` GPUs each. It is a warning if GPUs would wait.
+    """Return the result of the network check for two pods with `gpus` GPUs each.
+
+    It is a warning if GPUs would wait for the network.
 
     The bandwidth is that of one direction, in Gb/s, like NCCL's bus bandwidth (NVIDIA, nccl-tests, PERFORMANCE.md).
     """
@@ -128,7 +130,7 @@ def open_store(storage: Storage, key: str, rank: int) -> tuple[Any, str]:
 
 
 def _await_address(storage: Storage, key: str) -> tuple[str, int]:
-    """Wait for the address that the first pod writes."""
+    """Wait until the first pod has written the store's address to storage, and return the address."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         storage.refresh(FOLDER)

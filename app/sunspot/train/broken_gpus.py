@@ -1,4 +1,4 @@
-"""Excludes nodes with broken GPUs at the start of a run, when nodes join it, and after a loss.
+"""Excludes nodes with broken GPUs at the start of a run, when nodes join it, and after a worker is lost.
 
 A node is excluded by draining it. Ray then schedules nothing more on the node, and the node goes away once it is idle.
 """
@@ -43,7 +43,8 @@ class RequiredResources:
     def refuse_loss(self, broken: Sequence[str], nodes: Sequence[Mapping[str, Any]], reason: str) -> None:
         """Raise `SunspotError` with this `reason` if the run cannot continue without the `broken` nodes.
 
-        `nodes` are all nodes of the run, as in `ray.nodes()`. A run cannot continue without its head, where this runs.
+        `nodes` are all nodes of the run, as in `ray.nodes()`. A run cannot continue without its head node, on which
+        this code runs.
         """
         if ray.get_runtime_context().get_node_id() in broken:
             raise SunspotError(f"{reason}; the run cannot continue without its head node")
@@ -82,10 +83,10 @@ def new_nodes_checked(
 ) -> Iterator[Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]:
     """Context manager that excludes nodes that join with broken GPUs. `nodes` have already been checked.
 
-    Yields a filter that keeps the nodes, as in `ray.nodes()`, that are reachable and have been checked. A group grows
-    only onto those nodes. The check takes a few seconds, and a group grows only after there has been room for longer
-    than that (`nodes.SETTLED_S`). A group that is waiting for nodes does not wait for the check. If Ray starts such a
-    group on a broken node, the group is restarted without that node.
+    Yields a filter, which keeps only the nodes (as in `ray.nodes()`) that are reachable and have been checked. A group
+    grows only onto those nodes. The check takes a few seconds, but does not delay a group's growth, which waits longer
+    than that anyway (`nodes.SETTLED_S`). A group that is waiting for nodes does not wait for the check. If Ray starts
+    such a group on a broken node, the group is restarted without that node.
     """
     checked = {str(node["NodeID"]) for node in nodes}
 

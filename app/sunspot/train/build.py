@@ -92,7 +92,10 @@ class WorkerSetup:
 
 
 def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
-    """Build the worker after its group has claimed the run. `phases` are the times of the group's start so far."""
+    """Build the worker after its group has claimed the run.
+
+    `phases` holds the times at which the phases of the group's start have ended so far.
+    """
     plan = setup.plan
     start = setup.start
     place = setup.place
@@ -206,7 +209,7 @@ def prepare_learner(plan: Plan, control: ControlClient) -> Learner:
 def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
     """Build the task's model on its device, with the state's weights or with initial weights from the seed.
 
-    If the state is stored in parts (fsdp), the weights are loaded later, by `load_rest`.
+    If the state is sharded (fsdp), the weights are loaded later, by `load_rest`.
     """
     settings = plan.settings
     model = build_without_values(lambda: task.build_model(settings, plan.source)) if state.load_parts else None
@@ -227,7 +230,7 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
             part.train()
     fixed = sum(not module.training for module in model.modules())
     if fixed:
-        print(f"model: build_model returned {plural(fixed, 'module')} in evaluation mode, which is kept")
+        print(f"model: {plural(fixed, 'module')} will stay in evaluation mode, as returned by build_model")
     refuse_small_micro_batches(model, settings)
     model = shard_model(model, settings, place.device)
     compile_model(model, plan, place.world_size, place.device)
@@ -235,7 +238,10 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
 
 
 def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> tuple[Optimizer, WeightAverage]:
-    """Build the task's optimizer and the weight average. Loading a state does not change RECOMPUTED_OPTIONS."""
+    """Build the task's optimizer, and the moving average of the weights (EMA).
+
+    The options in RECOMPUTED_OPTIONS do not change when the optimizer loads a state.
+    """
     optimizer = task.build_optimizer(model, settings)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
@@ -252,7 +258,7 @@ def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> t
 
 
 def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Load the optimizer's state. If the state is stored in parts (fsdp), also load the model's weights."""
+    """Load the optimizer's state. If the state is sharded (fsdp), also load the model's weights."""
     if state.optimizer:
         values = state.optimizer
         if optimizer.param_groups[0]["params"][0].is_cpu and state.tier != IN_PLACE:
@@ -286,10 +292,10 @@ def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> No
 
 
 def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: torch.device) -> None:
-    """Set a model to compile itself in its first passes, as configured by COMPILE. Its tensors keep their names.
+    """Configure a model to be compiled in its first passes, according to COMPILE. Its tensors keep their names.
 
-    Under fsdp each block is compiled alone, because parameters are gathered between blocks. With COMPILE=default,
-    repeated blocks are compiled alone under ddp, too. Raises `SettingsError` if no compiler is installed.
+    Under fsdp, each block is compiled separately, because parameters are gathered between blocks. With COMPILE=default,
+    repeated blocks are also compiled separately under ddp. Raises `SettingsError` if no compiler is installed.
     """
     settings = plan.settings
     if settings.compile == "off":
@@ -312,7 +318,7 @@ def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: t
 
 
 def are_repeated(blocks: list[torch.nn.Module]) -> bool:
-    """Return True if blocks are so much alike that one or two compiled graphs serve all of them.
+    """Return True if blocks are so similar that one or two compiled graphs are enough for all of them.
 
     Compiling then takes much less time than for the whole model, and each block's gradients are averaged while the
     blocks before it still compute theirs.
@@ -355,7 +361,7 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
         print(
             f"rows: on {device}"
             if loader.resident
-            else f"rows: in host memory, because {device} has too little free memory for them"
+            else f"rows: kept in host memory, because {device} has too little free memory for them"
         )
     return loader
 
@@ -415,8 +421,8 @@ def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
     """Return True if the epoch's evaluation is skipped after EVALUATION_TRIES groups have failed to complete it.
 
-    A group does not count if all of its processes continue in the next one, because it only made room for more workers.
-    The evaluation at the end of the run is never skipped, because no step waits for it.
+    A group does not count if all of its processes continue in the next group, because it ended only to admit more
+    workers. The evaluation at the end of the run is never skipped, because no step waits for it.
     """
     step = start.attempt.step
     here = [start.attempt, *takewhile(lambda attempt: attempt.step == step, reversed(start.before))]

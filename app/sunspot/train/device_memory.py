@@ -33,7 +33,8 @@ def await_device_memory(device: torch.device, node: str, control: ControlClient)
     lacks = free < before - SLACK * total
     if lacks:
         there = f"{as_bytes(free)} of its memory is free, but {as_bytes(before)} was free when the previous group began"
-        print(f"{device}: {there}; waiting up to {in_words(DEVICE_WAIT_S)} for the old processes", flush=True)
+        wait = f"waiting up to {in_words(DEVICE_WAIT_S)} for the old processes to exit"
+        print(f"{device}: {there}; {wait}", flush=True)
     until = time.monotonic() + DEVICE_WAIT_S
     while free < before - SLACK * total and time.monotonic() < until:
         time.sleep(LOOK_EVERY_S)

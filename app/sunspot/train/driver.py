@@ -182,7 +182,10 @@ def train(
 
 
 def identify_rows(plan: Plan) -> Rows:
-    """Return the identity of the plan's training rows and of their order. Raises `StorageError`."""
+    """Return the identity of the plan's training rows and of their order.
+
+    Raises `StorageError` if the data cannot be read.
+    """
     import numpy
 
     return Rows(

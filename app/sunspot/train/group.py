@@ -134,12 +134,16 @@ def open_context(
 
 
 def choose_node_groups(settings: Settings) -> GroupChoice | None:
-    """Wait for nodes of the run's node groups, and return the choice among them, or None if the run has no groups."""
+    """Wait for nodes of the run's node groups, and return the object that chooses among these groups.
+
+    Returns None if the run has no node groups.
+    """
     if not settings.job.node_groups:
         return None
     if install_coordinator():
         raise SunspotError(
-            "Ray's coordinator on this cluster requests nodes of any group, so a run can have only one group; keep one"
+            "Ray's coordinator on this cluster requests nodes of any group, so a run can have only one node group; "
+            "remove the other groups"
         )
     choice = GroupChoice(settings.job.node_groups, settings.num_workers.most)
     per_worker = {name: float(amount) for name, amount in settings.resources_per_worker.items()}
@@ -191,7 +195,10 @@ def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:
 
 
 def can_outlive(plan: Plan) -> bool:
-    """Return True if workers keep training after a loss. Each needs access to all rows, and the task must allow it."""
+    """Return True if workers keep training after another worker is lost.
+
+    Each worker needs access to all rows, and the task must allow it.
+    """
     settings = plan.settings
     if settings.survivors == "off":  # checked first, so that the task need not be loaded
         return False
@@ -208,8 +215,8 @@ def only_driver_remains(
     """Wait until a trainer ends, and return False. Return True if there is no point in waiting.
 
     While Ray places a replacement, it does not poll the other workers. If all of them have finished or are lost, the
-    trainer does not notice. Two other cases also return True. If `has_nothing_to_save` returns True, a signal has
-    requested a stop and no worker could save. If all workers that trained are lost and no replacement has trained
+    trainer does not notice. The result is also True in two other cases. If `has_nothing_to_save` returns True, a signal
+    has requested a stop and no worker could save. If all workers that trained are lost and no replacement has trained
     within `limit_s` seconds, the replacements may hang, and nothing else watches them.
     """
     empty_since: float | None = None

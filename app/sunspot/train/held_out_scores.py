@@ -70,7 +70,9 @@ class HeldOutScores:
         refuse_names(returned, f"{self._who} returns")
         known = sorted(names & returned.keys())
         if known:
-            raise SettingsError(f"{self._who} returned {known[0]}, but loss also returns {known[0]}; rename one")
+            raise SettingsError(
+                f"{self._who} returned {known[0]}, but loss also returns {known[0]}; rename one of them"
+            )
         return {name: self._to_number(name, value) for name, value in returned.items()}
 
     def _to_number(self, name: str, value: Any) -> float:

@@ -176,7 +176,7 @@ class Joining:
         return WorkerSetup(plan, run, start, place, memory, watchdog, control, outputs, survivor)
 
     def _watch(self, place: WorkerPlace) -> Watchdog:
-        """Watch this process for hangs, and send its warnings to the driver, until the process leaves the group."""
+        """Watch this process for hangs until it leaves the group, and send the watchdog's warnings to the driver."""
         control = self._config.control
         survivor = self._survivor
         limit_s = self._config.plan.settings.hang_timeout_s
@@ -268,7 +268,7 @@ def ends_alone(survivor: Survivor | None, rank: int) -> bool:
 
 
 def report_fatal(error: SunspotError, control: ControlClient, survivor: Survivor | None) -> None:
-    """Report an error that no retry can fix to the driver, unless the other workers can train without this process."""
+    """Report to the driver an error that no retry can fix, unless the other workers can train without this process."""
     if not (survivor and survivor.replaces):
         control.call_or_none(ControlChannel.set_fatal_error, error)
 

@@ -108,7 +108,7 @@ def in_precision(learner: Learner) -> AbstractContextManager[None]:
 def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     """Return the task's loss and metrics for each row of a batch, all of shape [B].
 
-    With COMPILE, every pass has the same number of rows, so that one graph is enough. Short passes are filled with
+    With COMPILE, every pass has the same number of rows, so that one graph is enough. Shorter passes are padded with
     repeated rows, whose losses are dropped. The repeated rows only affect layers that mix rows, such as batch norm.
     """
     assert learner.task.loss

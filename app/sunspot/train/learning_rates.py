@@ -1,8 +1,8 @@
 """The learning rates of each step. A task's `schedule` scales them, or its PyTorch schedulers set them.
 
 The rates are a function of the step. A run can therefore resume from any step, and checkpoints do not contain
-schedulers. A task's scheduler never gets the optimizer that trains. It gets a stand-in with the same parameter groups.
-The options that it sets there are copied to the groups of the real optimizer.
+schedulers. A task's scheduler never gets the real optimizer, but a stand-in with the same parameter groups. The options
+that it sets there are copied to the real optimizer.
 """
 
 import inspect
@@ -70,7 +70,7 @@ class LearningRates:
     def describe(self, total_steps: int) -> list[str]:
         """Return lines with the first, the highest and the last learning rate of each group.
 
-        Raises `SettingsError` if a step has no learning rate. Examines at most twice EXAMINED_STEPS steps.
+        Raises `SettingsError` if a step has no learning rate. Examines at most 2 * EXAMINED_STEPS steps.
         """
         spread = range(0, total_steps, math.ceil(total_steps / EXAMINED_STEPS))
         steps = sorted({*range(min(total_steps, EXAMINED_STEPS)), *spread, total_steps - 1})
@@ -121,7 +121,7 @@ class PlayedSchedulers:
         self._begin()
 
     def at(self, step: int) -> list[Options]:
-        """Return the options of each group that the schedulers set for a step."""
+        """Return the options that the schedulers set for a step, for each group."""
         if self._jumps:
             for scheduler in self._schedulers:
                 jump(scheduler, step)
@@ -165,7 +165,8 @@ class PlayedSchedulers:
                 raise SettingsError(f"{returned}; return a scheduler of torch.optim.lr_scheduler, or a dict of several")
             if each.optimizer not in (self._optimizer, *optimizers_in(self._optimizer)):
                 raise SettingsError(
-                    f"{returned} for another optimizer; create it with the optimizer that is passed to build_scheduler"
+                    f"{returned} for a different optimizer; create it with the optimizer that is passed to "
+                    "build_scheduler"
                 )
         return schedulers
 
@@ -239,6 +240,6 @@ def jump(scheduler: LRScheduler, step: int) -> None:
 
 
 def join_names(names: list[str]) -> str:
-    """Join the names of groups. Beyond MAX_NAMED_GROUPS names, give only the number of the other groups."""
+    """Join the names of groups, in the form `a, b and 3 more` if there are more than MAX_NAMED_GROUPS."""
     more = len(names) - MAX_NAMED_GROUPS
     return ", ".join(names[:MAX_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")

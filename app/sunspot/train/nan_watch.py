@@ -114,7 +114,7 @@ def has_finite_weights(model: torch.nn.Module) -> bool:
     """Return True if the weights that this worker trains are finite. This waits for the device.
 
     This checks the sum of the weights. The sum of finite weights is finite, unless the weights are so large that the
-    model is useless anyway. If a model has no parameters of its own, the state in its checkpoints is checked.
+    model is useless anyway. If a model has no trainable parameters, its state_dict is checked instead.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sums: dict[torch.device, list[torch.Tensor]] = {}

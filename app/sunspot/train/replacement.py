@@ -44,13 +44,17 @@ def end_replacement(error: Exception, config: WorkerConfig) -> NoReturn:
 
 
 def report(error: Exception, config: WorkerConfig) -> None:
-    """Report the error to the driver and to storage. After several failures, exclude the node, or wait longer."""
+    """Report the error to the driver and to storage.
+
+    After several failures on the same node, exclude the node. If that is impossible, wait longer and longer before this
+    process ends.
+    """
     print(format_trace(error), file=sys.stderr)
     control = config.control
     node = ray.get_runtime_context().get_node_id()
     tries = control.call_or_none(ControlChannel.count_failed_replacement, node) or 1
     line = f"a replacement on node {node[:12]} could not train and ends: {type(error).__name__}: {shorten(error)}"
-    control.send(ControlChannel.log, f"{line}; the others keep training")
+    control.send(ControlChannel.log, f"{line}; the other workers keep training")
     with suppress(TimeoutError, StorageError):
         start_thread(lambda: _record(error, config.run, control), "record-end").result(FAILURE_S)
     if tries >= TRIES_ON_NODE and not leave_out(node, control, f"{tries} replacements could not train on it"):
@@ -58,7 +62,7 @@ def report(error: Exception, config: WorkerConfig) -> None:
 
 
 def leave_out(node: str, control: ControlClient, why: str) -> bool:
-    """Exclude a node and return True. Return False if the node is the head, or has a training worker."""
+    """Exclude a node and return True. Return False if it is the head, or if a worker is training on it."""
     group = control.call_or_none(ControlChannel.group)
     if node in head_nodes() or (group and node in group.nodes.values()):
         return False

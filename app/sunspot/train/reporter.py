@@ -1,4 +1,4 @@
-"""Reports a run's progress while it trains, to the terminal, the metric history, the status and the receipts."""
+"""Reports the progress of a training run to the terminal, the metric history, the status and the receipts."""
 
 import logging
 import math
@@ -65,7 +65,10 @@ class Reporter:
         checkpoints: CheckpointManager,
         phases: Phases,
     ) -> None:
-        """Prepare to report a new group. `phases` are the times of the group's start, for its receipt."""
+        """Prepare to report a new group.
+
+        `phases` holds the times at which the phases of the group's start ended, for its receipt.
+        """
         self._run = run
         self._settings = plan.settings
         self._start = start
@@ -234,7 +237,7 @@ class Reporter:
             delete_older_statuses(self._run, self._start.attempt.number)
 
     def end(self) -> None:
-        """Write all later numbers immediately, because the group is about to end."""
+        """Record that the group is about to end, so that all later numbers are written immediately."""
         self._ranks.end()
 
     def gauges(self) -> RunGauges:
@@ -291,7 +294,8 @@ class Reporter:
     def _warn_of_nan(self, record: MetricRecord) -> None:
         """Report a loss that is not finite, and later that it is finite again, in the terminal and as events.
 
-        Other metrics are reported only once each. This includes a loss that is finite again at the end of its window.
+        Each other metric is reported only once. This also applies to a loss whose mean over a window is not finite,
+        although its last value is.
         """
         self._nan_windows = record.get(NAN_WINDOWS, 0)
         first = record["step"] - record["steps"] + 1
@@ -335,7 +339,10 @@ def describe_nan(record: MetricRecord) -> str:
 
 
 def warn_of_notice(save_s: float | None, notice_s: float) -> str:
-    """Return a warning if a commit takes longer than a notice. `notice_s` is 0 if the length of notices is unknown."""
+    """Return a warning if committing a checkpoint takes longer than a preemption notice lasts.
+
+    `notice_s` is 0 if the length of notices is unknown.
+    """
     if not exceeds_notice(save_s, notice_s):
         return ""
     return (

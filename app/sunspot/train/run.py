@@ -1,4 +1,4 @@
-"""The run as a training loop uses it. The loop is the default one (loop.py), a library's Trainer, or `train(run)`."""
+"""The run as a training loop uses it. The loop is `loop.py`, a library's Trainer, or a task's `train(run)`."""
 
 import math
 import time
@@ -141,13 +141,13 @@ class TrainingRun:
             yield batch if whole else {name: column[rows] for name, column in batch.items()}
 
     def passes(self) -> Iterator[slice]:
-        """Yield the rows of each forward and backward pass. The caller makes a pass before it requests the next one."""
+        """Yield the rows of each forward and backward pass. The caller runs a pass before it requests the next one."""
         for rows, weight in self.weigh_passes():
             self._begin_pass(rows.stop - rows.start, weight)
             yield rows
 
     def weigh_passes(self) -> Iterator[tuple[slice, float]]:
-        """Yield the rows of each pass over the batch, and the weight of a row's loss."""
+        """Yield each pass's rows in the batch, and the weight of each row's loss."""
         step, limit = self._step(), self._learner.plan.pass_limit
         return passes(self.model, step.own_rows, step.size, self.world_size, limit)
 
@@ -288,13 +288,13 @@ class LibraryRun(TrainingRun):
 def passes(
     model: torch.nn.Module, own_rows: int, step_rows: int, world_size: int, limit: int
 ) -> Iterator[tuple[slice, float]]:
-    """Yield the rows of each pass over this worker's part of a step, and the weight of a row's loss.
+    """Split this worker's rows of a step into passes. Yield each pass's rows and the weight of each row's loss.
 
-    Gradients are averaged over the workers. Each loss therefore has the weight world size / rows in the step, which
+    Gradients are averaged over the workers. Each row's loss is therefore multiplied by `world_size / step_rows`, which
     gives the mean over all rows of the step, no matter how they are distributed. If a worker has more than `limit`
     rows, it accumulates their gradients over several passes, and averages them over the workers in the last pass. All
-    workers make the same number of passes, because under FSDP each pass needs all of them. A worker with fewer rows
-    makes some passes with weight 0.
+    workers run the same number of passes, because under FSDP each pass needs all workers. A worker with fewer rows runs
+    some passes with weight 0.
     """
     slices, idle = cut_into_passes(own_rows, step_rows, world_size, limit)
     weights = [0.0] * idle + [world_size / step_rows] * (len(slices) - idle)

@@ -211,7 +211,7 @@ class Survivor:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """Context manager for forming process groups, which are cut as soon as their generation is closed."""
+        """Context manager for forming process groups. They are aborted as soon as their generation is closed."""
         # The process may hear of a loss before it has a socket to cut, so this checks again and again.
         with self._groups.forming(), Background(CUT_EVERY_S, self._cut_if_closed):
             yield

@@ -93,7 +93,10 @@ class TaskCheck:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time a part of the check. Its error is raised as a `SunspotError` that names the line in the user's code."""
+        """Time a part of the check.
+
+        An error in this part is raised as a `SunspotError` that names the line in the user's code.
+        """
         began = time.monotonic()
         try:
             yield
@@ -148,7 +151,10 @@ class TaskCheck:
 
 
 def check(settings: Settings) -> TaskCheck:
-    """Check the task that the settings describe. Raises `SunspotError` if a part fails, with the line or the fix."""
+    """Check the task that the settings describe. Raises `SunspotError` if a part fails.
+
+    The error names the line of code or a fix.
+    """
     refuse_unusable(settings)
     checked = TaskCheck(
         settings.task,
@@ -176,7 +182,7 @@ def check(settings: Settings) -> TaskCheck:
 
 
 def check_plan(plan: Plan, checked: TaskCheck) -> None:
-    """Take the first step, save and restore. Then take the epoch's last step, evaluate and predict."""
+    """Take the first step, save a checkpoint and restore it. Then take the epoch's last step, evaluate and predict."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -343,7 +349,7 @@ def refuse_infinite(learner: Learner, taken: Step) -> None:
 
 
 def find_losses(learner: Learner) -> torch.Tensor:
-    """Return the losses of the first step's rows in evaluation mode. Empty if the task does not define `loss`."""
+    """Return the losses of the first step's rows in evaluation mode, or an empty tensor if the task has no `loss`."""
     if not learner.task.loss:
         return torch.empty(0)
     [batch] = learner.loader.train(1, 0, 1)

@@ -34,7 +34,7 @@ def fit(
     """Train until the plan is complete or a stop is requested, and return the newest checkpoint.
 
     `note_end` is called repeatedly with the reason why the newest worker group ended, or with an empty string while a
-    group trains. Raises the error that ended the run, which is a worker's `SunspotError`, or one that gives Ray's
+    group trains. Raises the error that ended the run, which is a worker's `SunspotError`, or one that states Ray's
     reason.
     """
     start: TrainerStart | None = TrainerStart()

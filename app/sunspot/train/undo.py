@@ -133,7 +133,7 @@ class StepUndo:
         return complete and not without_copy
 
     def put_back_moving(self) -> bool:
-        """Restore buffers and moving parameters, and return True if that was possible for all of them.
+        """Restore buffers and frozen parameters that change, and return True if all of them could be restored.
 
         Buffers that are not persistent do not count, because they are not in checkpoints and the model can compute them
         again. A buffer whose shape has changed, such as a table that grows with the rows, is left unchanged.
@@ -163,15 +163,15 @@ class StepUndo:
         )
 
     def _changeable(self) -> dict[Any, torch.Tensor]:
-        """Return the buffers, keyed by module and name, and the moving parameters.
+        """Return the buffers, keyed by module and name, and the frozen parameters that are known to change.
 
-        If no parameters are moving, the result is that of `_held_buffers`.
+        If no such parameters are known, the result is that of `_held_buffers`.
         """
         held = self._held_buffers()
         return {**held, **{each: each.detach() for each in self._moving}} if self._moving else held
 
     def _held_buffers(self) -> dict[Any, torch.Tensor]:
-        """Return the buffers, by module and name. A forward pass may replace a buffer."""
+        """Return the buffers, keyed by module and name. A forward pass may replace a buffer."""
         # Comparing them takes a tenth of the time of the public `buffers()` (torch 2.15).
         number = sum(len(module._buffers) for module in self._modules)
         if number != len(self._found) or any(
@@ -201,7 +201,7 @@ class StepUndo:
         return [each for each, count, before in counts if count != before]
 
     def _compare_changes(self) -> None:
-        """Record the moving parameters that this step changed more often or less often than previous steps."""
+        """Record the frozen parameters that this step changed more often or less often than previous steps."""
         for (name, each), before in zip(self._parameters.items(), self._versions, strict=True):
             if each in self._moving and each._version > before:
                 changes = each._version - before
@@ -209,12 +209,15 @@ class StepUndo:
                     self.uneven.add(name)
 
     def _moved_unseen(self) -> set[torch.nn.Parameter]:
-        """Return the parameters that changed in the second step before the optimizer's step, even through `.data`."""
+        """Return the parameters that changed in the second step before the optimizer's step.
+
+        This includes changes through `.data`.
+        """
         moved = self.stepped.moved
         return {each for each in self._parameters.values() if id(each) in moved} if moved else set()
 
     def _find_unseen(self) -> set[torch.nn.Parameter]:
-        """Return the frozen parameters that have changed since the first step. Also finds changes through `.data`."""
+        """Return the frozen parameters that have changed since the first step, including changes through `.data`."""
         frozen = set(filter(self._is_frozen, self._parameters.values())) - self._moving
         now = {each: int(sum_of_bits(each.detach())) for each in frozen}
         self._sums = self._sums or now

@@ -243,8 +243,8 @@ class Worker:
     def _end_if_diverged(self, record: MetricRecord, last: bool) -> None:
         """Raise `DivergedError` on all workers if the loss has not been finite for too long.
 
-        If no step follows (`last`), a single such window is enough. Earlier states reach storage first, but not this
-        one.
+        If no step follows (`last`), a single metric window without a finite loss is enough. The current state is not
+        saved, but earlier states reach storage first.
         """
         error = self._nan_watch.verdict(last)
         if error:
@@ -276,7 +276,7 @@ class Worker:
             raise RegroupError
 
     def wait_before_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Block until the current step may change parameters. Every kind of loop calls this before it changes them.
+        """Block until the current step may change parameters.
 
         **The copy of the previous state must be complete before parameters change.** A copy thread reads the parameters
         themselves during the next forward and backward passes. A change during that time would mix two steps in one
@@ -298,7 +298,7 @@ class Worker:
     def leave(self) -> tuple[LiveState, StateMetadata] | None:
         """Leave the group, which has ended, and return the name and position of the state to continue from.
 
-        A step that has begun is undone. Returns None if that is impossible, or if this process holds only a part of the
+        A step that has begun is undone. Returns None if that is impossible, or if this process has only a shard of the
         state (fsdp).
         """
         windows = self.checkpoints.leave_group(self.step)
