@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.gpu.plain import plain_steps
 from scripts.bench.gpu.session import Session, compare, count_launches, in_turns, most_steps
 from scripts.bench.in_process import group_of_one, our_steps, plan_steps
 from scripts.bench.made_rows import MadeRows
+from scripts.bench.plain import plain_steps
 from sunspot.settings import Settings
 from sunspot.tasks.mnist import build_model, build_optimizer, loss, schedule
 from sunspot.train.joining import set_tf32
