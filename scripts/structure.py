@@ -50,7 +50,7 @@ BUDGETS = {
     "tasks": 1690,
     "templates": 140,
     "tracking": 1020,
-    "train": 5560,
+    "train": 5570,
     "tune": 790,
     "ui": 1260,
 }
