@@ -82,7 +82,10 @@ def find_gradients(plan: Plan, prepared: torch.nn.Module, step: int, ranks: int,
     """Run the forward and backward passes for a rank's share of a step."""
     rows = {column: torch.from_numpy(values) for column, values in read_rows(plan.source, 0, STEPS * BATCH).items()}
     learner: Any = SimpleNamespace(
-        plan=plan, task=gpt, place=SimpleNamespace(world_size=ranks, device=torch.device("cpu"))
+        plan=plan,
+        task=gpt,
+        compute_loss=gpt.loss,
+        place=SimpleNamespace(world_size=ranks, device=torch.device("cpu")),
     )
     begin, end = plan.steps.share(step, ranks, rank)
     batch = {column: values[begin:end] for column, values in rows.items()}

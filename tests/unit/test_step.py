@@ -59,13 +59,15 @@ def evaluating(
 
     chosen = Settings(**{"global_batch_size": 40, **settings})
     steps = Steps(1000, chosen.global_batch_size)
+    task: Any = Task(SimpleNamespace(loss=loss), chosen)
     return SimpleNamespace(
         plan=Plan(chosen, EmptySource((1,), 1), EmptySource((1,), 1), steps, 25),
         place=WorkerPlace(group, dist.get_rank(group), world_size),
         model=torch.nn.Linear(1, 1),
         loader=SimpleNamespace(test=test),
         padding_batch={"row": torch.zeros(2, dtype=torch.int64)},
-        task=Task(SimpleNamespace(loss=loss), chosen),
+        task=task,
+        compute_loss=lambda model, batch: task.loss(model, batch),
         average=WeightAverage(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1), 0),
         undo=Mock(warnings=list, put_back=lambda: True),
         passes=passes,

@@ -166,6 +166,29 @@ def test_tf32_is_set_for_matrix_products_and_convolutions(rounded: bool) -> None
         torch.backends.cudnn.allow_tf32 = before[1]
 
 
+@pytest.mark.parametrize(
+    ("precision", "device", "supported", "library", "warned"),
+    [
+        ("fp32", "cuda", True, False, True),
+        ("tf32", "cuda", True, False, False),
+        ("bf16", "cuda", True, False, False),
+        ("fp32", "cuda", False, False, False),
+        ("fp32", "cpu", True, False, False),
+        ("fp32", "cuda", True, True, False),
+    ],
+)
+def test_fp32_products_on_a_gpu_with_tf32_are_reported(
+    precision: str, device: str, supported: bool, library: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_tf32_supported", lambda: supported)
+    learner: Any = SimpleNamespace(
+        plan=SimpleNamespace(settings=Settings(precision=precision)),
+        task=SimpleNamespace(library_loop=library),
+        place=WorkerPlace(device=torch.device(device)),
+    )
+    assert ("SUNSPOT_PRECISION=fp32" in build.describe_unused_tf32(learner)) is warned
+
+
 @pytest.mark.parametrize(("ahead_s", "limit_s"), [(0, 29), (-3600, 30), (3600, 0)])
 def test_a_clock_that_is_set_back_does_not_extend_a_notice(ahead_s: float, limit_s: float) -> None:
     command = Command(restart=True, deadline=time.time() + 30 - ahead_s)  # by the clock of the driver's node

@@ -35,6 +35,7 @@ from sunspot.elastic.restore import TrainingState
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.formatting import plural
+from sunspot.log import warn_once
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks, same_parameters
 from sunspot.parallel.sharding import (
@@ -131,9 +132,9 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
     if journals:
         if left_out:
             record_left_out(attempt.step, journals.events)
-        change = describe_new_length(learner, attempt.step, state.total_steps)
-        if change:
-            log.warning(change)
+        for text in (describe_new_length(learner, attempt.step, state.total_steps), describe_unused_tf32(learner)):
+            if text:
+                warn_once(log, text)
         if not start.before or start.before[-1].driver != attempt.driver:  # the driver does not know them yet
             with watchdog.paused():
                 for line in describe_rates(learner):
@@ -398,6 +399,17 @@ def describe_new_length(learner: Learner, step: int, before: int) -> str:
                 f"the learning rate continues at {will['lr']:.3g} instead of {was['lr']:.3g}"
             )
     return ""
+
+
+def describe_unused_tf32(learner: Learner) -> str:
+    """Return a warning about matrix products in fp32 on a GPU that has TF32, or an empty string."""
+    fp32 = learner.plan.settings.precision == "fp32" and not learner.task.library_loop
+    if not fp32 or learner.place.device.type != "cuda" or not torch.cuda.is_tf32_supported():
+        return ""
+    return (
+        "SUNSPOT_PRECISION=fp32: this GPU multiplies matrices several times faster in TF32, which rounds their factors "
+        "to 10 bits; set it to tf32 or bf16"
+    )
 
 
 def describe_rates(learner: Learner) -> list[str]:

@@ -58,6 +58,20 @@ class Learner:
         self.padding_batch = {name: torch.tensor(values, device=self.place.device) for name, values in columns.items()}
         "Batch for a worker without rows in a step. It repeats the first row, because batch norm needs several rows."
         self.undo = StepUndo(self.model, self.optimizer)
+        loss = self.task.loss
+        compiles = self.plan.settings.compile != "off"
+        self._compiled_loss = torch.compile(loss, dynamic=False) if loss and compiles else None
+        self._opaque_model: tuple[torch.nn.Module, Any] | None = None
+        "The model of the newest pass, and the same model as `_compiled_loss` sees it."
+
+    def compute_loss(self, model: torch.nn.Module, batch: Batch) -> Any:
+        """Return what the task's `loss` returns. COMPILE compiles it, except for the model, which is compiled apart."""
+        if not self._compiled_loss:
+            assert self.task.loss
+            return self.task.loss(model, batch)
+        if not self._opaque_model or self._opaque_model[0] is not model:
+            self._opaque_model = model, torch.compiler.disable(model)
+        return self._compiled_loss(self._opaque_model[1], batch)
 
     def warm_up(self) -> None:
         """Take a step and discard it, so that compilation and memory allocation do not delay the other workers later.
@@ -86,6 +100,7 @@ class Learner:
     def move(self, place: WorkerPlace) -> None:
         """Move to another group, with the same model, optimizer and rows."""
         self.place = place
+        self._opaque_model = None  # the previous group's model has its own buffers for gradients
         cast(TorchLoader, self.loader).move(place.world_size, place.rank)
         self.undo.stepped.begin_group()
         for parameter in self.model.parameters():
@@ -111,12 +126,11 @@ def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[
     With COMPILE, every pass has the same number of rows, so that one graph is enough. Shorter passes are padded with
     repeated rows, whose losses are dropped. The repeated rows only affect layers that mix rows, such as batch norm.
     """
-    assert learner.task.loss
     rows = batch["row"].shape[0]
     batch = fill_up(learner, batch)
     all_rows = batch["row"].shape[0]
     with in_precision(learner):
-        losses, metrics = refuse_means(learner, learner.task.loss(model, batch), all_rows)
+        losses, metrics = refuse_means(learner, learner.compute_loss(model, batch), all_rows)
     if all_rows > rows:
         losses, metrics = losses[:rows], {name: values[:rows] for name, values in metrics.items()}
     return losses, metrics

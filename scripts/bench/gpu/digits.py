@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.gpu.plain import plain_steps
 from scripts.bench.gpu.session import Session, compare, count_launches, in_turns, most_steps
 from scripts.bench.in_process import group_of_one, our_steps, plan_steps
 from scripts.bench.made_rows import MadeRows
+from scripts.bench.plain import plain_steps
 from sunspot.settings import Settings
 from sunspot.tasks.mnist import build_model, build_optimizer, loss, schedule
 from sunspot.train.joining import set_tf32
@@ -39,7 +39,7 @@ def find_sources(settings: Settings) -> tuple[Any, None]:
 def measure(session: Session) -> None:
     """Write a table for each batch size. The second way is the first one again, and shows what chance does."""
     set_tf32(allowed=True)  # as in all ways here, and as PyTorch does in convolutions by default
-    for batch_rows, steps, turns in ((128, 200, 9), (1024, 60, 9)) if session.on_gpu else ((8, 2, 2),):
+    for batch_rows, steps, turns in ((128, 200, 9), (1024, 60, 9)) if session.on_gpu else ((4, 1, 2),):
         with group_of_one(), tempfile.TemporaryDirectory() as folder:
             args = json.dumps({"rows": batch_rows * most_steps(steps, turns)})
             plan = partial(plan_steps, task=__name__, batch_rows=batch_rows, TASK_ARGS=args, PRECISION="tf32")

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from scripts.bench.gpu.plain import plain_steps
 from scripts.bench.gpu.session import Session, compare, in_turns, most_steps
 from scripts.bench.in_process import group_of_one, our_steps, plan_steps
 from scripts.bench.made_rows import MadeRows
+from scripts.bench.plain import plain_steps
 from sunspot.data.source import Batch
 from sunspot.settings import Settings
 from sunspot.tasks.gpt import GPT, build_optimizer, loss

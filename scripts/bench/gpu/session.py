@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -139,7 +139,7 @@ def compare(session: Session, title: str, figures: Mapping[str, list[Turn]], rat
     session.say(f"| {title} | ms a step | thread, ms | ratio of each turn | {unit} |\n|---|---|---|---|---|")
     first = next(iter(figures.values()), [])
     for name, turns in figures.items():
-        session.store(f"{title}: {name}", {"step_ms": [turn.step_ms for turn in turns]})
+        session.store(f"{title}: {name}", {"turns": [asdict(turn) for turn in turns]})
         ratios = sorted(turn.step_ms / base.step_ms for turn, base in zip(turns, first, strict=True))
         step_ms = median(turn.step_ms for turn in turns)
         session.say(
@@ -153,6 +153,5 @@ def count_launches(session: Session, way: Iterator[None]) -> float:
     activities = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activities.CUDA if session.on_gpu else activities.CPU]) as profiler:
         take_turn(session, way, PROFILED_STEPS)
-    return (
-        sum(event.device_type.name.lower() == session.device.type for event in profiler.events() or ()) / PROFILED_STEPS
-    )
+    kinds = [event.device_type.name.lower() for event in profiler.events() or () if not event.is_user_annotation]
+    return kinds.count(session.device.type) / PROFILED_STEPS
