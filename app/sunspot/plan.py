@@ -15,6 +15,9 @@ from sunspot.settings import READING_SHARE, Settings
 from sunspot.storage.local import local_path
 from sunspot.tasks.task import Task
 
+READING_TASK_CPUS = 0.5
+"""CPUs that a reading task requests. Ray Data gives at most half of the CPUs to each of LOADER=ray's two stages."""
+
 MAX_NAMED_CLASSES = 20
 """Maximum number of classes whose names the plan lists."""
 
@@ -220,7 +223,9 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
     shown = ", ".join(f"{amount:g} {name}" for name, amount in sorted(per_worker.items()))
     device = f"device {'cuda' if use_gpu else 'cpu'} ({why})"
     reason = f"workers: {settings.num_workers} of {shown} each ({because}); {device}"
-    return Resources(use_gpu, per_worker, threads, min(1.0, left) if nodes == 1 else 1.0, reason)
+    return Resources(
+        use_gpu, per_worker, threads, min(READING_TASK_CPUS, left) if nodes == 1 else READING_TASK_CPUS, reason
+    )
 
 
 def with_absolute_paths(settings: Settings) -> Settings:

@@ -31,6 +31,7 @@ from scripts.bench.product import start_ray
 from sunspot.data.image_table import SAMPLE, open_images
 from sunspot.data.order import Steps
 from sunspot.data.source import DataPlan, read_rows, rows_in
+from sunspot.plan import READING_TASK_CPUS
 from sunspot.tasks.images import normalize
 
 ROUNDS = 3
@@ -158,7 +159,8 @@ def ours() -> Iterator[torch.Tensor]:
     start_ray()
     source = open_images(f"s3://{BUCKET}/ingest/parquet")
     steps = Steps(rows_in(source), BATCH)
-    [shard] = StepStreams(DataPlan(source, None, steps, 0), steps.per_epoch, lambda: 0).configure({"train": None}, 1)
+    data = DataPlan(source, None, steps, 0)
+    [shard] = StepStreams(data, steps.per_epoch, lambda: 0, READING_TASK_CPUS).configure({"train": None}, 1)
     with patch.object(ray.train, "get_dataset_shard", shard.get):
         loader = RayLoader(steps, 1, 0, torch.device("cpu"), has_test=False)
     for batch in loader.train(1, 0, steps.per_epoch):

@@ -161,7 +161,7 @@ class StepStreams(ray.train.DataConfig):
     Ray requests new streams for each worker group. `start` returns the step at which the group begins.
     """
 
-    def __init__(self, data: DataPlan, total_steps: int, start: Callable[[], int], reading_cpus: float = 1.0) -> None:
+    def __init__(self, data: DataPlan, total_steps: int, start: Callable[[], int], reading_cpus: float) -> None:
         super().__init__()
         self._reading_cpus = reading_cpus
         self._source = data.train
