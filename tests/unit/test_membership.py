@@ -499,6 +499,21 @@ def test_the_model_checker_detects_a_stale_state_that_is_treated_as_current(
         bring_back_a_stale_process(Decisions())
 
 
+def test_a_new_group_is_asked_to_change_if_members_that_are_to_leave_hand_over_the_state() -> None:
+    """The request follows from how the group was formed, and not from a later event."""
+    membership = Membership(1)
+    membership.enter(Member("first-1", "old", "first"))
+    membership.request_to_join("first-1", 0.0)
+    membership.decide(1.0)
+    membership.enter(Member("second-1", "new", "second"))
+    membership.request_to_join("second-1", 2.0)
+    membership.drain(["old"])
+    assert membership.decide(2.0) == [("first-1", Change(1))]
+    membership.request_to_join("first-1", 3.0, 5)
+    assert dict(membership.decide(4.0)).keys() == {"first-1", "second-1"}
+    assert dict(membership.decide(5.0)) == {"first-1": Change(2), "second-1": Change(2)}
+
+
 def test_the_group_waits_for_a_member_that_reconnects_during_a_step() -> None:
     """The member has the newest state, and a group of the two newcomers would go back to a copy."""
     membership = Membership(2)

@@ -186,11 +186,13 @@ class Membership:
         """
         if not self._changed and (self._open or self.ended):
             return []
-        self._changed = False
         if self.ended:
-            waiting, self._requests = self._requests, {}
-            return [(uid, None) for uid in waiting]
-        return self._ask_for_change() if self._open else [*self._announce(Close), *self._form(now)]
+            messages: list[tuple[str, Message]] = [(uid, None) for uid in self._requests]
+            self._requests = {}
+        else:
+            messages = self._ask_for_change() if self._open else [*self._announce(Close), *self._form(now)]
+        self._changed = bool(messages)  # a group that has just formed may have to change at once
+        return messages
 
     @property
     def newcomers(self) -> int:
