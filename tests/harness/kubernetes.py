@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from sunspot.submitter.cluster.applied import as_submission
+from tests.harness.constants import SetConstants
 
 JOBS = "/apis/ray.io/v1/namespaces/sunspot/rayjobs"
 CORE = "/api/v1/namespaces/sunspot"
@@ -402,15 +403,15 @@ def pod(name: str, cluster: str, head: bool = False, phase: str = "Running", **s
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants) -> Iterator[FakeCluster]:
     """Provide a cluster that KUBECONFIG points to, with short timeouts."""
     fake = FakeCluster(tmp_path)
     monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr("sunspot.submitter.cluster.api.RETRY_PAUSES_S", (0.01, 0.02, 0.04))
+    set_constants("sunspot.submitter.cluster.api", RETRY_PAUSES_S=(0.01, 0.02, 0.04))
     for module in ("waiting", "observation", "start", "stopping"):
-        monkeypatch.setattr(f"sunspot.submitter.cluster.{module}.POLL_EVERY_S", 0.03)
+        set_constants(f"sunspot.submitter.cluster.{module}", POLL_EVERY_S=0.03)
     yield fake
     if not fake.ended:
         fake.down()

@@ -28,6 +28,7 @@ from sunspot.predict.classifier import Classifier
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.storage.local import LocalStorage
 from tests.harness import REPOSITORY
+from tests.harness.constants import SetConstants
 from tests.harness.finished_run import SETTINGS_OF_RUN, SIDE, TEST_ROWS, FinishedRun
 from tests.harness.waiting import wait_until
 
@@ -147,9 +148,9 @@ def test_invalid_combinations_of_arguments_are_usage_errors(words: list[str], mo
 
 
 def test_a_datasets_accuracy_equals_that_of_the_runs_evaluation(
-    predict: Predict, finished_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    predict: Predict, finished_run: FinishedRun, tmp_path: Path, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(predict_batch, "PART_ROWS", 30)
+    set_constants(predict_batch, PART_ROWS=30)
     output = str(tmp_path / "out")
     words = ["run", "--dataset", finished_run.data, "--output", output, "--workers", "2"]
     found = predict(*words)
@@ -198,7 +199,7 @@ def test_a_datasets_accuracy_equals_that_of_the_runs_evaluation(
 
 @pytest.mark.slow
 def test_a_killed_prediction_resumes_with_the_missing_files(
-    predict: Predict, finished_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_address: str
+    predict: Predict, finished_run: FinishedRun, tmp_path: Path, set_constants: SetConstants, ray_address: str
 ) -> None:
     output = tmp_path / "out"
     words = ["run", "--dataset", finished_run.data, "--output", str(output), "--workers", "1"]
@@ -219,7 +220,7 @@ def test_a_killed_prediction_resumes_with_the_missing_files(
     assert b"max_restarts" not in said, "users can do nothing about this warning from Ray"
     there = {file: file.stat().st_mtime_ns for file in output.glob("*.parquet")}
     assert 2 <= len(there) < TEST_ROWS
-    monkeypatch.setattr(predict_batch, "PART_ROWS", 1)
+    set_constants(predict_batch, PART_ROWS=1)
     found = predict(*words)
     assert (found["kept"], found["rows"]) == (len(there), TEST_ROWS)
     assert found["accuracy"] == finished_run.newest.metrics["test_accuracy"]

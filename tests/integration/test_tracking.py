@@ -29,6 +29,7 @@ from sunspot.tracking import __main__ as command
 from sunspot.tracking import process
 from sunspot.tracking.delivery import Delivery, claim_tracking_run, read_delivered, read_tracking_run, to_point
 from tests.harness import REPOSITORY
+from tests.harness.constants import SetConstants
 from tests.harness.mlflow_server import Server
 from tests.harness.program import Program
 from tests.harness.runs import begin, commit, report, start
@@ -152,13 +153,13 @@ def test_an_unusable_tracking_service_is_reported_at_the_start(monkeypatch: pyte
 
 
 def test_an_outage_is_reported_once_and_missing_records_at_the_end(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
     write_status_as_is(run, Status(RunState.RUNNING, "job", attempt=2, checkpoint=checkpoint_name(188, 2)))
     delivery = Delivery(run, "mlflow", "away")
     inside, outside = os.pipe()
-    monkeypatch.setattr(command, "END_TIMEOUT_S", 1)
+    set_constants(command, END_TIMEOUT_S=1)
     monkeypatch.setattr(command.sys, "stdin", os.fdopen(inside))
     follower = threading.Thread(target=command.follow, args=(delivery, 1, "`the command`"))
     follower.start()
@@ -176,12 +177,12 @@ def test_an_outage_is_reported_once_and_missing_records_at_the_end(
 
 
 def test_an_unresponsive_server_does_not_delay_the_end_of_the_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
     write_status_as_is(run, Status(RunState.SUCCEEDED, "job", attempt=2, checkpoint=checkpoint_name(188, 2)))
     settings = Settings(tracking="mlflow", storage_path=run.storage.locate(""), run_name=run.name)
-    monkeypatch.setattr(process, "FINISH_TIMEOUT_S", 0.5)
+    set_constants(process, FINISH_TIMEOUT_S=0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
         silent.settimeout(120)

@@ -26,6 +26,7 @@ from sunspot.storage.base import Entry
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.printing import progress_note
 from tests.harness.commands import StorageCommand, process
+from tests.harness.constants import SetConstants
 from tests.harness.runs import (
     BATCH,
     ROWS,
@@ -177,10 +178,10 @@ def test_a_command_without_a_cluster_rejects_cluster_options(sunspot: StorageCom
     assert answer.err == "error: --context: no such option; see `sunspot metrics --help`\n"
 
 
-def test_a_long_operation_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_operation_is_announced(capsys: pytest.CaptureFixture[str], set_constants: SetConstants) -> None:
     with progress_note("reading"):
         pass
-    monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0.01)
+    set_constants("sunspot.submitter.printing", NOTE_AFTER_S=0.01)
     with progress_note("waiting"):
         time.sleep(0.5)
     assert capsys.readouterr() == ("", "waiting ...\n")

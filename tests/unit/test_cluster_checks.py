@@ -25,6 +25,7 @@ from sunspot.submitter.manifest.profile import manifests
 from sunspot.submitter.manifest.quantities import parse_quantity
 from tests.harness import REPOSITORY, s3
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import CORE, FakeCluster, answer, pod
 from tests.harness.manifests import OF_THE_IMAGE, render
 from tests.harness.s3 import FaultProxy, delay
@@ -47,8 +48,8 @@ def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.storage.prove.LARGE_TIMES", 1)
+def quick(set_constants: SetConstants) -> None:
+    set_constants("sunspot.storage.prove", LARGE_TIMES=1)
 
 
 @pytest.fixture
@@ -524,10 +525,9 @@ def test_a_forbidden_request_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) 
 
 
 def test_slow_storage_and_clock_skew_are_warnings(
-    s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+    s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.storage.prove.MAX_LATENCY_S", 0.02)
-    monkeypatch.setattr("sunspot.storage.prove.MIN_MB_PER_S", 1e6)
+    set_constants("sunspot.storage.prove", MAX_LATENCY_S=0.02, MIN_MB_PER_S=1e6)
     s3_proxy.on("GetObject", delay(0.03))
     really = time.time
     monkeypatch.setattr("sunspot.storage.prove.time.time", lambda: really() - 100)
@@ -557,8 +557,8 @@ GOOD = '[{"check": "storage access", "result": "ok", "seen": "all of it", "fix":
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.POLL_EVERY_S", 0.02)
+def patient(set_constants: SetConstants) -> None:
+    set_constants("sunspot.submitter.doctor.probe_pods", POLL_EVERY_S=0.02)
 
 
 def test_probe_pods_resemble_the_runs_pods(fit: FakeCluster, sunspot: Command, patient: None) -> None:
@@ -666,9 +666,9 @@ def test_probe_pods_with_failed_checks_are_deleted(
 
 
 def test_probe_pods_that_fit_on_no_node_fail_a_check(
-    fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch
+    fit: FakeCluster, sunspot: Command, patient: None, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.WITHIN_S", 0.3)
+    set_constants("sunspot.submitter.doctor.probe_pods", WITHIN_S=0.3)
     condition = {"type": "PodScheduled", "status": "False", "message": "0/2 nodes are available: 2 Insufficient cpu"}
     fit.on_create = lambda pod: pod.update(status={"phase": "Pending", "conditions": [condition]})
     found = checks(sunspot, "--from-pods", code=4)

@@ -29,6 +29,7 @@ from sunspot.run.status import RunState, Status, write_status
 from sunspot.submitter.cluster.port_forward import LocalPort, find_problem, rewrite
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import FakeCluster, _Handler, answer, pod, rayjob
 from tests.harness.runs import begin
 
@@ -210,8 +211,8 @@ def test_requests_with_a_repeated_security_header_are_rejected(name: str) -> Non
         assert "is repeated" in find_problem(f"{head}\r\n{name} : {other}\r\n\r\n".encode())
 
 
-def test_a_client_that_sends_its_head_slowly_is_disconnected(local: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.machine.local_http.HEAD_WITHIN_S", 0.5)
+def test_a_client_that_sends_its_head_slowly_is_disconnected(local: LocalPort, set_constants: SetConstants) -> None:
+    set_constants("sunspot.machine.local_http", HEAD_WITHIN_S=0.5)
     began = time.monotonic()
     with socket.create_connection(local.server_address[:2], timeout=10) as client, contextlib.suppress(OSError):
         while time.monotonic() - began < 5:

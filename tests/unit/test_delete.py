@@ -22,6 +22,7 @@ from sunspot.storage.local import LocalStorage
 from sunspot.submitter.cluster.deletion import deletion_order
 from tests.harness import s3
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob
 from tests.harness.runs import begin, commit, consumed, record_audit, report, start
 from tests.harness.s3 import FaultProxy
@@ -444,9 +445,9 @@ def test_a_run_with_only_the_marker_left_is_deleted(sunspot: Command, run: Run) 
 
 
 def test_nothing_is_removed_from_storage_while_pods_exist(
-    sunspot: Command, run: Run, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+    sunspot: Command, run: Run, cluster: FakeCluster, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.deletion.GONE_WITHIN_S", 0.1)
+    set_constants("sunspot.submitter.cluster.deletion", GONE_WITHIN_S=0.1)
     fill(run)
     end_job(cluster)
     stuck = pod("stuck", CLUSTER)

@@ -27,6 +27,7 @@ from sunspot.storage import open_storage
 from sunspot.submitter.manifest.render import JobRequest
 from sunspot.submitter.proof import Epoch
 from tests.harness import REPOSITORY
+from tests.harness.constants import SetConstants
 
 
 def test_all_contenders_have_the_same_schedule_and_half_of_the_losses_have_notice() -> None:
@@ -176,15 +177,14 @@ class Subject:
     [(99, "", "echo"), (8, "Failed", "echo"), (99, "time is up", "echo"), (99, "", "false")],
 )
 def test_every_contender_keeps_training_while_nodes_are_lost(
-    ends_after: int, ended: str, add: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ends_after: int, ended: str, add: str, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, tmp_path: Path
 ) -> None:
     """Check all endings: the last step, a failed job, the time limit, and a failing command."""
-    monkeypatch.setattr(program, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(program, "END_S", 0)
-    monkeypatch.setattr(scripts.subjects, "SETTLE_S", -2)
+    set_constants(program, LOOK_EVERY_S=0.05, END_S=0)
+    set_constants(scripts.subjects, SETTLE_S=-2)
     monkeypatch.setattr(program, "ready_nodes", lambda namespace: {"a", "b", "c"})
     monkeypatch.setattr(program, "pods", lambda job, namespace: [Pod("head", "c", "", True), Pod("w", "a", "", False)])
-    monkeypatch.setattr(scripts.cluster, "LOOK_EVERY_S", 0.01)
+    set_constants(scripts.cluster, LOOK_EVERY_S=0.01)
     log = tmp_path / "log"
     commands = {name: f"echo {name} {{node}} >> {log}" for name in ("reclaim", "kill")}
     commands["add"] = f"{add} add {{node}} >> {log}"
@@ -217,8 +217,10 @@ def test_the_documented_benchmark_command_is_parsed() -> None:
     assert (arguments.nodes, arguments.steps, arguments.torchft_image) == ("a,b,c", 3000, "sunspot-torchft:1")
 
 
-def test_the_benchmark_does_not_remove_the_heads_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(scripts.subjects, "SETTLE_S", -2)
+def test_the_benchmark_does_not_remove_the_heads_node(
+    monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, tmp_path: Path
+) -> None:
+    set_constants(scripts.subjects, SETTLE_S=-2)
     monkeypatch.setattr(program, "ready_nodes", lambda namespace: {"a", "b"})
     monkeypatch.setattr(program, "pods", lambda job, namespace: [Pod("head", "a", "", True)])
     arguments = argparse.Namespace(steps=20, every=9, away=9, seed=0, nodes="b,a", output=str(tmp_path))

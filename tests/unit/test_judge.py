@@ -36,6 +36,7 @@ from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
 from sunspot.train.group_outcome import GroupOutcome, TrainerStart, find_reason, next_start
+from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl, worker_group
 
 BUG = Failure(1, 0, 0, "NameError", "name 'functional' is not defined", "", "/mine/buggy.py", 6, "loss")
@@ -70,8 +71,8 @@ def start_again(control: Control, start: TrainerStart, max_failures: int, error:
 
 
 @pytest.fixture
-def control(monkeypatch: pytest.MonkeyPatch) -> Control:
-    monkeypatch.setattr(failures, "OTHERS_S", 0.0)
+def control(set_constants: SetConstants) -> Control:
+    set_constants(failures, OTHERS_S=0.0)
     return Control()
 
 

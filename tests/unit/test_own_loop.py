@@ -27,6 +27,7 @@ from sunspot.tasks.defaults import Optimizers, PlainTask
 from sunspot.train.loop import train
 from sunspot.train.worker import GroupStart
 from tests.harness import REPOSITORY
+from tests.harness.constants import SetConstants
 from tests.harness.loop import losses_of_ranks, make_worker, plan_without_evaluation, train_ranks
 
 BATCH = {"global_batch_size": 25, "max_steps": 12}
@@ -332,13 +333,15 @@ def test_held_out_rows_require_a_loss(examples: None) -> None:
     assert "; no loss, so no evaluation" in plan.reasons[0]
 
 
-def test_the_script_that_became_a_task_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_that_became_a_task_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
     """It also resumes from its checkpoint with the same rates. The model's initial loss is the same, too."""
     from tests.tasks import nano, nano_script
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(nano_script, "SAVE_EVERY", 2)
+    set_constants(nano_script, SAVE_EVERY=2)
     (tmp_path / "text").write_bytes(bytes(range(97, 123)) * 40)
     first = nano_script.train(str(tmp_path / "text"), str(tmp_path), 2)
     assert torch.load(tmp_path / "checkpoint.pt")["step"] == 2

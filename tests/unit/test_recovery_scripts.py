@@ -26,6 +26,7 @@ from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.manifest.render import JobRequest
+from tests.harness.constants import SetConstants
 
 PODS = [
     Pod("head", "n0", "10.0.0.1", True),
@@ -74,8 +75,8 @@ class Run:
 
 
 @pytest.fixture(autouse=True)
-def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts.cluster, "LOOK_EVERY_S", 0.01)
+def _looks_often(set_constants: SetConstants) -> None:
+    set_constants(scripts.cluster, LOOK_EVERY_S=0.01)
 
 
 def test_the_targets_nodes_are_removed() -> None:
@@ -136,8 +137,8 @@ def test_a_fault_ends_with_the_first_step_after_it(
     assert sorted(said[:taken]) + said[taken:] == lines
 
 
-def test_a_group_is_complete_once_all_workers_have_trained_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts.subjects, "START_S", 0)
+def test_a_group_is_complete_once_all_workers_have_trained_for_some_time(set_constants: SetConstants) -> None:
+    set_constants(scripts.subjects, START_S=0)
     now = time.time()
     trained = Group(3, 2, now - 30, 0)
     assert wait_until_complete(Run(trained), now - 60) is trained

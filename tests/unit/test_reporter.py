@@ -38,6 +38,7 @@ from sunspot.run.status import RunState, read_status
 from sunspot.settings import Settings
 from sunspot.train.reporter import Reporter
 from sunspot.train.worker import GroupStart, Step, Worker
+from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl
 from tests.harness.runs import begin, consumed, record_audit, start
 
@@ -207,9 +208,9 @@ def test_epoch_lines_show_the_tasks_metrics(group: dist.ProcessGroup) -> None:
 
 
 def test_the_last_step_of_a_lost_rank_is_not_shown_as_progress(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
+    set_constants(sunspot.observe.progress, PLAIN_EVERY_S=0.0)
     steps = [Progress(1, step, 0.5, time=float(step)) for step in (1, 2, 3)]
     lines: list[list[str]] = [[], ["rank 1: lost"], [], []]
     screen = _Lines(10, 5)
@@ -231,9 +232,9 @@ def test_the_speed_is_computed_within_one_worker_group() -> None:
 
 
 def test_plain_lines_are_only_printed_after_progress(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
+    set_constants(sunspot.observe.progress, PLAIN_EVERY_S=0.0)
     lines, trains = _Lines(10, 5), Progress(1, 5, 0.5, time=1.0)
     evaluates = replace(trains, doing="evaluating 2000 rows")
     for newest in (trains, trains, evaluates, evaluates):

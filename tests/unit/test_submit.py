@@ -29,6 +29,7 @@ from sunspot.submitter.cluster.applied import APPLIED, without_copy
 from sunspot.submitter.manifest.pods import set_variable
 from sunspot.submitter.manifest.render import settings_of
 from tests.harness import commands
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import CORE, JOBS, FakeCluster, Fault, answer, hang_up, kept, pod, rayjob, timestamp
 from tests.harness.runs import begin
 
@@ -99,9 +100,9 @@ def test_the_record_contains_the_arguments_to_submit_again(
 
 
 def test_submit_announces_its_steps_on_stderr(
-    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0)
+    set_constants("sunspot.submitter.printing", NOTE_AFTER_S=0)
     assert sunspot.submit("--json") == 0
     assert sunspot.err.splitlines()[0] == "checking the cluster and the storage ..."
     assert f"applying {sunspot.json['job']} ..." in sunspot.err
@@ -217,13 +218,13 @@ def test_an_ended_job_is_replaced(cluster: FakeCluster, sunspot: Command, state:
 
 
 def test_the_replacement_waits_until_the_old_pods_are_gone(
-    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
     sunspot.submit()
     name = only_job(cluster)
     cluster.set_status(name, "Failed", "FAILED", rayClusterName="c")
     cluster.pods.append(pod("stays", "c"))
-    monkeypatch.setattr("sunspot.submitter.cluster.start.GONE_WITHIN_S", 0.1)
+    set_constants("sunspot.submitter.cluster.start", GONE_WITHIN_S=0.1)
     assert sunspot.submit() == 5
     assert name not in cluster.jobs
     cluster.pods.clear()
@@ -232,9 +233,9 @@ def test_the_replacement_waits_until_the_old_pods_are_gone(
 
 
 def test_a_pod_on_a_frozen_node_is_not_waited_for(
-    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.start.GONE_WITHIN_S", 0.1)
+    set_constants("sunspot.submitter.cluster.start", GONE_WITHIN_S=0.1)
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Failed", "RUNNING", rayClusterName="c")
     frozen = pod("head", "c", head=True)
@@ -267,13 +268,13 @@ def refuse_unless_dry_run(handler: Any) -> None:
         handler.refuse(400, "the namespace of the provided object does not match")
 
 
-def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, set_constants: SetConstants) -> None:
     sunspot.submit()
     name = only_job(cluster)
     cluster.set_status(name, "Running", "RUNNING")
     write_status(sunspot.run, Status(RunState.RUNNING, owner(cluster)))
     request_stop(sunspot.run, "me")
-    monkeypatch.setattr("sunspot.submitter.cluster.start.STOPPED_WITHIN_S", 0.1)
+    set_constants("sunspot.submitter.cluster.start", STOPPED_WITHIN_S=0.1)
     assert sunspot.submit() == 5
     assert "still ending" in sunspot.err
     end(cluster, sunspot.run, RunState.STOPPED)
@@ -704,10 +705,10 @@ def test_a_run_that_is_alive_elsewhere_is_taken_over_only_with_take_over(
 
 
 def test_a_run_with_a_silent_owner_is_taken_over_without_take_over(
-    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))
-    monkeypatch.setattr("sunspot.run.status.SILENT_AFTER_S", -1.0)
+    set_constants("sunspot.run.status", SILENT_AFTER_S=-1.0)
     assert sunspot.submit("--json") == 0, sunspot.err
     assert sunspot.json["action"] == "created"
 
