@@ -42,15 +42,12 @@ def own_task(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def predict(
-    finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
-) -> Predict:
+def predict(finished_run: FinishedRun, capsys: pytest.CaptureFixture[str], ray_address: str) -> Predict:
     """Return a function that runs the command in this process, and returns its JSON document or its text."""
 
     def run(*words: str, storage: str = finished_run.storage, as_json: bool = True) -> Any:
-        monkeypatch.setattr("sys.argv", ["predict", *words, "--storage", storage, *(["--json"] if as_json else [])])
         capsys.readouterr()
-        assert main() == 0
+        assert main([*words, "--storage", storage, *(["--json"] if as_json else [])]) == 0
         said = capsys.readouterr().out
         return json.loads(said) if as_json else said
 
@@ -138,10 +135,9 @@ def test_predictions_of_files_are_printed_as_a_table(
         ["run", "--dataset", "sample", "--output", "x", "--workers", "-1"],
     ],
 )
-def test_invalid_combinations_of_arguments_are_usage_errors(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["predict", *words])
+def test_invalid_combinations_of_arguments_are_usage_errors(words: list[str]) -> None:
     with pytest.raises(SettingsError):
-        main()
+        main(words)
 
 
 # ------------------------------------------------------------------------------------------------------------ a dataset

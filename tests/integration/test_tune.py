@@ -92,7 +92,6 @@ class Search:
         from sunspot.tune.search import main
 
         with self._program.monkeypatch.context() as patch:
-            patch.setattr("sys.argv", ["sunspot.tune"])
             for name, value in self._program.environment(**{**self._settings, **settings}).items():
                 patch.setenv(name, value)
             return main()
