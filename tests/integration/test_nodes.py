@@ -282,13 +282,14 @@ def no_coordinator(ray_address: str) -> None:
 
 
 def remove_coordinator() -> None:
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
+    def name_is_free() -> bool:
         try:
             ray.kill(ray.get_actor(COORDINATOR, COORDINATOR))
-        except ValueError:  # the name is free
-            return
-        time.sleep(0.1)
+        except ValueError:
+            return True
+        return False
+
+    wait_until(name_is_free, seconds=20)
 
 
 def reserve(requester: str, workers: int, per_worker: dict[str, float]) -> None:

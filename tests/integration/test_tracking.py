@@ -199,12 +199,9 @@ def test_a_failing_tracking_process_is_reported_at_once(
 ) -> None:
     monkeypatch.setattr(process.sys, "executable", shutil.which("false"))
     with process.tracked(run, Settings(tracking="mlflow", storage_path=run.storage.locate(""))):
-        deadline = time.monotonic() + 60
-        out = ""
-        while not out and time.monotonic() < deadline:
-            time.sleep(0.05)
-            out += capsys.readouterr().out
-    assert out.startswith(
+        printed: list[str] = []
+        wait_until(lambda: printed.append(capsys.readouterr().out) or printed[-1], seconds=60)
+    assert printed[-1].startswith(
         "warning: tracking: the process exited with code 1; run `python -m sunspot.tracking run --storage /"
     )
 
@@ -371,11 +368,12 @@ def test_wandb_offline_files_contain_the_history(run: Run, tmp_path: Path) -> No
     resumed = start(run, "job", choose(run, "newest")[0].name, at=BEGUN + 999, **attempt_metadata())
     report(run, resumed, record(200, BEGUN + 1000))
     commit(run, resumed, 200)
-    time.sleep(1)  # W&B's folder name contains the second
+    second = int(time.time())
+    wait_until(lambda: int(time.time()) > second)  # W&B's folder name contains the second
     assert by_hand(run, SUNSPOT_TRACKING="wandb").returncode == 0
-    second = next(folder for folder in (tmp_path / "wandb").glob("offline-run-*") if folder != first)
-    assert second.name.rpartition("-")[2] == first.name.rpartition("-")[2] == read_tracking_run(run, "wandb")
-    assert [row["step"] for row in read_wandb(second)[0] if "loss" in row] == [200]
+    resumed_in = next(folder for folder in (tmp_path / "wandb").glob("offline-run-*") if folder != first)
+    assert resumed_in.name.rpartition("-")[2] == first.name.rpartition("-")[2] == read_tracking_run(run, "wandb")
+    assert [row["step"] for row in read_wandb(resumed_in)[0] if "loss" in row] == [200]
 
 
 def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:

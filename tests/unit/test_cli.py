@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from tests.harness.runs import (
     start,
     write_receipt,
 )
+from tests.harness.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 WITH_A_CLUSTER = {
@@ -182,9 +182,11 @@ def test_a_long_operation_is_announced(capsys: pytest.CaptureFixture[str], set_c
     with progress_note("reading"):
         pass
     set_constants("sunspot.submitter.printing", NOTE_AFTER_S=0.01)
+    printed: list[tuple[str, str]] = []
     with progress_note("waiting"):
-        time.sleep(0.5)
-    assert capsys.readouterr() == ("", "waiting ...\n")
+        wait_until(lambda: printed.append(capsys.readouterr()) or printed[-1] != ("", ""))
+    assert printed[-1] == ("", "waiting ...\n")
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
