@@ -951,7 +951,7 @@ def test_the_error_for_a_lasting_fault_includes_the_object(fault: str, s3_run: R
         StorageError, match=r"no checkpoint could be committed for .*SUNSPOT_STORAGE_TIMEOUT_S=1.*s3://.*/run/"
     ):
         trainee.checkpoints.drain(20)
-    s3_proxy._rules.clear()
+    s3_proxy.clear()
     assert newest(s3_run).step == 1
     assert [
         find_faults(s3_run, checkpoint)

@@ -685,7 +685,7 @@ def test_the_first_probe_pod_is_deleted_if_the_second_is_rejected(
     assert "exceeded quota: team" in found["from pods"]["seen"]
     assert "Role" not in found["from pods"]["seen"]
     assert not fit.pods
-    fit._faults.insert(0, ("POST", f"{CORE}/pods", answer(403, 'User "me" cannot create pods'), 9))
+    fit.faults.insert(0, ("POST", f"{CORE}/pods", answer(403, 'User "me" cannot create pods'), 9))
     found = checks(sunspot, "--from-pods", code=4)
     assert "ask for the Role sunspot-doctor of k8s/base" in found["from pods"]["seen"]
 

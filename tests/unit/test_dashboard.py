@@ -399,7 +399,7 @@ def test_a_refused_connection_in_the_pod_is_reported(cluster: FakeCluster, run: 
 def test_the_dashboard_asks_for_a_token_that_cannot_be_read(cluster: FakeCluster, run: Run, dashboard: int) -> None:
     make_live(cluster, run)
     cluster.on("GET", "/portforward", Kubelet(dashboard))
-    cluster._faults.insert(0, ("GET", "/secrets/", answer(403, 'User "me" cannot get secrets'), 9))
+    cluster.faults.insert(0, ("GET", "/secrets/", answer(403, 'User "me" cannot get secrets'), 9))
     port = free_port()
     process = Process(run, "--port", str(port))
     assert process.answer(port) == (401, "no token")

@@ -75,7 +75,7 @@ def test_delete_without_confirmation_removes_nothing_and_exits_with_2(
     assert sunspot("delete", "run") == 2
     assert "RayJob" in sunspot.out
     assert f"{CLUSTER}-worker-1" in sunspot.out
-    assert f"in namespace sunspot of http://127.0.0.1:{cluster._port}, and in {run.location}" in sunspot.out
+    assert f"in namespace sunspot of http://127.0.0.1:{cluster.port}, and in {run.location}" in sunspot.out
     lines = {line.split()[0]: line for line in sunspot.out.splitlines()}
     assert "2, in 6 files" in lines["checkpoints"]
     assert set(lines) >= {"attempts", "audit", "logs", "metrics", "records", "submissions"}
@@ -429,7 +429,7 @@ def test_a_failed_deletion_lists_what_is_left_and_can_be_repeated(
     assert "run is deleting" in in_bucket.err
     assert not cluster.jobs
 
-    s3_proxy._rules.clear()
+    s3_proxy.clear()
     assert in_bucket("delete", "run", "--yes") == 0
     assert not files_of(bucket_run)
     assert in_bucket("list", "--json") == 0

@@ -74,7 +74,7 @@ def test_only_workers_of_the_demonstration_are_killed(
 
 
 def below(training: Trainer) -> int | None:
-    own = training._process.pid
+    own = training.process.pid
     return next((pid for pid, (parent, title) in list_processes().items() if parent == own and "time" in title), None)
 
 
@@ -104,8 +104,8 @@ def test_the_demonstration_lists_ignored_settings(
         monkeypatch.setenv(name, "777777777")
     with demonstration.training(run) as training:
         training.finish()
-        training._output.seek(0)
-        assert b"777777777" not in training._output.read()
+        training.output.seek(0)
+        assert b"777777777" not in training.output.read()
     assert capsys.readouterr().err == "ignored SUNSPOT_EPOCHS, because a demonstration has its own settings\n"
 
 
@@ -113,8 +113,8 @@ def test_an_event_just_before_the_training_ends_is_seen() -> None:
     with trainer("") as training:
 
         def look() -> bool:
-            ended = training._process.poll() is not None
-            training._process.wait()
+            ended = training.process.poll() is not None
+            training.process.wait()
             return ended
 
         assert training.wait("its end", look)

@@ -78,18 +78,18 @@ def test_rows_are_counted_after_losing_one_or_all_replicas(tmp_path: Path) -> No
     assert of_replicas(open_storage(str(tmp_path)), "job") == [Epoch(1, 4, 1, 1, True), Epoch(2, 1, 0, 0, False)]
 
 
-def test_replicas_repeat_steps_only_if_all_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_repeat_steps_only_if_all_start_over() -> None:
     """A worker repeats no step if it prints one after another worker has printed the next."""
     torchft = Torchft(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
     for told, again in (([4, 5, 4, 6, 5, 6, 7], 0), ([4, 5, 6, 1, 1, 2, 1, 3], 6), ([9, 1, 2, 1, 2, 3, 1], 12)):
         lines = [f'(pid=1) {{"time": {float(number)}, "step": {step}}}' for number, step in enumerate(told)]
-        monkeypatch.setattr(torchft, "_lines", dict.fromkeys(lines))
+        torchft.lines = dict.fromkeys(lines)
         assert torchft.replayed() == again, told
 
 
 def test_torchfts_lighthouse_gets_a_cpu_without_workers() -> None:
     settings = {"RUN_NAME": "mine", "NUM_WORKERS": "3", "RESOURCES_PER_WORKER": '{"CPU": 2}'}
-    _, job = Torchft(JobRequest("kind", settings))._objects
+    _, job = Torchft(JobRequest("kind", settings)).objects
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "1"}
@@ -110,11 +110,11 @@ def test_a_drivers_log_is_read_from_its_last_complete_line(monkeypatch: pytest.M
 
     monkeypatch.setattr(scripts.subjects, "kubectl", kubectl)
     stock = Stock(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
-    stock._read_log("a", "log")
+    stock.read_log("a", "log")
     logs["a"] += "ee\n"
-    stock._read_log("a", "log")
-    stock._read_log("b", "log")
-    assert (list(stock._lines), asked) == (["one\r", "two\rtwo", "three", "four"], [1, 3, 1])
+    stock.read_log("a", "log")
+    stock.read_log("b", "log")
+    assert (list(stock.lines), asked) == (["one\r", "two\rtwo", "three", "four"], [1, 3, 1])
 
 
 def test_the_figures_of_a_contender_are_computed(tmp_path: Path) -> None:

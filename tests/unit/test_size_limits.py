@@ -37,7 +37,7 @@ from sunspot.run.size_limits import (
     spend,
 )
 from sunspot.run.status import RunState
-from sunspot.run.streams import SIZES, _first_few, list_segments, new_stream
+from sunspot.run.streams import SIZES, first_few, list_segments, new_stream
 from sunspot.submitter.proof import EpochLayout, count_rows, find_foreign_rows
 from tests.harness.commands import Command
 from tests.harness.constants import SetConstants
@@ -100,7 +100,7 @@ def test_large_segments_are_not_read_all_at_once(run: Run) -> None:
     segments = list_segments(run.storage, run.key("metrics"))
     groups = []
     while segments:
-        groups.append(len(_first_few(segments)))
+        groups.append(len(first_few(segments)))
         segments = segments[groups[-1] :]
     assert groups == [3, 1, 1]
 

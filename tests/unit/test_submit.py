@@ -580,7 +580,7 @@ def test_stop_waits_for_the_save_and_resume_restarts_the_job(cluster: FakeCluste
     cluster.on("GET", "rayjobs?", save)
     assert sunspot("stop", "run") == 0, sunspot.err
     assert "saved as step-00000007-attempt-0001" in sunspot.out
-    cluster._faults.clear()
+    cluster.faults.clear()
     assert sunspot("resume", "run", "--json") == 0, sunspot.err
     assert (sunspot.json["action"], only_job(cluster)) == ("replaced", name)
     assert not stop_requested(sunspot.run)

@@ -465,7 +465,7 @@ def test_wait_for_an_unknown_run_fails(cluster: FakeCluster, sunspot: Command) -
     for verb in ("wait", "status"):
         assert sunspot(verb, "run") == 3
         assert "no run run in" in sunspot.err
-        assert f"nor in namespace sunspot of http://127.0.0.1:{cluster._port}" in sunspot.err
+        assert f"nor in namespace sunspot of http://127.0.0.1:{cluster.port}" in sunspot.err
 
 
 def test_wait_without_a_cluster_follows_storage(
