@@ -17,7 +17,7 @@ ROWS = 3000
 
 
 @pytest.mark.slow
-def test_the_demo_survives_a_killed_worker_and_counts_every_row_once(
+def test_the_demo_trains_on_every_row_once_despite_a_killed_worker(
     tmp_path: Path,
     make_data: Callable[..., str],
     set_constants: SetConstants,

@@ -145,7 +145,7 @@ def test_the_fine_tuning_commands_work(checkout: Path, ray_address: str) -> None
     assert "weights: " in run_command(train_by_trainer, checkout, ray_address)
 
 
-def test_the_readmes_task_learns() -> None:
+def test_the_task_in_the_readme_learns() -> None:
     import torch
 
     from sunspot.data.source import EmptySource
@@ -175,7 +175,9 @@ def test_the_readmes_task_learns() -> None:
 
 
 @pytest.mark.slow
-def test_the_documented_model_worker_predicts(checkout: Path, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_model_worker_example_makes_predictions(
+    checkout: Path, trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
     first_line = "from sunspot.predict import model_worker"

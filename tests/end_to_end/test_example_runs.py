@@ -67,7 +67,7 @@ def settings(
     return {"TASK": task, **data, **training, "CHECKPOINT_EVERY_STEPS": 20, "REPORT_EVERY_S": 600, "SNAPSHOT_COST": 0}
 
 
-def test_a_killed_example_continues_at_another_world_size(settings: dict[str, Any], program: Program) -> None:
+def test_a_killed_example_continues_at_a_different_world_size(settings: dict[str, Any], program: Program) -> None:
     run = the_run(program)
     process = program.start(**settings, NUM_WORKERS=2)
     wait_for_step(run, 40, process)

@@ -46,7 +46,7 @@ assert not torch.equal(adapted(tokens).logits, before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PEFT, reason="needs the extra hf")
-def test_a_killed_lora_run_continues_at_another_world_size(program: Program, tmp_path: Path) -> None:
+def test_a_killed_lora_run_continues_at_a_different_world_size(program: Program, tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     untouched = {file.name: file.read_bytes() for file in Path(base).iterdir()}
     program.settings |= {

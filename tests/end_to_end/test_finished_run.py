@@ -50,7 +50,7 @@ def test_the_history_of_a_finished_run_contains_every_rank(finished_run: Finishe
     assert right == pytest.approx(round(right)), "each row counted once"
 
 
-def test_a_finished_run_does_not_train_again_and_rejects_other_settings(
+def test_a_finished_run_does_not_train_again_and_rejects_changed_settings(
     program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program.run(**copied_run.settings)
@@ -61,7 +61,7 @@ def test_a_finished_run_does_not_train_again_and_rejects_other_settings(
 
 
 @pytest.mark.slow
-def test_more_epochs_continue_a_finished_run_from_an_intact_checkpoint(
+def test_raising_epochs_continues_a_finished_run_from_an_intact_checkpoint(
     program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, damaged = copied_run.run, copied_run.newest
@@ -78,7 +78,7 @@ def test_more_epochs_continue_a_finished_run_from_an_intact_checkpoint(
 
 
 @pytest.mark.slow
-def test_another_run_can_start_from_the_weights_of_a_finished_run(program: Program, copied_run: FinishedRun) -> None:
+def test_a_new_run_can_start_from_the_weights_of_a_finished_run(program: Program, copied_run: FinishedRun) -> None:
     begun = {"RUN_NAME": "warm", "INIT_FROM": "run:run", "MAX_STEPS": 1, "LEARNING_RATE": 1e-9}
     program.run(**{**copied_run.settings, **GO_ON, **begun})
     before, after = weights(copied_run.run), weights(the_run(program, "warm"))
@@ -86,7 +86,7 @@ def test_another_run_can_start_from_the_weights_of_a_finished_run(program: Progr
 
 
 @pytest.mark.slow
-def test_a_skipped_evaluation_is_repeated_on_the_next_start(program: Program, copied_run: FinishedRun) -> None:
+def test_a_skipped_evaluation_runs_at_the_next_start(program: Program, copied_run: FinishedRun) -> None:
     run, before = copied_run.run, copied_run.newest
     metrics = {name: value for name, value in before.metrics.items() if not name.startswith("test_")}
     write_manifest(run, replace(before, metrics=metrics, evaluated=False))

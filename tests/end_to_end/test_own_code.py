@@ -48,7 +48,7 @@ def build_model(settings, source):
 
 
 @pytest.mark.slow
-def test_a_run_trains_and_reports_edited_code(
+def test_a_run_uses_edited_code_and_reports_the_change(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_data: Callable[..., str]
 ) -> None:
     folder, storage = tmp_path / "mine", program.settings["STORAGE_PATH"]

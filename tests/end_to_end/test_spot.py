@@ -67,7 +67,7 @@ ELASTIC = {
 }
 
 
-def test_a_notice_costs_no_step_and_a_loss_costs_the_steps_since_the_copy_in_memory(
+def test_no_steps_are_repeated_after_a_notice_and_few_after_a_lost_node(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -101,7 +101,7 @@ def test_a_notice_costs_no_step_and_a_loss_costs_the_steps_since_the_copy_in_mem
 
 
 @pytest.mark.slow
-def test_a_node_with_a_broken_gpu_is_excluded_and_the_others_train(
+def test_a_node_with_a_broken_gpu_is_excluded_and_the_other_nodes_train(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -229,7 +229,7 @@ def test_hanging_storage_ends_the_run_at_the_time_limit(
 
 
 @pytest.mark.slow
-def test_ranks_without_rows_from_ray_data_restart_without_counting_as_a_failure(
+def test_a_restart_caused_by_missing_ray_data_rows_is_not_counted_as_a_failure(
     program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     reads = tmp_path / "reads"

@@ -53,7 +53,7 @@ def test_a_stopped_run_does_not_train_until_it_is_resumed(finished_run: Finished
     ],
     ids=["a pod's", "a process's", "Ctrl-C"],
 )
-def test_a_driver_saves_when_a_signal_ends_it(
+def test_a_driver_that_receives_a_signal_saves_before_it_exits(
     program: Program,
     make_data: Callable[..., str],
     told: signal.Signals,
@@ -152,7 +152,9 @@ def test_deleting_a_run_ends_its_training_and_leaves_no_files(program: Program, 
 
 
 @pytest.mark.slow
-def test_a_bug_of_the_task_ends_the_run_at_once_and_is_named(program: Program, make_data: Callable[..., str]) -> None:
+def test_a_bug_in_the_task_ends_the_run_at_once_and_its_location_is_reported(
+    program: Program, make_data: Callable[..., str]
+) -> None:
     told = r"rank 0, 1: NameError: name 'functional' is not defined, in loss at tests/tasks/buggy\.py:[0-9]+"
     with pytest.raises(SunspotError, match=told) as ended:
         program.run(TASK="tests.tasks.buggy", DATASET=make_data(100), GLOBAL_BATCH_SIZE=20)

@@ -59,7 +59,7 @@ def test_the_other_workers_keep_training_and_a_killed_worker_is_replaced(
 
 
 @pytest.mark.slow
-def test_a_paused_worker_without_others_keeps_its_process(
+def test_a_suspended_worker_that_is_alone_in_its_group_is_not_restarted(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     """The driver presumes the worker lost, but no collective fails in a group of one, so the worker does not notice."""
@@ -80,7 +80,7 @@ def test_a_paused_worker_without_others_keeps_its_process(
 
 
 @pytest.mark.slow
-def test_a_prepared_replacement_forms_a_group_with_a_later_one(
+def test_two_replacements_form_a_group_even_if_one_starts_later(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
 ) -> None:
     """All workers that trained are gone by then. Only the first replacement has prepared itself."""
@@ -100,7 +100,7 @@ def test_a_prepared_replacement_forms_a_group_with_a_later_one(
 
 
 @pytest.mark.slow
-def test_a_replacement_that_fails_to_prepare_is_replaced_while_the_others_train(
+def test_a_replacement_that_fails_to_prepare_is_replaced_while_other_workers_train(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
 ) -> None:
     run, preparing = the_run(program), {"TASK": "tests.tasks.preparing"}
@@ -124,7 +124,7 @@ def test_a_replacement_that_fails_to_prepare_is_replaced_while_the_others_train(
 
 
 @pytest.mark.slow
-def test_workers_with_sharded_state_keep_their_processes_after_a_loss(
+def test_workers_with_sharded_state_are_not_restarted_if_another_worker_is_lost(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)

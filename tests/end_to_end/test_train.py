@@ -36,7 +36,7 @@ LONG = {"GLOBAL_BATCH_SIZE": 50, "EPOCHS": 2, "CHECKPOINT_EVERY_STEPS": 20}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loader", "worlds"), [("torch", (2, 1)), ("ray", (2, 1, 3))], ids=["torch", "ray"])
-def test_a_killed_run_resumes_at_another_world_size(
+def test_a_killed_run_resumes_at_a_different_world_size(
     loader: str, worlds: tuple[int, ...], program: Program, make_data: MakeData
 ) -> None:
     # The data fill three shuffle windows. A single row is left over and joins the last step.
@@ -92,7 +92,7 @@ def test_the_error_for_bad_rows_names_the_rows(program: Program, tmp_path: Path)
         program.run(DATASET=tmp_path / "broken.parquet", GLOBAL_BATCH_SIZE=2, LOADER="ray")
 
 
-def test_a_killed_run_in_s3_resumes_elsewhere_from_an_intact_checkpoint(
+def test_a_killed_run_in_s3_resumes_with_fewer_workers_from_an_intact_checkpoint(
     program: Program, make_data: MakeData, s3_proxy: FaultProxy, s3_bucket: str, tmp_path: Path
 ) -> None:
     """Storage fails occasionally, the newest checkpoint is damaged, and one of two nodes is gone."""

@@ -46,7 +46,7 @@ def model_of(run: Run) -> bytes:
 
 
 @pytest.mark.slow
-def test_trees_killed_at_a_round_equal_those_of_an_uninterrupted_run(
+def test_killed_and_resumed_trees_equal_those_of_an_uninterrupted_run(
     program: Program, settings: dict[str, Any]
 ) -> None:
     del program.settings["LEARNING_RATE"]  # trees do not use this setting

@@ -64,7 +64,9 @@ def run_all(folder: Path) -> None:
             assert kinds(kept) == kinds(cell)
 
 
-def test_the_cells_before_the_training_execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tutorial_cells_before_the_first_training_can_be_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     page = json.loads(TUTORIAL.read_text())
     first_training = next(
@@ -78,7 +80,7 @@ def test_the_cells_before_the_training_execute(tmp_path: Path, monkeypatch: pyte
     assert "image/png" in outputs
 
 
-def test_the_tutorials_plain_training_equals_the_baseline(functions: dict[str, str]) -> None:
+def test_the_tutorials_plain_training_code_equals_the_baseline(functions: dict[str, str]) -> None:
     """Compare all code except docstrings and types, which the tutorial explains in words."""
     for node in ast.parse((REPOSITORY / "app/sunspot/baseline/train.py").read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name != "save":
@@ -99,7 +101,7 @@ def test_the_tutorial_contains_nothing_about_the_machine_that_ran_it() -> None:
     assert not re.search(rf"/tmp/|/home/|/root|\d\d:\d\d:\d\d|\b{re.escape(os.uname().nodename)}\b", str(outputs))
 
 
-def test_names_and_links_in_the_tutorial_exist() -> None:
+def test_settings_classes_and_link_targets_in_the_tutorial_exist() -> None:
     import ray.train.torch
 
     text = "\n".join(sources("markdown"))

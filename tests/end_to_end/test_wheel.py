@@ -74,7 +74,7 @@ def test_every_profile_renders_from_any_directory(environment: Path, profile: st
     assert printed == (GOLDEN / f"{profile}.yaml").read_text()
 
 
-def test_the_wheel_contains_all_files_that_it_reads(environment: Path, tmp_path: Path) -> None:
+def test_the_wheel_contains_all_files_of_the_package(environment: Path, tmp_path: Path) -> None:
     program = """if True:
         import json, pathlib, sunspot, sunspot.submitter.manifest.profile as profile
         package = pathlib.Path(sunspot.__file__).parent
@@ -93,7 +93,7 @@ def test_the_wheel_contains_all_files_that_it_reads(environment: Path, tmp_path:
     assert here == there
 
 
-def test_the_wheel_has_version_and_license(environment: Path, tmp_path: Path) -> None:
+def test_the_wheel_contains_the_version_and_the_license(environment: Path, tmp_path: Path) -> None:
     assert run(environment / "bin" / "sunspot", "--version", cwd=tmp_path) == f"sunspot {__version__}\n"
     (information,) = environment.glob("lib/python3*/site-packages/sunspot_train-*.dist-info")
     assert information.name == f"sunspot_train-{__version__}.dist-info"

@@ -101,7 +101,9 @@ def test_the_api_server_accepts_every_example(example: str, namespace: str, tmp_
         "rayjob: {spec: {rayClusterSpec: {gcsFaultToleranceOptions: {backend: rocksdb, storage: {size: 1Gi}}}}}",
     ],
 )
-def test_the_api_server_accepts_other_profile_keys(more: str, namespace: str, tmp_path: Path) -> None:
+def test_the_api_server_accepts_manifests_with_rarely_used_profile_keys(
+    more: str, namespace: str, tmp_path: Path
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"extends: on-demand\n{more}\n")
     assert_accepted(render(str(path), {"NUM_WORKERS": "2..4"}, namespace=namespace))
@@ -156,7 +158,7 @@ def try_pods(rendered: Rendered) -> str:
     return ask("apply", "--dry-run=server", "-f", "-", text=yaml.safe_dump_all(pods_of(rendered))).stderr
 
 
-def test_the_api_servers_quota_error_is_understood(namespace: str) -> None:
+def test_the_api_servers_quota_error_is_parsed(namespace: str) -> None:
     rendered = render("kind", {"NUM_WORKERS": "2"}, namespace=namespace)
     with applied(namespace, "ResourceQuota", {"hard": {"requests.memory": "4Gi", "pods": "9"}}):
         said = try_pods(rendered)

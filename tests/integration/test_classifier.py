@@ -56,7 +56,9 @@ class Trap:
 # ---------------------------------------------------------------------------------------------------------- predictions
 
 
-def test_accuracy_equals_that_of_the_runs_evaluation(classifier: Classifier, finished_run: FinishedRun) -> None:
+def test_the_classifiers_accuracy_equals_the_runs_test_accuracy(
+    classifier: Classifier, finished_run: FinishedRun
+) -> None:
     rows = finished_run.rows()
     predictions, probabilities = classifier.predict(rows["image"])
     assert (predictions.dtype, predictions.shape) == (np.int64, (TEST_ROWS,))
@@ -85,7 +87,7 @@ def test_forward_passes_are_no_larger_than_in_the_run() -> None:
     assert max(passes) == 8, "each rank takes 32 rows in four passes"
 
 
-def test_forward_passes_have_the_runs_precision(classifier: Classifier, finished_run: FinishedRun) -> None:
+def test_forward_passes_use_the_runs_precision(classifier: Classifier, finished_run: FinishedRun) -> None:
     images = torch.from_numpy(finished_run.rows()["image"][:7])
     with torch.inference_mode():
         with torch.autocast("cpu", torch.bfloat16):
@@ -96,7 +98,7 @@ def test_forward_passes_have_the_runs_precision(classifier: Classifier, finished
     assert (probabilities != in_fp32.numpy()).any()
 
 
-def test_an_image_a_batch_a_tensor_and_files_give_the_same_predictions(
+def test_predictions_do_not_depend_on_how_images_are_passed(
     classifier: Classifier, finished_run: FinishedRun, tmp_path: Path
 ) -> None:
     images = finished_run.rows()["image"][:3]
@@ -132,7 +134,7 @@ def test_an_image_a_batch_a_tensor_and_files_give_the_same_predictions(
         (None, "NoneType"),
     ],
 )
-def test_the_error_for_images_of_another_shape_includes_both_shapes(
+def test_the_error_for_images_of_the_wrong_shape_includes_both_shapes(
     images: Any, seen: str, classifier: Classifier
 ) -> None:
     with pytest.raises(SettingsError, match=f"^(the images are|images must be an array.*not) {seen}"):
@@ -162,7 +164,7 @@ def test_files_without_suitable_images_are_rejected(classifier: Classifier, tmp_
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_checkpoint_is_chosen_by_newest_best_name_or_directory(copied_run: FinishedRun, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_chosen_by_keyword_name_or_directory(copied_run: FinishedRun, tmp_path: Path) -> None:
     newest = copied_run.newest
     names = {path.name for path in copied_run.directory(newest).parent.iterdir()}
     older = min(names - {newest.name})
@@ -228,7 +230,7 @@ def test_the_error_for_a_task_without_predict_includes_its_name(copied_run: Fini
         Classifier("run", newest.name, copied_run.storage, task="tests.tasks.batch_norm")
 
 
-def test_requiring_a_missing_gpu_fails_at_once(finished_run: FinishedRun) -> None:
+def test_a_missing_gpu_that_is_required_is_reported_at_once(finished_run: FinishedRun) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     with pytest.raises(SettingsError, match="USE_GPU=true"):

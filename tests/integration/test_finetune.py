@@ -49,7 +49,7 @@ def test_losses_do_not_depend_on_the_number_of_workers(adapters: Path, name: str
     assert found == pytest.approx(one[-len(found) :], rel=1e-5)
 
 
-def test_bf16_learns_under_fsdp(adapters: Path) -> None:
+def test_a_model_learns_in_bf16_with_fsdp(adapters: Path) -> None:
     found = losses_of(adapters, "bf16")
     assert found == pytest.approx(losses_of(adapters, "one"), rel=0.02)
     assert found[-1] < found[0]
@@ -86,7 +86,7 @@ def test_a_checkpoint_holds_only_the_adapter(adapters: Path, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", ["two", "fsdp"])
-def test_the_model_of_a_checkpoint_answers(adapters: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoints_model_generates_text(adapters: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"{name} --storage {adapters} --prompt The --prompt if --tokens 4".split()
     assert predict([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

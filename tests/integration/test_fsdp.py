@@ -109,7 +109,7 @@ def test_fsdp_trains_the_same_weights_as_ddp(groups: Path) -> None:
     assert not torch.allclose(before["head.weight"], after["head.weight"], atol=1e-3), "the weights have changed"
 
 
-def test_parts_load_at_any_world_size(groups: Path) -> None:
+def test_sharded_checkpoints_can_be_loaded_at_any_world_size(groups: Path) -> None:
     run, final = of(groups, "fsdp")
     assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [2, 1, 3]
     assert_close(load_model(run, final), load_model(*of(groups, "ddp")), **TOLERANCE)
@@ -122,7 +122,7 @@ def test_parts_load_at_any_world_size(groups: Path) -> None:
         torch.testing.assert_close(ours["state"][number]["exp_avg"], values["exp_avg"], **TOLERANCE)
 
 
-def test_the_last_checkpoint_also_has_the_whole_model(groups: Path) -> None:
+def test_the_last_checkpoint_also_contains_the_whole_model(groups: Path) -> None:
     run, final = of(groups, "fsdp")
     _, early = of(groups, "fsdp", 2)
     assert "model.pt" in final.files
@@ -141,7 +141,7 @@ def test_the_last_checkpoint_also_has_the_whole_model(groups: Path) -> None:
         pytest.param("adjacent", 0, id="the neighbouring node is lost, too, so no copy is left"),
     ],
 )
-def test_a_group_that_loses_a_node_continues_from_memory(name: str, step: int, groups: Path) -> None:
+def test_a_group_that_loses_a_node_continues_from_its_in_memory_copy(name: str, step: int, groups: Path) -> None:
     """Node b of three is lost. Two steps later, the weights equal those of an undisturbed group."""
     lost, uninterrupted = (torch.load(groups / f"{each}.pt") for each in (name, "uninterrupted"))
     assert lost["from"] == step
@@ -191,7 +191,7 @@ def test_an_invalid_safetensors_file_is_rejected(tmp_path: Path) -> None:
     refuse_other_than_tensors(nn.Linear(2, 2))
 
 
-def test_torch_can_read_the_parts(groups: Path) -> None:
+def test_torch_can_read_a_sharded_checkpoint(groups: Path) -> None:
     import torch.distributed.checkpoint as dcp  # importing it takes seconds
 
     run, checkpoint = of(groups, "fsdp", 2)
@@ -209,7 +209,7 @@ def copied(groups: Path, run: Run) -> Run:
     return run
 
 
-def test_another_run_can_start_from_a_sharded_checkpoint(copied: Run) -> None:
+def test_a_new_run_can_start_from_a_sharded_checkpoint(copied: Run) -> None:
     copied.storage.delete(copied.key("checkpoints", list_checkpoints(copied)[-1].name, MANIFEST))
     early = list_checkpoints(copied)[-1]
     assert early.step == 4
@@ -221,7 +221,7 @@ def test_another_run_can_start_from_a_sharded_checkpoint(copied: Run) -> None:
 
 
 @pytest.mark.parametrize("file", ["__1_1.distcp", "part-00001.json", ".metadata", "model.pt"])
-def test_a_checkpoint_with_a_damaged_part_is_skipped(file: str, copied: Run, sunspot: Command) -> None:
+def test_a_checkpoint_with_a_damaged_shard_is_skipped(file: str, copied: Run, sunspot: Command) -> None:
     assert sunspot("checkpoints", "verify", "run") == 0
     final = list_checkpoints(copied)[-1]
     path = Path(copied.storage.locate(copied.key("checkpoints", final.name, file)))
@@ -238,7 +238,7 @@ def test_a_checkpoint_with_a_damaged_part_is_skipped(file: str, copied: Run, sun
             load_model(copied, final) if file == "model.pt" else load_whole(copied, final, read_contents(copied, final))
 
 
-def test_only_the_required_bytes_are_read(copied: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_bytes_of_requested_tensors_are_read(copied: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     early = list_checkpoints(copied)[0]
     pieces, expected = read_index(copied, early), load_model(copied, early)
     wanted = [piece for piece in pieces if piece.name == "model.blocks.1.feed_in.weight"]
@@ -292,7 +292,7 @@ class LlamaRMSNorm(nn.Module):
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm, LlamaRMSNorm])
-def test_gathering_in_bf16_changes_no_value(norm: type[nn.Module], group: object) -> None:
+def test_gathering_parameters_in_bf16_does_not_change_training_results(norm: type[nn.Module], group: object) -> None:
     def train(parallel: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
         blocks = [nn.Sequential(norm(120), nn.Linear(120, 120), nn.ReLU()) for _ in range(2)]
@@ -321,7 +321,7 @@ def test_gathering_in_bf16_changes_no_value(norm: type[nn.Module], group: object
         assert torch.equal(ours, theirs)
 
 
-def test_the_commands_accept_sharded_checkpoints(copied: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_the_checkpoint_commands_accept_sharded_checkpoints(copied: Run, sunspot: Command, tmp_path: Path) -> None:
     early = list_checkpoints(copied)[0]
     assert sunspot("checkpoints", "get", "run", early.name, "--output", str(tmp_path / "out")) == 0
     there = {path.name for path in (tmp_path / "out").iterdir()}
@@ -371,7 +371,7 @@ class Halves:
         self.checkpoints[rank].save(step, {"loss": 1.0})
 
 
-def test_a_checkpoint_exists_only_with_every_part(
+def test_a_checkpoint_with_a_missing_shard_is_not_committed(
     run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     halves = Halves(run, monkeypatch, set_constants)
@@ -388,7 +388,7 @@ def test_a_checkpoint_exists_only_with_every_part(
     assert str(passed_over) == "step-00000002-attempt-0001: incomplete, it has no manifest"
 
 
-def test_a_part_can_take_twice_as_long_as_rank_0s_part(
+def test_writing_a_shard_can_take_longer_than_writing_rank_0s_shard(
     run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     halves, write_part = Halves(run, monkeypatch, set_constants, wait_s=0.1), ShardWriter.write_part
@@ -400,7 +400,7 @@ def test_a_part_can_take_twice_as_long_as_rank_0s_part(
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1]
 
 
-def test_the_commit_waits_for_a_late_part_and_writes_it_once(
+def test_the_commit_waits_for_a_late_shard_that_is_written_once(
     run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     written, write_part = list[int](), ShardWriter.write_part
@@ -434,7 +434,7 @@ def test_repeated_layers_are_gathered_as_blocks() -> None:
 # ------------------------------------------------------------------------------------------------------------- text
 
 
-def test_rows_of_text_are_consecutive() -> None:
+def test_text_is_split_into_consecutive_rows() -> None:
     train, test = open_text("sample", 100)
     assert test
     text = read_text(REFERENCE)
@@ -451,7 +451,7 @@ def test_rows_of_text_are_consecutive() -> None:
     assert open_text("sample", 50)[0].fingerprint != train.fingerprint != test.fingerprint
 
 
-def test_any_file_can_be_used_as_text(tmp_path: Path) -> None:
+def test_any_file_can_be_used_as_training_text(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(bytes(range(200)))
     train, test = open_text(str(file), 10)
@@ -491,9 +491,7 @@ GPT = {
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_at_another_world_size_with_the_same_weights_as_ddp(
-    program: Program, tmp_path: Path
-) -> None:
+def test_a_killed_run_continues_at_a_different_world_size_and_matches_ddp(program: Program, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(read_text(REFERENCE)[:150_000])
     # The run continues from storage, as if its nodes were gone, too. From memory, unwritten records would be missing.
@@ -523,7 +521,7 @@ def test_a_killed_run_continues_at_another_world_size_with_the_same_weights_as_d
 
 
 @pytest.mark.slow
-def test_a_lost_node_costs_only_the_steps_since_the_copies_in_memory(
+def test_a_lost_node_costs_only_the_steps_since_the_last_in_memory_copies(
     program: Program, ray_address: str, tmp_path: Path
 ) -> None:
     text = tmp_path / "text"

@@ -79,7 +79,7 @@ def test_a_model_learns_the_same_with_and_without_lightning(program: Program, ma
 
 
 @pytest.mark.slow
-def test_a_killed_lightning_run_resumes_at_another_world_size(program: Program, make_data: MakeData) -> None:
+def test_a_killed_lightning_run_resumes_at_a_different_world_size(program: Program, make_data: MakeData) -> None:
     settings = {"TASK": "sunspot.tasks.lightning_mnist", "DATASET": make_data(16_000, row_group=1000, test_rows=50)}
     settings |= {"GLOBAL_BATCH_SIZE": 20, "EPOCHS": 1, "CHECKPOINT_EVERY_STEPS": 20, "LEARNING_RATE": 0.003}
     run = the_run(program)
@@ -101,7 +101,7 @@ def test_a_killed_lightning_run_resumes_at_another_world_size(program: Program, 
 
 
 @pytest.mark.slow
-def test_a_lightning_run_restarts_on_a_notice_and_stops(
+def test_a_lightning_run_restarts_after_a_notice_and_can_be_stopped(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     settings = {
@@ -152,7 +152,7 @@ def test_schedules_resume_at_the_step_of_the_checkpoint(step: int, source: Empty
     assert groups[0]["betas"][0] != 0.5, "OneCycleLR changes this option, too"
 
 
-def test_a_module_has_the_same_rates_as_in_lightning_itself() -> None:
+def test_learning_rates_equal_those_in_lightning_itself() -> None:
     """A run can resume at any step. An epoch's ten steps are not a multiple of a scheduler's frequency."""
     import lightning
 
@@ -177,7 +177,7 @@ def test_a_module_has_the_same_rates_as_in_lightning_itself() -> None:
     assert found == pytest.approx(module.rates, rel=1e-12)
 
 
-def test_an_optimizer_that_counts_in_its_groups_continues_counting(source: EmptySource) -> None:
+def test_counters_in_parameter_groups_are_kept_when_a_schedule_begins(source: EmptySource) -> None:
     """Prodigy and optimizers without a schedule do that."""
     from sunspot.adapters.lightning import LightningTask
     from tests.tasks import spoiled_lightning
@@ -202,7 +202,9 @@ def test_an_optimizer_that_counts_in_its_groups_continues_counting(source: Empty
 @pytest.mark.parametrize(
     ("task", "package", "extra"), [("lightning_mnist", "lightning", "lightning"), ("finetune", "huggingface_hub", "hf")]
 )
-def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_reported_by_name(
+    task: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in (task, "pretrained"):
         monkeypatch.delitem(sys.modules, f"sunspot.tasks.{name}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
@@ -226,7 +228,7 @@ def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypat
         ("LogsMany", "log one number per batch"),
     ],
 )
-def test_an_untrainable_module_is_named(name: str, message: str, source: EmptySource) -> None:
+def test_a_module_that_cannot_be_trained_is_reported(name: str, message: str, source: EmptySource) -> None:
     # Imported by the tests that use it, because Lightning takes seconds, and collecting tests imports every file.
     from sunspot.adapters.lightning import LightningTask
     from tests.tasks import spoiled_lightning
@@ -255,7 +257,7 @@ def log_value(set_constants: SetConstants) -> Callable[..., Any]:
     return LogCapture()
 
 
-def test_lightnings_log_rejects_a_reserved_name(log_value: Callable[..., Any]) -> None:
+def test_self_log_rejects_a_reserved_name(log_value: Callable[..., Any]) -> None:
     for name in ("train_step", "rows", "val_time", "learning_rate", ""):
         with pytest.raises(SettingsError, match=rf"self.log\('{name}'\) records a metric with the name"):
             log_value(name, 1.0)
@@ -307,7 +309,7 @@ def test_the_trainer_clips_gradients(clip_norm: float, given: float | None) -> N
     assert make_trainer(Settings(clip_norm=clip_norm), Steps(100, 10), accelerator="cpu").gradient_clip_val == given
 
 
-def test_a_value_logged_in_some_steps_is_averaged_over_their_rows() -> None:
+def test_a_value_logged_only_in_some_steps_is_averaged_over_the_rows_of_those_steps() -> None:
     sums = Sums()
     sums.add({"loss": torch.ones(4)})
     sums.add({"loss": torch.ones(2), "norm": torch.full((2,), 5.0)})

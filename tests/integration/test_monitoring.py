@@ -74,12 +74,12 @@ def test_prometheus_can_load_the_rules(rules: Path) -> None:
 
 
 @needs_promtool
-def test_the_alerts_fire_when_they_should(rules: Path) -> None:
+def test_the_alerts_pass_their_promtool_tests(rules: Path) -> None:
     shutil.copy(ALERTS, rules.parent)
     promtool("test", "rules", str(rules.parent / ALERTS.name))
 
 
-def test_every_alert_names_a_command_and_is_tested_firing_and_silent() -> None:
+def test_every_alert_names_a_command_and_has_tests_for_firing_and_staying_silent() -> None:
     rules = [rule for group in load("rules.yaml")["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
     assert {rule["alert"] for rule in rules} == {
         "SunspotStalled",
@@ -120,7 +120,7 @@ def groups() -> Iterator[dict[str, Any]]:
         yield from (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
 
 
-def test_the_pod_monitor_finds_every_pod() -> None:
+def test_the_pod_monitor_selects_every_pod() -> None:
     monitor = load("podmonitor.yaml")
     assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
     assert set(monitor["spec"]) == {"selector", "podMetricsEndpoints"}
@@ -135,7 +135,7 @@ def test_the_pod_monitor_finds_every_pod() -> None:
         assert str(ports[endpoint["port"]]) == group["rayStartParams"]["metrics-export-port"]
 
 
-def test_the_operator_is_found_by_its_network_policy_label() -> None:
+def test_the_operators_pod_monitor_uses_the_label_in_the_network_policy() -> None:
     spec = load("operator.yaml")["spec"]
     assert spec["selector"]["matchLabels"] == dict([OPERATOR.split("=")])
     assert spec["namespaceSelector"] == {"any": True}
@@ -166,7 +166,7 @@ def test_prometheus_is_allowed_to_scrape_every_pod() -> None:
         assert [str(port["port"]) for port in rule["ports"]] == [group["rayStartParams"]["metrics-export-port"]]
 
 
-def test_relabelling_keeps_the_exported_metrics() -> None:
+def test_relabelling_rules_keep_the_exported_metrics() -> None:
     keep, drop = load("podmonitor.yaml")["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
     assert keep["action"] == "keep"
     assert all(re.fullmatch(keep["regex"], name) for name in wanted())
@@ -197,7 +197,7 @@ def test_kustomize_builds_the_monitoring_objects() -> None:
 
 
 @needs_kubectl
-def test_google_and_azure_collect_the_same_metrics_with_their_own_kinds() -> None:
+def test_the_google_and_azure_monitors_collect_the_same_metrics() -> None:
     """They also use the same rules, if rules are objects of the cluster."""
     ours, google, azure = map(build, ["monitoring", "monitoring-google", "monitoring-azure"])
     assert set(google) == {"ConfigMap", "NetworkPolicy", "PodMonitoring", "Rules"}
@@ -257,7 +257,7 @@ def test_the_dashboard_is_valid() -> None:
 
 
 @needs_promtool
-def test_prometheus_understands_the_dashboard(tmp_path: Path) -> None:
+def test_prometheus_can_parse_the_dashboards_queries(tmp_path: Path) -> None:
     expressions = [query.replace("$__rate_interval", "1m") for query in queries()]
     listed = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(expressions)]
     (tmp_path / "panels.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": listed}]}))
@@ -271,7 +271,7 @@ def test_prometheus_understands_the_dashboard(tmp_path: Path) -> None:
     ("every_s", "steps_s", "commit_s", "interval_s"),
     [(60, 500, 1, 60), (0, 500, 1, 500), (60, 20, 1, 20), (60, 500, 90, 90)],
 )
-def test_the_checkpoint_interval_is_the_shorter_trigger_but_at_least_the_commit_time(
+def test_the_checkpoint_interval_is_never_shorter_than_a_commit(
     every_s: float, steps_s: float, commit_s: float, interval_s: float
 ) -> None:
     assert checkpoint_interval(every_s, steps_s, commit_s) == interval_s
@@ -397,7 +397,7 @@ def test_a_real_run_exports_every_metric_of_the_dashboard_and_the_alerts(
 
 
 @pytest.mark.slow
-def test_gauges_follow_the_run_through_an_incident_and_end_with_it(
+def test_gauges_show_an_incident_and_disappear_when_the_run_ends(
     program: Program, make_data: Callable[..., str]
 ) -> None:
     data = make_data(rows=320)

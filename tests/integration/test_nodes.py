@@ -86,7 +86,7 @@ DEAD_A, DEAD_B = node("a", alive=False), node("b", alive=False)
         ([HEAD, A, DEAD_B], {"a": 50.0}, NodeEvent(Cause.NODE_LOST, "node b (rank 1)")),
     ],
 )
-def test_each_event_of_a_groups_nodes_is_found_once(
+def test_each_event_on_a_groups_nodes_is_reported_once(
     nodes: list[dict[str, Any]], draining: dict[str, float | None], found: NodeEvent | None
 ) -> None:
     monitor = NodeMonitor(PER_WORKER, WorkerRange(3, 3), list)
@@ -98,7 +98,7 @@ def test_each_event_of_a_groups_nodes_is_found_once(
     )
 
 
-def test_a_lost_node_is_named_by_its_host_if_that_is_known() -> None:
+def test_a_lost_node_is_reported_with_its_host_name_if_known() -> None:
     """The host is the pod in Kubernetes, which `kubectl` also knows. No other list contains Ray's node ids."""
     monitor = NodeMonitor(PER_WORKER, WorkerRange(2, 2), list)
     named = replace(group(1, "a", "b"), hosts={0: "run-1-x-worker-1", 1: "run-1-x-worker-2"})
@@ -184,7 +184,7 @@ def test_a_group_restarts_to_scale_up() -> None:
     assert cluster.run_for(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "scale_up: 1 -> 2 workers")]
 
 
-def test_nodes_that_join_together_cost_one_restart() -> None:
+def test_nodes_that_join_at_about_the_same_time_cause_one_restart() -> None:
     cluster = FakeCluster(WorkerRange(1, 4))
     assert cluster.run_for(4, group(1, "a"), A) + cluster.run_for(4, group(1, "a"), A, B) == []
     assert cluster.run_for(60, group(1, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 3 workers")]
@@ -233,7 +233,7 @@ def test_scaling_up_backs_off_while_it_fails() -> None:
     assert cluster.run_for(60, group(603, "a"), A, B, C) != []
 
 
-def test_a_group_moves_to_better_nodes_once_they_have_stayed() -> None:
+def test_a_group_moves_to_better_nodes_that_have_been_stable() -> None:
     groups = [NodeGroup(name="spot", most=2, after_s=0), NodeGroup(name="paid", most=2, after_s=60)]
     paid, spot = [[node(f"{name}{n}", CPU=1.0, **{name: 1.0}) for n in "01"] for name in ("paid", "spot")]
     cluster = FakeCluster(WorkerRange(1, 2))
@@ -362,7 +362,7 @@ def test_a_group_restarts_when_nodes_join_are_preempted_or_are_lost(
         )
 
 
-def test_a_group_is_ended_early_only_if_its_restart_has_to_wait() -> None:
+def test_a_group_is_ended_early_only_if_the_next_group_must_wait_for_nodes() -> None:
     """Ray ends the old group itself, at once and in its own order, if there are enough nodes for the next group."""
     ended: list[str] = []
     [callback] = end_groups_at_once()
@@ -405,7 +405,9 @@ def test_a_replacement_that_dies_is_replaced_after_the_next_poll(error: Exceptio
 
 
 @pytest.mark.slow
-def test_a_waiting_group_releases_its_preempted_nodes(no_coordinator: None, ray_address: str, tmp_path: Path) -> None:
+def test_a_group_that_waits_for_nodes_releases_its_preempted_nodes(
+    no_coordinator: None, ray_address: str, tmp_path: Path
+) -> None:
     """The minimum size of this elastic run does not fit on the nodes that stay."""
 
     told = tmp_path / "told"
@@ -466,7 +468,7 @@ def asked_of_ray() -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_a_released_node_ends_when_it_is_idle(ray_address: str) -> None:
+def test_a_released_node_stays_until_it_is_idle(ray_address: str) -> None:
     @ray.remote(num_cpus=1, resources={"spot": 1})
     class Rank:
         def node(self) -> str:
@@ -485,7 +487,7 @@ def test_a_released_node_ends_when_it_is_idle(ray_address: str) -> None:
 
 
 @pytest.mark.slow
-def test_rays_own_coordinator_stays(no_coordinator: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rays_own_coordinator_is_not_replaced(no_coordinator: None, capsys: pytest.CaptureFixture[str]) -> None:
     own = rays.get_or_create_autoscaling_coordinator()
     assert install_coordinator() == rays._AutoscalingCoordinatorActor.TICK_INTERVAL_S
     assert ray.get(own.get_reserved_resources.remote("someone")) == {}
@@ -494,7 +496,7 @@ def test_rays_own_coordinator_stays(no_coordinator: None, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_a_run_starts_with_a_ray_that_has_other_internals(
+def test_a_run_starts_even_if_rays_internals_have_changed(
     no_coordinator: None, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     class Other:
@@ -534,7 +536,7 @@ def test_the_resources_of_a_failed_controller_are_freed(ray_address: str) -> Non
     remove_placement_groups({again.id.hex()})
 
 
-def test_a_command_is_known_after_the_step_in_which_it_was_sent(ray_address: str) -> None:
+def test_a_command_takes_effect_after_the_step_in_which_it_was_sent(ray_address: str) -> None:
     with open_control() as control, CommandPoller(control) as commands:
         assert commands.poll() == Command()
         control.call(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node 1", time.time()), None)

@@ -143,7 +143,7 @@ def test_invalid_combinations_of_arguments_are_usage_errors(words: list[str]) ->
 # ------------------------------------------------------------------------------------------------------------ a dataset
 
 
-def test_a_datasets_accuracy_equals_that_of_the_runs_evaluation(
+def test_the_accuracy_on_a_dataset_equals_the_runs_test_accuracy(
     predict: Predict, finished_run: FinishedRun, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     set_constants(predict_batch, PART_ROWS=30)
@@ -194,7 +194,7 @@ def test_a_datasets_accuracy_equals_that_of_the_runs_evaluation(
 
 
 @pytest.mark.slow
-def test_a_killed_prediction_resumes_with_the_missing_files(
+def test_a_killed_prediction_job_resumes_with_the_missing_output_files(
     predict: Predict, finished_run: FinishedRun, tmp_path: Path, set_constants: SetConstants, ray_address: str
 ) -> None:
     output = tmp_path / "out"
@@ -258,7 +258,7 @@ def test_predictions_of_different_weights_are_not_mixed(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("rows", [(4, 5), (0, 1, 3), (0, 1, 2, 3, 4)])
-def test_rows_that_were_not_requested_are_not_written(tmp_path: Path, rows: tuple[int, ...]) -> None:
+def test_predictions_for_rows_that_were_not_requested_are_rejected(tmp_path: Path, rows: tuple[int, ...]) -> None:
     storage, parts = LocalStorage(str(tmp_path)), [predict_batch.OutputFile(0, 4)]
     returned: Any = SimpleNamespace(iter_batches=lambda **_: [table_of(*rows)])
     with pytest.raises(SunspotError, match="rows that were not requested"):

@@ -161,7 +161,7 @@ def test_predictions_made_before_the_time_limit_are_stored(
     assert f"30 of {TEST_ROWS} held-out rows predicted" in capsys.readouterr().out
 
 
-def test_the_surest_mistakes_and_right_predictions_of_all_classes_are_stored() -> None:
+def test_the_summary_contains_the_most_confident_mistakes_and_examples_of_each_class() -> None:
     random = np.random.default_rng(0)
     summary, certainties = PredictionSummary(ModelData((3, 70, 4), 5)), []
     for first in range(0, 4000, 1000):

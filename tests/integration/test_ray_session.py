@@ -99,7 +99,7 @@ print(json.dumps({"code": code, "status": told.status.value, "message": told.mes
 """
 
 
-def test_a_wrong_setting_ends_a_kuberay_job_without_retries(tmp_path: Path) -> None:
+def test_an_invalid_setting_ends_a_kuberay_job_without_retries(tmp_path: Path) -> None:
     """The session starts although this process has had another one."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     told = start_session({**environment, "HOME": str(tmp_path)}, FAILED_JOB)

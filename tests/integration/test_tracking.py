@@ -152,7 +152,7 @@ def test_an_unusable_tracking_service_is_reported_at_the_start(monkeypatch: pyte
     )
 
 
-def test_an_outage_is_reported_once_and_missing_records_at_the_end(
+def test_an_outage_is_reported_once_and_undelivered_records_are_counted_at_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
@@ -237,7 +237,7 @@ def test_all_metrics_are_delivered_exactly(
     assert deliver(run, "digits").place == ""
 
 
-def test_each_step_is_sent_once_after_a_checkpoint_covers_it(run: Run, server: Server) -> None:
+def test_metrics_are_sent_once_and_only_after_the_next_checkpoint(run: Run, server: Server) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, first, *(record(step, BEGUN + step) for step in (5, 10, 15)))
     following = Delivery(run, "mlflow", "lineage")
@@ -413,7 +413,7 @@ def each_entry(content: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.slow
-def test_a_server_has_the_complete_run_after_being_killed_and_restarted(
+def test_a_restarted_tracking_server_receives_the_complete_run(
     program: Program, make_data: MakeData, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = open_run(program.settings["STORAGE_PATH"], "run")
@@ -471,7 +471,7 @@ def test_a_server_has_the_complete_run_after_being_killed_and_restarted(
 
 
 @pytest.mark.slow
-def test_a_run_succeeds_without_the_server_and_is_delivered_later(
+def test_a_run_succeeds_without_the_tracking_server_and_can_be_delivered_later(
     program: Program, make_data: MakeData, mlflow_server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     data = make_data(500)

@@ -27,7 +27,7 @@ from tests.harness.control import LocalControl, worker_group
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_lost_control_channel_does_not_hide_the_error_of_the_training(
+def test_a_lost_control_channel_does_not_hide_the_training_error(
     gone: bool, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(task="tests.tasks.tiny", storage_path=str(tmp_path), resources_per_worker={"CPU": 1})

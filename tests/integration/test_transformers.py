@@ -37,7 +37,9 @@ def last_of(trained: Path, name: str) -> Checkpoint:
 
 
 @pytest.mark.parametrize(("name", "killed"), [("one", "killed"), ("adapted", "adapted-killed")])
-def test_a_killed_run_resumes_at_another_world_size_as_if_undisturbed(trained: Path, name: str, killed: str) -> None:
+def test_a_run_killed_and_resumed_at_a_different_world_size_matches_an_uninterrupted_run(
+    trained: Path, name: str, killed: str
+) -> None:
     whole, rest = read(trained, name), read(trained, killed)
     assert len(whole) == STEPS
     assert whole[-1] < whole[0]
@@ -82,7 +84,7 @@ def test_held_out_rows_are_evaluated_with_the_trainers_metrics(trained: Path) ->
     assert checked["grad_norm"] > 0
 
 
-def test_a_trainer_with_state_that_checkpoints_lack_is_rejected(trained: Path) -> None:
+def test_an_unsupported_transformers_trainer_is_rejected(trained: Path) -> None:
     messages = {
         "auto_find_batch_size": "its arguments contain auto_find_batch_size=True; leave it out",
         "enable_jit_checkpoint": "its arguments contain enable_jit_checkpoint=True; leave it out",

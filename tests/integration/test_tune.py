@@ -237,7 +237,7 @@ class Asha:
 
 
 @pytest.mark.parametrize("order", ["min", "max"])
-def test_asha_stops_bad_trials_through_their_runs(order: str) -> None:
+def test_asha_keeps_a_stopped_trial_until_its_run_ends(order: str) -> None:
     asha, sign = Asha(4, order), 1 if order == "min" else -1
     for number, score in enumerate((0.2, 0.3, 0.1, 0.4), start=1):
         asha.report(number, 0.05, sign * 9.0)  # before the first comparison, nothing counts
@@ -284,7 +284,7 @@ def test_tune_ends_once_a_stopped_search_has_no_running_trials() -> None:
     assert stopper.stop_all()
 
 
-def test_a_trial_reports_each_part_of_its_history_once(run: Run) -> None:
+def test_a_trial_reports_each_record_of_its_history_once(run: Run) -> None:
     attempt = start(begin(run), "job")
     history = HistoryReplay(run, "loss")
     assert history.new() == [], "nothing has begun"
@@ -299,7 +299,7 @@ def test_a_trial_reports_each_part_of_its_history_once(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("metric", "score"), [("loss", 2.9), ("test_loss", 1.0)])
-def test_a_trial_is_judged_by_its_mean_not_by_a_single_step(run: Run, metric: str, score: float) -> None:
+def test_a_trial_is_judged_by_its_mean_score_rather_than_a_single_step(run: Run, metric: str, score: float) -> None:
     attempt = start(begin(run), "job")
     report(
         run,
@@ -325,7 +325,7 @@ def trial(run: Run) -> Run:
     return trial
 
 
-def test_a_promoted_checkpoint_belongs_to_the_search(run: Run, trial: Run, sunspot: Command) -> None:
+def test_a_promoted_checkpoint_becomes_a_checkpoint_of_the_search(run: Run, trial: Run, sunspot: Command) -> None:
     best = find_best_checkpoint(trial, "loss", "min")
     assert best
     begin(run)
@@ -356,7 +356,7 @@ def test_a_superseded_search_promotes_nothing(run: Run, trial: Run) -> None:
     assert not list_checkpoints(run)
 
 
-def test_a_search_superseded_during_the_copy_promotes_nothing(
+def test_a_search_superseded_during_promotion_keeps_the_previous_checkpoint(
     run: Run, trial: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = promote(run, "old", {}, trial, "step-00000010-attempt-0001")
@@ -410,7 +410,7 @@ def test_the_best_trial_comes_first_and_failed_trials_are_not_eligible() -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"trials": []}', b'{"trials": [{"state": "asleep"}]}'])
-def test_search_results_of_another_version_are_ignored(run: Run, content: bytes) -> None:
+def test_search_results_written_by_a_different_version_are_ignored(run: Run, content: bytes) -> None:
     run.storage.write(run.key("search.json"), content)
     assert read_results(run) is None
 
@@ -457,7 +457,7 @@ def test_trials_share_the_clusters_resources(
     assert ("no room" in reason) == (0 < at_once < settings.get("concurrent_trials", 0))
 
 
-def test_a_search_waits_for_its_jobs_nodes(set_constants: SetConstants) -> None:
+def test_a_search_waits_for_the_nodes_of_its_job(set_constants: SetConstants) -> None:
     set_constants(sunspot.tune.trials, NODES_POLL_EVERY_S=0.01, NODES_TIMEOUT_S=0.5)
     wanted = {"concurrent_trials": 2, "num_workers": "1", "resources_per_worker": {"CPU": 1, "slot": 1}}
 

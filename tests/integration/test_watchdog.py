@@ -165,7 +165,7 @@ def test_a_rank_that_makes_progress_is_not_ended(run: Run, train: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_timeout_of_0_ends_no_rank(run: Run) -> None:
+def test_a_timeout_of_0_disables_the_watchdog(run: Run) -> None:
     code, output, _ = run_rank(run, "watchdog.heartbeat(41)\ntime.sleep(2)", timeout_s=0)
     assert (code, output) == (0, "trained\n")
 
@@ -178,7 +178,7 @@ def test_a_rank_has_more_time_for_its_first_step(run: Run) -> None:
     assert event["detail"].startswith("rank 1: no step for 4 s")
 
 
-def test_a_rank_that_hears_nothing_before_its_claim_is_ended(run: Run) -> None:
+def test_a_rank_that_gets_no_answer_before_training_starts_is_ended(run: Run) -> None:
     """Such a rank gets no additional time for a first step, and its hang is recorded with the previous attempt."""
     claim(run, [], Attempt(1, "job", None, 0))
     waits = """
@@ -212,7 +212,7 @@ def test_a_rank_that_hangs_after_a_pause_is_ended(run: Run) -> None:
         pytest.param("ctypes.PyDLL(None).sleep(1000)", id="in a library"),
     ],
 )
-def test_a_rank_that_holds_the_gil_is_ended_and_the_next_rank_on_its_node_reports_it(run: Run, hangs: str) -> None:
+def test_a_hang_that_holds_the_gil_is_reported_by_the_next_rank_on_the_node(run: Run, hangs: str) -> None:
     code, output, _ = run_rank(run, f"watchdog.heartbeat(41)\ntime.sleep(0.5)\n{hangs}")
     assert code == 1, output
     assert read_journal(run, "events") == [], "a rank that holds the GIL writes no event"
@@ -235,7 +235,7 @@ def test_a_rank_that_holds_the_gil_is_ended_and_the_next_rank_on_its_node_report
     assert left_behind(run) == []
 
 
-def test_any_run_removes_the_dumps_of_old_runs(run: Run) -> None:
+def test_a_run_removes_the_old_stack_dumps_of_other_runs(run: Run) -> None:
     gone = [SHARED_MEMORY / f"sunspot-hang-{secrets.token_hex(6)}-0001-0000" for _ in range(2)]
     for path, age_s in zip(gone, (2 * 86_400, 3_600), strict=True):
         path.write_text("{}\n")
@@ -249,7 +249,7 @@ def test_any_run_removes_the_dumps_of_old_runs(run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fifo", "link", "of another user", "huge", "deep"])
-def test_a_dump_of_another_user_is_neither_read_nor_reported(run: Run, kind: str, tmp_path: Path) -> None:
+def test_a_stack_dump_of_another_user_is_neither_read_nor_reported(run: Run, kind: str, tmp_path: Path) -> None:
     path = Path(f"{stacks_folder()}/{stacks_prefix(run)}x")
     header = {"attempt": 1, "rank": 0, "world_size": 2, "step": 3, "beat": 0.0, "thread": 1}
     stacks = "\nThread 0x1 (most recent call first):\n"
@@ -294,7 +294,7 @@ def test_a_rank_ends_even_if_storage_and_the_control_channel_hang(run: Run) -> N
 
 
 @pytest.mark.slow
-def test_the_timer_ends_a_rank_whose_report_hangs(run: Run) -> None:
+def test_the_timer_ends_a_rank_that_hangs_while_it_reports(run: Run) -> None:
     code, _, seconds = run_rank(
         run, "hang.describe = lambda *a: ctypes.PyDLL(None).sleep(1000)\nwatchdog.heartbeat(41)\ntime.sleep(1000)"
     )
@@ -303,7 +303,7 @@ def test_the_timer_ends_a_rank_whose_report_hangs(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_forked_child_ends_as_if_there_were_no_watchdog(run: Run) -> None:
+def test_the_watchdog_does_not_affect_how_a_forked_child_ends(run: Run) -> None:
     forks = """
         import os, signal
         time.sleep(2)  # by now the timer is set
@@ -349,7 +349,7 @@ model(torch.ones(1, 4)).sum().backward()
 """
 
 
-def test_the_rank_for_which_the_others_wait_is_identified(run: Run, tmp_path: Path) -> None:
+def test_the_rank_for_which_the_other_ranks_wait_is_identified(run: Run, tmp_path: Path) -> None:
     train = COLLECTIVE.replace("INIT", str(tmp_path / "init"))
     processes = [start_rank(run, train, rank=rank, begin=TORCH, timeout_s=3) for rank in (0, 1)]
     waiting, hung = [wait_for(process, 120) for process in processes]
@@ -404,7 +404,7 @@ ABOUT = {"attempt": 3, "rank": 1, "world_size": 2, "step": 41, "beat": 1000.0, "
         (["/w/my_collate.py", "/v/site-packages/ray/data/iterator.py", "/w/step.py"], "", "/w/my_collate.py"),
     ],
 )
-def test_a_hang_is_described_by_the_innermost_relevant_file(files: list[str], waits_for: str, place: str) -> None:
+def test_the_location_of_a_hang_is_its_innermost_relevant_frame(files: list[str], waits_for: str, place: str) -> None:
     found = describe(ABOUT, dump(["/main.py"], files), 1300.4)
     verb = f"waits for {waits_for}" if waits_for else "is stuck"
     assert found.detail == f"rank 1: no step for 300 s; {verb} in work at {place}:7"
@@ -449,7 +449,7 @@ def test_ranks_without_rows_from_ray_data_do_not_count_as_hung(waits_for: dict[i
         ({0: False, 1: True}, [0, 2]),
     ],
 )
-def test_the_ranks_that_the_others_wait_for_are_suspects(waiting: dict[int, bool], found: list[int]) -> None:
+def test_the_ranks_that_the_other_ranks_wait_for_are_suspects(waiting: dict[int, bool], found: list[int]) -> None:
     hangs = [Hang(rank, "", waits) for rank, waits in waiting.items()]
     assert find_suspects(hangs, 3) == found
     assert read_hangs([{"event": "commit failed"}, *(hang.record() for hang in hangs)]) == hangs
@@ -483,7 +483,7 @@ def test_a_process_that_hangs_before_its_first_step_ends_itself() -> None:
     assert "this process ends itself, because this did not happen within 1 s: a group of 3 formed" in ended.stderr
 
 
-def test_the_context_around_a_pause_lasts_as_long_as_the_pause(run: Run) -> None:
+def test_the_given_context_is_active_only_while_the_watchdog_is_paused(run: Run) -> None:
     pauses = list[str]()
 
     @contextlib.contextmanager
@@ -498,7 +498,7 @@ def test_the_context_around_a_pause_lasts_as_long_as_the_pause(run: Run) -> None
     assert pauses == ["begins", "ends"]
 
 
-def test_a_process_cancels_its_timer_at_a_fork_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fork_hook_that_cancels_timers_is_registered_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group of the process has a watchdog, but a fork hook stays registered until the process ends."""
     registered = list[object]()
     monkeypatch.setattr(os, "register_at_fork", lambda before: registered.append(before))

@@ -45,14 +45,16 @@ def test_two_pods_connect_and_time_an_all_reduce(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_pod_warns_if_the_other_pod_does_not_come(rank: int, tmp_path: Path, set_constants: SetConstants) -> None:
+def test_a_pod_warns_if_the_other_pod_does_not_appear_in_time(
+    rank: int, tmp_path: Path, set_constants: SetConstants
+) -> None:
     set_constants(all_reduce, WAIT_S=1.0, LOOK_S=0.1)
     check = try_all_reduce(str(tmp_path), "here", rank, 0)
     assert (check.result, check.seen) == (Result.WARNING, "not tried: the other pod did not come within 1 s")
     assert not open_storage(str(tmp_path)).list("")
 
 
-def test_a_pod_that_cannot_reach_the_other_one_names_its_address(tmp_path: Path, set_constants: SetConstants) -> None:
+def test_a_pod_reports_the_address_that_it_cannot_reach(tmp_path: Path, set_constants: SetConstants) -> None:
     set_constants(all_reduce, ANSWER_S=1.0)
     open_storage(str(tmp_path)).write(f"{FOLDER}/here", b"127.0.0.1 9")
     check = try_all_reduce(str(tmp_path), "here", 1, 0)
@@ -78,7 +80,7 @@ def test_a_pod_that_cannot_reach_the_other_one_names_its_address(tmp_path: Path,
         (Timing(0.005, 0.001), 8, True, Result.OK, "by NCCL over a network it did not name, 8 GPUs in each"),
     ],
 )
-def test_slow_or_tcp_networks_cause_a_warning(
+def test_networks_that_are_slow_or_use_tcp_cause_a_warning(
     timing: Timing, gpus: int, devices: bool, result: Result, told: str, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     set_constants(all_reduce, RDMA=tmp_path if devices else tmp_path / "none")
@@ -95,7 +97,7 @@ def test_the_network_is_read_from_the_nccl_log(network: str, tmp_path: Path) -> 
     assert read_network(log) == network
 
 
-def test_the_nccl_log_is_private_and_deleted_with_the_process() -> None:
+def test_the_nccl_log_is_private_and_is_deleted_when_the_process_ends() -> None:
     program = "from sunspot.parallel.nccl_log import own_log; log = own_log(); log.touch(); "
     program += "print(log, oct(log.parent.stat().st_mode)[-3:], log == own_log())"
     said = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60)

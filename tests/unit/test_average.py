@@ -49,7 +49,7 @@ class Trainee:
         return copy.deepcopy(self.average.exchange(live))
 
 
-def test_the_average_follows_the_weights() -> None:
+def test_the_average_is_an_exponential_moving_average_of_the_weights() -> None:
     trainee, expected = Trainee(decay=0.4), torch.zeros(0)
     for step in range(1, 7):
         trainee.train(1, since=step - 1)
@@ -95,7 +95,7 @@ def live_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_averages_of_16_bit_weights_are_as_exact_as_those_of_32_bit_weights(dtype: torch.dtype) -> None:
+def test_averages_of_16_bit_weights_have_32_bit_precision(dtype: torch.dtype) -> None:
     average, model, optimizer = follow(dtype)
     expected, reference, its_optimizer = follow(torch.float32)
     exact = expected.exchange(live_state(reference, its_optimizer))["model"]["weight"]

@@ -57,7 +57,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     [("", 10, ""), ("a", 2, A)],
     ids=["none", "one, and the others do"],
 )
-def test_a_node_with_a_broken_gpu_is_left_out_if_the_others_suffice(
+def test_a_node_with_a_broken_gpu_is_excluded_if_the_other_nodes_suffice(
     broken: str, least: int, left_out: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.broken = broken
@@ -105,7 +105,7 @@ def training(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> BrokenInTrain
     ],
     ids=["launch failure, and dead since", "lost", "answers after an ECC error"],
 )
-def test_a_node_whose_gpu_broke_is_left_out_of_the_next_group(
+def test_a_node_with_a_newly_broken_gpu_is_excluded_from_the_next_group(
     codes: Suspects, broken: str, told: str, cluster: Cluster, training: BrokenInTraining
 ) -> None:
     cluster.broken = broken
@@ -113,7 +113,7 @@ def test_a_node_whose_gpu_broke_is_left_out_of_the_next_group(
     assert cluster.done == [("forget_group",), (A,)], "a drain of a group's node would be a notice"
 
 
-def test_the_remaining_group_still_gets_notices_after_a_node_is_left_out(
+def test_the_remaining_group_still_gets_notices_after_a_node_is_excluded(
     cluster: Cluster, training: BrokenInTraining
 ) -> None:
     """The supervisor passes notices only to the group that the control channel knows."""
@@ -127,7 +127,7 @@ def test_the_remaining_group_still_gets_notices_after_a_node_is_left_out(
     [({A: 710, B: 700}, {A, B}), ({C: None}, set()), ({"gone": None}, set()), ({}, set())],
     ids=["the program's error", "no GPU", "a lost node", "none"],
 )
-def test_a_gpu_that_still_works_stays_in_use(
+def test_a_gpu_that_still_works_after_an_error_stays_in_use(
     codes: Suspects, asked: set[str], cluster: Cluster, training: BrokenInTraining
 ) -> None:
     assert not training(codes)
@@ -143,7 +143,7 @@ def test_a_run_ends_if_it_needs_a_gpu_that_broke(cluster: Cluster, training: Bro
     assert not cluster.done
 
 
-def test_a_needed_gpu_is_used_again_if_it_works_or_had_no_error(cluster: Cluster, training: BrokenInTraining) -> None:
+def test_a_required_gpu_is_used_again_if_it_works_or_had_no_error(cluster: Cluster, training: BrokenInTraining) -> None:
     """MAX_FAILURES limits the number of attempts in that case."""
     assert not training({A: 214, B: 220})
     cluster.broken = "ab"  # the GPUs of a node that is about to end might not answer, either

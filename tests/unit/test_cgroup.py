@@ -38,7 +38,7 @@ def fill(folder: Path, **files: str) -> None:
         (folder / name).write_text(text)
 
 
-def test_cgroup_version_2_is_read(kernel: tuple[Path, Path]) -> None:
+def test_limits_are_read_from_cgroup_version_2(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
     (process / "cgroup").write_text("0::/pod/container\n")
     fill(groups, **{"cpu.stat": "usage_usec 9\n"})
@@ -51,7 +51,7 @@ def test_cgroup_version_2_is_read(kernel: tuple[Path, Path]) -> None:
     assert memory_left(groups, process) == 500_000
 
 
-def test_cgroup_version_1_is_read(kernel: tuple[Path, Path]) -> None:
+def test_limits_are_read_from_cgroup_version_1(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
     (process / "cgroup").write_text("4:memory:/pod\n1:cpu,cpuacct:/pod\n0::/\n")
     fill(groups / "cpu,cpuacct/pod", **{"cpu.stat": CPU_STAT["v1"]})
@@ -60,14 +60,14 @@ def test_cgroup_version_1_is_read(kernel: tuple[Path, Path]) -> None:
     assert memory_left(groups, process) == 500_000
 
 
-def test_a_container_sees_only_its_own_group(kernel: tuple[Path, Path]) -> None:
+def test_limits_are_read_if_a_container_sees_only_its_own_cgroup(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
     (process / "cgroup").write_text("1:cpu:/kubepods/pod7/abc\n")
     fill(groups / "cpu", **{"cpu.stat": CPU_STAT["v1"]})
     assert read_throttling(groups, process).periods == 40
 
 
-def test_without_cgroups_the_memory_of_the_machine_is_the_limit(kernel: tuple[Path, Path]) -> None:
+def test_the_machines_memory_is_the_limit_without_cgroups(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
     assert read_throttling(groups, process) == Throttling()
     assert Throttling().share == 0

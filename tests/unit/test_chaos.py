@@ -116,7 +116,7 @@ def test_the_seed_determines_the_order_of_fault_kinds() -> None:
         (["--kind", "kill", "--count", "0"], "0: must be an integer >= 1"),
     ],
 )
-def test_chaos_does_nothing_without_yes_or_with_invalid_arguments(
+def test_chaos_deletes_no_pod_without_confirmation_or_with_invalid_arguments(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -192,7 +192,7 @@ def test_chaos_prints_each_fault_with_its_receipt_and_then_the_audit(
     }
 
 
-def test_the_text_output_contains_fault_receipt_and_audit(
+def test_the_text_output_contains_the_fault_its_receipt_and_the_audit(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
     assert sunspot("chaos", "run", "--kind", "kill", "--seed", "1", "--yes") == 0
@@ -238,7 +238,7 @@ def test_one_receipt_can_belong_to_several_faults(
     assert [line["faults"] for line in sunspot.lines if line["event"] == "recovered"] == [[1, 2]]
 
 
-def test_a_fault_waits_for_a_ready_pod(
+def test_chaos_waits_for_a_ready_pod(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -323,7 +323,7 @@ def borrow(training: Training) -> None:
     ],
     ids=["ended", "gone", "borrowed", "unreachable"],
 )
-def test_chaos_rejects_runs_that_are_not_live_or_borrow_a_cluster(
+def test_chaos_rejects_ended_runs_and_runs_in_a_borrowed_cluster(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -346,7 +346,7 @@ def test_chaos_exits_with_code_3_for_an_unknown_run(cluster: FakeCluster, sunspo
 # ------------------------------------------------------------------------------------------------------------- the end
 
 
-def test_chaos_exits_with_the_audits_result(
+def test_chaos_exits_with_the_exit_code_of_the_audit(
     cluster: FakeCluster, run: Run, sunspot: Command, training: Training
 ) -> None:
     damage(run, commit(run, read_attempts(run)[0], 1))
@@ -355,7 +355,7 @@ def test_chaos_exits_with_the_audits_result(
     assert "1 checkpoint damaged" in sunspot.err
 
 
-def test_chaos_says_that_rows_are_not_proved_without_an_audit(
+def test_chaos_says_that_rows_cannot_be_checked_if_no_audit_was_recorded(
     cluster: FakeCluster,
     run: Run,
     sunspot: Command,

@@ -150,7 +150,7 @@ def test_a_sound_task_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lo
     ]
 
 
-def test_weights_that_change_before_the_optimizers_step_are_named(
+def test_weights_that_change_before_the_optimizers_step_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clamps = "self.first.weight.data.clamp_(-1, 1); self.head.weight.detach().clamp_(-1, 1); return self.head("
@@ -158,7 +158,7 @@ def test_weights_that_change_before_the_optimizers_step_are_named(
     assert "1 parameter changed outside of the optimizer's step, such as head.weight: " in caplog.text
 
 
-def test_arguments_that_the_task_never_reads_are_named(
+def test_arguments_that_the_task_never_reads_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reads = TASK.replace("return Net()", 'settings.task_args.get("hidden"); return Net()')
@@ -166,7 +166,7 @@ def test_arguments_that_the_task_never_reads_are_named(
     assert "SUNSPOT_TASK_ARGS: the task has not read hiden; did you mean hidden?" in caplog.text
 
 
-def test_metrics_of_all_held_out_rows_are_checked(
+def test_a_check_runs_compute_metrics_on_the_held_out_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     counts = f"{TASK}\ndef compute_metrics(scores, rows): return {{'sevens': (rows['label'] == 7).sum()}}\n"
@@ -182,7 +182,7 @@ def test_metrics_of_all_held_out_rows_are_checked(
 
 
 @pytest.mark.parametrize(("share", "done"), [("0", "evaluates nothing"), ("0.5", "trains, evaluates")])
-def test_a_check_reports_whether_it_has_evaluated(
+def test_a_check_reports_whether_it_ran_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, done: str
 ) -> None:
     rows = "[{'image': torch.full((1, 28, 28), n), 'label': n % 10} for n in range(40)]"
@@ -191,7 +191,7 @@ def test_a_check_reports_whether_it_has_evaluated(
     assert done in [*checked.describe()][-1]
 
 
-def test_parameters_without_a_gradient_are_named(
+def test_parameters_without_a_gradient_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     unused = TASK.replace(", nn.Linear(8, 10)", ", nn.Linear(8, 10); self.more = nn.Linear(1, 1)")
@@ -200,7 +200,7 @@ def test_parameters_without_a_gradient_are_named(
 
 
 @pytest.mark.parametrize(("what", "instead", "kind", "says"), BROKEN, ids=[each[3][:30] for each in BROKEN])
-def test_a_broken_task_is_named_with_its_line(
+def test_a_broken_task_is_reported_with_the_failing_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, instead: str, kind: type[SunspotError], says: str
 ) -> None:
     assert what in TASK
@@ -223,14 +223,14 @@ def test_a_broken_task_is_named_with_its_line(
         ("def checkpoint_files(model, state): return 1 / 0", r"ZeroDivisionError.*in checkpoint_files at .*\.py:\d+"),
     ],
 )
-def test_a_broken_part_of_a_task_is_named(
+def test_a_broken_function_of_a_task_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, says: str
 ) -> None:
     with pytest.raises(SunspotError, match=re.compile(says, re.DOTALL)):
         check_task(tmp_path, f"{TASK}\n{more}\n", monkeypatch)
 
 
-def test_an_error_describes_rows_of_any_type() -> None:
+def test_an_error_in_a_task_describes_the_rows_that_it_received() -> None:
     tokens = torch.tensor([[3, 40_000]]).to(torch.uint16)
     checked = TaskCheck("task", [], batch={"text": tokens, "right": torch.tensor([True])})
     told = r"with the rows text uint16 \[1, 2\] 3\.\.40000, right bool \[1\] 1\.\.1"
@@ -267,7 +267,7 @@ def test_the_command_prints_one_json_document(
     assert said["metrics"]["test_loss"] > 0 if passes else "its loss" in said["error"]
 
 
-def test_without_the_training_program_one_line_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_training_package_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sunspot.train.task_check", None)
     with pytest.raises(SettingsError, match=r"a task needs .*, which is not installed; .* installs it"):
         command.run(argparse.Namespace(settings=[], storage=None, json=False))

@@ -257,13 +257,13 @@ class Positive(torch.nn.Linear):
         return super().forward(rows)
 
 
-def test_weights_changed_through_data_in_each_pass_are_copied_at_once(run: Run) -> None:
+def test_weights_that_a_pass_changes_through_the_data_attribute_are_copied_at_once(run: Run) -> None:
     trainee = Trainee(run, model=Positive(40, 40))
     trainee.train(2)
     assert trainee.checkpoints._optimizer_only.ids == {id(trainee.model.bias)}
 
 
-def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_waits_until_the_state_has_been_copied(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters do not change during the copy. Batch norm's averages do, but they are copied before."""
     import sunspot.checkpoint.snapshot as module
 
@@ -283,7 +283,7 @@ def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_commit_is_dropped_if_weights_changed_but_waits_for_no_step(
+def test_a_commit_is_dropped_at_once_if_the_weights_change_during_the_copy(
     run: Run, monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
     """The next step can take minutes or hang. A change in progress at the end of the copy is noticed later."""
@@ -348,7 +348,9 @@ def test_parameters_that_the_forward_pass_changes_are_copied_intact(
     assert [name for name, tensor in expected.items() if not torch.equal(stored[name], tensor)] == []
 
 
-def test_the_newest_snapshot_wins_if_storage_is_slow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_snapshot_replaces_a_waiting_snapshot_if_storage_is_slow(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainee = Trainee(run, checkpoints_to_keep=9)
     go, begun = threading.Event(), threading.Event()
     commit = CheckpointCommitter._commit
@@ -455,7 +457,7 @@ def test_a_loop_that_never_waits_for_copies_still_raises_commit_errors(run: Run)
         old.checkpoints.took_step(2, None)
 
 
-def test_deleting_a_run_during_a_commits_cleanup_supersedes_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_commit_fails_if_the_run_was_deleted_during_cleanup(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(run: Run) -> list[Attempt]:
         for entry in run.storage.list(run.key("attempts")):
             run.storage.delete(entry.key)
@@ -499,7 +501,7 @@ def test_the_next_attempt_removes_files_of_killed_attempts(run: Run) -> None:
     assert [name for name, files in list_directories(run).items() if MANIFEST not in files] == [may_count]
 
 
-def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_written_late_by_the_previous_owner_is_ignored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old owner is superseded after its check, but before it writes its manifest."""
     import sunspot.checkpoint.commit as module
 
@@ -636,7 +638,7 @@ def assert_whole(run: Run, steps: list[int]) -> None:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_save_in_parts_does_not_wait_for_the_previous_commit(slow: int, run: Run, two_ranks: Any) -> None:
+def test_saving_shards_does_not_wait_for_the_previous_commit(slow: int, run: Run, two_ranks: Any) -> None:
     """The newest snapshot wins on all ranks, because it must be committed before a notice ends."""
 
     def act(rank: Rank, number: int) -> bool:
@@ -654,7 +656,7 @@ def test_a_save_in_parts_does_not_wait_for_the_previous_commit(slow: int, run: R
 
 
 @pytest.mark.parametrize("refused", [0, 1])
-def test_steps_do_not_wait_for_parts_that_storage_rejects(refused: int, run: Run, two_ranks: Any) -> None:
+def test_steps_do_not_wait_for_shards_that_storage_rejects(refused: int, run: Run, two_ranks: Any) -> None:
     def act(rank: Rank, number: int) -> None:
         rank.storage.steps = (1, 2) if number == refused else ()
         rank.storage.refuses = True
@@ -670,7 +672,7 @@ def test_steps_do_not_wait_for_parts_that_storage_rejects(refused: int, run: Run
     assert not [find_faults(run, checkpoint) for checkpoint in list_checkpoints(run) if find_faults(run, checkpoint)]
 
 
-def test_ranks_of_different_speed_commit_the_same_parts(run: Run, two_ranks: Any) -> None:
+def test_fast_and_slow_ranks_commit_the_same_checkpoints(run: Run, two_ranks: Any) -> None:
     def act(rank: Rank, number: int) -> None:
         pace = random.Random(number)
         write = ShardWriter.files
@@ -693,7 +695,7 @@ def recorded(asked: list[str], request: Callable[..., Any]) -> Callable[..., Any
 
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp", "as INIT_FROM"])
-def test_one_rank_reads_the_indexes_of_a_checkpoint_in_parts_for_all_ranks(how: Any, run: Run, two_ranks: Any) -> None:
+def test_one_rank_reads_the_shard_indexes_for_all_ranks(how: Any, run: Run, two_ranks: Any) -> None:
     """Each rank that wrote the checkpoint has an index, so 64 ranks would otherwise make 4,096 requests."""
 
     def act(rank: Rank, number: int) -> set[str]:
@@ -721,7 +723,7 @@ def test_one_rank_reads_the_indexes_of_a_checkpoint_in_parts_for_all_ranks(how: 
     assert two_ranks(act) == [{"extra_state.pt", "part-00000.json", "part-00001.json"}, set()]
 
 
-def test_one_rank_checks_the_last_checkpoints_parts_for_all_ranks(run: Run, two_ranks: Any) -> None:
+def test_one_rank_checks_all_shards_of_the_last_checkpoint(run: Run, two_ranks: Any) -> None:
     """Only ranks that write a safetensors file read all parts, because there can be more ranks than files."""
 
     def act(rank: Rank, number: int) -> list[str]:
@@ -740,7 +742,7 @@ def test_one_rank_checks_the_last_checkpoints_parts_for_all_ranks(run: Run, two_
     assert_whole(run, [100])
 
 
-def test_a_part_that_changed_after_it_was_written_is_not_committed(run: Run) -> None:
+def test_a_shard_that_changed_after_it_was_written_is_not_committed(run: Run) -> None:
     """A rank writes no piece of a tensor with fewer rows than ranks."""
     one, none = torch.ones(1, 2), torch.empty(0, 2)
     state: Any = {"model": {"own": one, "none": none}, "optimizer": {"state": {}, "param_groups": []}}
@@ -783,7 +785,7 @@ class Obstacle:
     ("function", "file"),
     [("scandir", "attempts"), ("open", "model.pt"), ("fsync", ""), ("replace", "model.pt"), ("replace", "manifest")],
 )
-def test_a_hung_directory_ends_the_run_in_time_and_damages_nothing(
+def test_a_hung_file_system_ends_the_run_promptly_and_damages_nothing(
     function: str, file: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainee = Trainee(run)
@@ -818,7 +820,7 @@ def test_a_hung_directory_ends_the_run_in_time_and_damages_nothing(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO])
-def test_a_failing_directory_is_reported_once_and_training_continues(
+def test_a_failing_file_system_is_reported_once_and_training_continues(
     number: int, run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     set_constants(sunspot.storage.limits, BACKOFF_S=(0.01,))
@@ -860,7 +862,7 @@ def test_a_run_whose_directory_is_removed_ends_and_writes_nothing(run: Run, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_setting_the_clock_back_has_no_effect(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_the_clock_back_does_not_affect_commits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     trainee, now = Trainee(run, checkpoints_to_keep=1), time.time
     for step in range(1, 5):
         if step == 3:
@@ -913,7 +915,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_temporary_fault_does_not_end_the_run(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
+def test_a_temporary_storage_fault_does_not_end_the_run(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
     trainee = large_trainee(s3_run)
     trainee.train()
     operation, act = FAULTS[fault]
@@ -937,7 +939,9 @@ LASTING_FAULTS = {name: FAULTS[name] for name in KINDS_OF_FAULTS} | {
 
 
 @pytest.mark.parametrize("fault", LASTING_FAULTS)
-def test_the_error_for_a_lasting_fault_includes_the_object(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
+def test_the_error_for_a_permanent_storage_fault_names_the_object(
+    fault: str, s3_run: Run, s3_proxy: FaultProxy
+) -> None:
     trainee = large_trainee(s3_run)
     trainee.train()
     trainee.save()

@@ -90,7 +90,7 @@ def test_listing_checkpoints_finds_a_flipped_byte(
     assert digests == ([] if file == MANIFEST else [run.key("checkpoints", flipped.name, file)]), "nothing else is read"
 
 
-def test_a_run_that_was_copied_is_verified_by_its_bytes(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
+def test_a_copied_run_is_verified_by_hashing_its_files(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
     attempt = start(run, "job")
     for step in (3, 5):
         commit(run, attempt, step)
@@ -100,7 +100,9 @@ def test_a_run_that_was_copied_is_verified_by_its_bytes(run: Run, sunspot: Stora
     assert len(digests) == 4
 
 
-def test_files_without_versions_are_hashed_each_time(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
+def test_files_without_recorded_versions_are_hashed_each_time(
+    run: Run, sunspot: StorageCommand, digests: list[str]
+) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
     files = {name: {"size": f["size"], "sha256": f["sha256"]} for name, f in checkpoint.files.items()}
     write_manifest(run, replace(checkpoint, files=files))
@@ -108,7 +110,7 @@ def test_files_without_versions_are_hashed_each_time(run: Run, sunspot: StorageC
     assert len(digests) == 2
 
 
-def test_the_newest_checkpoints_are_listed(run: Run, sunspot: StorageCommand) -> None:
+def test_only_the_newest_checkpoints_are_listed_by_default(run: Run, sunspot: StorageCommand) -> None:
     attempt = start(run, "job")
     for step in range(1, 61):
         commit(run, attempt, step)
@@ -119,7 +121,7 @@ def test_the_newest_checkpoints_are_listed(run: Run, sunspot: StorageCommand) ->
     assert len(sunspot("checkpoints", "ls", "run", "--all", "--json").json) == 60
 
 
-def test_in_s3_a_row_costs_one_read_and_a_changed_object_is_read_completely(
+def test_listing_s3_checkpoints_reads_only_manifests_and_changed_objects(
     s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
@@ -156,7 +158,7 @@ def in_storage(run: Run, checkpoint: Checkpoint) -> dict[str, bytes]:
     return {name: run.storage.read(run.key("checkpoints", checkpoint.name, name)) for name in names}
 
 
-def test_the_newest_checkpoint_is_written_to_a_directory_of_its_name(
+def test_the_newest_checkpoint_is_downloaded_to_a_directory_with_its_name(
     run: Run, sunspot: StorageCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -420,7 +422,7 @@ def test_gc_keeps_files_that_a_live_process_might_be_writing(
     assert left(run) == {good.name}
 
 
-def test_gc_uses_the_storages_clock(run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_uses_the_clock_of_the_storage(run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = start(begin(run), "job")
     good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
     write_status(run, Status(RunState.RUNNING, "job"))
@@ -430,7 +432,7 @@ def test_gc_uses_the_storages_clock(run: Run, sunspot: StorageCommand, monkeypat
     assert left(run) == {good.name, begun}, "this machine's clock is two days ahead"
 
 
-def test_gc_keeps_files_whose_manifest_would_still_count(run: Run, sunspot: StorageCommand) -> None:
+def test_gc_keeps_files_of_a_commit_that_could_still_complete(run: Run, sunspot: StorageCommand) -> None:
     """The next attempt started from a copy of that step in memory while the old process is about to commit the step."""
     attempt = start(run, "job")
     good = commit(run, attempt, 3)
@@ -468,7 +470,9 @@ def test_gc_ignores_an_attempt_that_began_after_the_listing(
     assert [checkpoint.name for checkpoint in list_checkpoints(run)] == [good.name, later.name]
 
 
-def test_gc_removes_no_checkpoint_while_an_attempt_is_choosing(run: Run, sunspot: StorageCommand) -> None:
+def test_gc_removes_nothing_while_an_attempt_is_choosing_its_starting_checkpoint(
+    run: Run, sunspot: StorageCommand
+) -> None:
     first = start(run, "job")
     for step in (3, 5):
         commit(run, first, step)
@@ -494,7 +498,7 @@ def test_gc_lists_the_removed_checkpoints_if_storage_fails(
     assert (answer.code, "removed 2 of 5: " in answer.out) == (4, True)
 
 
-def test_gc_removes_files_of_killed_writers_from_a_disk(run: Run, sunspot: StorageCommand) -> None:
+def test_gc_removes_temporary_files_of_killed_writers_from_a_directory(run: Run, sunspot: StorageCommand) -> None:
     assert isinstance(run.storage, LocalStorage)
     commit(run, start(run, "job"), 3)
     folder = run.storage.root / "run" / "metrics"

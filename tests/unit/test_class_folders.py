@@ -149,7 +149,7 @@ def test_a_note_mentions_an_unread_validation_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names", [["train-0.parquet", "test-0.parquet"], ["data/Training/0.parquet", "data/val.parquet"]]
 )
-def test_mixed_training_and_held_out_files_are_rejected(tmp_path: Path, names: list[str]) -> None:
+def test_a_folder_that_mixes_training_and_held_out_files_is_rejected(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table({"x": [0.5, 1.5]}), tmp_path / name)
@@ -185,14 +185,14 @@ def test_a_note_explains_the_class_of_nested_images(tmp_path: Path) -> None:
     )
 
 
-def test_a_single_class_is_rejected_only_if_the_task_predicts(tmp_path: Path) -> None:
+def test_a_single_class_is_rejected_only_if_the_task_predicts_classes(tmp_path: Path) -> None:
     settings = Settings(dataset=put_files(tmp_path, "images/a.png", "images/b.png"))
     with refusal(DataError, "one class, images", "a separate folder", "without `label`"):
         make_plan(settings, predicting_task())
     assert rows_in(make_plan(settings, Task(SimpleNamespace(), settings)).source) == 2
 
 
-def test_rows_to_predict_can_have_one_class_or_lack_a_class(tmp_path: Path) -> None:
+def test_folders_to_predict_need_not_match_the_models_classes(tmp_path: Path) -> None:
     location = put_files(tmp_path, "new/today/a.png", "new/yesterday/a.png", "empty/", "old/a.heic")
     model = ModelData((3, 4, 5), 2, ("cat", "dog"), scales=True)
     train, _ = find_sources(PredictionSettings.of(Settings(dataset=location), model))

@@ -148,7 +148,7 @@ def test_status_without_a_cluster_does_not_import_the_kubernetes_client(
         (["render", "--run", "a", "EPOCHS=3"], "EPOCHS=3: write --set EPOCHS=3"),
     ],
 )
-def test_an_unknown_word_is_answered_with_a_suggestion(
+def test_an_unknown_word_is_reported_with_a_suggestion(
     capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -172,7 +172,7 @@ def test_every_command_accepts_storage_and_json_and_cluster_commands_accept_a_co
             assert VERBS[verb].partition(" ")[0] in text
 
 
-def test_a_command_without_a_cluster_rejects_cluster_options(sunspot: StorageCommand) -> None:
+def test_a_command_that_needs_no_cluster_rejects_cluster_options(sunspot: StorageCommand) -> None:
     answer = sunspot("metrics", "run", "--context", "nowhere")
     assert (answer.code, answer.out) == (2, "")
     assert answer.err == "error: --context: no such option; see `sunspot metrics --help`\n"
@@ -232,7 +232,7 @@ def test_an_invalid_run_name_is_rejected(sunspot: StorageCommand, name: str) -> 
     assert (answer.code, answer.out) == (2, "")
 
 
-def test_an_empty_storage_option_does_not_mean_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_storage_option_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert StorageCommand("", capsys)("metrics", "run").code == 2
 
 
@@ -393,7 +393,9 @@ def history(run: Run) -> list[dict[str, Any]]:
     return [{"attempt": 1, **record} for record in records[:2]] + [{"attempt": 2, **record} for record in later]
 
 
-def test_metrics_follow_the_lineage(sunspot: StorageCommand, history: list[dict[str, Any]]) -> None:
+def test_the_metrics_command_prints_the_steps_of_the_lineage(
+    sunspot: StorageCommand, history: list[dict[str, Any]]
+) -> None:
     shown = sunspot.process("metrics", "run", "--json")
     assert (shown.code, shown.err) == (0, "")
     assert shown.json == [*history[:-1], {**history[-1], "loss": None}]
@@ -421,7 +423,7 @@ def test_metrics_are_written_as_parquet(sunspot: StorageCommand, history: list[d
     assert rows[-1]["ranks"] == [{"rows": 3}, {"rows": 2}]
 
 
-def test_parquet_with_json_reports_the_written_file(
+def test_writing_parquet_with_the_json_option_reports_the_written_file(
     run: Run, sunspot: StorageCommand, history: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     file = tmp_path / "history.parquet"
@@ -524,7 +526,7 @@ def test_rows_after_the_newest_intact_checkpoint_are_not_audited(run: Run, sunsp
     assert "step 4: 2 rows" not in proved.err
 
 
-def test_an_evaluation_at_the_start_does_not_count_as_a_step(run: Run, sunspot: StorageCommand) -> None:
+def test_an_attempt_that_only_evaluated_needs_no_receipt(run: Run, sunspot: StorageCommand) -> None:
     """Attempt 2 does the evaluation that attempt 1 missed, commits it, and is lost before its first step."""
     first = start(run, "job", tier="beginning", world_size=2)
     record_audit(run, first, consumed(1, 5))
@@ -554,7 +556,7 @@ LAST = consumed(5, 5)[5]
         (3, {"step_2": SECOND[:4]}, epoch(1, rows=14), "step 2: 4 rows instead of 5"),
     ],
 )
-def test_an_audit_finds_wrong_rows(
+def test_an_audit_finds_missing_repeated_and_unknown_rows(
     run: Run, sunspot: StorageCommand, last: int, changes: dict[str, list[int]], found: dict[str, int], told: str
 ) -> None:
     audited(run, last, **changes)
@@ -563,7 +565,7 @@ def test_an_audit_finds_wrong_rows(
     assert told in proved.err
 
 
-def test_a_single_remaining_row_joins_the_previous_step(run: Run, sunspot: StorageCommand) -> None:
+def test_a_single_row_left_at_the_end_of_an_epoch_joins_the_last_step(run: Run, sunspot: StorageCommand) -> None:
     begin(run, rows=11, batch=5, steps_per_epoch=2)
     attempt = started(run, "job")
     record_audit(run, attempt, {1: [0, 1, 2, 3, 4], 2: [5, 6, 7, 8, 9, 10], 3: [10, 9, 8, 7, 6], 4: [5, 4, 3, 2, 1, 0]})
@@ -647,14 +649,16 @@ def test_every_attempt_that_took_a_step_needs_a_receipt(
         assert lines[-1].endswith(f": {len(missing)} receipt{'s' if len(missing) > 1 else ''} missing")
 
 
-def test_the_audit_reports_a_fault_before_missing_records(run: Run, sunspot: StorageCommand) -> None:
+def test_the_audit_reports_a_missing_receipt_even_without_recorded_rows(run: Run, sunspot: StorageCommand) -> None:
     commit(run, start(run, "job", tier="beginning"), 5)
     proved = sunspot("audit", "run", "--json")
     assert (proved.code, proved.out) == (7, "")
     assert "1 receipt missing" in proved.err
 
 
-def test_a_start_from_memory_is_not_reported_as_damage_or_loss(run: Run, sunspot: StorageCommand) -> None:
+def test_an_attempt_that_starts_from_memory_is_not_reported_as_damage_or_loss(
+    run: Run, sunspot: StorageCommand
+) -> None:
     """The run continues from step 4 of attempt 1, but storage has only its step 2."""
     first = start(run, "job", tier="beginning", world_size=2)
     report(run, first, *({"step": step, "time": float(step), "loss": 1.0} for step in (2, 4, 6)))

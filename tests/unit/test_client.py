@@ -87,7 +87,7 @@ def test_submit_raises_an_error_without_a_cluster(monkeypatch: pytest.MonkeyPatc
         submit("run", storage="s3://bucket/runs")
 
 
-def test_methods_return_the_same_json_as_the_command(
+def test_python_methods_return_the_same_json_as_the_commands(
     run: StoredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = run.storage.locate("")
@@ -182,7 +182,7 @@ def test_a_missing_run_raises_not_found(run: StoredRun) -> None:
 
 
 @pytest.mark.parametrize("call", ["Run(*sys.argv[1:]).predict([])", "train(sys.argv[1], storage=sys.argv[2])"])
-def test_methods_that_need_a_missing_extra_name_it(call: str, run: StoredRun) -> None:
+def test_methods_name_the_missing_extra_that_they_need(call: str, run: StoredRun) -> None:
     program = f"{WITHOUT}from sunspot.client import Run, train; {call}"
     begin(run)
     answer = process("run", run.storage.locate(""), program=program)
@@ -193,7 +193,7 @@ def test_methods_that_need_a_missing_extra_name_it(call: str, run: StoredRun) ->
     )
 
 
-def test_the_examples_in_the_python_page_run(
+def test_the_examples_on_the_python_page_work(
     cluster: FakeCluster, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SUNSPOT_STORAGE_PATH", f"s3://{s3_bucket}/runs")

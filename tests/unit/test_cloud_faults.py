@@ -102,7 +102,7 @@ def assert_nothing_left(storage: Storage) -> None:
     assert storage.list_unfinished("") == []
 
 
-def test_deleting_an_object_replaced_after_its_listing_keeps_it(cloud: Cloud) -> None:
+def test_an_object_replaced_after_its_listing_is_not_deleted(cloud: Cloud) -> None:
     def is_conditional(request: Request) -> bool:
         return request.method == "DELETE" and ("if-match" in request.headers or "ifGenerationMatch" in request.query)
 
@@ -132,7 +132,7 @@ def test_an_object_is_written_even_if_the_response_is_lost(cloud: Cloud) -> None
     assert cloud.storage.list_unfinished("") == []
 
 
-def test_a_create_succeeds_even_if_its_response_was_lost(cloud: Cloud) -> None:
+def test_creating_an_object_succeeds_even_if_the_response_was_lost(cloud: Cloud) -> None:
     cloud.proxy.on(lambda request: request.method in ("POST", "PUT"), s3.carry_out_then_reset, times=1)
     assert cloud.storage.create("run/run.json", b"first")
     assert not cloud.storage.create("run/run.json", b"second")

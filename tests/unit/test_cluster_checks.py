@@ -157,7 +157,7 @@ def test_this_machine_is_checked_if_there_is_no_kubeconfig(
     assert "cluster" not in sunspot.out + sunspot.err
 
 
-def test_an_unreachable_cluster_fails_one_check(sunspot: Command, fit: FakeCluster) -> None:
+def test_only_one_check_fails_if_the_cluster_is_unreachable(sunspot: Command, fit: FakeCluster) -> None:
     fit.down()
     found = checks(sunspot, code=4)
     assert "cannot be reached" in found["API server"]["seen"]
@@ -360,7 +360,7 @@ def test_each_cluster_fault_is_reported_with_its_fix(
         ),
     ],
 )
-def test_the_profiles_queue_is_checked(
+def test_the_queue_in_the_profile_is_checked(
     sunspot: Command, fit: FakeCluster, tmp_path: Path, queue: Any, result: str, seen: str
 ) -> None:
     profile = tmp_path / "mine.yaml"
@@ -388,7 +388,7 @@ def test_invalid_arguments_are_rejected(sunspot: Command, fit: FakeCluster, monk
 # ------------------------------------------------------------------------------------------------------------ the nodes
 
 
-def test_nodes_are_matched_like_in_the_scheduler() -> None:
+def test_doctor_matches_pods_to_nodes_like_the_scheduler() -> None:
     spot, gpu = {"cloud.google.com/gke-spot": "true"}, "nvidia.com/gpu"
     settings = {"RUN_NAME": "run", "NUM_WORKERS": "2", "STORAGE_PATH": "s3://b/p"}
     cluster = render("gke-spot", settings).manifest["spec"]["rayClusterSpec"]
@@ -465,7 +465,7 @@ def test_kubernetes_quantities_are_parsed(text: Any, number: float) -> None:
 # ----------------------------------------------------------------------------------------------------------- the bucket
 
 
-def test_a_missing_or_forbidden_bucket_fails_the_check(
+def test_the_check_of_a_missing_or_forbidden_bucket_fails(
     sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy
 ) -> None:
     s3_proxy.on("PutObject", s3.answer(403, "AccessDenied"))
@@ -476,7 +476,7 @@ def test_a_missing_or_forbidden_bucket_fails_the_check(
     assert "not ready for a run: 1 of 15 checks failed (storage first)" in sunspot.err
 
 
-def test_storage_without_conditional_writes_fails_the_check(
+def test_the_check_of_storage_without_conditional_writes_fails(
     sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy
 ) -> None:
     s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
@@ -486,7 +486,9 @@ def test_storage_without_conditional_writes_fails_the_check(
     assert not sunspot.run.storage.list("")
 
 
-def test_rejected_multipart_uploads_fail_the_check(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+def test_the_storage_check_fails_if_multipart_uploads_are_rejected(
+    sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy
+) -> None:
     s3_proxy.on("UploadPart", s3.answer(403, "AccessDenied"))
     found = checks(sunspot, code=4)
     assert found["storage latency"]["result"] == "ok"
@@ -508,14 +510,16 @@ def test_doctor_warns_if_a_bucket_keeps_deleted_objects(sunspot: Command, fit: F
 @pytest.mark.parametrize(
     ("prefix", "status", "drops"), [("runs/", "Enabled", True), ("other/", "Enabled", False), ("", "Disabled", False)]
 )
-def test_only_lifecycle_rules_for_this_prefix_count(s3_bucket: str, prefix: str, status: str, drops: bool) -> None:
+def test_only_lifecycle_rules_for_the_storage_prefix_count(
+    s3_bucket: str, prefix: str, status: str, drops: bool
+) -> None:
     rule = {"ID": "x", "Status": status, "Filter": {"Prefix": prefix}}
     rule["AbortIncompleteMultipartUpload"] = {"DaysAfterInitiation": 3}
     s3.plain_client().put_bucket_lifecycle_configuration(Bucket=s3_bucket, LifecycleConfiguration={"Rules": [rule]})
     assert open_storage(f"s3://{s3_bucket}/runs").drops_unfinished() is drops
 
 
-def test_a_forbidden_request_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -> None:
+def test_forbidden_bucket_checks_are_warnings(s3_bucket: str, s3_proxy: FaultProxy) -> None:
     for query in ("versioning", "lifecycle"):
         s3_proxy.on(lambda request, query=query: query in request.query, s3.answer(403, "AccessDenied"))
     found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}
@@ -665,7 +669,7 @@ def test_probe_pods_with_failed_checks_are_deleted(
     assert not fit.pods
 
 
-def test_probe_pods_that_fit_on_no_node_fail_a_check(
+def test_a_check_fails_if_probe_pods_fit_on_no_node(
     fit: FakeCluster, sunspot: Command, patient: None, set_constants: SetConstants
 ) -> None:
     set_constants("sunspot.submitter.doctor.probe_pods", WITHIN_S=0.3)
@@ -709,7 +713,7 @@ def test_the_output_of_the_probe_command_can_be_read(tmp_path: Path) -> None:
     assert (check.check, check.result) == ("storage", "failed")
 
 
-def test_an_interrupt_leaves_no_pods(
+def test_an_interrupt_deletes_the_probe_pods(
     fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(seconds: float) -> None:
@@ -721,7 +725,7 @@ def test_an_interrupt_leaves_no_pods(
     assert not fit.pods
 
 
-def test_the_storage_checks_folder_is_not_listed_as_a_run(run: Run, sunspot: Command) -> None:
+def test_the_folder_of_the_storage_check_is_not_listed_as_a_run(run: Run, sunspot: Command) -> None:
     sunspot.run.storage.write(f"{FOLDER}/x/small", b"left by a killed one")
     assert sunspot("list", "--json") == 0
     assert sunspot.json == []

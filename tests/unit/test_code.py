@@ -126,7 +126,7 @@ def test_untracked_files_are_listed_and_all_tracked_files_are_included(folder: P
     assert pack(folder).untracked == ()
 
 
-def test_the_same_files_always_give_the_same_archive(folder: Path, tmp_path: Path) -> None:
+def test_the_same_files_always_produce_the_same_archive(folder: Path, tmp_path: Path) -> None:
     first = pack(folder)
     copy = tmp_path / "copy"
     for name in sorted(first.names, reverse=True):
@@ -214,7 +214,7 @@ def test_files_that_commonly_contain_secrets_are_rejected_by_path(tmp_path: Path
     assert not refusals & set(CODE_FILES.split())
 
 
-def test_the_error_for_a_credential_in_a_file_gives_its_line(tmp_path: Path) -> None:
+def test_the_error_for_a_credential_in_a_file_includes_the_line(tmp_path: Path) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
     write(tmp_path, {"my_task.py": f"import os\n\nTOKEN = '{token}'\n", "test_task.py": "TOKEN = 'hf_fake'\n"})
     with pytest.raises(SettingsError) as refused:
@@ -346,7 +346,9 @@ def test_an_archive_from_git_archive_is_accepted(folder: Path, tmp_path: Path, n
     assert (Path(found) / "layers/__init__.py").exists()
 
 
-def test_a_folder_that_others_can_write_to_becomes_private(node: Path, folder: Path, tmp_path: Path) -> None:
+def test_the_code_folder_is_made_private_if_other_users_can_write_to_it(
+    node: Path, folder: Path, tmp_path: Path
+) -> None:
     home = node / f"sunspot-{os.getuid()}"
     home.mkdir()
     home.chmod(0o777)
@@ -369,7 +371,7 @@ def code_of(cluster: FakeCluster) -> str:
     return settings_of(cluster.jobs[only_job(cluster)])[CODE]
 
 
-def test_each_edit_creates_a_new_job_that_takes_over_the_run(
+def test_submitting_edited_code_creates_a_new_job_that_takes_over_the_run(
     cluster: FakeCluster, sunspot: Command, folder: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)

@@ -38,7 +38,7 @@ def test_completions_come_from_the_parser(
 
 
 @pytest.mark.parametrize("shell", SCRIPTS)
-def test_each_shell_loads_its_script(shell: str, tmp_path: Path) -> None:
+def test_each_shell_can_load_its_completion_script(shell: str, tmp_path: Path) -> None:
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
     (tmp_path / "sunspot").write_text(f'#!/bin/sh\nexec {sys.executable} -m sunspot "$@"\n')

@@ -154,7 +154,7 @@ WORDS = {
 """The cost of 4 hours at 2.25 and 6 hours at 5.25. The hour around the change is lost."""
 
 
-def test_the_costs_of_three_runs_match_sums_by_hand(sunspot: StorageCommand) -> None:
+def test_the_costs_of_three_runs_match_sums_computed_by_hand(sunspot: StorageCommand) -> None:
     found = sunspot("cost", "--json").json
     runs = {run["run"]: run for run in found["runs"]}
     for name, expected in (("digits", DIGITS), ("words", WORDS)):
@@ -213,7 +213,7 @@ def test_a_stopped_run_costs_nothing_until_it_trains_again(tmp_path: Path) -> No
     assert read_details(run).spending.node_hours == 0.0, "it has no records that would show a later sign of life"
 
 
-def test_an_incident_costs_node_time_until_the_first_step() -> None:
+def test_the_cost_of_an_incident_includes_node_time_until_the_first_step() -> None:
     run = [
         Attempt(n, "job", None, 0, time=time, metadata=Metadata(nodes=hosts("a"), settings=settings()))
         for n, time in ((1, 0), (2, 2 * HOUR))
@@ -304,7 +304,7 @@ def test_invalid_prices_in_a_profile_are_rejected(
     assert message in str(refused.value)
 
 
-def test_prices_of_an_existing_cluster_are_set_by_hand() -> None:
+def test_prices_for_an_existing_cluster_come_from_the_setting() -> None:
     prices = '{"head": {"price": 1}}'
     job = render("kind", {"PRICES": prices}, cluster="shared")
     assert load_settings(settings_of(job.manifest)).job.prices["head"].price == 1.0
@@ -316,7 +316,7 @@ def test_invalid_prices_in_a_setting_are_rejected(value: str) -> None:
         load_settings({"PRICES": value})
 
 
-def test_trials_are_not_charged_for_their_searchs_head() -> None:
+def test_trials_are_not_charged_for_the_head_of_their_search() -> None:
     prices = json.dumps({"head": {"price": 1.0}, "workers": {"price": 2.0}})
     given = {"LEARNING_RATE": "uniform(0.1,0.2)", "TRIALS": "2", "RUN_NAME": "tune", "PRICES": prices}
     search = load_search({f"SUNSPOT_{name}": value for name, value in given.items()})

@@ -159,7 +159,7 @@ def ask(port: int, method: str = "GET", path: str = "/", body: bytes = b"", **he
         return response.status, response.read().decode()
 
 
-def test_requests_get_the_token_and_keep_their_bodies(local: LocalPort, dashboard: int) -> None:
+def test_the_token_is_added_to_requests_without_changing_their_bodies(local: LocalPort, dashboard: int) -> None:
     port = local.server_address[1]
     assert ask(dashboard) == (401, "no token")
     assert ask(port)[0] == 200
@@ -211,7 +211,9 @@ def test_requests_with_a_repeated_security_header_are_rejected(name: str) -> Non
         assert "is repeated" in find_problem(f"{head}\r\n{name} : {other}\r\n\r\n".encode())
 
 
-def test_a_client_that_sends_its_head_slowly_is_disconnected(local: LocalPort, set_constants: SetConstants) -> None:
+def test_a_client_that_sends_its_request_headers_slowly_is_disconnected(
+    local: LocalPort, set_constants: SetConstants
+) -> None:
     set_constants("sunspot.machine.local_http", HEAD_WITHIN_S=0.5)
     began = time.monotonic()
     with socket.create_connection(local.server_address[:2], timeout=10) as client, contextlib.suppress(OSError):
@@ -396,7 +398,7 @@ def test_a_refused_connection_in_the_pod_is_reported(cluster: FakeCluster, run: 
     assert process.end()[0] == 0
 
 
-def test_the_dashboard_asks_for_a_token_that_cannot_be_read(cluster: FakeCluster, run: Run, dashboard: int) -> None:
+def test_the_user_is_told_if_the_dashboard_token_cannot_be_read(cluster: FakeCluster, run: Run, dashboard: int) -> None:
     make_live(cluster, run)
     cluster.on("GET", "/portforward", Kubelet(dashboard))
     cluster.faults.insert(0, ("GET", "/secrets/", answer(403, 'User "me" cannot get secrets'), 9))
@@ -432,7 +434,7 @@ def test_a_run_without_a_head_has_no_dashboard(cluster: FakeCluster, run: Run, s
     assert sunspot("dashboard", "run") == 4
 
 
-def test_an_unknown_run_is_reported_without_a_cluster(
+def test_an_unknown_run_is_reported_even_without_a_cluster(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))

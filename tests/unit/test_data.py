@@ -185,7 +185,7 @@ def test_row_ids_follow_the_order_of_paths_and_rows(tmp_path):
     assert source.where(3, 0) == f"{tmp_path}/b/0.parquet, row 2"
 
 
-def test_the_fingerprint_depends_on_names_groups_and_shape(tmp_path):
+def test_the_fingerprint_depends_on_file_names_row_groups_and_shape(tmp_path):
     def fingerprint(folder: str, name: str = "a.parquet", rows: int = 4, size: int = 4, group: int = 2) -> str:
         shutil.rmtree(tmp_path / folder, ignore_errors=True)
         images = tensors(random_images(rows, size, 4, seed=rows))
@@ -216,7 +216,7 @@ def fingerprint_of(request, tmp_path, set_constants):
     return make
 
 
-def test_content_of_the_same_size_changes_the_fingerprint(fingerprint_of):
+def test_changed_content_of_the_same_size_changes_the_fingerprint(fingerprint_of):
     images, labels = random_images(ROWS_OF_CONTENT, 8, 8), np.arange(ROWS_OF_CONTENT) % 7
     base = fingerprint_of(images, labels)
     assert fingerprint_of(images, labels) == base, "written again at another time"
@@ -239,7 +239,7 @@ def test_one_changed_pixel_changes_the_fingerprint_of_a_small_dataset(tmp_path):
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
-def test_samples_are_limited_in_number_and_lie_within_their_files(sizes):
+def test_fingerprint_samples_are_limited_in_number_and_stay_within_their_files(sizes):
     ranges = fingerprint.sample_ranges([size * 4096 for size in sizes])
     assert len(ranges) == len(sizes)
     for size, places in zip(sizes, ranges, strict=True):
@@ -410,7 +410,7 @@ def test_train_and_test_folders_become_training_and_held_out_rows(tmp_path):
     assert (rows_in(train), rows_in(test)) == (2, 2)
 
 
-def test_test_dataset_takes_precedence_and_can_equal_dataset(tmp_path):
+def test_the_test_dataset_setting_takes_precedence_over_a_test_folder(tmp_path):
     both = folders(tmp_path / "both", train=[0, 1, 2], test=[1, 2])
     other = folders(tmp_path / "other", rest=[0])
     train, test = open_image_splits(both, other)
@@ -563,7 +563,7 @@ def _open_counting(data_root: str, count: str) -> int:
     return rows_in(open_mnist(data_root)[0])
 
 
-def test_one_process_downloads_mnist_while_others_wait(tmp_path):
+def test_one_process_downloads_mnist_while_other_processes_wait(tmp_path):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         count = str(tmp_path / "count")
         assert pool.starmap(_open_counting, [(str(tmp_path / "data"), count)] * 3, chunksize=1) == [5000] * 3

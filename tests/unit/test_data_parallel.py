@@ -151,7 +151,7 @@ def compare_with_one_process(group: dist.ProcessGroup) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_with_different_used_parameters_match_a_single_process(world_size: int, tmp_path: Path) -> None:
+def test_ranks_that_use_different_parameters_match_a_single_process(world_size: int, tmp_path: Path) -> None:
     assert in_processes(tmp_path, world_size, compare_with_one_process) == [[]] * world_size
 
 

@@ -93,7 +93,7 @@ def test_delete_without_confirmation_removes_nothing_and_exits_with_2(
 
 
 @pytest.mark.parametrize(("typed", "removed"), [("y", True), ("run", True), ("n", False), ("", False), ("ru", False)])
-def test_delete_asks_on_a_terminal(
+def test_delete_asks_for_confirmation_on_a_terminal(
     sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch, typed: str, removed: bool
 ) -> None:
     fill(run)
@@ -158,7 +158,7 @@ def test_delete_removes_the_whole_run_and_nothing_else(
     assert in_bucket("delete", "run", "--yes") == 3
 
 
-def test_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
+def test_deleting_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
     fill(run)
     fill(open_run(run.storage.locate(""), "run-2"))
     assert isinstance(run.storage, LocalStorage)
@@ -200,7 +200,7 @@ def test_a_dataset_in_the_runs_folder_is_kept(sunspot: Command, run: Run, tmp_pa
     assert "the dataset" not in sunspot.out
 
 
-def test_a_searchs_trials_are_kept_and_listed(sunspot: Command, run: Run) -> None:
+def test_deleting_a_search_keeps_and_lists_its_trials(sunspot: Command, run: Run) -> None:
     fill(run)
     trials = [Run(run.storage, f"run-0{number}") for number in (1, 2)]
     for trial in trials:
@@ -258,7 +258,7 @@ def test_delete_warns_if_the_bucket_keeps_old_versions(in_bucket: Command, bucke
     assert not files_of(bucket_run)
 
 
-def test_objects_are_deleted_in_batches_or_singly_if_the_server_requires_it(
+def test_objects_are_deleted_in_batches_or_one_by_one_if_the_server_requires_it(
     s3_proxy: FaultProxy, bucket_run: Run, in_bucket: Command
 ) -> None:
     fill(bucket_run)
@@ -302,7 +302,7 @@ def test_a_run_that_trains_without_a_cluster_is_not_deleted(sunspot: Command, ru
     assert read_attempts(run) == [attempt]
 
 
-def test_an_older_live_rayjob_protects_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_a_run_is_not_deleted_while_an_older_rayjob_is_live(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     fill(run)
     end_job(cluster)
     cluster.put_job(rayjob("run-0", created=time.time() - 1000))
@@ -311,7 +311,9 @@ def test_an_older_live_rayjob_protects_the_run(sunspot: Command, run: Run, clust
     assert set(cluster.jobs) == {"run-0", JOB}
 
 
-def test_an_unreachable_cluster_protects_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_a_run_is_not_deleted_while_its_cluster_is_unreachable(
+    sunspot: Command, run: Run, cluster: FakeCluster
+) -> None:
     fill(run)
     before = files_of(run)
     cluster.down()
@@ -387,7 +389,7 @@ def test_a_damaged_run_can_be_deleted(sunspot: Command, run: Run, cluster: FakeC
 # ------------------------------------------------------------------------------------------------------ interruptions
 
 
-def test_manifests_are_deleted_before_files_and_records_last(run: Run) -> None:
+def test_attempts_and_manifests_are_deleted_first_and_run_records_last(run: Run) -> None:
     fill(run)
     groups = deletion_order(run, sorted(files_of(run)))
     tops = [{key.split("/")[1] for key in group} for group in groups]
@@ -436,7 +438,7 @@ def test_a_failed_deletion_lists_what_is_left_and_can_be_repeated(
     assert in_bucket.json == []
 
 
-def test_a_run_with_only_the_marker_left_is_deleted(sunspot: Command, run: Run) -> None:
+def test_a_run_with_only_the_deletion_marker_left_can_be_deleted(sunspot: Command, run: Run) -> None:
     mark_deletion(run, "me")
     assert sunspot("list", "--json") == 0
     assert [row["state"] for row in sunspot.json] == ["deleting"]

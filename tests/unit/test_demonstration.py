@@ -39,7 +39,7 @@ def trainer(program: str) -> Iterator[Trainer]:
         process.wait()
 
 
-def test_a_loss_is_described_in_the_order_of_its_events(run: Run) -> None:
+def test_the_events_after_losing_a_worker_are_described_in_order(run: Run) -> None:
     first = start(run, "job")
     saved = commit(run, first, 3)
     second = start(run, "job", saved.name, tier="memory")
@@ -50,7 +50,7 @@ def test_a_loss_is_described_in_the_order_of_its_events(run: Run) -> None:
     assert told[2][1] == "step 4: training continues 4.0 s after the loss (2 steps repeated)"
 
 
-def test_a_worker_is_killed_after_enough_steps(run: Run) -> None:
+def test_the_demonstration_kills_a_worker_after_enough_steps(run: Run) -> None:
     set_status(run, RunState.RUNNING, step=3)
     assert not reached_kill_step(run)
     set_status(run, RunState.RUNNING, step=4)
@@ -129,7 +129,7 @@ def test_every_wait_in_a_demonstration_times_out(set_constants: SetConstants) ->
             training.finish()
 
 
-def test_a_demonstration_removes_an_earlier_one(run: Run) -> None:
+def test_a_demonstration_deletes_the_run_of_an_earlier_demonstration(run: Run) -> None:
     owner = f"{JOB}1a2b3c4d"
     start(run, owner)
     set_status(run, RunState.SUCCEEDED, owner=owner)
@@ -145,7 +145,7 @@ def test_a_demonstration_removes_an_earlier_one(run: Run) -> None:
         ([], RunState.FAILED, "not a run of `sunspot demo`"),
     ],
 )
-def test_a_demonstration_removes_no_other_run_and_no_live_run(
+def test_a_demonstration_never_deletes_other_runs_or_live_runs(
     owners: list[str], state: RunState, said: str, run: Run
 ) -> None:
     for owner in owners:

@@ -63,7 +63,7 @@ def policies(folder: str) -> dict[str, dict[str, Any]]:
     return {item["metadata"]["name"]: item["spec"] for item in found}
 
 
-def test_base_policies_let_the_sunspot_wait_pod_reach_storage() -> None:
+def test_base_network_policies_let_the_sunspot_wait_pod_reach_storage() -> None:
     labels = template("gitops/wait")["metadata"]["labels"]
     everyone = {"deny-by-default", "within-clusters", "to-dns", "to-storage", "to-tracking", "to-workload-identity"}
     assert set(base_policies(labels)) == everyone
@@ -94,7 +94,7 @@ def test_the_live_page_has_its_own_storage_credentials() -> None:
     assert secrets == [{"name": "sunspot-storage-read", "optional": True}], "the credentials of runs may write"
 
 
-def test_the_live_page_accepts_its_services_host_names() -> None:
+def test_the_live_page_accepts_the_host_names_of_its_service() -> None:
     [container] = template("ui")["spec"]["containers"]
     arguments = make_parser().parse_args(container["command"][3:])
     service = find("ui", "Service")["metadata"]

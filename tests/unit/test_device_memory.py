@@ -58,7 +58,7 @@ def test_a_group_waits_until_the_previous_groups_memory_is_free(gpu: Gpu, capsys
     assert gpu.begin_group(lambda waited_s: 1.0) == 0, "a small difference belongs to no group"
 
 
-def test_only_one_group_waits_for_memory_of_another_program(gpu: Gpu) -> None:
+def test_only_the_first_group_waits_for_memory_used_by_another_program(gpu: Gpu) -> None:
     assert gpu.begin_group(lambda waited_s: 30) == 0
     assert gpu.begin_group(lambda waited_s: 30) == 0, "the other program had the memory before"
     assert gpu.begin_group(lambda waited_s: 50) == pytest.approx(DEVICE_WAIT_S, abs=0.5)

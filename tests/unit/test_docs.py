@@ -38,13 +38,13 @@ def test_links_in_the_docs_are_not_broken(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages().items(), ids=lambda page: page[0].name)
-def test_generated_pages_are_current(page: tuple[Path, str]) -> None:
+def test_generated_pages_are_up_to_date(page: tuple[Path, str]) -> None:
     path, text = page
     assert path.read_text() == text, "generate it again: .venv/bin/python -m scripts.docs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_files_modules_and_functions_in_the_pages_exist(page: Path) -> None:
+def test_files_modules_and_functions_named_in_the_docs_exist(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(rf"`((?:{'|'.join(TREES)})/[\w./-]*)`", text):
         assert (REPOSITORY / name).exists(), name
@@ -59,13 +59,13 @@ def test_files_modules_and_functions_in_the_pages_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_settings_in_the_pages_exist(page: Path) -> None:
+def test_settings_named_in_the_docs_exist(page: Path) -> None:
     for name in re.findall(rf"{PREFIX}([A-Z_]*[A-Z])\b", page.read_text()):
         assert name.lower() in SETTING_NAMES, name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_commands_spell_settings_without_the_prefix(page: Path) -> None:
+def test_commands_in_the_docs_use_setting_names_without_the_prefix(page: Path) -> None:
     own = {"VAR", *" ".join(re.findall(r"OWN = (.*)", (REPOSITORY / "Makefile").read_text())).split()}
     for command in re.findall(r"\bmake (?:train|tune|submit|render)\b[^`\n]*|--set [^`\s]+", page.read_text()):
         for name in re.findall(r"(?<= )([A-Z_]+)=", command):
@@ -93,7 +93,7 @@ def test_the_documented_steps_for_each_cloud_render_and_parse(
         make_parser().parse_args(words[1:])
 
 
-def test_quoted_messages_match_the_program() -> None:
+def test_messages_quoted_in_the_docs_exist_in_the_source() -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "app").rglob("*.py"))
     table = (REPOSITORY / "docs/troubleshooting.md").read_text().partition("## Common messages")[2]
     messages = re.findall(r"^- `([^`]+)`: ", table, re.M)
@@ -117,7 +117,7 @@ EXAMPLES = {"my_task.py", "buggy.py"}
 """Files that docstrings name as examples of a user's files."""
 
 
-def test_docstrings_name_files_that_exist() -> None:
+def test_files_named_in_docstrings_exist() -> None:
     files = [path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("*/**/*.py")]
     for path in sorted((REPOSITORY / "app").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

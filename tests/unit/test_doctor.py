@@ -151,7 +151,7 @@ def test_doctor_explains_an_exceeded_quota(cluster: FakeCluster, job: Any, sunsp
     assert "quota" not in findings(sunspot), "it has all its pods now"
 
 
-def test_doctor_reports_a_quota_once_and_ignores_earlier_attempts(
+def test_doctor_reports_an_exceeded_quota_once_and_ignores_earlier_attempts(
     cluster: FakeCluster, job: Any, sunspot: Command
 ) -> None:
     said = "forbidden: exceeded quota: team, requested: pods=1, used: pods=9, limited: pods=9"
@@ -286,7 +286,7 @@ def test_doctor_reports_a_job_that_exceeded_its_deadline(cluster: FakeCluster, r
     assert "activeDeadlineSeconds (60 s)" in found["deadline"]["evidence"]
 
 
-def test_a_run_that_is_starting_is_not_an_error(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_a_run_that_is_starting_is_not_reported_as_an_error(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     cluster.pods = [head(), worker(1), worker(2, phase="Pending")]
     found = findings(sunspot)
     assert list(found) == ["starting"]
@@ -294,7 +294,7 @@ def test_a_run_that_is_starting_is_not_an_error(cluster: FakeCluster, job: Any, 
     assert "the operator gives up" in found["starting"]["advice"]
 
 
-def test_a_pending_pod_is_only_a_warning_if_the_run_trains(
+def test_a_pending_pod_causes_only_a_warning_while_the_run_trains(
     cluster: FakeCluster, job: Any, run: Run, sunspot: Command
 ) -> None:
     trains(run, owner=JOB)
@@ -333,7 +333,7 @@ def windows(count: int, **ranks: list[float]) -> list[dict[str, Any]]:
     return [window(10 * number, **ranks) for number in range(1, count + 1)]
 
 
-def test_a_healthy_run_is_reported_with_its_figures(run: Run, sunspot: Command) -> None:
+def test_a_healthy_run_is_reported_with_its_step_time(run: Run, sunspot: Command) -> None:
     attempt = trains(run, owner=IN_CLUSTER)
     report(run, attempt, *windows(5))
     found = findings(sunspot)
@@ -385,7 +385,7 @@ def test_advice_on_a_local_run_does_not_mention_a_cluster(run: Run, sunspot: Com
     assert not re.search(r"cluster|kubectl|RayJob|\bpods?\b|profile|submit", sunspot.out + sunspot.err), sunspot.out
 
 
-def test_a_run_that_has_taken_all_steps_is_finishing(run: Run, sunspot: Command) -> None:
+def test_a_run_is_finishing_once_it_has_taken_all_steps(run: Run, sunspot: Command) -> None:
     report(
         run, trains(run, step=100, state=RunState.FINISHING, reason="all steps are taken", world_size=0), *windows(10)
     )
@@ -422,7 +422,7 @@ def as_stored(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "ranks": to_columns(record["ranks"])}
 
 
-def test_throughput_uses_recent_windows_but_never_the_first() -> None:
+def test_throughput_is_measured_in_recent_windows_but_not_in_the_first_one() -> None:
     slow = as_stored({"attempt": 1, **window(10, data_wait_s=[9.0, 9.0])})
     later = [as_stored({"attempt": 1, **window(step)}) for step in (20, 30)]
     assert measure_throughput([slow]).windows == []
@@ -432,7 +432,7 @@ def test_throughput_uses_recent_windows_but_never_the_first() -> None:
     assert len(measure_throughput([slow, *later, {**much_later, "attempt": 2}]).windows) == 0
 
 
-def test_an_occasionally_slow_rank_is_not_a_straggler(run: Run, sunspot: Command) -> None:
+def test_an_occasionally_slow_rank_is_not_reported_as_a_straggler(run: Run, sunspot: Command) -> None:
     now_and_then = [window(10 * n, forward_s=[2.0, 9.0 if n % 3 == 0 else 1.9]) for n in range(1, 10)]
     report(run, trains(run), *now_and_then)
     assert list(findings(sunspot)) == ["healthy"]
@@ -462,7 +462,7 @@ def test_doctor_reports_memory_that_keeps_growing(run: Run, sunspot: Command, na
         assert "120 MiB a minute, 2 MiB a step; at this rate it reaches the limit in 8 min" in finding["evidence"]
 
 
-def test_a_single_outlier_is_not_memory_growth() -> None:
+def test_a_single_outlier_is_not_reported_as_memory_growth() -> None:
     times = [float(n) for n in range(20)]
     assert slope([(time, 3 * time + (1000 if time == 7 else 0)) for time in times]) == pytest.approx(3)
     assert growth_rate(times, [100 + 50 * time for time in times]) == pytest.approx(50)
@@ -493,7 +493,7 @@ def test_a_long_first_step_is_not_reported(run: Run, sunspot: Command) -> None:
     assert list(findings(sunspot)) == ["healthy"]
 
 
-def test_doctor_does_not_report_missing_room_right_after_a_loss(run: Run, sunspot: Command) -> None:
+def test_doctor_does_not_report_missing_resources_right_after_losing_a_node(run: Run, sunspot: Command) -> None:
     """The driver started long ago, but its workers were lost just now."""
     begin(run)
     now, reason = time.time(), "no sign of life from its workers"
@@ -629,7 +629,7 @@ def test_advice_mentions_a_checkpoint_only_if_one_exists(run: Run, sunspot: Comm
     assert findings(sunspot)["failed"]["advice"] == again
 
 
-def test_sunspot_errors_give_only_user_code_locations() -> None:
+def test_the_location_of_a_sunspot_error_is_in_user_code_or_empty() -> None:
     with pytest.raises(SettingsError) as raised:
         load_settings({"EPOCHS": "many"})
     assert describe_failure(raised.value, 1, 0, 0).file == os.path.relpath(__file__)
@@ -670,7 +670,7 @@ def test_a_run_that_ended_with_a_nan_loss_has_only_one_finding(run: Run, sunspot
     assert found["not finite"]["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
-def test_advice_on_an_old_run_with_a_nan_loss_gives_a_checkpoint(run: Run, sunspot: Command) -> None:
+def test_advice_on_a_nan_loss_in_a_run_of_an_older_version_suggests_a_checkpoint(run: Run, sunspot: Command) -> None:
     """Earlier versions did not check weights, so a start resumes from the newest checkpoint."""
     attempt = trains(run, loss=math.nan)
     commit(run, attempt, 4, loss=1.0)
@@ -808,7 +808,7 @@ def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -
     assert "`sunspot doctor run` explains what to do" in sunspot.err
 
 
-def test_leftovers_of_killed_commits_are_not_damage(run: Run, sunspot: Command) -> None:
+def test_leftovers_of_killed_commits_are_not_reported_as_damage(run: Run, sunspot: Command) -> None:
     attempt = trains(run)
     commit(run, attempt, 3)
     left = commit(run, attempt, 5)
@@ -936,7 +936,7 @@ def test_workers_that_ran_out_of_memory_are_the_first_finding(run: Run, sunspot:
     assert "out of memory" not in findings(sunspot), "it has been submitted again since, perhaps with more memory"
 
 
-def test_running_out_of_memory_at_the_end_is_the_first_finding(run: Run, sunspot: Command) -> None:
+def test_running_out_of_memory_is_the_first_finding_for_a_failed_run(run: Run, sunspot: Command) -> None:
     reason = f"training failed: rank 0: lost after step 9: {FIGURES}; 4 times in a row"
     trains(run, state=RunState.FAILED, reason=f"{reason}\nstep 9 of 20 is kept")
     found = findings(sunspot)
@@ -982,7 +982,7 @@ def test_a_rejected_credential_is_the_first_finding_for_a_cluster_run(
 
 
 @pytest.mark.parametrize(("state", "code"), [(RunState.STARTING, 4), (RunState.RUNNING, 0)])
-def test_storage_alone_explains_a_training_run_if_no_cluster_is_configured(
+def test_a_missing_cluster_is_reported_only_if_storage_does_not_explain_the_run(
     run: Run, sunspot: Command, state: RunState, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -1065,7 +1065,7 @@ def test_doctor_reports_attempts_that_failed_before_writing_anything(
     assert said in sunspot.err
 
 
-def test_pod_problems_come_before_an_unexplained_failed_attempt(
+def test_pod_problems_are_listed_before_an_unexplained_failed_attempt(
     cluster: FakeCluster, run: Run, job: Any, sunspot: Command
 ) -> None:
     record_submission(run, SubmissionRecord(JOB))
@@ -1105,7 +1105,7 @@ def test_a_user_who_cannot_list_pods_gets_findings_about_the_rayjob(
     assert sunspot.json["reason"] == f"{failed}; this user is not allowed to list its pods, which would show why"
 
 
-def test_a_part_of_a_run_that_cannot_be_read_is_reported(run: Run, sunspot: Command) -> None:
+def test_an_unreadable_folder_of_a_run_is_reported(run: Run, sunspot: Command) -> None:
     ended(run, 10)
     folder = Path(run.storage.locate(run.key("checkpoints")))
     folder.rename(folder.with_name("elsewhere"))
@@ -1144,7 +1144,7 @@ def test_doctor_fails_if_neither_cluster_nor_storage_answers(cluster: FakeCluste
     assert sunspot("doctor", "run") == 4
 
 
-def test_findings_are_sorted_by_how_much_they_explain() -> None:
+def test_findings_are_sorted_by_severity_and_cost() -> None:
     def finding(name: Diagnosis, severity: Severity, cost: float = 0.0) -> Finding:
         return Finding(name, severity, "seen", "do", cost=cost)
 

@@ -107,7 +107,7 @@ def test_a_driver_records_its_outcome(run: Run) -> None:
 
 @pytest.mark.parametrize("error", [ConflictError("other settings"), SettingsError("a typo"), ZeroDivisionError()])
 @pytest.mark.parametrize("found", [RunState.RUNNING, RunState.STOPPED, RunState.FAILED, RunState.SUCCEEDED])
-def test_a_start_that_fails_before_its_claim_does_not_change_the_run(
+def test_a_driver_that_fails_before_its_claim_does_not_change_the_run(
     run: Run, found: RunState, error: Exception
 ) -> None:
     attempt = start(run, "job")
@@ -126,7 +126,7 @@ def test_a_start_that_fails_before_its_claim_does_not_change_the_run(
     assert not read_failures(run)
 
 
-def test_a_start_that_fails_after_its_claim_ends_the_run(run: Run) -> None:
+def test_the_run_fails_if_its_driver_fails_after_claiming_an_attempt(run: Run) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
     driver = new_driver()
     with pytest.raises(SettingsError), recorded_outcome(Claimant(run, "another", driver), None, 10):  # noqa: PT012
@@ -138,7 +138,7 @@ def test_a_start_that_fails_after_its_claim_ends_the_run(run: Run) -> None:
     assert state(run) == (RunState.FAILED, "no good")
 
 
-def test_a_failed_retry_ends_the_run(run: Run) -> None:
+def test_a_failed_retry_replaces_the_reason_of_the_first_failure(run: Run) -> None:
     start(run, "job")
     for reason in ("first", "second"):
         with pytest.raises(SunspotError), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
@@ -146,7 +146,7 @@ def test_a_failed_retry_ends_the_run(run: Run) -> None:
         assert state(run) == (RunState.FAILED, reason)
 
 
-def test_a_failed_first_start_leaves_a_run_only_if_it_was_submitted(tmp_path: Path) -> None:
+def test_a_run_whose_first_driver_fails_exists_only_if_it_was_submitted(tmp_path: Path) -> None:
     run = open_run(str(tmp_path), "typo")
     for submitted in (False, True):
         if submitted:
@@ -156,7 +156,7 @@ def test_a_failed_first_start_leaves_a_run_only_if_it_was_submitted(tmp_path: Pa
         assert (read_status(run) is not None) == bool(list_runs(run.storage)) == submitted
 
 
-def test_a_second_starts_status_counts_once_the_first_is_gone(run: Run, set_constants: SetConstants) -> None:
+def test_a_second_drivers_status_counts_once_the_first_driver_is_gone(run: Run, set_constants: SetConstants) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
     with recorded_outcome(Claimant(run, "another", new_driver()), None, 10):
         assert state(run)[0] is RunState.RUNNING
@@ -166,7 +166,7 @@ def test_a_second_starts_status_counts_once_the_first_is_gone(run: Run, set_cons
 
 @pytest.mark.parametrize("owner", ["job", "another"])
 @pytest.mark.parametrize("claimed", [False, True])
-def test_a_frozen_driver_does_not_take_the_run_from_a_newer_one(claimed: bool, owner: str, run: Run) -> None:
+def test_a_frozen_driver_does_not_take_the_run_back_from_a_newer_driver(claimed: bool, owner: str, run: Run) -> None:
     """The older driver was frozen after its first claim if `claimed`. `owner` is the newer driver's owner."""
     older, newer, newest = (new_driver() for _ in range(3))
     with ExitStack() as stack:
@@ -184,7 +184,7 @@ def test_a_frozen_driver_does_not_take_the_run_from_a_newer_one(claimed: bool, o
 
 
 @pytest.mark.parametrize("claimed", [False, True])
-def test_a_driver_does_not_restart_its_run_after_a_deletion(claimed: bool, run: Run, tmp_path: Path) -> None:
+def test_a_driver_does_not_restart_a_run_that_was_deleted(claimed: bool, run: Run, tmp_path: Path) -> None:
     """The driver is starting its second group if `claimed`."""
     driver = new_driver()
     with pytest.raises(SupersededError, match="was deleted"), recorded_outcome(Claimant(run, "job", driver), None, 10):  # noqa: PT012
@@ -225,7 +225,7 @@ def test_the_number_of_starts_without_a_new_checkpoint_is_limited(run: Run) -> N
     assert status.step == 5
 
 
-def test_a_final_error_recorded_by_a_worker_ends_the_driver_for_good(run: Run) -> None:
+def test_a_final_error_recorded_by_a_worker_prevents_further_retries(run: Run) -> None:
     claimant = Claimant(run, "job", start(run, "job").driver)
     assert not has_failed_for_good(claimant)
     record_error(run, 1, DamageError("lost"))
@@ -233,7 +233,7 @@ def test_a_final_error_recorded_by_a_worker_ends_the_driver_for_good(run: Run) -
     assert not has_failed_for_good(Claimant(Run(run.storage, "another"), "job", ""))
 
 
-def test_the_first_interrupt_saves_and_the_second_exits_immediately(
+def test_the_first_interrupt_saves_the_run_and_the_second_exits_immediately(
     run: Run, capsys: pytest.CaptureFixture[str], set_constants: SetConstants
 ) -> None:
     control, request = LocalControl(), StopRequest()
@@ -362,7 +362,7 @@ def test_a_log_with_several_segments_is_read_completely(run: Run) -> None:
     assert read_stream(run, "attempt-0001-rank-0000") == b""
 
 
-def test_waiting_output_is_limited_while_storage_fails(run: Run) -> None:
+def test_buffered_output_is_limited_while_storage_fails(run: Run) -> None:
     stream = driver_stream()
     log = LogWriter(run, stream)
     log.append(b"first line\n")

@@ -82,7 +82,7 @@ def test_a_users_files_do_not_shadow_the_library(tmp_path: Path) -> None:
         ("xyz", "argument", "see `python -m sunspot.some --help`"),
     ],
 )
-def test_a_setting_passed_as_an_argument_is_explained(
+def test_a_setting_passed_as_an_argument_is_reported_with_a_hint(
     word: str, kind: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

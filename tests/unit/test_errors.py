@@ -40,7 +40,7 @@ def test_secrets_are_hidden_in_errors(text: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("quoted", ["a/b+c\\=secret", "a%2Fb%2Bc%5C%3Dsecret", "a/b+c\\\\=secret"])
-def test_a_secret_is_hidden_in_any_quoting(quoted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_hidden_however_it_is_quoted(quoted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a/b+c\\=secret")
     assert str(SunspotError(f"refused: {quoted}")) == "refused: ***"
 
@@ -100,7 +100,7 @@ def test_ordinary_words_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "value"),
     [("AWS_SESSION_TOKEN", f"{CANARY}\n"), ("AWS_SECRET_ACCESS_KEY", f"{CANARY} "), ("AWS_ACCESS_KEY_ID", "AKIA\n")],
 )
-def test_an_error_names_a_credential_with_a_newline_without_showing_it(
+def test_an_error_about_a_credential_with_a_newline_hides_its_value(
     name: str, value: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)

@@ -30,7 +30,7 @@ from tests.harness import REPOSITORY
 from tests.harness.constants import SetConstants
 
 
-def test_all_contenders_have_the_same_schedule_and_half_of_the_losses_have_notice() -> None:
+def test_the_failure_schedule_is_reproducible_and_half_of_the_losses_have_notice() -> None:
     first, again = (list(itertools.islice(schedule(7, 100, "abc"), 100)) for _ in range(2))
     assert first == again != list(itertools.islice(schedule(8, 100, "abc"), 100))
     assert [loss.kind for loss in first].count("reclaim") == 50
@@ -78,7 +78,7 @@ def test_rows_are_counted_after_losing_one_or_all_replicas(tmp_path: Path) -> No
     assert of_replicas(open_storage(str(tmp_path)), "job") == [Epoch(1, 4, 1, 1, True), Epoch(2, 1, 0, 0, False)]
 
 
-def test_replicas_repeat_steps_only_if_all_start_over() -> None:
+def test_replicas_repeat_steps_only_if_all_of_them_restart() -> None:
     """A worker repeats no step if it prints one after another worker has printed the next."""
     torchft = Torchft(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
     for told, again in (([4, 5, 4, 6, 5, 6, 7], 0), ([4, 5, 6, 1, 1, 2, 1, 3], 6), ([9, 1, 2, 1, 2, 3, 1], 12)):
@@ -87,7 +87,7 @@ def test_replicas_repeat_steps_only_if_all_start_over() -> None:
         assert torchft.replayed() == again, told
 
 
-def test_torchfts_lighthouse_gets_a_cpu_without_workers() -> None:
+def test_no_worker_runs_on_the_cpu_of_the_torchft_lighthouse() -> None:
     settings = {"RUN_NAME": "mine", "NUM_WORKERS": "3", "RESOURCES_PER_WORKER": '{"CPU": 2}'}
     _, job = Torchft(JobRequest("kind", settings)).objects
     cluster = job["spec"]["rayClusterSpec"]
@@ -117,7 +117,7 @@ def test_a_drivers_log_is_read_from_its_last_complete_line(monkeypatch: pytest.M
     assert (list(stock.lines), asked) == (["one\r", "two\rtwo", "three", "four"], [1, 3, 1])
 
 
-def test_the_figures_of_a_contender_are_computed(tmp_path: Path) -> None:
+def test_the_results_of_a_contender_are_computed(tmp_path: Path) -> None:
     points = [(float(at), at + 1) for at in range(50)] + [(float(at + 100), at + 41) for at in range(60)]
     result = Result("Sunspot", "job", 100, points, 10, [(49.5, "kill", "a")])
     assert (result.reached, result.wall_s, result.longest_s) == (100, 159.0, 61.0)
@@ -176,7 +176,7 @@ class Subject:
     ("ends_after", "ended", "add"),
     [(99, "", "echo"), (8, "Failed", "echo"), (99, "time is up", "echo"), (99, "", "false")],
 )
-def test_every_contender_keeps_training_while_nodes_are_lost(
+def test_the_benchmark_removes_nodes_until_a_contender_finishes_fails_or_times_out(
     ends_after: int, ended: str, add: str, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, tmp_path: Path
 ) -> None:
     """Check all endings: the last step, a failed job, the time limit, and a failing command."""
@@ -217,7 +217,7 @@ def test_the_documented_benchmark_command_is_parsed() -> None:
     assert (arguments.nodes, arguments.steps, arguments.torchft_image) == ("a,b,c", 3000, "sunspot-torchft:1")
 
 
-def test_the_benchmark_does_not_remove_the_heads_node(
+def test_the_benchmark_refuses_to_remove_the_node_of_the_head(
     monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, tmp_path: Path
 ) -> None:
     set_constants(scripts.subjects, SETTLE_S=-2)
@@ -230,7 +230,7 @@ def test_the_benchmark_does_not_remove_the_heads_node(
     assert subject.deleted
 
 
-def test_a_contender_without_a_step_for_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_takes_no_step_for_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, result = Subject(99), Result("it", "job", 20, [(0.0, 1)])
     monkeypatch.setattr(subject, "over", lambda: (_ for _ in ()).throw(ClusterError("gone")))
     program.look(subject, result, time.time() - program.STILL_S + 60, time_is_up=False)

@@ -142,7 +142,7 @@ def test_pods_that_the_user_cannot_list_are_not_reported_as_missing(
     assert findings(sunspot)["fewer workers"]["waits_for"] == "not known, because no cluster shows its pods"
 
 
-def test_a_run_with_fewer_workers_is_not_healthy_without_a_cluster(run: Run, sunspot: Command) -> None:
+def test_missing_workers_are_reported_even_without_a_cluster(run: Run, sunspot: Command) -> None:
     train(run, 1)
     found = findings(sunspot)
     assert list(found) == ["fewer workers"]

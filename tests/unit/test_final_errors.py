@@ -59,7 +59,7 @@ def test_a_kuberay_job_in_its_own_cluster_is_recognized(
         (SunspotError, False),
     ],
 )
-def test_only_errors_that_occur_on_any_cluster_are_final(
+def test_only_errors_that_would_occur_on_any_cluster_are_final(
     kind: type[SunspotError], final: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
@@ -75,7 +75,7 @@ def test_only_errors_that_occur_on_any_cluster_are_final(
 
 
 @pytest.mark.parametrize("given", [config("run-1a2b-9fwqz"), '{"metadata": null}'])
-def test_a_job_ends_in_the_same_way_if_ray_cannot_record_its_status(
+def test_an_error_is_still_raised_if_ray_cannot_record_the_jobs_status(
     given: str, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     monkeypatch.setenv("RAY_CLUSTER_NAME", "run-1a2b-x7k2p")

@@ -84,7 +84,7 @@ def test_a_pretrained_model_learns(base: str, texts: str, arguments: dict[str, A
     assert saved < weights if arguments.get("rank") else saved == weights
 
 
-def test_texts_in_a_row_do_not_attend_to_each_other(base: str, texts: str) -> None:
+def test_texts_packed_into_one_row_do_not_attend_to_each_other(base: str, texts: str) -> None:
     settings = settings_of(base, texts)
     model = finetune.build_model(settings, EmptySource((32,), 0)).eval()
     tokens = torch.randint(2, 300, (1, 6))
@@ -100,7 +100,7 @@ def test_texts_in_a_row_do_not_attend_to_each_other(base: str, texts: str) -> No
 
 
 @pytest.mark.parametrize("package", ["peft", "tokenizers", "transformers"])
-def test_a_missing_package_is_named_before_anything_starts(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_anything_starts(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "sunspot.tasks.finetune")
     with refusal(SettingsError, f"No module named '{package}'", "EXTRAS=hf"):
@@ -181,7 +181,7 @@ def test_transformers_loads_a_complete_model(base: str, texts: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("head", ["text", "classes"])
-def test_an_adapter_loads_only_onto_its_base(base: str, texts: str, tmp_path: Path, head: str) -> None:
+def test_an_adapter_can_be_loaded_only_onto_its_base_model(base: str, texts: str, tmp_path: Path, head: str) -> None:
     settings = settings_of(base, texts, rank=4, head=head)
     model, _ = train(settings, steps=3)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -232,7 +232,7 @@ def test_a_directory_without_a_model_is_rejected(base: str, tmp_path: Path, lack
         open_base(str(folder))
 
 
-def test_damaged_weights_and_tokenizers_are_named(base: str, texts: str, tmp_path: Path) -> None:
+def test_damaged_weights_and_tokenizers_are_reported(base: str, texts: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "model"

@@ -304,7 +304,7 @@ def test_files_with_conflicting_class_names_are_rejected(tmp_path: Path) -> None
     assert open_rows(tmp_path).class_names == ("cat", "dog")
 
 
-def test_images_and_class_names_saved_by_datasets_are_read(tmp_path: Path) -> None:
+def test_images_and_class_names_saved_by_hugging_face_datasets_are_read(tmp_path: Path) -> None:
     images = [{"bytes": png(6, 5), "path": "a.png"}, {"bytes": png(6, 5), "path": None}]
     names = {"info": {"features": {"label": {"names": ["cat", "dog", "cow"], "_type": "ClassLabel"}}}}
     table = pa.table({"image": images, "label": [1, 0]}).replace_schema_metadata({"huggingface": json.dumps(names)})

@@ -91,7 +91,7 @@ def only_graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counters["stats"]
 
 
-def test_all_steps_use_the_same_compiled_graph(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
+def test_short_and_full_steps_use_the_same_compiled_graph(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
     """The last step of the epoch is a short one."""
     settings = {"task": "tests.tasks.tiny", "global_batch_size": 7000, "epochs": 1, "learning_rate": 0.1}
     plain = train_rank(plan_without_evaluation(Settings(**settings)), group)
@@ -137,7 +137,7 @@ def test_blocks_are_compiled_individually_under_fsdp(group: dist.ProcessGroup, o
         np.testing.assert_allclose(compiled[name], weights, rtol=0, atol=1e-5)
 
 
-def test_a_missing_compiler_is_named_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(SettingsError, match=r"SUNSPOT_COMPILE=default: torch.compile needs g\+\+ or clang\+\+, which"):

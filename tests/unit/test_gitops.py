@@ -81,7 +81,9 @@ def a_cluster(**conditions: tuple[bool, str]) -> dict[str, Any]:
         ("Retrying", "Progressing", "in progress"),
     ],
 )
-def test_the_health_of_an_unfinished_job_ignores_its_ray_job(deployment: str, argo_says: str, flux_says: str) -> None:
+def test_the_health_of_an_unfinished_rayjob_does_not_depend_on_the_ray_job_status(
+    deployment: str, argo_says: str, flux_says: str
+) -> None:
     """The state of one attempt's Ray job does not matter, because another attempt can follow."""
     for ray in JOB_STATUSES:
         job = a_rayjob(deployment, ray)
@@ -105,7 +107,7 @@ def test_the_health_checks_agree_with_sunspot_status() -> None:
         assert (flux(job) == "failed") is (argo_cd(job)[0] == "Degraded"), case
 
 
-def test_a_job_that_no_operator_has_handled_is_progressing() -> None:
+def test_a_job_is_progressing_before_the_operator_handles_it() -> None:
     assert argo_cd(rayjob("digits-1")) == ("Progressing", "")
     assert flux(rayjob("digits-1")) == "unknown"
 

@@ -58,7 +58,7 @@ def test_every_command_reports_that_the_rayjob_is_gone(cluster: FakeCluster, run
     assert "delete" not in finding["advice"]
 
 
-def test_a_run_whose_processes_still_save_is_stopping(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_a_run_whose_processes_are_still_saving_is_stopping(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run)
     assert state(sunspot) == (
         "stopping",
@@ -74,7 +74,9 @@ def test_a_run_with_a_stop_marker_is_stopped(cluster: FakeCluster, run: Run, sun
     assert state(sunspot) == ("stopped", f"told to stop; {GONE}; saved at step 42")
 
 
-def test_the_recorded_end_of_a_run_is_kept(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_a_succeeded_run_stays_succeeded_after_its_rayjob_is_deleted(
+    cluster: FakeCluster, run: Run, sunspot: Command
+) -> None:
     train(run, state=RunState.SUCCEEDED, reason="all is done")
     assert state(sunspot) == ("succeeded", "all is done")
 
@@ -141,7 +143,7 @@ def test_a_rayjob_deleted_before_its_driver_began_is_reported(
     assert sunspot.json[0]["state"] == expected
 
 
-def test_doctor_says_where_a_run_trains_that_has_no_rayjob_here(
+def test_doctor_says_which_cluster_last_trained_a_run_without_a_rayjob_here(
     cluster: FakeCluster, run: Run, sunspot: Command
 ) -> None:
     elsewhere = f"run-1#00c0ffee@other/{cluster_identity('B')}"

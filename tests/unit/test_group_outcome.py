@@ -69,7 +69,7 @@ def counted(charged: int, kept: int = 0) -> FailureCounts:
         "no control channel in a restart",
     ],
 )
-def test_another_trainer_follows_in_survivor_mode_unless_the_run_has_failed(
+def test_a_new_trainer_starts_in_survivor_mode_unless_the_run_has_failed(
     error: Any,
     restart: bool,
     end: GroupEnd | None,
@@ -92,7 +92,7 @@ def test_another_trainer_follows_in_survivor_mode_unless_the_run_has_failed(
 
 
 @pytest.mark.parametrize("survivor_mode", [False, True])
-def test_a_failed_controller_is_replaced_a_few_times_without_changing_the_counts(survivor_mode: bool) -> None:
+def test_a_failed_controller_is_replaced_a_few_times_but_not_counted_as_a_failure(survivor_mode: bool) -> None:
     outcome = GroupOutcome(find_reason(CONTROLLER, restart=False, one_machine=True), CONTROLLER, None)
     start: TrainerStart | None = TrainerStart(counts=TWICE)
     starts = 0
@@ -113,5 +113,7 @@ def test_a_failed_controller_is_replaced_a_few_times_without_changing_the_counts
         (None, TrainingFailedError),
     ],
 )
-def test_the_workers_explain_a_failure_better_than_ray(end: GroupEnd | None, expected: type[Exception]) -> None:
+def test_an_error_from_a_worker_takes_precedence_over_the_error_from_ray(
+    end: GroupEnd | None, expected: type[Exception]
+) -> None:
     assert isinstance(GroupOutcome(EndReason.WORKERS_FAILED, WORKERS, end).failure, expected)

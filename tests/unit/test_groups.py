@@ -23,7 +23,7 @@ class Story:
         return list(asked.values())
 
 
-def test_on_demand_nodes_replace_missing_spot_nodes_until_these_return() -> None:
+def test_on_demand_nodes_replace_missing_spot_nodes_until_spot_nodes_return() -> None:
     story = Story(SPOT, ON_DEMAND)
     assert story.after(300) == [4, 0], "nodes need time to come"
     assert story.after(1) == [4, 4]
@@ -33,7 +33,7 @@ def test_on_demand_nodes_replace_missing_spot_nodes_until_these_return() -> None
     assert story.after(1000, spot=4) == [4, 0]
 
 
-def test_the_next_group_is_asked_only_for_the_missing_workers() -> None:
+def test_only_the_missing_workers_are_requested_from_the_next_node_group() -> None:
     story = Story(SPOT, ON_DEMAND)
     story.after(10, spot=4)
     assert story.after(299, spot=3) == [4, 0]
@@ -51,7 +51,7 @@ def test_spot_nodes_that_come_and_go_do_not_change_the_request() -> None:
         assert story.after(5, ondemand=4) == [4, 4]
 
 
-def test_a_run_keeps_one_on_demand_worker_and_puts_the_others_on_spot() -> None:
+def test_a_run_keeps_one_on_demand_worker_and_requests_spot_nodes_for_the_others() -> None:
     story = Story(BASE, SPOT, ON_DEMAND)
     assert story.after(1) == [1, 3, 0], "these workers never fit into the group before, so they are requested at once"
     assert story.after(1000, base=1, spot=3) == [1, 3, 0]

@@ -69,7 +69,7 @@ def test_a_notice_reaches_the_workers_even_if_no_nodes_can_be_requested(monkeypa
     assert control.channel.command().deadline == 50.0
 
 
-def test_the_workers_save_once_and_keep_training() -> None:
+def test_the_workers_save_once_for_a_preempted_head_and_keep_training() -> None:
     due = [StepActions(), StepActions(busy=True), StepActions(), StepActions(copy=True), StepActions(save=True)]
     commands = iter([Command(), *[Command(save=True)] * 4])
     worker: Any = SimpleNamespace(

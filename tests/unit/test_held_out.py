@@ -52,7 +52,7 @@ class Numbers:
 
 
 @given(SIZES, st.floats(0.01, 0.99), st.integers(0, 3))
-def test_each_row_is_either_for_training_or_held_out(sizes: list[int], share: float, seed: int) -> None:
+def test_each_row_is_either_a_training_row_or_held_out(sizes: list[int], share: float, seed: int) -> None:
     whole = Numbers(tuple(sizes))
     train, test = hold_out(whole, share, seed)
     assert rows_in(test) == min(max(1, round(share * sum(sizes))), sum(sizes) - 2)
@@ -76,7 +76,7 @@ def test_the_same_fraction_of_each_group_is_held_out() -> None:
     assert len({place % 10 for place in np.flatnonzero(single)}) == 10
 
 
-def test_a_subset_keeps_its_sources_row_names_and_attributes() -> None:
+def test_a_subset_has_the_row_names_and_attributes_of_its_source() -> None:
     train, test = (pickle.loads(pickle.dumps(part)) for part in hold_out(Numbers((10, 10)), 0.2, seed=0))
     assert train.class_names == ("a", "b")
     assert (train.notes, test.notes) == (("a note",), ())
@@ -101,7 +101,7 @@ def test_groups_without_remaining_rows_are_not_read() -> None:
     assert len(read_rows(parts[0], 0, 4)["number"]) == 4
 
 
-def test_a_test_share_of_too_few_rows_is_rejected() -> None:
+def test_a_test_share_that_leaves_too_few_training_rows_is_rejected() -> None:
     with pytest.raises(
         DataError, match=r"TEST_SHARE=0\.5: the dataset has only 2 rows, and at least 2 must remain for training"
     ):
@@ -133,14 +133,14 @@ def test_held_out_rows_of_files_are_evaluated(tmp_path: Path, loader: str) -> No
     )
 
 
-def test_a_datasets_held_out_rows_take_precedence_over_test_share() -> None:
+def test_held_out_rows_of_a_dataset_take_precedence_over_test_share() -> None:
     settings = load_settings({"TEST_SHARE": "0.5"})
     plan = make_plan(settings, load_task(settings))
     assert plan.reasons[0].endswith("2000 held-out rows (from the data; SUNSPOT_TEST_SHARE=0.5 has no effect)")
     assert plan.steps.rows == 12_000
 
 
-def test_a_runs_test_share_cannot_change(run: Run) -> None:
+def test_the_test_share_of_a_run_cannot_change(run: Run) -> None:
     environment = load_settings({"TEST_SHARE": "0.1"}).environment()
     record_identity(run, environment, IDENTITY)
     record_identity(run, environment, IDENTITY)

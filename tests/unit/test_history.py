@@ -79,7 +79,7 @@ def test_records_in_merged_segments_are_read_once(run: Run, small: None, monkeyp
     assert steps_in(run) == list(range(1, 76))
 
 
-def test_segments_merged_during_a_read_are_still_found(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_merged_during_a_read_are_still_found(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = written(run, 1, range(1, 109))
     listed, read = list_journal(run, "metrics"), run.storage.read
     given: list[int] = []
@@ -131,7 +131,7 @@ def test_a_failed_write_of_records_is_repeated(run: Run, monkeypatch: pytest.Mon
     assert [record["step"] for record in read_journal(run, "events")] == [1, 2]
 
 
-def test_only_records_of_steps_that_count_are_read(run: Run) -> None:
+def test_only_records_in_the_lineage_are_read(run: Run) -> None:
     for number, steps in [(1, range(1, 9)), (2, range(5, 8))]:
         journal = Journal(run, "metrics", number)
         for step in steps:

@@ -26,7 +26,7 @@ def start(run: Run, rows: Rows = ROWS, **settings: str) -> None:
     record_identity(run, load_settings(settings).environment(), NAMES, rows)
 
 
-def test_the_same_settings_and_rows_are_accepted(run: Run) -> None:
+def test_a_restart_with_the_same_settings_and_rows_is_accepted(run: Run) -> None:
     for _ in range(3):
         start(run)
     with pytest.raises(ConflictError, match="SUNSPOT_SEED: 0 -> 1"):
@@ -34,18 +34,20 @@ def test_the_same_settings_and_rows_are_accepted(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["task", "task_args", "dataset", "seed", "global_batch_size", "loader"])
-def test_the_identity_contains_the_settings_of_the_contract(name: str) -> None:
+def test_the_identity_contains_the_settings_listed_in_the_contract(name: str) -> None:
     assert name in IDENTITY
 
 
-def test_other_rows_with_the_same_layout_are_rejected(run: Run) -> None:
+def test_different_rows_with_the_same_layout_are_rejected(run: Run) -> None:
     start(run)
     with pytest.raises(ConflictError, match="the data behind sample: 100 rows -> 100 rows, or other content"):
         start(run, replace(ROWS, data="layout-other"))
     start(run)
 
 
-def test_a_new_row_order_is_rejected_unless_accepted(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_different_row_order_is_rejected_unless_the_user_accepts_it(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     start(run)
     other = replace(ROWS, order="3c4d", shuffled_by="NumPy 3.0.0")
     for accept in ("", "order-1a2b", "order-3c4"):
@@ -58,14 +60,14 @@ def test_a_new_row_order_is_rejected_unless_accepted(run: Run, capsys: pytest.Ca
         start(run)
 
 
-def test_a_search_has_no_rows(run: Run) -> None:
+def test_the_identity_of_a_search_has_no_rows(run: Run) -> None:
     for _ in range(2):
         record_identity(run, load_settings().environment(), NAMES)
     assert [entry.key for entry in run.storage.list("run")] == ["run/run.json"]
 
 
 @pytest.mark.parametrize("loader", ["torch", "ray"])
-def test_a_plans_row_order_depends_on_the_shuffling_library(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_order_of_a_plan_depends_on_the_shuffling_library(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings({"LOADER": loader})
     plan = make_plan(settings, load_task(settings))
     found = identify_rows(plan)

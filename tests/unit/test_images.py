@@ -169,7 +169,7 @@ def test_images_are_rotated_by_their_exif_orientation(orientation: int, form: st
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b""])
-def test_unreadable_exif_data_are_ignored(exif: bytes) -> None:
+def test_unreadable_exif_data_is_ignored(exif: bytes) -> None:
     pixels = decode_picture(encode(bright_top(), "JPEG", exif=exif), (3, 8, 12))
     assert pixels[:, :3].min() > 200
 

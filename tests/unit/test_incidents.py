@@ -47,7 +47,7 @@ def receipt(number: int, left: float, first_step: float, **fields: Any) -> Recei
         (Cause.JOINED, "recovered"),
     ],
 )
-def test_only_starts_after_incidents_are_displayed_as_recoveries(cause: Cause, shown: str) -> None:
+def test_only_receipts_of_incidents_are_displayed_as_recoveries(cause: Cause, shown: str) -> None:
     event = receipt(1, 10, 20, cause=cause).record()
     assert event["event"] == "recovered", "readers recognize a receipt by this name"
     named = display_event(json.loads(json.dumps(event)))
@@ -138,19 +138,19 @@ def test_goodput_is_none_without_receipts_or_time() -> None:
     [([(10, 20), (30, 40), (0, 50)], 0.5), ([(0, 30), (20, 50), (50, 60)], 0.4), ([(20, 50), (0, 30)], 0.5)],
     ids=["within another", "in part", "in part, the later one first"],
 )
-def test_time_covered_by_two_losses_counts_once(losses: list[tuple[int, int]], expected: float) -> None:
+def test_time_covered_by_two_incidents_is_counted_once(losses: list[tuple[int, int]], expected: float) -> None:
     receipts = [receipt(number, *loss) for number, loss in enumerate(losses, 1)]
     attempts = [attempt(one.attempt, 0) for one in receipts]
     assert goodput(attempts, receipts, 100) == pytest.approx(expected)
 
 
-def test_goodput_excludes_time_while_the_run_had_ended() -> None:
+def test_goodput_excludes_the_time_between_the_end_of_a_run_and_its_resumption() -> None:
     attempts = [attempt(1, 0), attempt(2, 1000)]
     receipts = [receipt(1, 0, 10), receipt(2, 100, 1010, cause=Cause.RESUMED, paused_s=890)]
     assert goodput(attempts, receipts, 1100) == pytest.approx(1 - (10 + 20) / (100 + 110))
 
 
-def test_steps_that_were_lost_twice_count_once() -> None:
+def test_steps_that_were_lost_twice_are_counted_once() -> None:
     """Attempt 2 continues from memory. Then all nodes are lost, and attempt 3 continues from an older checkpoint."""
     attempts = [attempt(1, 0), attempt(2, 60), attempt(3, 80)]
     receipts = [receipt(1, 0, 0), receipt(2, 55, 65), receipt(3, 40, 90)]
@@ -205,7 +205,7 @@ def test_goodput_is_between_0_and_1_despite_clock_skew(
     assert found is None or 0 <= found <= 1
 
 
-def test_clock_skew_does_not_count_workers_twice() -> None:
+def test_workers_are_not_counted_twice_despite_clock_skew() -> None:
     assert worker_seconds([attempt(1, 0), attempt(2, 30), attempt(3, 20)], 0, 40) == 80
 
 

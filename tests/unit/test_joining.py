@@ -52,14 +52,14 @@ def test_a_process_leaves_when_no_further_group_forms(config: WorkerConfig) -> N
     assert not survivor.await_outputs.called
 
 
-def test_output_of_the_previous_group_is_awaited_once_the_next_group_has_formed(config: WorkerConfig) -> None:
+def test_the_next_group_forms_before_it_waits_for_the_previous_groups_output(config: WorkerConfig) -> None:
     survivor = survivor_that(form=lambda: PLACE)
     with Joining(config, survivor) as joined:
         assert joined.form() is PLACE
     assert survivor.await_outputs.called
 
 
-def test_nothing_is_claimed_once_an_error_has_ended_the_run(
+def test_no_attempt_is_claimed_after_an_error_has_ended_the_run(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agree = Mock()
@@ -70,13 +70,15 @@ def test_nothing_is_claimed_once_an_error_has_ended_the_run(
     assert not agree.called
 
 
-def test_a_group_that_agrees_on_no_start_does_not_train(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_has_not_agreed_on_a_start_does_not_train(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(joining, "agree_on_start", lambda *_: (None, None))
     with Joining(config) as joined:
         assert joined.claim(PLACE) is None
 
 
-def test_a_claim_gives_each_rank_its_node_and_the_attempt(
+def test_claiming_an_attempt_returns_its_start_and_the_nodes_of_all_ranks(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = StartPoint(Attempt(3, "me", None, 7), nodes={0: "node-a", 1: "node-b"})
@@ -88,7 +90,7 @@ def test_a_claim_gives_each_rank_its_node_and_the_attempt(
         assert setup.place.nodes == ["node-a", "node-b"]
 
 
-def test_building_a_worker_loads_and_frees_the_state_that_was_found(
+def test_building_a_worker_loads_the_state_and_frees_its_memory(
     config: WorkerConfig, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found, state = object(), SimpleNamespace(tier="storage")
@@ -115,7 +117,7 @@ def test_building_a_worker_loads_and_frees_the_state_that_was_found(
         (GroupRestartError(), True, GroupRestartError, False),
     ],
 )
-def test_a_process_joins_another_group_after_an_error_that_ended_only_its_group(
+def test_a_process_joins_a_new_group_after_an_error_that_ended_only_its_group(
     error: Exception,
     outlived: bool,
     raised: type[Exception],
@@ -132,7 +134,7 @@ def test_a_process_joins_another_group_after_an_error_that_ended_only_its_group(
     assert setup.survivor.close.called is (raised is RegroupError)
 
 
-def test_a_replacement_that_has_not_trained_records_no_end(
+def test_the_end_of_a_replacement_is_not_recorded_if_it_has_not_trained(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record_end = Mock()

@@ -64,7 +64,7 @@ def make_live(run: Run, cluster: FakeCluster) -> None:
     cluster.pods += [pod("run-1-x-head", "run-1-x", head=True), pod("run-1-x-worker-1", "run-1-x")]
 
 
-def test_the_documents_of_status_and_list_match_the_golden_file(
+def test_the_json_output_of_status_and_list_matches_the_golden_file(
     cluster: FakeCluster, run: Run, sunspot: Command
 ) -> None:
     """Show a run in the cluster, a RayJob without files, a submitted run, a stopped run and a lost run."""

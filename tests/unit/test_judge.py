@@ -91,7 +91,7 @@ def hung(rank: int, waiting: bool = False, loading: bool = False) -> Hang:
     return Hang(rank, detail, waiting, loading, world_size=2, attempt=1, step=53, time=100.0)
 
 
-def test_the_same_bug_on_all_ranks_before_a_step_ends_the_run_at_once(control: Control) -> None:
+def test_the_same_bug_on_all_ranks_before_the_first_step_ends_the_run_at_once(control: Control) -> None:
     control.end = group_end(failed(0, 1))
     assert not FailureJudge(control, 3)({0: NameError()})
     assert not control.said
@@ -150,7 +150,7 @@ def test_the_same_message_on_all_ranks_ends_the_run_if_it_repeats(control: Contr
 
 
 @pytest.mark.parametrize("error", [{}, BACKWARD], ids=["at a line of the task", "the same message"])
-def test_an_error_of_all_ranks_that_occurs_later_with_each_start_ends_the_run(
+def test_a_bug_that_recurs_on_all_ranks_after_equally_many_steps_ends_the_run(
     error: dict[str, Any], control: Control
 ) -> None:
     """The workers take new steps and checkpoints in between, such as with a bug in the 60th call of a function."""
@@ -198,7 +198,7 @@ def test_the_fix_at_the_end_of_a_long_message_is_shown(control: Control) -> None
     assert fix in control.gave_up_for[0]
 
 
-def test_the_next_trainer_knows_of_a_bug_that_ended_the_previous_one(control: Control) -> None:
+def test_the_next_trainer_remembers_the_bug_that_ended_the_previous_one(control: Control) -> None:
     """An error of the program ends Ray's trainer in survivor mode, together with its judge."""
     start, bug = TrainerStart(), TrainingFailedError("of the user")
     for begun in range(2):
@@ -209,7 +209,7 @@ def test_the_next_trainer_knows_of_a_bug_that_ended_the_previous_one(control: Co
         assert len(control.gave_up_for) == begun, "the second time, it would happen again"
 
 
-def test_earlier_losses_are_forgotten_once_a_trainer_has_taken_a_step(control: Control) -> None:
+def test_earlier_lost_workers_are_forgotten_after_a_trainer_takes_a_step(control: Control) -> None:
     start: TrainerStart | None = TrainerStart()
     for _ in range(2):  # all workers are lost, twice
         assert start
@@ -223,7 +223,7 @@ def test_earlier_losses_are_forgotten_once_a_trainer_has_taken_a_step(control: C
     assert control.heard("log")[-1].endswith("; starting again, 1 of 2 SUNSPOT_MAX_FAILURES left")
 
 
-def test_the_next_trainer_knows_of_a_lack_of_memory_that_left_no_worker(control: Control) -> None:
+def test_the_next_trainer_remembers_that_all_workers_ran_out_of_memory(control: Control) -> None:
     """Each trainer makes a checkpoint before all of its workers are killed."""
     start: TrainerStart | None = TrainerStart()
     for step in (10, 20, 30):
@@ -235,7 +235,7 @@ def test_the_next_trainer_knows_of_a_lack_of_memory_that_left_no_worker(control:
     assert not goes_on
 
 
-def test_losses_count_until_the_next_checkpoint(control: Control) -> None:
+def test_lost_workers_count_as_failures_until_the_next_checkpoint(control: Control) -> None:
     """A run may lose more nodes in a month than in an hour."""
     judge = FailureJudge(control, 1)
     for committed in (0, 100, 200, 300):
@@ -247,7 +247,7 @@ def test_losses_count_until_the_next_checkpoint(control: Control) -> None:
     assert "MAX_FAILURES=1" in control.gave_up_for[0]
 
 
-def test_losses_in_survivor_mode_count_until_the_next_step(control: Control) -> None:
+def test_in_survivor_mode_lost_workers_count_as_failures_until_the_next_step(control: Control) -> None:
     judge = FailureJudge(control, 1, survivor_mode=True)
     for step in (10, 20, 30):
         control.end = GroupEnd([], Progress(1, step=step, committed=0))
@@ -256,7 +256,7 @@ def test_losses_in_survivor_mode_count_until_the_next_step(control: Control) -> 
     assert "no new step" in control.gave_up_for[0]
 
 
-def test_the_loss_of_a_zone_within_a_step_does_not_end_the_other_workers(control: Control) -> None:
+def test_losing_the_nodes_of_a_zone_within_a_step_does_not_end_the_other_workers(control: Control) -> None:
     judge = FailureJudge(control, 3, survivor_mode=True)
     nodes = {rank: f"node-{rank}" for rank in range(16)}
     control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=nodes)
@@ -269,7 +269,7 @@ def test_the_loss_of_a_zone_within_a_step_does_not_end_the_other_workers(control
     assert judge({0: LOST})
 
 
-def test_replacements_that_could_not_train_do_not_count_as_losses(control: Control) -> None:
+def test_replacements_that_could_not_train_do_not_count_as_lost_workers(control: Control) -> None:
     """While a member trains, in steps that take minutes, any number of replacements may fail."""
     judge, nodes = FailureJudge(control, 1, survivor_mode=True), {0: "a", 1: "b"}
 
@@ -287,12 +287,12 @@ def test_replacements_that_could_not_train_do_not_count_as_losses(control: Contr
     assert not lose(0, 1, replacements=1), "the other lost process was the last member"
 
 
-def test_with_max_failures_0_the_first_loss_ends_a_run(control: Control) -> None:
+def test_with_max_failures_0_the_first_lost_worker_ends_the_run(control: Control) -> None:
     control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=dict.fromkeys(range(16), "node"))
     assert not FailureJudge(control, 0, survivor_mode=True)({1: LOST})
 
 
-def test_a_hung_rank_is_distinguished_from_those_that_waited_for_it(control: Control) -> None:
+def test_a_hung_rank_is_distinguished_from_the_ranks_that_waited_for_it(control: Control) -> None:
     control.end = group_end([], hangs=[hung(0, waiting=True), hung(1)])
     assert FailureJudge(control, 3)({0: LOST, 1: LOST})
     assert control.said == [
@@ -301,13 +301,13 @@ def test_a_hung_rank_is_distinguished_from_those_that_waited_for_it(control: Con
     ]
 
 
-def test_a_hung_rank_that_left_no_record_is_named(control: Control) -> None:
+def test_a_hung_rank_is_named_even_if_it_left_no_record(control: Control) -> None:
     control.end = group_end([], hangs=[hung(0, waiting=True)])
     assert FailureJudge(control, 3)({0: LOST, 1: LOST})
     assert control.said[0].startswith("rank 1: left no stacks: it was stopped, or lost with its node, after step 53")
 
 
-def test_groups_without_rows_are_counted_separately(control: Control) -> None:
+def test_failures_caused_by_missing_rows_are_counted_separately(control: Control) -> None:
     """The pods that read for Ray Data may be preempted for longer than ranks may hang."""
     judge = FailureJudge(control, 0)
     for committed in (0, 100):  # a checkpoint lets them begin again
@@ -325,7 +325,7 @@ def test_groups_without_rows_are_counted_separately(control: Control) -> None:
     assert not judge({1: LOST}), "another loss is charged, and SUNSPOT_MAX_FAILURES is 0"
 
 
-def test_a_copy_in_memory_from_which_no_group_takes_a_step_costs_no_failure(control: Control) -> None:
+def test_groups_that_take_no_step_from_a_copy_in_memory_are_not_counted_as_failures(control: Control) -> None:
     """The third group begins from storage, even if few failures are allowed."""
     judge = FailureJudge(control, 0)
     for again in ("once more from that copy", "from storage"):
@@ -340,12 +340,12 @@ def test_a_copy_in_memory_from_which_no_group_takes_a_step_costs_no_failure(cont
     [(failed(0, from_memory=True, taken=1), False), (failed(0), False), (failed(0, from_memory=True), True)],
     ids=["took a step", "from storage", "a rank was lost"],
 )
-def test_other_failures_are_charged_to_max_failures(control: Control, errors: list[RankError], lost: bool) -> None:
+def test_all_other_failures_count_against_max_failures(control: Control, errors: list[RankError], lost: bool) -> None:
     control.end = group_end(errors)
     assert not FailureJudge(control, 0)({0: RuntimeError()} | ({1: LOST} if lost else {}))
 
 
-def test_the_end_of_one_group_is_not_attributed_to_the_next() -> None:
+def test_the_errors_of_one_group_are_not_attributed_to_the_next_group() -> None:
     control = ControlChannel()
     control.add_rank_error(failed(0)[0])
     control.add_hang(hung(0, waiting=True), late=False)
@@ -362,14 +362,14 @@ def test_the_end_of_one_group_is_not_attributed_to_the_next() -> None:
     assert not control.fetch_news().ended, "another group trains"
 
 
-def test_the_group_after_a_loss_also_saves_for_a_preempted_head() -> None:
+def test_the_next_group_also_saves_for_a_preempted_head() -> None:
     control = ControlChannel()
     control.request_save()
     control.begin_group(worker_group(2, "a"))
     assert control.command().save
 
 
-def test_the_receipt_of_a_group_without_rows_names_that_cause() -> None:
+def test_the_receipt_of_a_restart_caused_by_missing_rows_names_that_cause() -> None:
     control = ControlChannel()
     control.add_hang(hung(0, waiting=True), late=False)
     control.add_hang(hung(1, loading=True), late=False)
@@ -381,14 +381,14 @@ def test_the_receipt_of_a_group_without_rows_names_that_cause() -> None:
     )
 
 
-def test_errors_that_follow_from_another_ranks_end_are_not_shown(control: Control) -> None:
+def test_errors_caused_by_the_failure_of_another_rank_are_not_shown(control: Control) -> None:
     control.end = group_end(failed(0, type="RuntimeError", message="[gloo] Connection closed by peer") + failed(1))
     assert FailureJudge(control, 3)({0: RuntimeError()})
     assert control.said[0].startswith("rank 1: NameError")
 
 
 @pytest.mark.parametrize("told_it", [True, False])
-def test_a_killed_rank_is_named_instead_of_the_errors_that_followed(control: Control, told_it: bool) -> None:
+def test_a_killed_rank_is_named_instead_of_its_consequences(control: Control, told_it: bool) -> None:
     """The killed ranks may be a step ahead of the last reported progress."""
     peer = {"type": "RuntimeError", "message": "[gloo/pair.cc:545] Connection reset by peer"}
     control.end = group_end(failed(0, step=55, **peer) if told_it else [])
@@ -474,7 +474,7 @@ FIGURES = f"out of memory: 2.90 of 3.00 GiB in use on node {'ab' * 6}, 2.70 GiB 
 
 
 @pytest.mark.parametrize("found_by", [lambda error: error, WorkerHealthCheckFailedError], ids=["itself", "a check"])
-def test_a_worker_that_ray_killed_for_memory_is_named_with_its_figures(found_by: Any, control: Control) -> None:
+def test_a_worker_that_ray_killed_for_memory_is_named_with_its_memory_use(found_by: Any, control: Control) -> None:
     error = killed_for_memory()
     found = found_by(error) if found_by is not WorkerHealthCheckFailedError else found_by("failed", error)
     FailureCallback(control, FailureJudge(control, 3)).after_exception(None, {1: found})
@@ -482,7 +482,7 @@ def test_a_worker_that_ray_killed_for_memory_is_named_with_its_figures(found_by:
     assert (incident.cause, incident.detail) == (Cause.OUT_OF_MEMORY, f"rank 1: {FIGURES}")
 
 
-def test_the_memory_message_of_an_older_ray_is_understood() -> None:
+def test_the_out_of_memory_message_of_an_older_ray_version_is_parsed() -> None:
     memory = (
         "(task ID: 41, name=f, pid=5, memory used=12.18GB) was running was 21.91GB / 33.28GB (0.658192), which exceeds"
     )
@@ -497,7 +497,7 @@ def test_the_memory_message_of_an_older_ray_is_understood() -> None:
     assert find_killed_for_memory(LOST) == ("", "")
 
 
-def test_only_a_worker_killed_for_memory_is_replaced_in_survivor_mode(control: Control) -> None:
+def test_in_survivor_mode_only_the_worker_that_ran_out_of_memory_is_replaced(control: Control) -> None:
     FailureCallback(control, FailureJudge(control, 3, survivor_mode=True), True).after_exception(
         None, {1: killed_for_memory()}
     )
@@ -560,7 +560,7 @@ def test_a_controller_killed_for_memory_is_restarted_only_on_a_cluster(
         assert "Object store" not in said
 
 
-def test_the_channel_has_a_group_from_its_beginning_to_its_failure() -> None:
+def test_the_control_channel_has_a_group_until_the_group_fails() -> None:
     control = ControlChannel()
     assert not control.has_group()
     control.begin_group(worker_group(1, "a"))
@@ -579,7 +579,7 @@ def test_running_out_of_memory_occasionally_never_ends_the_run(control: Control)
         assert judge({0: killed_for_memory()})
 
 
-def test_a_gpu_without_enough_memory_on_every_start_ends_the_run(control: Control) -> None:
+def test_the_run_ends_if_a_gpu_lacks_memory_on_every_start(control: Control) -> None:
     judge, attempt = FailureJudge(control, 2), Attempt(1, "me", None, 0, metadata=Metadata(world_size=1))
     for step in (10, 20, 30):
         error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -623,7 +623,7 @@ def test_the_error_that_a_worker_raised_is_the_cause_of_the_restart() -> None:
     assert (incident.cause, incident.detail) == (Cause.WORKER_FAILED, said)
 
 
-def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:
+def test_nodes_with_broken_gpus_are_excluded_before_the_next_group_starts(control: Control) -> None:
     """The judge asks about nodes whose ranks had a CUDA error, and about nodes whose ranks were lost without an
     error.
     """
@@ -644,7 +644,7 @@ def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:
     assert control.said[0].endswith(end)
 
 
-def test_a_worker_lost_in_survivor_mode_is_known_by_its_node_and_not_its_rank(control: Control) -> None:
+def test_a_lost_worker_is_identified_by_its_node_in_survivor_mode(control: Control) -> None:
     """Ray numbers the workers in the order in which it started them, and the workers number themselves as they
     connect.
     """
@@ -662,7 +662,7 @@ def test_a_worker_lost_in_survivor_mode_is_known_by_its_node_and_not_its_rank(co
     assert not control.channel.group_end().lost_on, "it was asked about"
 
 
-def test_a_broken_node_that_the_run_needs_ends_the_run(control: Control) -> None:
+def test_the_run_ends_if_it_cannot_continue_without_a_broken_node(control: Control) -> None:
     def refuse(suspects: Suspects) -> list[str]:
         raise SunspotError("a GPU broke: a: GPU 3 cannot be used; the head cannot be left out")
 
@@ -670,7 +670,7 @@ def test_a_broken_node_that_the_run_needs_ends_the_run(control: Control) -> None
     assert control.gave_up_for[0].endswith("; a GPU broke: a: GPU 3 cannot be used; the head cannot be left out")
 
 
-def test_an_unknown_error_while_leaving_nodes_out_does_not_end_the_run(control: Control) -> None:
+def test_an_unexpected_error_while_excluding_nodes_does_not_end_the_run(control: Control) -> None:
     def fail(suspects: Suspects) -> list[str]:
         raise AttributeError("drain_node")
 
@@ -678,7 +678,7 @@ def test_an_unknown_error_while_leaving_nodes_out_does_not_end_the_run(control: 
     assert "; could not check for broken GPUs: drain_node; starting again" in control.said[0]
 
 
-def test_a_restart_is_recognized_by_its_class_and_costs_no_failure(control: Control) -> None:
+def test_a_restart_error_is_recognized_by_its_class_and_is_not_a_failure(control: Control) -> None:
     """Ray Train's controller gets this error from a worker. Errors that only look similar are ordinary failures."""
     raised = UserExceptionWithTraceback(GroupRestartError(), "a traceback")
     restart = WorkerStatus(running=False, error=pickle.loads(pickle.dumps(raised)))

@@ -113,7 +113,7 @@ def test_all_rows_of_a_step_have_the_same_weight(task: Any) -> None:
     assert losses.mean() < expected.mean()
 
 
-def test_rows_without_weight_do_not_affect_a_step(task: Any) -> None:
+def test_rows_with_zero_weight_do_not_affect_a_step(task: Any) -> None:
     """A worker without rows takes the step with padding rows. Only its layers' own losses count."""
     rows, models = make_rows(), [build(), build()]
     for number, model in enumerate(models):
@@ -123,7 +123,7 @@ def test_rows_without_weight_do_not_affect_a_step(task: Any) -> None:
     assert not same(models[0], build())
 
 
-def test_the_keras_loop_waits_for_the_copy_before_it_changes_variables(task: Any) -> None:
+def test_the_keras_loop_changes_no_variables_until_the_state_is_copied(task: Any) -> None:
     """Training also ends with the error of a commit that has failed for good."""
     rows, model = make_rows(), build()
     adapter = load_task(settings_for())
@@ -140,7 +140,7 @@ def test_the_keras_loop_waits_for_the_copy_before_it_changes_variables(task: Any
         adapter.train(run)
 
 
-def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_contains_a_file_that_keras_can_load(keras: Any, task: Any, tmp_path: Path) -> None:
     settings = settings_for()
     model = build()
     rows = make_rows()
@@ -154,7 +154,7 @@ def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_pat
     assert np.allclose(loaded(images), scores, atol=1e-6)
 
 
-def test_the_state_of_another_model_is_rejected(task: Any) -> None:
+def test_the_state_of_a_different_model_is_rejected(task: Any) -> None:
     with pytest.raises(ConflictError, match=r"a checkpoint: the weights do not fit.*variables differ from the shapes"):
         load_weights(build(outputs=4), build().state_dict(), "a checkpoint")
 
@@ -165,7 +165,7 @@ def test_a_setting_that_keras_ignores_is_rejected(task: Any) -> None:
 
 
 @pytest.mark.parametrize(("given", "peak"), [(1e-3, 0.03), (0.5, 0.5)])
-def test_a_setting_overrides_the_peak_rate_of_the_keras_optimizer(
+def test_the_learning_rate_setting_overrides_the_rate_of_the_keras_optimizer(
     keras: Any, task: Any, given: float, peak: float
 ) -> None:
     settings, make = Settings(task="small_keras", learning_rate=given), task.build_keras

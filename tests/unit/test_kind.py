@@ -67,7 +67,7 @@ def test_a_cluster_is_created_with_the_operator_a_bucket_and_the_image(
     assert "make submit PROFILE=kind RUN=digits IMAGE=sunspot:1\n" in out
 
 
-def test_existing_parts_of_the_cluster_are_kept(kind: Kind) -> None:
+def test_kind_up_reuses_an_existing_cluster(kind: Kind) -> None:
     calls = kind("up", "--image", "sunspot:1", clusters="sunspot", fails="docker image inspect")
     assert "make image HEAD=1 PLATFORM= IMAGE=sunspot:1" in calls
     assert not [call for call in calls if call.startswith("kind create")]

@@ -92,7 +92,7 @@ def test_an_invalid_kubeconfig_is_reported_in_one_line(cluster: FakeCluster, sun
 # ------------------------------------------------------------------------------------------------------------- plugins
 
 
-def test_a_plugin_gets_its_variables_and_can_print_where_to_sign_in(
+def test_a_plugin_gets_its_environment_and_can_print_where_to_sign_in(
     cluster: FakeCluster, config: Config, set_constants: SetConstants, capfd: pytest.CaptureFixture[str]
 ) -> None:
     set_constants("sunspot.submitter.printing", NOTE_AFTER_S=0)
@@ -127,7 +127,7 @@ def test_a_plugin_can_return_a_certificate(cluster: FakeCluster, config: Config)
         (None, "cannot be run here .No such file or directory.; get it from the cloud"),
     ],
 )
-def test_a_plugin_without_a_credential_is_an_error(
+def test_a_plugin_that_returns_no_credential_is_reported(
     cluster: FakeCluster,
     config: Config,
     sunspot: Command,
@@ -167,7 +167,7 @@ def test_a_rejected_credential_is_renewed_once(cluster: FakeCluster, config: Con
         (None, (), "sunspot"),
     ],
 )
-def test_the_namespace_defaults_to_the_contexts(
+def test_the_default_namespace_is_that_of_the_context(
     cluster: FakeCluster, config: Config, sunspot: Command, own: str | None, given: tuple[str, ...], asked: str
 ) -> None:
     config.set("context", namespace=own)

@@ -82,7 +82,7 @@ def module_of(**functions: Any) -> ModuleType:
 
 @pytest.mark.parametrize("kind", scheduled.SCHEDULERS)
 @pytest.mark.parametrize("makes", ["SGD", "AdamW of tensors"])
-def test_each_group_has_the_same_options_as_in_a_plain_loop_at_every_step(kind: str, makes: str) -> None:
+def test_each_parameter_group_has_the_same_options_as_in_a_plain_loop(kind: str, makes: str) -> None:
     """This holds for any step from which a run resumes, and for any rates in its checkpoint."""
 
     def build_adam(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -281,7 +281,7 @@ def test_a_scheduler_that_cannot_set_the_rates_is_rejected(build: Callable[[Any]
         ({"schedule": lambda step, total: [1.0, 0.5, 0.25][step]}, "step 4 of 40: IndexError"),
     ],
 )
-def test_a_step_without_a_rate_is_reported_before_the_first_step(functions: dict[str, Any], says: str) -> None:
+def test_a_step_without_a_valid_learning_rate_is_reported_before_training(functions: dict[str, Any], says: str) -> None:
     rates = rates_of(module_of(**functions), Settings(task="mine"))
     with pytest.raises(SettingsError, match=f"TASK=mine: has no learning rate for {says}"):
         rates.describe(STEPS)
@@ -309,7 +309,7 @@ def test_the_rates_of_many_groups_are_described_in_a_few_lines() -> None:
     assert lines[-1] == "learning rate: other rates in 34 more groups"
 
 
-def test_a_long_run_is_described_from_some_of_its_steps() -> None:
+def test_the_rates_of_a_long_run_are_described_from_a_sample_of_its_steps() -> None:
     asked: list[int] = []
     module = module_of(schedule=lambda step, total: asked.append(step) or float(step == 12) + 0.1)
     [line, _] = rates_of(module, Settings(), 10**9).describe(10**9)
@@ -318,7 +318,7 @@ def test_a_long_run_is_described_from_some_of_its_steps() -> None:
     assert "2.2e-02 at most" in line
 
 
-def test_a_changed_run_length_reports_the_jump_of_the_rate() -> None:
+def test_a_jump_of_the_learning_rate_after_a_changed_run_length_is_reported() -> None:
     def describe(module: Any, before: int) -> str:
         rates = rates_of(module, Settings(), 120)
         learner: Any = SimpleNamespace(rates=rates, task=rates._task, plan=plan_of(Settings(), 120))
@@ -359,7 +359,7 @@ def test_a_scheduler_is_rejected_if_the_library_has_its_own(
         load_task(Settings(task=f"mine_{library}"))
 
 
-def test_bundled_tasks_follow_their_schedule() -> None:
+def test_the_learning_rate_follows_the_schedule_of_the_task() -> None:
     settings = Settings(task="tests.tasks.tiny", learning_rate=0.5)
     task = load_task(settings)
     optimizer, _ = build.build_optimizer(settings, task, nn.Linear(2, 2))

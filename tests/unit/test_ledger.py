@@ -27,7 +27,7 @@ def recorded(run: Run, attempt: int) -> dict[int, list[int]]:
     return rows
 
 
-def test_only_rows_that_are_in_storage_are_dropped(group: dist.ProcessGroup, run: Run) -> None:
+def test_the_ledger_drops_only_rows_that_are_in_storage(group: dist.ProcessGroup, run: Run) -> None:
     ledger = Ledger(group, "attempt-0001", 0, [], True)
     take(ledger, 1, 3)
     assert [window[:3] for window in ledger.gather(3)] == [("attempt-0001", 1, 3)]
@@ -52,7 +52,7 @@ def test_the_next_attempt_writes_the_previous_attempts_missing_rows(group: dist.
     assert sorted(recorded(run, 2)) == [5, 6]
 
 
-def test_no_rows_are_kept_without_audit(group: dist.ProcessGroup, run: Run) -> None:
+def test_the_ledger_keeps_no_rows_if_the_audit_is_disabled(group: dist.ProcessGroup, run: Run) -> None:
     ledger = Ledger(group, 1, 0, [], False)
     take(ledger, 1, 3)
     assert ledger.gather(3) == []
@@ -96,7 +96,7 @@ def test_files_are_merged_without_losing_or_repeating_a_row(
     assert recorded(run, 1) == rows_up_to(120)
 
 
-def test_written_windows_are_not_written_again(
+def test_row_windows_that_storage_accepted_are_not_written_again(
     run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     """Storage accepts the previous attempt's windows and then fails, so the next commit writes the rest."""
@@ -124,7 +124,7 @@ def test_written_windows_are_not_written_again(
     assert all(len(rows) == 2 for rows in recorded(run, 2).values())
 
 
-def test_a_step_in_two_files_counts_once(run: Run) -> None:
+def test_a_step_recorded_in_two_files_is_counted_once(run: Run) -> None:
     """Storage kept a write that it reported as failed, so the next commit wrote the same steps again."""
     refused = Ledger(None, "attempt-0001", 0, [], True)
     take(refused, 1, 5)

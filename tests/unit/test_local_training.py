@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_imported_is_rejected(
         find_module(path)
 
 
-def test_a_failed_start_leaves_no_run(
+def test_a_training_that_fails_to_start_leaves_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "xgboost", None)
@@ -138,7 +138,7 @@ def test_a_failed_start_leaves_no_run(
     assert not [entry.key for entry in storage.list("mnist") if "/logs/" not in entry.key]
 
 
-def test_a_failed_start_prints_json(
+def test_a_training_that_fails_to_start_still_prints_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own handlers
@@ -190,7 +190,7 @@ def test_the_settings_file_can_begin_with_a_byte_order_mark(tmp_path: Path) -> N
     assert read_settings_file(tmp_path / "sunspot.toml") == {"EPOCHS": "3"}
 
 
-def test_the_error_for_a_file_in_another_encoding_gives_the_fix(tmp_path: Path) -> None:
+def test_the_error_for_a_settings_file_that_is_not_utf_8_includes_the_fix(tmp_path: Path) -> None:
     (tmp_path / "sunspot.toml").write_text("EPOCHS = 3", encoding="utf-16")  # like a redirection in PowerShell
     with pytest.raises(
         SettingsError, match=r"^\S*sunspot\.toml is not in UTF-8, which TOML requires; save it as UTF-8"
@@ -206,7 +206,7 @@ def test_an_invalid_settings_file_is_reported_in_one_line(tmp_path: Path, conten
 
 
 @pytest.mark.parametrize("words", [["train"], ["tune"], ["demo"], ["predict", "run", __file__]])
-def test_without_the_extra_the_command_says_what_to_install(words: list[str], tmp_path: Path) -> None:
+def test_a_command_that_needs_a_missing_extra_says_what_to_install(words: list[str], tmp_path: Path) -> None:
     answer = process(*words, "--storage", str(tmp_path))
     what = "predicting" if "predict" in words else "training"
     said = f"error: {what} on this machine needs ray and torch; `make .venv/train` installs it\n"

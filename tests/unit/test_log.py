@@ -21,7 +21,7 @@ def test_warnings_are_marked_and_go_to_the_current_stream(capsys: pytest.Capture
     assert capsys.readouterr() == ("", "warning: no copies\n"), "printed twice, or beside a verb's JSON"
 
 
-def test_a_lost_driver_does_not_end_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_while_sending_a_warning_is_not_raised(capsys: pytest.CaptureFixture[str]) -> None:
     sent: list[str] = []
 
     def send(text: str) -> None:
@@ -47,7 +47,7 @@ def test_importing_the_library_installs_no_handler() -> None:
     assert ended.stdout == "[] []\n", ended.stderr
 
 
-def test_a_module_that_runs_as_main_logs_below_sunspot() -> None:
+def test_modules_that_run_as_main_log_under_the_sunspot_logger() -> None:
     """Check modules that run as `__main__`, which is not below the logger `sunspot`."""
     texts = [path.read_text() for path in (REPOSITORY / "app/sunspot").rglob("*.py")]
     run = [text for text in texts if 'if __name__ == "__main__"' in text]

@@ -486,12 +486,12 @@ def test_a_group_finds_in_memory_copies_even_if_a_member_has_an_older_state() ->
     bring_back_a_stale_process(Decisions())
 
 
-def test_the_model_detects_an_older_state_that_hides_the_copies() -> None:
+def test_the_model_checker_detects_an_older_state_that_hides_the_in_memory_copies() -> None:
     with pytest.raises(AssertionError, match="a newer in-memory copy is skipped"):
         bring_back_a_stale_process(CopiesHidden())
 
 
-def test_the_model_detects_a_stale_state_that_counts(
+def test_the_model_checker_detects_a_stale_state_that_is_treated_as_current(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(copies, "was_in_every_group", lambda *_: True)
@@ -522,6 +522,6 @@ def test_the_group_waits_for_a_member_that_reconnects_during_a_step() -> None:
     assert processes == ["first", "third", "fourth"], "the member stays rank 0, and completes its commits"
 
 
-def test_the_model_detects_a_group_that_does_not_wait_for_a_reconnected_member(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_checker_detects_a_group_that_ignores_a_reconnected_member(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "_returned", lambda self: set())
     expect_counterexample(Decisions, "the group waits for a reconnected member")

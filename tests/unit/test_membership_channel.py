@@ -109,7 +109,7 @@ def test_closing_the_server_ends_its_threads() -> None:
     wait_until(lambda: not [each for each in threading.enumerate() if each.name == "members"], seconds=5)
 
 
-def test_a_change_announced_right_after_a_group_is_not_missed() -> None:
+def test_a_change_announced_right_after_a_group_forms_is_not_missed() -> None:
     """The training thread can be slower than the listening thread."""
     client = MembershipClient(MembershipAddress("nowhere", 0, 0, b""), Member("one", "node"), lambda: None)
     ours, theirs = Pipe()
@@ -196,7 +196,7 @@ def test_a_process_can_be_silent_for_longer_while_it_builds_its_model(server: Me
         wait_until(lambda: ask_living(server.address) == [], seconds=5)
 
 
-def test_the_wait_for_a_stopped_driver_is_limited(set_constants: SetConstants) -> None:
+def test_a_member_does_not_wait_forever_for_an_unresponsive_driver(set_constants: SetConstants) -> None:
     """The driver's kernel accepts the connection, but the driver never answers."""
     set_constants(membership_channel, RECONNECT_S=0.3, ANSWER_S=0.2)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
@@ -294,7 +294,7 @@ def test_an_unresponsive_machine_counts_as_a_lost_node(
     assert [incident.cause for incident in incidents][:1] == [cause]
 
 
-def test_a_change_for_a_draining_node_is_recorded_as_a_preemption(server: MembershipServer) -> None:
+def test_a_group_change_caused_by_a_draining_node_is_recorded_as_a_preemption(server: MembershipServer) -> None:
     with enter(server, "leaving", node="old") as leaving, enter(server, "staying"):
         assert isinstance(next_message(leaving), Generation)
         server.drain({"old"})

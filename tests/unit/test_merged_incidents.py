@@ -42,7 +42,7 @@ def report(cause: Cause | None, noticed: float, loss: str = "") -> Incident:
         ([Cause.DRIVER_LOST, Cause.NODE_LOST], Cause.DRIVER_LOST, 1.0),
     ],
 )
-def test_the_strongest_cause_wins_and_then_the_earliest(
+def test_the_strongest_cause_wins_and_ties_go_to_the_earliest(
     reported: Sequence[Cause | None], cause: Cause, noticed: float
 ) -> None:
     incidents = Incidents()
@@ -52,7 +52,7 @@ def test_the_strongest_cause_wins_and_then_the_earliest(
     assert (incident.cause, incident.detail, incident.noticed) == (cause, str(cause), noticed)
 
 
-def test_facts_other_than_the_cause_stay_as_first_reported() -> None:
+def test_only_the_cause_of_an_incident_is_replaced_by_later_reports() -> None:
     incidents = Incidents()
     incidents.observe(report(Cause.WORKER_LOST, 1.0, "rank 1: died"))
     incidents.observe(Incident(Cause.NODE_LOST, "node b", 2.0, "rank 0: lost its peer", save_began=3.0))
@@ -60,7 +60,7 @@ def test_facts_other_than_the_cause_stay_as_first_reported() -> None:
     assert incidents.current() == Incident(Cause.NODE_LOST, "node b", 1.0, "rank 1: died", 3.0, 5.0)
 
 
-def test_a_group_that_takes_no_step_adds_its_end_to_the_incident_before() -> None:
+def test_the_end_of_a_group_that_took_no_step_is_added_to_the_previous_incident() -> None:
     incidents = Incidents()
     incidents.observe(report(Cause.PREEMPTED, 1.0))
     incidents.begin_group()
@@ -71,7 +71,7 @@ def test_a_group_that_takes_no_step_adds_its_end_to_the_incident_before() -> Non
     assert incidents.begin_group() == Incident(), "one incident has one receipt"
 
 
-def test_notes_are_passed_on_once() -> None:
+def test_the_notes_of_an_incident_are_passed_to_only_one_group() -> None:
     incidents = Incidents()
     incidents.note("node left out", ["node a", "node b"])
     assert [note.detail for note in incidents.current().notes] == ["node a", "node b"]
@@ -80,7 +80,7 @@ def test_notes_are_passed_on_once() -> None:
 
 
 @pytest.mark.parametrize("known", ["before the next group begins", "before it takes a step", "later"])
-def test_the_cause_of_a_loss_may_be_reported_after_the_loss(known: str) -> None:
+def test_the_cause_can_be_reported_after_the_worker_is_reported_as_lost(known: str) -> None:
     incidents = Incidents()
     incidents.observe(Incident(Cause.WORKER_LOST, "rank 1 on b", 100.0))
     if known.startswith("before the next"):

@@ -49,7 +49,7 @@ def reduced(group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
     return found
 
 
-def test_all_workers_get_the_same_means_and_all_numbers(tmp_path: Path) -> None:
+def test_all_workers_get_the_same_means_and_the_numbers_of_every_rank(tmp_path: Path) -> None:
     ranks = in_processes(tmp_path, 3, reduced)
     for window in range(2):
         parts = [rank[window][-1] for rank in ranks]

@@ -170,7 +170,7 @@ class Foreign(nn.Module):
         raise NotImplementedError
 
 
-def test_a_model_without_parameters_is_checked_by_its_state() -> None:
+def test_the_state_of_a_model_without_parameters_is_checked() -> None:
     assert not has_finite_weights(Foreign())
     assert has_finite_weights(nn.Identity())
 
@@ -205,7 +205,7 @@ def checkpoint(step: int, **metrics: float) -> Checkpoint:
 
 
 @pytest.mark.parametrize("order", ["min", "max"])
-def test_metrics_and_weights_that_are_not_finite_are_ranked_last(order: str) -> None:
+def test_checkpoints_with_metrics_or_weights_that_are_not_finite_are_ranked_last(order: str) -> None:
     given = [
         *(checkpoint(1, loss=0.5), checkpoint(2, loss=INF), checkpoint(3, loss=-INF), checkpoint(4, loss=NAN)),
         *(checkpoint(5, loss=0.1, nan_weights=1), checkpoint(6, loss=9.9, nan_weights=1), checkpoint(7, loss=0.5)),

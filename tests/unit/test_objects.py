@@ -91,7 +91,7 @@ def test_reading_an_oversized_object_raises_an_error(run: Run) -> None:
 
 
 @given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))
-def test_a_changed_record_does_not_match_its_checksum(record: dict[str, Any]) -> None:
+def test_parsing_a_changed_record_raises_damage_error(record: dict[str, Any]) -> None:
     record.pop("sha256", None)
     content = with_checksum(record)
     parse_verified(dict[str, Any], content, "it")
@@ -150,7 +150,7 @@ def test_damaged_lines_are_skipped_and_counted(run: Run) -> None:
     ],
     ids=str,
 )
-def test_an_attempt_that_starts_from_itself_or_a_later_one_is_rejected(
+def test_an_attempt_that_starts_from_itself_or_from_a_later_attempt_is_rejected(
     run: Run, sunspot: Command, change: dict[str, Any]
 ) -> None:
     """Readers of the lineage would otherwise loop forever."""
@@ -196,7 +196,7 @@ def test_lone_surrogates_are_replaced(run: Run) -> None:
     assert [event["detail"] for event in read_journal(run, "events")] == ["a\N{REPLACEMENT CHARACTER}b"]
 
 
-def test_the_job_of_a_damaged_submission_is_still_known(run: Run) -> None:
+def test_the_job_name_of_a_damaged_submission_record_is_still_known(run: Run) -> None:
     record_submission(begin(run), SubmissionRecord("run-1234", "sunspot"))
     [entry] = run.storage.list(run.key("submissions"))
     content = run.storage.read(entry.key)
@@ -302,6 +302,6 @@ def test_an_audit_file_with_other_columns_is_rejected(run: Run) -> None:
         run.storage.delete(entry.key)
 
 
-def test_a_run_that_has_not_begun_has_no_identity(run: Run) -> None:
+def test_reading_the_identity_of_a_run_that_has_not_begun_raises_an_error(run: Run) -> None:
     with pytest.raises(NotFoundError):
         read_identity(run)

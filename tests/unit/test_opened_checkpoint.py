@@ -59,7 +59,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "bystander"
 
 
-def test_a_runs_own_task_is_not_imported(run: Run, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_task_named_only_by_a_run_is_not_imported(
+    run: Run, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep(run, {"settings": settings_with(module), "data": DATA})
     storage = run.storage.locate("")
     said = f"the run's task is {module}, but SUNSPOT_TASK is not set.* use --task {module}, "
@@ -75,7 +77,7 @@ def test_a_runs_own_task_is_not_imported(run: Run, module: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("by_file", [False, True])
 @pytest.mark.parametrize("named_by", ["option", "environment", "sunspot.toml"])
-def test_the_readers_own_task_is_imported(
+def test_a_custom_task_named_by_the_user_is_imported(
     run: Run, module: str, named_by: str, by_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(run, {"settings": settings_with(module), "data": DATA})
@@ -148,7 +150,7 @@ def test_a_missing_run_is_reported_with_the_existing_runs(run: Run) -> None:
         choose_init(Settings(init_from="run:rum", storage_path=storage))
 
 
-def test_sunspots_own_tasks_need_no_task_argument(run: Run) -> None:
+def test_built_in_tasks_need_no_task_argument(run: Run) -> None:
     keep(run, {"settings": settings_with("sunspot.tasks.mnist"), "data": DATA})
     loaded = open_checkpoint("run", "newest", run.storage.locate(""))
     assert loaded.settings.task == "sunspot.tasks.mnist"
@@ -179,7 +181,7 @@ def test_sunspots_own_tasks_need_no_task_argument(run: Run) -> None:
     ],
     ids=lambda extra: str(extra)[:40],
 )
-def test_malformed_records_are_reported_as_damage(run: Run, extra: Any) -> None:
+def test_malformed_model_data_in_a_checkpoint_is_reported_as_damage(run: Run, extra: Any) -> None:
     keep(run, extra)
     with pytest.raises(DamageError, match="cannot be used: it does not describe the model's data and"):
         open_checkpoint("run", "newest", run.storage.locate(""))

@@ -64,7 +64,7 @@ def test_a_minimal_task_gets_the_default_optimizer_and_schedule() -> None:
     assert PlainTask(module, Settings(weight_decay=0.1)).schedule(0, 1) == 7.0
 
 
-def test_a_task_with_its_own_scheduler_has_no_other_schedule() -> None:
+def test_a_task_that_builds_a_scheduler_gets_no_other_schedule() -> None:
     module, settings = ModuleType("mine"), Settings(task="mine")
     module.build_scheduler = lambda optimizer, *_: None
     assert PlainTask(module, settings).schedule is None
@@ -87,7 +87,7 @@ def test_a_setting_that_the_task_ignores_is_rejected(task: str, name: str, value
     load_task(Settings(task=task, clip_norm=1))
 
 
-def test_a_resumed_run_uses_the_current_rate_and_decay() -> None:
+def test_a_resumed_run_uses_the_current_learning_rate_and_weight_decay() -> None:
     model = nn.Linear(2, 2)
     before = Settings(weight_decay=0.1)
     today = Settings(weight_decay=0.3, learning_rate=0.5)

@@ -110,7 +110,7 @@ def test_a_file_written_by_sunspot_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "broken link", "fifo", "folder", "device"])
-def test_no_other_file_is_replaced(kind: str, tmp_path: Path) -> None:
+def test_files_not_written_by_sunspot_are_not_replaced(kind: str, tmp_path: Path) -> None:
     path, other = tmp_path / "out", tmp_path / "other"
     other.write_bytes(MARK)
     match kind:
@@ -156,7 +156,7 @@ def test_commands_replace_only_their_own_files(run: Run, sunspot: Command, tmp_p
         assert mine.read_text() == "<!doctype html> of a user's"
 
 
-def test_a_manifest_replaces_only_a_manifest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_render_replaces_only_rendered_manifests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder, sunspot = tmp_path / "rendered", StorageCommand("s3://bucket/runs", capsys)
     words = ["render", "--run", "mnist", "--image", "sunspot:1", "--output", str(folder)]
     assert sunspot(*words).code == 0

@@ -147,7 +147,7 @@ def incomplete(run: Run) -> list[str]:
     return [name for name, files in list_directories(run).items() if MANIFEST not in files]
 
 
-def test_twenty_commits_are_completed_after_their_groups_end(
+def test_commits_in_progress_are_completed_after_their_group_ends(
     run: Run, memory: NodeMemory, storage: SlowStorage
 ) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=99)
@@ -201,7 +201,7 @@ def test_a_late_commit_deletes_expired_checkpoints(run: Run, memory: NodeMemory,
 
 
 @pytest.mark.parametrize("overtaken", ["by an older start", "by another process", "by another job", "without a part"])
-def test_a_commit_that_no_longer_counts_leaves_no_files(
+def test_a_superseded_commit_leaves_no_files(
     overtaken: str, run: Run, memory: NodeMemory, storage: SlowStorage
 ) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=9)
@@ -233,7 +233,7 @@ def test_a_commit_that_no_longer_counts_leaves_no_files(
     assert list(list_directories(run)) == [first]
 
 
-def test_a_stopped_commit_begins_no_further_parts(
+def test_a_stopped_commit_uploads_no_further_parts(
     run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     survivor = Survivor(run, memory)
@@ -264,7 +264,7 @@ def test_a_stopped_commit_begins_no_further_parts(
     assert not list_directories(run)
 
 
-def test_the_next_commit_removes_the_upload_of_a_lost_rank_0(run: Run, memory: NodeMemory) -> None:
+def test_the_next_commit_removes_the_unfinished_upload_of_a_lost_rank_0(run: Run, memory: NodeMemory) -> None:
     lost = Survivor(run, memory)
     lost.form_group()
     lost.take_step(save=False)
@@ -308,7 +308,7 @@ def test_the_next_group_saves_if_the_newest_checkpoint_is_older_than_the_interva
     assert survivor.is_due() == due
 
 
-def test_a_process_that_becomes_rank_0_again_knows_others_commits(run: Run, memory: NodeMemory) -> None:
+def test_a_process_that_becomes_rank_0_again_knows_the_commits_of_other_ranks(run: Run, memory: NodeMemory) -> None:
     survivor = Survivor(run, memory, checkpoint_every_s=60.0)
     survivor.form_group()
     survivor.take_step()
@@ -320,7 +320,7 @@ def test_a_process_that_becomes_rank_0_again_knows_others_commits(run: Run, memo
     assert not survivor.is_due()
 
 
-def test_a_rank_adds_its_part_to_a_commit_begun_before_the_group_ended(run: Run, set_constants: SetConstants) -> None:
+def test_a_rank_adds_its_shard_to_a_commit_begun_before_the_group_ended(run: Run, set_constants: SetConstants) -> None:
     set_constants(sunspot.checkpoint.commit, POLL_S=2.0)
     attempt = Attempt(1, "job", None, 0, nonce=new_nonce())
     assert claim(run, [], attempt)
@@ -342,7 +342,7 @@ def test_a_rank_adds_its_part_to_a_commit_begun_before_the_group_ended(run: Run,
         snapshot.release.assert_called_once_with()
 
 
-def test_a_waiting_part_is_not_written_after_its_group_lost_a_process(run: Run) -> None:
+def test_a_waiting_shard_is_not_written_after_its_group_loses_a_process(run: Run) -> None:
     metadata = Metadata(processes=("a", "b"))
     attempt = Attempt(1, "job", None, 0, metadata=metadata, nonce=new_nonce())
     coordinator, snapshot = Mock(leads=False, in_parts=True), Mock()
@@ -355,7 +355,7 @@ def test_a_waiting_part_is_not_written_after_its_group_lost_a_process(run: Run) 
     committer.abandon()
 
 
-def test_file_ages_are_measured_with_the_storages_clock(
+def test_file_ages_are_measured_with_the_clock_of_the_storage(
     run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine with a fast clock must not consider another process's upload abandoned."""
@@ -369,7 +369,7 @@ def test_file_ages_are_measured_with_the_storages_clock(
     assert len(list_directories(run)) == 2
 
 
-def test_a_group_without_a_known_commit_saves_at_once(run: Run, memory: NodeMemory) -> None:
+def test_a_group_that_knows_of_no_commit_saves_at_once(run: Run, memory: NodeMemory) -> None:
     survivor = Survivor(run, memory)
     survivor.form_group()
     survivor.take_step(save=False)

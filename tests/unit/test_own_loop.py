@@ -97,7 +97,7 @@ def test_a_custom_loop_takes_the_same_steps_as_the_default_loop(
 
 
 @pytest.mark.parametrize(("parallel", "micro"), [("ddp", 2), ("fsdp", 0)])
-def test_an_infinite_loss_of_a_padding_row_changes_nothing(
+def test_an_infinite_loss_of_a_padding_row_does_not_affect_training(
     parallel: str, micro: int, tmp_path: Path, own: Callable[..., str]
 ) -> None:
     """Idle ranks get the first row twice. Its loss can be infinite, and 0 times infinity is not 0."""
@@ -171,7 +171,7 @@ CHANGES = "optimizer.param_groups[0]['lr'] = 0.5 ** run.position"
         ("after", CHANGES, "changed the learning rate from .* to 1 between two steps"),
     ],
 )
-def test_a_loop_cannot_set_rates_that_would_be_replaced(
+def test_a_loop_cannot_set_learning_rates_that_would_be_overwritten(
     where: str, what: str, says: str, group: dist.ProcessGroup, own: Callable[..., str]
 ) -> None:
     task = own(OWN_RATES.format(**{"before": "", "in_step": "", "after": "", where: what}))
@@ -188,7 +188,7 @@ def test_rates_that_a_loop_sets_before_the_optimizers_step_are_kept(
     assert importlib.import_module(task).rates == [0.5**step for step in range(BATCH["max_steps"])]
 
 
-def test_each_step_draws_its_own_random_numbers_and_counts_its_epoch(
+def test_each_step_of_a_loop_has_its_own_random_numbers_and_epoch(
     group: dist.ProcessGroup, own: Callable[..., str]
 ) -> None:
     """A resumed run draws the same numbers. After the last step, the epoch is still the last one."""
@@ -216,7 +216,9 @@ def train(run):
     assert importlib.import_module(task).drawn[3] == drawn[3]
 
 
-def test_a_task_keeps_the_modes_that_it_sets_on_modules(own: Callable[..., str], group: dist.ProcessGroup) -> None:
+def test_modules_that_a_task_puts_into_evaluation_mode_stay_in_it(
+    own: Callable[..., str], group: dist.ProcessGroup
+) -> None:
     """A model that is completely in evaluation mode was loaded that way, so it is put into training mode."""
     task = own("""
 import tests.tasks.tiny
@@ -326,14 +328,14 @@ def test_an_invalid_loop_is_rejected(
         train(worker)
 
 
-def test_held_out_rows_require_a_loss(examples: None) -> None:
+def test_held_out_rows_are_evaluated_only_if_the_task_defines_a_loss(examples: None) -> None:
     settings = Settings(task="my_loop")
     plan = make_plan(settings, load_task(settings))
     assert plan.test is None
     assert "; no loss, so no evaluation" in plan.reasons[0]
 
 
-def test_the_script_that_became_a_task_trains(
+def test_the_script_from_which_the_example_task_was_made_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     """It also resumes from its checkpoint with the same rates. The model's initial loss is the same, too."""

@@ -64,7 +64,7 @@ def claim(claimant: Claimant) -> Attempt:
 
 @pytest.mark.parametrize("other", [OTHER_NAMESPACE, OTHER_CLUSTER])
 @pytest.mark.parametrize("submitted", [False, True])
-def test_the_later_of_two_rayjobs_with_the_same_name_takes_over_once(
+def test_the_later_of_two_rayjobs_with_the_same_name_takes_over_only_once(
     run: Run, driver: Driver, other: tuple[str, str], submitted: bool
 ) -> None:
     first_id, second_id = (new_submission(RAYJOB), new_submission(RAYJOB)) if submitted else (RAYJOB, RAYJOB)
@@ -90,7 +90,7 @@ def test_the_later_of_two_rayjobs_with_the_same_name_takes_over_once(
     ensure_owner(run, retried)
 
 
-def test_a_resubmitted_rayjob_supersedes_its_older_processes(run: Run, driver: Driver) -> None:
+def test_a_resubmitted_rayjob_supersedes_the_processes_of_earlier_submissions(run: Run, driver: Driver) -> None:
     first_id = new_submission(RAYJOB)
     zombie = claim(driver(HERE, first_id))
     claim(driver(OTHER_CLUSTER, new_submission(RAYJOB)))
@@ -101,7 +101,7 @@ def test_a_resubmitted_rayjob_supersedes_its_older_processes(run: Run, driver: D
     assert isinstance(fatal_error(driver(HERE, first_id)), SupersededError)
 
 
-def test_a_run_can_be_taken_over_if_its_owner_is_only_a_job(run: Run, driver: Driver) -> None:
+def test_a_run_whose_owner_is_only_a_job_id_can_be_taken_over(run: Run, driver: Driver) -> None:
     old = claim(Claimant(run, RAYJOB, "0000beef"))
     now = claim(driver(HERE, new_submission(RAYJOB)))
     ensure_owner(run, now)

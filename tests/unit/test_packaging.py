@@ -31,13 +31,13 @@ def lines(names: list[str], pattern: str) -> Iterator[tuple[Path, str]]:
                 yield file.relative_to(REPOSITORY), match
 
 
-def test_every_image_has_this_version() -> None:
+def test_every_image_reference_has_the_current_version() -> None:
     found = list(lines(NAME_THE_IMAGE, r"\b(?:sunspot(?:-head|-submitter)?:|newTag: )([0-9]+(?:\.[0-9]+)+)"))
     assert {str(path) for path, _ in found} >= {"k8s/rayjob.yaml", "k8s/raycluster.yaml", "scripts/stock.yaml"}
     assert [item for item in found if item[1] != __version__] == []
 
 
-def test_make_builds_the_image_of_this_version() -> None:
+def test_make_builds_the_image_with_the_current_version() -> None:
     done = subprocess.run(["make", "-n", "image"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert f"--build-arg VERSION={__version__} " in done.stdout
     assert f"-t sunspot:{__version__} " in done.stdout
@@ -64,7 +64,7 @@ def test_make_demo_accepts_a_storage_path() -> None:
     assert make("demo", "STORAGE_PATH=there").endswith("exec env SUNSPOT_STORAGE_PATH='there' .venv/bin/sunspot demo")
 
 
-def test_a_make_targets_own_arguments_are_not_settings() -> None:
+def test_arguments_of_a_make_target_are_not_passed_as_settings() -> None:
     done = make("submit", "RUN=x", "PROFILE=kind", "EPOCHS=3")
     assert done.endswith("SUNSPOT_EPOCHS='3' .venv/bin/sunspot submit --profile 'kind' --run 'x'")
     done = make("submit", "RUN=x", "TASK=my_task", "CODE=my code", "QUEUE=team")
@@ -73,14 +73,14 @@ def test_a_make_targets_own_arguments_are_not_settings() -> None:
     )
 
 
-def test_environment_variables_do_not_set_code_or_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_does_not_read_code_or_queue_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODE", "1")
     monkeypatch.setenv("QUEUE", "2")
     assert make("submit", "RUN=x").endswith(".venv/bin/sunspot submit --profile 'kind' --run 'x'")
 
 
 @pytest.mark.parametrize(("clone", "said"), [(True, "EXTRAS=trees"), (False, "pip install 'sunspot-train[trees]'")])
-def test_the_message_gives_the_command_that_installs_an_extra(
+def test_the_error_for_a_missing_extra_includes_the_command_that_installs_it(
     clone: bool, said: str, set_constants: SetConstants
 ) -> None:
     assert extras.CLONE, "the tests run in a clone"
@@ -98,7 +98,7 @@ def test_every_extra_in_a_message_exists() -> None:
     assert {"train", "trees", "gcs", "azure", "hf"} <= named <= declared.keys()
 
 
-def test_the_changelog_begins_with_this_version_or_unreleased_changes() -> None:
+def test_the_changelog_lists_unreleased_changes_before_this_version() -> None:
     headings = re.findall(r"^## \[(\S+)\]", (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert headings[1] == __version__

@@ -89,7 +89,7 @@ def test_columns_that_cannot_be_packed_are_rejected(tmp_path: Path) -> None:
         open_packed(Settings(dataset=str(tmp_path)), {"x": Column(shape=(2,))}, 2)
 
 
-def test_text_becomes_tokens(tmp_path: Path) -> None:
+def test_text_columns_are_tokenized(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
     from sunspot.data.tokens import Tokenizer
 

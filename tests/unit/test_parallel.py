@@ -105,7 +105,7 @@ def test_an_error_on_one_rank_is_raised_at_once(set_constants: SetConstants) -> 
         other.result(30)
 
 
-def test_a_single_worker_does_not_wait() -> None:
+def test_a_single_worker_calls_the_function_without_waiting() -> None:
     assert run_on_all_ranks(None, lambda: 3) == 3
 
 
@@ -201,7 +201,7 @@ class Odd(torch.nn.Module):
             assert float(self.one.weight.detach().sum()) < 1e9
 
 
-def test_a_model_built_without_values_is_otherwise_complete() -> None:
+def test_a_model_built_on_the_meta_device_has_real_buffers_and_tied_weights() -> None:
     model = build_without_values(lambda: Odd(table="fixed"))
     assert model
     assert {name for name, parameter in model.named_parameters() if parameter.is_meta} == {
@@ -215,7 +215,7 @@ def test_a_model_built_without_values_is_otherwise_complete() -> None:
 
 
 @pytest.mark.parametrize("table", ["drawn", "derived", "looked at"])
-def test_a_model_that_depends_on_its_values_is_not_built_without_them(table: str) -> None:
+def test_a_model_that_reads_its_parameters_is_not_built_on_the_meta_device(table: str) -> None:
     assert build_without_values(lambda: Odd(table=table)) is None
 
 
@@ -232,7 +232,7 @@ def test_a_hung_test_rank_is_killed_and_its_stack_is_shown(
         in_processes(tmp_path, 1, wait_for_ever)
 
 
-def test_an_error_in_one_test_rank_ends_the_others(tmp_path: Path) -> None:
+def test_an_error_in_one_test_rank_ends_the_other_ranks(tmp_path: Path) -> None:
     with pytest.raises(
         pytest.fail.Exception, match="rank 0 of 2 has returned nothing: it raised an error, which is on stderr"
     ):

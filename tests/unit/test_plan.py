@@ -17,7 +17,7 @@ from sunspot.tasks import load_task
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.sampled_from(["torch", "ray"]))
-def test_workers_and_reading_fit_any_number_of_cores(cores: int, workers: int, loader: str) -> None:
+def test_workers_and_readers_fit_onto_any_number_of_cores(cores: int, workers: int, loader: str) -> None:
     settings = load_settings({"NUM_WORKERS": str(workers), "LOADER": loader})
     resources = choose_resources(settings, {"CPU": cores}, nodes=1)
     used = workers * resources.per_worker["CPU"]
@@ -42,7 +42,7 @@ def test_gpus_are_used_if_each_worker_gets_one(use_gpu: str, gpus: int, used: bo
     assert f"GPUs: {gpus}, workers: 2" in resources.reason or use_gpu == "false"
 
 
-def test_the_plan_names_the_setting_that_ends_the_run() -> None:
+def test_the_plan_explains_the_number_of_steps() -> None:
     task = load_task(load_settings())
     plan = make_plan(load_settings(), task)
     assert (plan.steps.rows, plan.total_steps) == (12_000, 188)
@@ -58,7 +58,7 @@ def test_the_plan_names_the_setting_that_ends_the_run() -> None:
     ("workers", "micro", "limit", "rows"),
     [("2..8", "0", 16, 16), ("2..64", "0", 3, 3), ("8", "0", 16, 16), ("1", "0", 128, 128), ("8", "5", 5, 4)],
 )
-def test_fewer_workers_make_passes_of_the_same_size(workers: str, micro: str, limit: int, rows: int) -> None:
+def test_passes_do_not_become_larger_with_fewer_workers(workers: str, micro: str, limit: int, rows: int) -> None:
     """Check that all passes have the same size with COMPILE. A limit of five rows splits a share of 16 into fours."""
     settings = load_settings({"NUM_WORKERS": workers, "MICRO_BATCH_SIZE": micro})
     plan = Plan(settings, EmptySource((1,), 2), None, Steps(1024, 128), 8)

@@ -31,7 +31,7 @@ def test_a_pod_that_runs_has_no_problem() -> None:
     assert find_problems(job(), pods, [old]) == []
 
 
-def test_a_pods_problem_comes_from_its_status_or_a_warning() -> None:
+def test_the_problem_of_a_pod_is_read_from_its_status_or_a_warning_event() -> None:
     head = pod_view(pod("head", CLUSTER, head=True, **waiting("ImagePullBackOff", "ErrImagePull: not found")))
     workers = [pod_view(pod(name, CLUSTER, phase="Pending")) for name in ("a", "b")]
     warnings = [
@@ -45,7 +45,7 @@ def test_a_pods_problem_comes_from_its_status_or_a_warning() -> None:
     assert missing.evidence == 'FailedMount: secret "keys" not found'
 
 
-def test_a_missing_pods_problem_says_why_it_cannot_be_created() -> None:
+def test_the_reason_why_a_pod_cannot_be_created_is_reported() -> None:
     head = pod_view(pod("head", CLUSTER, head=True))
     refusal = WarningEvent(CLUSTER, "FailedToCreateWorkerPod", "exceeded quota", 0.0)
     [problem] = find_problems(job(), [head], [refusal])

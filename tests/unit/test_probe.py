@@ -40,7 +40,7 @@ def test_a_thousand_nodes_are_checked_in_parallel(monkeypatch: pytest.MonkeyPatc
     assert time.monotonic() - began < 10, "one after another takes 20 s"
 
 
-def test_one_error_names_all_nodes_that_cannot_use_the_storage(
+def test_one_error_lists_all_nodes_that_cannot_use_the_storage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(node: str) -> str:

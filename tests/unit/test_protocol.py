@@ -693,7 +693,7 @@ def test_a_group_keeps_all_its_steps_while_its_run_is_deleted() -> None:
         protocol.advance(0, 40)
 
 
-def test_two_groups_never_continue_from_the_same_state() -> None:
+def test_no_two_groups_continue_from_the_same_state() -> None:
     """One group's claim succeeded but its response was lost. The other group deletes older checkpoints."""
     with replay() as protocol:
         protocol.begin(operations=120)
@@ -714,7 +714,7 @@ def expect_counterexample(machine: type[Protocol], text: str, start: int = 0) ->
         explore(seed(start)(machine), 1000, phases=[Phase.generate], database=None, report_multiple_bugs=False)
 
 
-def test_a_start_chosen_before_the_claim_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_a_start_before_the_claim_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     def claim_with_start(run: Run, attempt: Attempt) -> None:
         if not claim(run, read_attempts(run), attempt):
             raise SupersededError("another process was faster")
@@ -732,17 +732,17 @@ def test_a_start_chosen_before_the_claim_can_be_deleted(monkeypatch: pytest.Monk
     )
 
 
-def test_owners_that_differ_only_in_name_take_a_run_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owners_that_differ_only_in_name_break_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TwoClusters, "owner_of", lambda self, job: "job")
     expect_counterexample(TwoClusters, "claimed a run that its job had lost")
 
 
-def test_claims_without_a_nonce_mix_two_runs_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_without_a_nonce_break_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs are mixed in a copy in memory, a checkpoint's file, or the audit, whichever comes first."""
     monkeypatch.setattr(sunspot.elastic.claim, "new_nonce", str)
     expect_counterexample(Protocol, "restored step .* of a run that was deleted|is damaged|instead of", start=9)
 
 
-def test_a_second_upload_into_the_same_file_damages_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploading_to_the_same_file_twice_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "read_manifest", lambda *_: None)
     expect_counterexample(OverGrowingFiles, "was committed and is damaged")

@@ -53,7 +53,7 @@ def check(made: dict[str, Any], workers: str = "2", profile: str = "kind", range
         ("8Gi", "0", "2..4", FAILED, "11.5Gi needed (head 5.5Gi + 2 workers 6Gi) of only 8Gi"),  # with the autoscaler
     ],
 )  # fmt: skip
-def test_a_quota_is_compared_with_the_whole_runs_demand(
+def test_a_quota_is_compared_with_the_resources_of_the_whole_run(
     hard: str, used: str, workers: str, result: Result, seen: str
 ) -> None:
     found = check(quota({"requests.memory": hard}, {"requests.memory": used}), workers)
@@ -81,7 +81,7 @@ def test_a_quota_is_compared_with_the_whole_runs_demand(
         ("count/secrets", "1", "kind"),
     ],
 )
-def test_every_kind_of_quota_limit_counts(resource: str, enough: str, profile: str) -> None:
+def test_every_kind_of_quota_limit_is_checked(resource: str, enough: str, profile: str) -> None:
     assert check(quota({resource: enough}), profile=profile).result is OK
     assert check(quota({resource: "0"}), profile=profile).result is FAILED
     less = {"1250m": "1200m", "11Gi": "10Gi", "6Gi": "5Gi", "3": "2", "2": "1", "1": "0"}[enough]
@@ -135,7 +135,7 @@ def test_a_limit_range_can_supply_a_required_limit() -> None:
     assert "limits.cpu: 6 needed (head 2 + 2 workers 4) of only 5" in found.seen
 
 
-def test_the_cheapest_groups_decide_how_many_workers_fit(tmp_path: Any) -> None:
+def test_the_cheapest_groups_determine_how_many_workers_fit(tmp_path: Any) -> None:
     profile = tmp_path / "two.yaml"
     profile.write_text("extends: kind\nworkers: [{memory: 8Gi, max: 2}, {memory: 4Gi, max: 2}]\n")
     found = check(quota({"requests.memory": "13Gi"}), "2..4", str(profile))
@@ -166,7 +166,7 @@ def test_pods_are_checked_against_limit_ranges(item: dict[str, Any], seen: str) 
     assert len({each.seen for each in found}) == len(found), "each problem is reported once"
 
 
-def test_init_containers_and_overhead_count_like_in_the_scheduler() -> None:
+def test_init_containers_and_overhead_are_counted_as_by_the_scheduler() -> None:
     def container(cpu: str, **more: Any) -> dict[str, Any]:
         return {"name": "c", "resources": {"requests": {"cpu": cpu}}, **more}
 
@@ -192,7 +192,7 @@ def test_init_containers_and_overhead_count_like_in_the_scheduler() -> None:
         (3, 5, "3"),
     ],
 )
-def test_amounts_are_printed_in_the_quotas_unit(amount: float, pattern: Any, text: str) -> None:
+def test_amounts_are_printed_in_the_unit_of_the_quota(amount: float, pattern: Any, text: str) -> None:
     assert format_like(amount, pattern) == text
 
 

@@ -35,7 +35,7 @@ class CountingSource:
 
 
 @given(row_groups, st.integers(2, 30), st.integers(1, 9), st.integers(1, 60), st.integers(1, 200), st.data())
-def test_workers_get_their_rows_and_each_group_is_read_once(
+def test_each_worker_gets_its_rows_and_each_row_group_is_read_once(
     groups: list[int], batch: int, world_size: int, window_rows: int, round_rows: int, data: st.DataObject
 ) -> None:
     steps = Steps(sum(groups), batch)

@@ -66,7 +66,7 @@ def test_a_new_session_has_a_secret_token_and_a_private_folder(started: list[dic
 
 
 @pytest.mark.parametrize("name", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
-def test_a_users_own_token_and_folder_are_kept(
+def test_a_ray_token_or_folder_set_by_the_user_is_kept(
     name: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "mine")
@@ -87,7 +87,7 @@ def test_a_session_on_a_cluster_gets_no_token_and_no_folder(
     assert "_temp_dir" not in call
 
 
-def test_a_long_folder_for_temporary_files_leaves_room_for_sockets(
+def test_socket_paths_fit_even_if_tmpdir_is_long(
     started: list[dict[str, Any]], temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = temporary / ("x" * 60)
@@ -215,7 +215,7 @@ def test_a_session_waits_for_a_head_that_starts_later(
     assert f"waiting up to 60 s for Ray at RAY_ADDRESS=127.0.0.1:{port}: " in caplog.text
 
 
-def test_a_cluster_error_gives_the_address(
+def test_a_cluster_error_includes_the_address(
     port: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")

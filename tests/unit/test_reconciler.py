@@ -133,7 +133,7 @@ def test_submitted_runs_are_restarted_if_the_user_can_create_rayjobs(
     wait_until(lambda: "status" not in cluster.jobs.get("run-1", {"status": "gone"}), seconds=20)
 
 
-def test_an_error_is_printed_once_and_retried(
+def test_a_failed_update_is_retried_but_its_error_is_printed_once(
     cluster: FakeCluster, run: Run, reconciler: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.put_job(rayjob("run-1"))

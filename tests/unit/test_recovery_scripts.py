@@ -79,7 +79,7 @@ def _looks_often(set_constants: SetConstants) -> None:
     set_constants(scripts.cluster, LOOK_EVERY_S=0.01)
 
 
-def test_the_targets_nodes_are_removed() -> None:
+def test_the_nodes_of_the_chosen_target_are_removed() -> None:
     chance = random.Random(0)
     assert choose("head", PODS, "a", chance) == ["n0"]
     assert choose("rank0", PODS, "a", chance) == ["n1"]
@@ -109,7 +109,7 @@ def test_the_table_shows_the_cost_of_each_fault() -> None:
         ("all", ["kill n1", "kill n2", "add n1", "add n2", "step"]),
     ],
 )
-def test_a_fault_ends_with_the_first_step_after_it(
+def test_a_fault_is_over_after_the_next_step_and_its_nodes_return(
     target: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Check that the nodes return, even before that step if it cannot happen without them."""
@@ -202,7 +202,7 @@ def test_rank_0_of_the_stock_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert stock.rank0() == "b"
 
 
-def test_the_stock_loops_workers_get_the_same_pods_as_ours(tmp_path: Path) -> None:
+def test_workers_of_the_stock_loop_get_the_same_pods_as_sunspot_workers(tmp_path: Path) -> None:
     """Check a profile that gives each worker its own node, so that a loss is one worker. The head is not affected."""
     profile = tmp_path / "spread.yaml"
     profile.write_text("extends: kind\nworker: {pod: {spec: {securityContext: {runAsUser: 7}}}}\n")
@@ -212,7 +212,7 @@ def test_the_stock_loops_workers_get_the_same_pods_as_ours(tmp_path: Path) -> No
     assert workers["securityContext"] == {**head["securityContext"], "runAsUser": 7} != head["securityContext"]
 
 
-def test_the_stock_loop_does_not_tune_ray_or_kuberay() -> None:
+def test_the_stock_loop_uses_the_defaults_of_ray_and_kuberay() -> None:
     """The stock loop must use the defaults of Ray and KubeRay."""
     text = STOCK.read_text()
     spec = yaml.safe_load(text)["spec"]
@@ -226,7 +226,7 @@ def test_the_stock_loop_does_not_tune_ray_or_kuberay() -> None:
         assert pod["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_commands_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_commands_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILL", "false {node}")
     monkeypatch.delenv("RECLAIM", raising=False)
     assert commands_of_the_environment("kill")["kill"] == "false {node}"

@@ -148,7 +148,7 @@ def test_the_example_raycluster_matches_the_example_rayjob() -> None:
     assert load(MANIFESTS / "raycluster.yaml")["spec"] == load(MANIFESTS / "rayjob.yaml")["spec"]["rayClusterSpec"]
 
 
-def test_the_manifests_use_the_locked_ray_version() -> None:
+def test_manifests_use_the_ray_version_from_the_lock_file() -> None:
     locked = re.findall(r"^ray==([\d.]+)", (REPOSITORY / "requirements" / "train.txt").read_text(), re.MULTILINE)
     assert [load(MANIFESTS / "rayjob.yaml")["spec"]["rayClusterSpec"]["rayVersion"]] == locked
 
@@ -286,7 +286,7 @@ def test_a_cloud_overlay_changes_only_workload_identity(cloud: str) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_the_runs_apart_component_removes_one_policy(tmp_path: Path) -> None:
+def test_the_runs_apart_component_removes_only_the_within_clusters_policy(tmp_path: Path) -> None:
     names = {folder: os.path.relpath(MANIFESTS / folder, tmp_path) for folder in ("base-gke", "runs-apart")}
     text = f"resources: [{names['base-gke']}]\ncomponents: [{names['runs-apart']}]\n"
     (tmp_path / "kustomization.yaml").write_text(text)
@@ -397,7 +397,7 @@ def test_the_job_name_contains_the_run_and_a_hash_of_all_inputs(tmp_path: Path) 
     assert len({variant.name for variant in variants}) == len(variants)
 
 
-def test_the_job_name_ignores_how_values_are_spelled(tmp_path: Path) -> None:
+def test_the_job_name_does_not_depend_on_how_values_are_spelled(tmp_path: Path) -> None:
     by_path = render(own_profile(tmp_path, "extends: gke-spot\nnotice_s: 15"), {"LEARNING_RATE": "0.0010"})
     by_name = render("gke-spot", {"LEARNING_RATE": "1e-3"})
     assert by_path.name == by_name.name
@@ -522,7 +522,7 @@ def check_volumes(pod: dict[str, Any]) -> None:
     assert volumes["tmp"] == {"sizeLimit": limits["ephemeral-storage"]}
 
 
-def test_volume_sizes_match_a_custom_profiles_limits(full: Rendered) -> None:
+def test_volume_sizes_match_the_limits_of_a_custom_profile(full: Rendered) -> None:
     assert [pod["containers"][0]["resources"]["limits"]["memory"] for pod in pods_of(full)] == ["16Gi", "96Gi", "24Gi"]
     for pod in pods_of(full):
         check_volumes(pod)
@@ -541,7 +541,7 @@ def test_ray_detects_a_lost_node_before_its_connections_time_out(profile: str) -
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_drain_ends_before_the_node_does(profile: str) -> None:
+def test_the_drain_ends_before_the_node_is_removed(profile: str) -> None:
     notice = load_profile(profile, {}).notice_s
     assert notice is not None
     for pod in pods_of(render(profile, {})):
@@ -563,7 +563,7 @@ def check_drain(pod: dict[str, Any], notice: int) -> None:
     assert drain >= notice * 0.6
 
 
-def test_the_run_uses_a_drain_set_in_the_profile(tmp_path: Path) -> None:
+def test_the_run_uses_a_drain_timeout_set_in_the_profile(tmp_path: Path) -> None:
     profile = own_profile(tmp_path, "notice_s: 30\nenv: {RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '20'}")
     rendered = render(profile, {})
     assert settings_of_job(rendered).job.notice_s == 20
@@ -578,7 +578,7 @@ def test_a_drain_longer_than_the_grace_period_is_rejected(drain: str, tmp_path: 
         assert re.search(f"DRAIN_TIMEOUT_S={drain} .*below 30, .*set notice_s", refusal(profile, {}))
 
 
-def test_spot_profiles_have_their_clouds_notice() -> None:
+def test_spot_profiles_have_the_preemption_notice_of_their_cloud() -> None:
     notices = {name: load_profile(name, {}).notice_s for name in SPOT_PROFILES}
     assert notices == {"aks-spot": 10, "eks-spot": 100, "gke-spot": 15, "karpenter-spot": 100}
 
@@ -1268,7 +1268,7 @@ def test_yaml_output_contains_no_aliases(full: Rendered) -> None:
         (f"a/sunspot:latest@sha256:{'0' * 64}", True),
     ],
 )
-def test_an_image_that_can_change_gets_a_warning(reference: str, pinned: bool) -> None:
+def test_an_image_reference_that_can_change_causes_a_warning(reference: str, pinned: bool) -> None:
     problem = image_problem(reference)
     assert (problem == "") is pinned
     assert pinned or reference in problem

@@ -76,7 +76,7 @@ def test_a_silent_but_busy_worker_is_not_replaced(time: list[float]) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_the_wait_for_a_worker_that_never_answers_is_limited(known: bool, time: list[float]) -> None:
+def test_waiting_for_a_worker_that_never_answers_is_limited(known: bool, time: list[float]) -> None:
     silent = Worker("silent", None)
     end_lost([silent], (lambda: ["silent-1"]) if known else Mock(side_effect=OSError("the driver is gone")))
     assert silent.ended
@@ -99,7 +99,7 @@ def test_a_trainer_ends_if_its_only_replacement_hangs(
 
 
 @pytest.mark.parametrize("read_membership", [None, Membership(2).snapshot], ids=["restart mode", "survivor mode"])
-def test_a_stop_before_any_worker_trains_ends_the_trainer_at_once(
+def test_a_stop_request_before_any_worker_trains_ends_the_trainer_at_once(
     read_membership: Callable[[], MembershipSnapshot] | None, set_constants: SetConstants
 ) -> None:
     set_constants(group, MEMBERS_CHECK_EVERY_S=0.01)

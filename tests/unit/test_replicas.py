@@ -30,7 +30,7 @@ SIZES = [2500, 700, 1000]
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
-def test_losing_any_node_loses_no_part(nodes: list[str]) -> None:
+def test_losing_any_node_loses_no_shard_of_the_state(nodes: list[str]) -> None:
     replicas = find_replica_ranks(nodes)
     for lost in set(nodes) if len(set(nodes)) > 1 else ():
         for rank, replica in enumerate(replicas):
@@ -93,7 +93,7 @@ def small_messages(set_constants: SetConstants) -> None:
     set_constants(sunspot.checkpoint.replicas, CHUNK=1000)
 
 
-def test_a_copy_counts_once_all_parts_are_on_two_nodes(tmp_path: Path, small_messages: None) -> None:
+def test_a_copy_is_complete_when_all_shards_are_on_two_nodes(tmp_path: Path, small_messages: None) -> None:
     def act(group: Any) -> None:
         worker = Worker(tmp_path)
         rank, peer = worker.rank, (worker.rank - 1) % 3
@@ -113,7 +113,7 @@ def test_a_copy_counts_once_all_parts_are_on_two_nodes(tmp_path: Path, small_mes
     in_processes(tmp_path, 3, act)
 
 
-def test_losing_a_neighbor_ends_the_exchange_but_keeps_copies(tmp_path: Path) -> None:
+def test_losing_a_neighbor_ends_the_exchange_but_keeps_existing_copies(tmp_path: Path) -> None:
     def act(group: Any) -> str:
         worker = Worker(tmp_path)
         assert worker.share(1)
@@ -127,7 +127,7 @@ def test_losing_a_neighbor_ends_the_exchange_but_keeps_copies(tmp_path: Path) ->
     assert in_processes(tmp_path, 3, act) == ["ended", "died", "ended"]
 
 
-def test_a_part_damaged_in_transit_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_damaged_in_transit_does_not_count_as_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_copy = Slot.accept_copy
 
     def spoil(slot: Slot, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
@@ -148,7 +148,7 @@ def test_a_part_damaged_in_transit_does_not_count(tmp_path: Path, monkeypatch: p
     in_processes(tmp_path, 3, act)
 
 
-def test_a_node_that_freezes_during_a_transfer_does_not_block_others(
+def test_a_node_that_freezes_during_a_transfer_does_not_block_other_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     set_constants(sunspot.checkpoint.node_state, TIMEOUT_S=0.5)

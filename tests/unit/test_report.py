@@ -100,7 +100,7 @@ def damage(run: Run, checkpoint: str, file: str = "model.pt") -> None:
 # -------------------------------------------------------------------------------------------------------------- content
 
 
-def test_the_report_shows_the_runs_figures(run: Run) -> None:
+def test_the_report_shows_the_key_figures_of_the_run(run: Run) -> None:
     page = made(trained(run))
     figures = page.figures
     assert (figures["test_accuracy"], figures["accuracy"]) == (0.9805, 0.9917)
@@ -113,7 +113,7 @@ def test_the_report_shows_the_runs_figures(run: Run) -> None:
         assert words in page.text
 
 
-def test_curves_mark_the_restart_over_steps_and_time(run: Run) -> None:
+def test_charts_over_steps_and_time_mark_the_restart(run: Run) -> None:
     charts = made(trained(run)).charts
     for name in (
         "Loss over steps",
@@ -130,7 +130,7 @@ def test_curves_mark_the_restart_over_steps_and_time(run: Run) -> None:
     assert "0.0393 at 4" in clock, "240 s are 4 minutes"
 
 
-def test_a_window_of_one_step_causes_no_spike(run: Run) -> None:
+def test_a_window_of_one_step_causes_no_spike_in_the_chart(run: Run) -> None:
     """A checkpoint ends a window, and the next window can have one step of 128 rows."""
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     windows = [(80, 80, 0.9), (81, 1, 0.5), (82, 1, 0.4), (160, 78, 0.95), (170, 10, 1.0)]
@@ -141,7 +141,7 @@ def test_a_window_of_one_step_causes_no_spike(run: Run) -> None:
     assert "lowest 90 at 80, highest 95 at 160" in steps
 
 
-def test_short_windows_are_drawn_if_no_longer_ones_follow() -> None:
+def test_short_windows_are_drawn_unless_longer_windows_follow() -> None:
     history = History()
     for step, (rows, loss) in enumerate([(100.0, 1.0), *[(10.0, 0.5)] * 5]):
         history.add({"attempt": 1, "step": step, "rows": rows, "loss": loss}, "loss")
@@ -156,7 +156,7 @@ def test_curves_have_a_gap_between_two_attempts(run: Run) -> None:
     assert {style: path.count("M") for style, path in lines} == {"a": 2, "b": 2}
 
 
-def test_a_mark_shows_the_step_of_the_restart(run: Run) -> None:
+def test_a_restart_is_marked_at_its_step_in_the_chart(run: Run) -> None:
     page = render(read_report(trained(run), RunState.SUCCEEDED, "")).decode()
     [chart] = re.findall(r'aria-label="Loss over steps.*?</svg>', page)
     [mark] = re.findall(r'class="mark" d="M([\d.]+) ', chart)
@@ -191,7 +191,7 @@ def test_many_classes_are_shown_as_confused_pairs(run: Run) -> None:
     assert "Mistakes, the most certain first, 48 of 600" in page.text
 
 
-def test_the_report_shows_each_rank_and_the_spread(run: Run) -> None:
+def test_the_report_shows_each_rank_and_the_spread_between_ranks(run: Run) -> None:
     page = made(trained(run, ranks=4))
     assert [chart for chart in page.charts if chart.startswith("Rows per second of one rank over wall clock")]
     [spread] = [chart for chart in page.charts if chart.startswith("Seconds of a step on one rank")]
@@ -316,7 +316,9 @@ def test_an_infinite_loss_is_reported_but_not_drawn(run: Run, value: float) -> N
         ("status/attempt-0009-00000000.json", "Its status cannot be read"),
     ],
 )
-def test_an_unreadable_part_is_reported_without_hiding_others(run: Run, key: str, message: str) -> None:
+def test_an_unreadable_part_of_a_run_is_reported_and_the_other_parts_are_shown(
+    run: Run, key: str, message: str
+) -> None:
     trained(run)
     journals = ("metrics", "ranks", "events")
     broken = journal_keys(run, key, 2)[-1] if key in journals else run.key(key)
@@ -364,7 +366,7 @@ def test_predictions_with_the_largest_images_fit_in_a_report(run: Run) -> None:
     assert f"Left out: {88 - shown} images" in page.text
 
 
-def test_a_malformed_png_is_left_out_with_a_note(run: Run) -> None:
+def test_a_malformed_png_is_omitted_with_a_note(run: Run) -> None:
     trained(run)
     write_shown(run, predictions_of("step-00000188-attempt-0002", image=b"<svg onload=alert(1)>"))
     page = made(run)
@@ -475,7 +477,7 @@ def test_the_report_command_fails_without_a_run_or_writable_folder(run: Run, sun
     assert "cannot be written: No such file or directory" in sunspot.err
 
 
-def test_a_run_that_is_only_submitted_has_a_report(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_a_report_can_be_written_for_a_run_that_was_only_submitted(run: Run, sunspot: Command, tmp_path: Path) -> None:
     run.storage.write(run.key("submissions", "0001-run-1234.json"), b"{}")
     assert sunspot("report", "run", "--output", str(tmp_path / "r.html")) == 0
     assert b"its driver has not started" in (tmp_path / "r.html").read_bytes()
@@ -565,7 +567,7 @@ def test_the_security_policy_blocks_scripts_and_remote_images(browser: Browser, 
     assert browser.run("return document.title") == "run: failed"
 
 
-def test_a_metric_named_few_does_not_hide_means() -> None:
+def test_a_metric_of_a_task_can_have_the_name_few() -> None:
     """A metric with this name does not hide means over enough rows."""
     history = History()
     for step in (1, 2):

@@ -53,7 +53,7 @@ def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
 
 
 @pytest.mark.parametrize("name", ["loss", "generator_loss"])
-def test_each_report_adds_a_record_and_each_ranks_numbers(
+def test_each_report_adds_a_record_and_the_numbers_of_each_rank(
     name: str, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve steps are reported in three epochs. A task's own loop can log losses of any name."""
@@ -111,7 +111,7 @@ def test_each_report_adds_a_record_and_each_ranks_numbers(
     assert len(run.storage.list(run.key("audit"))) == 1
 
 
-def test_losses_and_failures_are_shown_the_same_everywhere(
+def test_loss_values_and_failures_are_the_same_in_every_output(
     group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a report at step 3, the window that ends with the epoch of four steps contains a single step."""
@@ -198,7 +198,7 @@ def test_a_loop_ends_once_another_driver_owns_the_run(another: bool, tmp_path: P
         reporter.heartbeat()
 
 
-def test_epoch_lines_show_the_tasks_metrics(group: dist.ProcessGroup) -> None:
+def test_the_line_printed_after_an_epoch_shows_the_metrics_of_the_task(group: dist.ProcessGroup) -> None:
     window = MetricWindow(group, torch.device("cpu"), RecentMeans(10, {}))
     window.add_step([{"loss": torch.tensor([1.0, 2.0]), "top2": torch.tensor([0.0, 1.0])}], 0.1, data_wait=0.0)
     line = epoch_line({**window.close(5, 1, 0.1), **window.recent.newest, "test_mae": 3e-5, "attempt": 1})
@@ -231,7 +231,7 @@ def test_the_speed_is_computed_within_one_worker_group() -> None:
     assert [re.findall("[0-9.]+ steps/s", text) for text in shown] == [[], ["2.0 steps/s"], [], ["2.0 steps/s"]]
 
 
-def test_plain_lines_are_only_printed_after_progress(
+def test_plain_progress_lines_are_printed_only_after_progress(
     capsys: pytest.CaptureFixture[str], set_constants: SetConstants
 ) -> None:
     set_constants(sunspot.observe.progress, PLAIN_EVERY_S=0.0)

@@ -120,7 +120,7 @@ LEFT = [(*OLD, NEW[0]), (NEW[1],), (NEW[0],)]
         pytest.param([(OLD[0], NEW[0]), (NEW[0],)], [], 5, [], id="only storage is complete"),
     ],
 )
-def test_a_sharded_state_can_be_used_if_every_part_exists(
+def test_a_sharded_state_can_be_used_if_every_shard_exists(
     nodes: list[tuple[MemorySnapshot, ...]], damaged: list[int], step: int, ranks: list[int], run: Run
 ) -> None:
     """`damaged` names the ranks that find their parts of the newest state damaged."""
@@ -138,7 +138,7 @@ def test_a_sharded_state_can_be_used_if_every_part_exists(
     assert {each.snapshot.step for each in parts} <= {step}
 
 
-def test_a_group_starts_from_the_newer_of_a_whole_and_a_sharded_state(run: Run) -> None:
+def test_a_group_starts_from_the_newer_of_an_unsharded_and_a_sharded_state(run: Run) -> None:
     attempts = [start(run, "me")]
     for whole, expected in [(8, (1, 9, 1)), (9, (0, 9, 0)), (10, (0, 10, 0))]:
         machines = [NodeInventory("a", "a", copy(1, whole), []), NodeInventory("b", "b", None, [], (part(0, 1, 9),))]
@@ -175,7 +175,7 @@ def test_a_copy_of_a_superseded_attempt_is_ignored(run: Run) -> None:
     assert choose_copy(read_attempts(run), machines(copy(1, 8), copy(2, 6))) == ChosenCopy(1, copy(2, 6))
 
 
-def test_a_damaged_checkpoint_does_not_beat_an_older_copy_in_memory(run: Run) -> None:
+def test_an_older_copy_in_memory_is_used_if_the_checkpoint_is_damaged(run: Run) -> None:
     first = start(run, "me")
     commit(run, first, 5)
     name = commit(run, first, 10).name
@@ -185,7 +185,9 @@ def test_a_damaged_checkpoint_does_not_beat_an_older_copy_in_memory(run: Run) ->
     assert name in found.attempt.skipped[0]
 
 
-def test_a_checkpoint_that_any_rank_finds_damaged_is_skipped_by_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_any_rank_finds_damaged_is_skipped_by_all_ranks(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 sees other bytes of the newest checkpoint, and this rank, 0, sees other bytes of the one before it."""
     first = start(run, "me")
     names = [commit(run, first, step).name for step in (5, 10, 15)]
@@ -220,7 +222,7 @@ def test_starting_an_attempt_does_not_read_checkpoint_files(run: Run, monkeypatc
     assert opened == []
 
 
-def test_storage_wins_at_the_same_step_if_only_it_is_evaluated(run: Run) -> None:
+def test_a_checkpoint_is_preferred_to_an_in_memory_copy_that_was_not_evaluated(run: Run) -> None:
     commit(run, start(run, "me"), 5)
     assert begin_start(run, copy(1, 5, evaluated=False)).copy is None
     assert begin_start(run, copy(1, 5, evaluated=True)).copy
@@ -249,7 +251,9 @@ def test_a_starting_checkpoint_is_not_deleted_while_it_is_verified(run: Run, mon
     assert find_faults(run, checkpoint) == []
 
 
-def test_a_process_that_dies_before_choosing_a_start_costs_no_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_before_choosing_its_starting_checkpoint_costs_no_steps(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit(run, start(run, "other"), 5)
 
     def die(*_: Any) -> None:
@@ -267,7 +271,7 @@ def test_a_process_that_dies_before_choosing_a_start_costs_no_step(run: Run, mon
     assert [span.attempt for span in lineage(read_attempts(run))] == [3, 1]
 
 
-def test_a_copy_of_a_deleted_run_of_the_same_name_is_ignored(run: Run) -> None:
+def test_a_copy_from_a_deleted_run_with_the_same_name_is_ignored(run: Run) -> None:
     first = begin_start(run).attempt
     ours = copy(1, 3, nonce=first.nonce)
     assert begin_start(run, copy(1, 500, nonce="00000000"), ours).copy == ChosenCopy(1, ours)
@@ -287,7 +291,7 @@ def test_a_process_of_a_deleted_run_neither_commits_to_nor_owns_the_new_run(run:
     assert commit(run, new, 5).name != kept.name, "late files of the old process lie beside the new one's"
 
 
-def test_a_claim_fails_if_the_run_was_started_over_with_other_settings(run: Run) -> None:
+def test_a_claim_fails_if_the_run_was_started_over_with_different_settings(run: Run) -> None:
     """The process was frozen between comparing its settings and its claim."""
     with pytest.raises(ConflictError, match="SUNSPOT_GLOBAL_BATCH_SIZE: 5 -> 7"):
         begin_attempt(Claimant(run, "me"), Settings(global_batch_size=7), machines(None))
@@ -383,7 +387,7 @@ def test_a_checkpoint_that_was_never_committed_is_not_reported_as_lost(run: Run)
     assert begin_start(run).attempt.step == 0
 
 
-def test_a_lost_claim_is_repeated_with_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_claim_is_repeated_with_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     claim = sunspot.run.attempts.claim
 
     def lose(*arguments: Any) -> bool:
@@ -462,7 +466,7 @@ def test_a_loaded_state_has_its_metrics_and_pending_work(
         pytest.param("with its node", 9, id="lost a node"),
     ],
 )
-def test_a_copy_is_skipped_after_two_groups_took_no_step_from_it(ends: str, step: int, run: Run) -> None:
+def test_an_in_memory_copy_is_skipped_after_two_groups_took_no_step_from_it(ends: str, step: int, run: Run) -> None:
     commit(run, start(run, "me"), 5)
     nodes = machines(copy(1, 9), None)
     heartbeats = []
@@ -508,7 +512,7 @@ def test_a_pause_does_not_count_as_lost_time() -> None:
     assert receipt.worker_seconds_lost == pytest.approx(2 * 10 + 2 * 10)
 
 
-def test_a_lost_run_is_paused_until_it_is_started_again() -> None:
+def test_time_until_a_lost_run_is_started_again_counts_as_a_pause() -> None:
     """Its nodes are gone by that time, unless the operator has only replaced its head."""
     lost = Status(RunState.RUNNING, "before", time=50.0, step=14)
     now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=PastRecords(other=lost))
@@ -571,7 +575,7 @@ def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(
     assert first_incident(later) == Incident(), "the previous group was this driver's, so the cause is known"
 
 
-def test_an_incident_gives_the_last_saved_step_instead_of_an_older_status(run: Run) -> None:
+def test_an_incident_shows_the_last_saved_step_instead_of_the_step_in_an_older_status(run: Run) -> None:
     first = start(run, "old-1", at=10.0, world_size=2, driver="1" * 8, tier="beginning")
     write_status(run, Status(RunState.FAILED, "old-1", step=827, attempt=1, driver="1" * 8))
     commit(run, first, 846)
@@ -662,7 +666,7 @@ def test_init_from_reads_weights_in_the_working_directory(tmp_path: Path, monkey
         read_init(Settings(init_from="other.pt"), None)
 
 
-def test_all_ranks_load_the_live_runs_checkpoint_that_rank_0_chose(
+def test_all_ranks_load_the_checkpoint_that_rank_0_chose_from_a_live_run(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other run commits a newer checkpoint between the times at which two ranks read it."""

@@ -44,7 +44,7 @@ def plan_of(storage: Path, settings: dict[str, Any]) -> Plan:
     ],
     ids=["gan", "nano", "ema from parts", "ema to parts"],
 )
-def test_a_killed_run_resumes_at_another_number_of_workers(
+def test_a_killed_run_resumes_with_a_different_number_of_workers(
     settings: dict[str, Any], then: dict[str, Any], tmp_path: Path
 ) -> None:
     broken, whole = (plan_of(tmp_path / name, settings) for name in ("broken", "whole"))

@@ -132,7 +132,7 @@ def test_an_attempt_superseded_twice_reports_the_newest_owner(run: Run) -> None:
         ensure_owner(run, old)
 
 
-def test_the_ten_thousandth_attempt_is_followed_by_another(run: Run) -> None:
+def test_attempt_numbers_can_exceed_9999(run: Run) -> None:
     nines = Attempt(9999, "job", None, 0)
     assert claim(run, [], nines)
     more = [start(run, "job"), start(run, "job")]
@@ -140,7 +140,7 @@ def test_the_ten_thousandth_attempt_is_followed_by_another(run: Run) -> None:
     assert read_attempts(run) == [nines, *more]
 
 
-def test_fencing_bypasses_the_nfs_cache(run: Run) -> None:
+def test_checking_for_a_newer_owner_bypasses_the_nfs_cache(run: Run) -> None:
     """Changing the directory makes the NFS client drop its outdated cache."""
     attempt = start(run, "job")
     folder = Path(run.storage.locate(run.key("attempts")))
@@ -304,7 +304,7 @@ def test_a_manifest_with_unknown_fields_is_intact(run: Run) -> None:
     ]
 
 
-def test_other_files_among_checkpoints_are_ignored(run: Run) -> None:
+def test_unrelated_files_among_checkpoints_are_ignored(run: Run) -> None:
     attempt = start(run, "job")
     good = commit(run, attempt, 3)
     for name in (".DS_Store", "copy/manifest.json", "step-00000009/manifest.json", f"{good.name}-old/model.pt"):
@@ -380,7 +380,7 @@ def test_checkpoints_are_ranked_by_metric_then_by_step(order: str, steps: list[i
     assert [checkpoint.step for checkpoint in best_first(checkpoints, "loss", order)] == steps
 
 
-def test_checkpoints_are_ranked_by_held_out_rows_if_any() -> None:
+def test_checkpoints_are_ranked_by_a_held_out_metric_if_one_exists() -> None:
     """Until the first evaluation, the metric of training rows ranks checkpoints."""
     metrics = [{"loss": 0.1}, {"loss": 0.4, "test_loss": 0.3}, {"loss": 0.3}, {"loss": 0.2, "test_loss": 0.5}]
     checkpoints = [Checkpoint(str(step), step, 1, 9, 9, 1, each) for step, each in enumerate(metrics)]
@@ -402,7 +402,7 @@ def expected(first: int, last: int) -> list[tuple[int, int]]:
     return sorted((step, row) for step, rows in consumed(first, last).items() for row in rows)
 
 
-def test_an_audit_file_counts_only_up_to_the_end_of_its_span(run: Run) -> None:
+def test_steps_in_an_audit_file_after_the_end_of_its_span_are_ignored(run: Run) -> None:
     """The audit file was written so late in the commit of step 4 that it includes steps up to 7."""
     first, second = Attempt(1, "job", None, 0), Attempt(2, "job", checkpoint_name(4, 1), 4)
     record_audit(run, first, consumed(1, 7))
@@ -411,7 +411,7 @@ def test_an_audit_file_counts_only_up_to_the_end_of_its_span(run: Run) -> None:
     assert audited(run, first, second) == expected(1, 9)
 
 
-def test_steps_repeated_in_two_audit_files_count_once(run: Run) -> None:
+def test_steps_repeated_in_two_audit_files_are_counted_once(run: Run) -> None:
     """Storage wrote the first file but reported an error, so the next commit wrote the same steps again."""
     attempt = Attempt(1, "job", None, 0)
     record_audit(run, attempt, consumed(1, 5))

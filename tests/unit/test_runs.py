@@ -91,7 +91,7 @@ def test_a_submitted_run_is_found_before_its_driver_starts(tmp_path: Path) -> No
         find_run("another", str(tmp_path))
 
 
-def test_a_damaged_status_does_not_hide_other_runs(run: Run) -> None:
+def test_runs_are_listed_even_if_one_has_a_damaged_status(run: Run) -> None:
     other = Run(run.storage, "other")
     write_status(run, RUNNING)
     run.storage.write(other.key("status/attempt-0000-00000000.json"), b'{"state": "dancing", "owner": "x"}')
@@ -166,7 +166,7 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
         (status(RunState.FAILED, 9999, reason="no luck"), False, 9999, 30, "pending", "its driver has not started"),
     ],
 )
-def test_storage_alone_determines_the_state(
+def test_the_state_of_a_run_can_be_determined_from_storage_alone(
     given: Status | None, stop: bool, heard_ago: float | None, submitted_ago: float | None, state: str, words: str
 ) -> None:
     def moment(ago: float | None) -> float:
@@ -198,7 +198,7 @@ def test_a_lost_run_is_listed_with_the_step_of_its_newest_checkpoint(
     assert row.status.checkpoint == (kept.name if ago > 5 else None)
 
 
-def test_the_state_takes_a_small_listing_and_a_read_while_the_status_is_recent(
+def test_reading_the_state_lists_only_statuses_if_the_status_is_recent(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_status(run, replace(RUNNING, driver="0123abcd"))
@@ -290,7 +290,7 @@ def test_a_silent_run_shows_no_running_workers(run: Run, sunspot: StorageCommand
     assert (listed["state"], listed["reason"].partition(" since")[0]) == ("silent", "no sign of life")
 
 
-def test_status_watches_a_run_until_it_has_ended(
+def test_status_can_watch_a_run_until_it_ends(
     run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def go_on(seconds: float) -> None:
@@ -381,7 +381,7 @@ def test_runs_are_listed_newest_first(run: Run, sunspot: StorageCommand) -> None
     assert sunspot("list", "--limit", "0").code == 2
 
 
-def test_an_unreadable_run_is_named_and_the_others_are_listed(run: Run, sunspot: StorageCommand) -> None:
+def test_an_unreadable_run_is_reported_and_the_other_runs_are_listed(run: Run, sunspot: StorageCommand) -> None:
     begin(run)
     begin(open_run(sunspot.storage, "closed"))
     for name in ("closed/checkpoints", "lost+found"):
@@ -398,7 +398,7 @@ def test_listing_empty_storage_returns_no_runs(tmp_path: Path, capsys: pytest.Ca
     assert (listed.code, listed.json, listed.err) == (0, [], "")
 
 
-def test_listing_fifty_runs_takes_fifty_reads(
+def test_listing_fifty_runs_makes_fifty_read_requests(
     s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
@@ -449,7 +449,7 @@ def test_events_of_all_attempts_are_sorted_by_time(run: Run, sunspot: StorageCom
     assert re.fullmatch(r"1970-01-01 00:00:21 UTC +2 +4 +checkpoint skipped +damaged", lines[3])
 
 
-def test_events_prints_readable_receipts_and_stacks(run: Run, sunspot: StorageCommand) -> None:
+def test_the_events_command_prints_readable_receipts_and_stacks(run: Run, sunspot: StorageCommand) -> None:
     first = Attempt(1, "job", None, 0, time=10.0, metadata=Metadata(tier="beginning", world_size=2))
     second = Attempt(2, "job", checkpoint_name(12, 1), 12, time=60.0, metadata=Metadata(tier="memory", world_size=1))
     assert claim(run, [], first)
@@ -504,7 +504,7 @@ def say(run: Run, stream: str, text: str) -> LogWriter:
     return writer
 
 
-def test_logs_prints_the_newest_output_of_a_process(run: Run, sunspot: StorageCommand) -> None:
+def test_the_logs_command_prints_the_newest_output_of_a_process(run: Run, sunspot: StorageCommand) -> None:
     say(run, "driver-20260101T000000000Z", "old driver\n")
     say(run, "driver-20260102T000000000Z", "new driver\nits last words")
     say(run, rank_stream(1, 1), "old rank\n")
@@ -521,7 +521,7 @@ def test_logs_prints_the_newest_output_of_a_process(run: Run, sunspot: StorageCo
     assert json.loads(lines[0])["stream"] == "driver-20260102T000000000Z"
 
 
-def test_logs_reports_missing_output(run: Run, sunspot: StorageCommand) -> None:
+def test_the_logs_command_reports_missing_output(run: Run, sunspot: StorageCommand) -> None:
     answer = sunspot("logs", "run")
     assert (answer.code, answer.out) == (3, "")
     assert "no output of the driver, because no process has written any output yet" in answer.err
@@ -576,7 +576,9 @@ class Following:
 
 
 @pytest.mark.usefixtures("quick")
-def test_following_continues_over_a_restart_until_the_run_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_logs_continues_across_a_restart_until_the_run_ends(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_status(run, RUNNING)
     following = Following(run, monkeypatch)
     wait_until(lambda: "waiting for the first output" in following.err)
@@ -599,7 +601,7 @@ def test_following_continues_over_a_restart_until_the_run_ends(run: Run, monkeyp
 
 
 @pytest.mark.usefixtures("quick")
-def test_following_an_ended_run_prints_its_output_and_ends(run: Run, sunspot: StorageCommand) -> None:
+def test_following_the_logs_of_an_ended_run_prints_its_output_and_ends(run: Run, sunspot: StorageCommand) -> None:
     say(run, "driver-1", "one\n")
     write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
     answer: Answer = sunspot("logs", "run", "-f")
@@ -607,7 +609,7 @@ def test_following_an_ended_run_prints_its_output_and_ends(run: Run, sunspot: St
     assert "failed, no luck" in answer.err
 
 
-def test_following_ends_quietly_when_it_is_interrupted(
+def test_following_logs_ends_quietly_when_it_is_interrupted(
     run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(seconds: float) -> None:
@@ -621,7 +623,7 @@ def test_following_ends_quietly_when_it_is_interrupted(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_character_split_between_two_writes_is_printed_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_character_split_between_two_writes_is_printed_intact(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, RUNNING)
     writer = LogWriter(run, "driver-1")
     writer.append("ü".encode()[:1])

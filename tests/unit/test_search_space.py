@@ -81,7 +81,7 @@ def test_random_draws_cover_the_whole_search_space() -> None:
     assert all(70 < widths.count(width) < 130 for width in (8, 16, 32))
 
 
-def test_a_trials_values_do_not_depend_on_other_dimensions() -> None:
+def test_the_values_of_a_trial_do_not_depend_on_other_dimensions() -> None:
     few = load_search({**SPACE, "SUNSPOT_TRIALS": "3", "SUNSPOT_SEED": "7"})
     more = load_search({**SPACE, "SUNSPOT_TRIALS": "30", "SUNSPOT_SEED": "7", "SUNSPOT_EPOCHS": "randint(1,5)"})
     for before, after in zip(few.samples, more.samples, strict=False):
@@ -135,7 +135,7 @@ def test_settings_without_an_expression_are_not_a_search() -> None:
         ("__import__('os')", "__import__ is not a search function; use "),
     ],
 )
-def test_a_wrong_expression_is_reported_with_the_fix(text: str, fix: str) -> None:
+def test_an_invalid_search_expression_is_reported_with_the_fix(text: str, fix: str) -> None:
     [line] = problems(LEARNING_RATE=text)
     assert line.startswith(f"SUNSPOT_LEARNING_RATE={text}: {fix}")
 
@@ -185,7 +185,7 @@ def test_a_search_with_elastic_workers_is_rejected() -> None:
         ),
     ],
 )
-def test_the_error_names_the_right_command_without_importing_torch(
+def test_invalid_settings_are_reported_without_importing_torch(
     module: str, settings: dict[str, str], said: str, tmp_path: Path
 ) -> None:
     check = (
@@ -239,7 +239,7 @@ def test_an_invalid_search_space_is_not_rendered() -> None:
         render("kind", {"SUNSPOT_LEARNING_RATE": "uniform(1)"})
 
 
-def test_dimensions_are_found_without_other_settings() -> None:
+def test_search_dimensions_are_found_without_other_settings() -> None:
     assert [d.name for d in find_dimensions(SPACE)] == ["TASK_ARGS.width", "LEARNING_RATE"]
 
 
@@ -275,7 +275,7 @@ def test_a_dimension_with_a_lone_surrogate_in_its_name_can_be_drawn() -> None:
 @pytest.mark.parametrize(
     ("test_rows", "given", "metric"), [(9, "loss", "test_loss"), (9, "test_f1", "test_f1"), (0, "f1", "f1")]
 )
-def test_held_out_rows_rank_the_trials_if_there_are_any(
+def test_trials_are_ranked_by_a_held_out_metric_if_there_are_held_out_rows(
     make_data: Callable[..., str], test_rows: int, given: str, metric: str
 ) -> None:
     data = {"SUNSPOT_DATASET": make_data(20, test_rows=test_rows), "SUNSPOT_CHECKPOINT_METRIC": given}

@@ -101,7 +101,7 @@ def test_all_problems_are_reported_at_once_without_importing_torch_or_ray() -> N
     assert answer.stdout == "imported []\n"
 
 
-def test_what_a_manifest_sets_is_checked_together_with_the_settings_but_is_not_listed_for_users() -> None:
+def test_settings_reserved_for_manifests_are_validated_but_not_listed_for_users() -> None:
     settings = load_settings({"EPOCHS": "3", "NOTICE_S": "30", "PRICES": '{"head": {"price": 1}}', "JOB_ID": "one"})
     assert (settings.epochs, settings.job.notice_s, settings.job.prices["head"].price) == (3, 30, 1.0)
     assert load_settings(settings.environment()) == settings
@@ -179,7 +179,7 @@ def find_bare_names(tree: ast.Module) -> Iterator[str]:
             yield f"line {node.lineno}: {text}"
 
 
-def test_messages_and_help_name_settings_by_their_variables() -> None:
+def test_messages_and_help_name_settings_by_their_environment_variables() -> None:
     for path in sorted((REPOSITORY / "app").rglob("*.py")):
         text = path.read_text()
         if path.name not in TYPED_BARE and BARE.search(text):
@@ -188,7 +188,7 @@ def test_messages_and_help_name_settings_by_their_variables() -> None:
     assert [text for text in described if BARE.search(text)] == []
 
 
-def test_names_from_other_programs_lead_to_settings_options_and_commands() -> None:
+def test_names_used_by_other_programs_are_mapped_to_existing_settings_and_commands() -> None:
     settings = {name.upper() for name in FIELDS}
     assert {*OTHER_SETTINGS.values()} <= settings
     assert not (OTHER_SETTINGS.keys() | {*SUBMIT_OPTIONS}) & settings
@@ -224,7 +224,7 @@ def test_names_from_other_programs_lead_to_settings_options_and_commands() -> No
         ("TEST_DATASET", "rows.parquet"),
     ],
 )
-def test_a_settings_error_shows_the_wrong_value(variable: str, value: str) -> None:
+def test_an_error_about_a_setting_shows_the_invalid_value(variable: str, value: str) -> None:
     with pytest.raises(SettingsError, match="1 problem in the settings") as refused:
         load_settings({variable: value})
     assert f"SUNSPOT_{variable}={value}: " in str(refused.value)
@@ -258,7 +258,7 @@ def test_a_setting_that_contains_a_credential_is_rejected(variable: str, value: 
         render(JobRequest(settings={"STORAGE_PATH": "s3://bucket/runs", variable: value}))
 
 
-def test_ordinary_arguments_are_accepted() -> None:
+def test_arguments_without_credentials_are_accepted() -> None:
     arguments = {
         "max_tokens": 512,
         "tokenizer": "byte",
@@ -272,7 +272,7 @@ def test_ordinary_arguments_are_accepted() -> None:
         assert load_settings({name: place}).model_dump()[name.lower()] == place
 
 
-def test_overrides_win_with_or_without_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_take_precedence_with_or_without_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_EPOCHS", "5")
     monkeypatch.setenv("SUNSPOT_SEED", "")
     assert load_settings().epochs == 5
@@ -298,7 +298,7 @@ def test_differences_list_the_changed_settings() -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a":' * 100_000, '{"a":' * 100 + "1" + "}" * 100, '{"a": ' + "9" * 5000]
 )
-def test_json_nested_too_deep_or_with_too_many_digits_is_rejected(text: str) -> None:
+def test_json_nested_too_deeply_or_with_too_many_digits_is_rejected(text: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({"TASK_ARGS": text})
     assert "SUNSPOT_TASK_ARGS={" in str(refused.value) or "SUNSPOT_TASK_ARGS=[" in str(refused.value)

@@ -40,7 +40,9 @@ class CountingSource:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
-def test_workers_of_a_node_read_rows_once_into_shared_pages(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_on_the_same_node_read_each_row_once_into_shared_memory(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not shared:
 
         def refuse(*_: Any, **options: Any) -> None:

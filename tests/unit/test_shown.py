@@ -32,7 +32,7 @@ def page_of(run: Run) -> str:
     return render(read_report(run, *read_state(run))).decode()
 
 
-def test_texts_numbers_and_tables_become_exhibits() -> None:
+def test_shown_texts_numbers_and_tables_are_stored() -> None:
     table = [{"name": "a", "loss": torch.tensor(0.5)}, {"loss": math.nan, "label": 3}]
     assert to_parts({"said": "yes", "perplexity": 12.34567, "rows": table}) == [
         Exhibit("said", text="yes"),
@@ -65,12 +65,12 @@ def test_images_become_pngs(run: Run) -> None:
         ({"a": torch.zeros(2, 1, 4, 4)}, "show returned 'a' as Tensor; .* a uint8 tensor"),
     ],
 )
-def test_exhibits_of_other_types_are_rejected(found: Any, said: str) -> None:
+def test_the_show_function_cannot_return_values_of_unsupported_types(found: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         to_parts(found)
 
 
-def test_the_report_shows_exhibits_and_predictions(run: Run) -> None:
+def test_the_report_shows_predictions_and_the_results_of_the_show_function(run: Run) -> None:
     trained(run)
     before = page_of(run)
     shown = [
@@ -95,13 +95,13 @@ def test_the_report_explains_missing_predictions(run: Run) -> None:
     assert "No predictions are stored" not in page_of(run)
 
 
-def test_damaged_exhibits_are_reported(run: Run) -> None:
+def test_damaged_results_of_the_show_function_are_reported(run: Run) -> None:
     trained(run)
     run.storage.write(run.key("shown.json"), b'{"checkpoint": 3}')
     assert "What the task shows cannot be read" in page_of(run)
 
 
-def test_a_language_models_show_includes_texts(run: Run) -> None:
+def test_the_show_function_of_a_language_model_includes_texts(run: Run) -> None:
     settings = Settings(
         task="sunspot.tasks.gpt",
         task_args={"layers": 1, "width": 8, "heads": 1, "context": 16},

@@ -138,7 +138,7 @@ def test_a_segment_is_abandoned_after_a_thousand_damaged_lines(run: Run) -> None
     ]
 
 
-def test_the_newest_record_is_found_from_the_end(run: Run) -> None:
+def test_the_newest_record_is_found_by_reading_backwards(run: Run) -> None:
     attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, attempt, *({"step": step, "time": BEGUN + step, "loss": 1.0} for step in range(1, 200)))
     found = newest_record(run, lineage(read_attempts(run)))
@@ -157,7 +157,9 @@ def test_reading_beyond_the_budget_raises_an_error() -> None:
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 
-def test_thousands_of_metrics_take_little_time_and_are_counted(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_a_report_with_thousands_of_metrics_is_fast_and_counts_the_omitted_ones(
+    run: Run, sunspot: Command, tmp_path: Path
+) -> None:
     trained(run)
     one = {"attempt": 1, "step": 5, "time": BEGUN + 20}
     write_lines(run, "metrics", (json.dumps({**one, **{f"{n}_loss": 1.0 for n in range(20_000)}}) + "\n").encode())
@@ -175,7 +177,7 @@ def test_thousands_of_metrics_take_little_time_and_are_counted(run: Run, sunspot
     assert time.monotonic() - began < 60
 
 
-def test_a_series_stores_only_its_numbers() -> None:
+def test_a_series_uses_no_memory_for_missing_values() -> None:
     series = Series()
     for number in range(2000):
         series.add({"step": float(number), **{f"{number}_{each}": 1.0 for each in range(20)}})
@@ -220,7 +222,7 @@ def test_rows_are_counted_by_epoch_in_one_pass() -> None:
     assert {(epoch.rows, epoch.missing, epoch.repeated) for epoch in counted} == {(rows, 0, 0)}
 
 
-def test_audit_reports_and_counts_unknown_rows() -> None:
+def test_the_audit_reports_and_counts_unknown_rows() -> None:
     step, row = pa.array([1] * 100_000, pa.int32()), pa.array(range(1000, 101_000), pa.int64())
     lines = find_foreign_rows([pa.table({"step": step, "row": row})], EpochLayout(10, 1, 10))
     assert lines[0] == "step 1: row 1000 is not one of 0..9"
@@ -268,7 +270,7 @@ def test_a_confusion_matrix_of_3000_classes_is_not_read(run: Run) -> None:
     assert "predictions.json cannot be used: it is larger than 16 MiB" in page_of(run)
 
 
-def test_a_long_table_says_how_many_rows_are_left_out() -> None:
+def test_a_long_table_says_how_many_rows_are_omitted() -> None:
     rows = [[f"row {number}", number] for number in range(MAX_TABLE_ROWS + 3)]
     assert "3 more rows are not shown" in table("Rows", ["name", "number"], rows)
     assert "not shown" not in table("Rows", ["name", "number"], rows[:MAX_TABLE_ROWS])
@@ -277,7 +279,7 @@ def test_a_long_table_says_how_many_rows_are_left_out() -> None:
     assert wide.count("<td") < 25_000
 
 
-def test_a_report_shows_only_some_of_thousands_of_settings_and_exhibits(run: Run) -> None:
+def test_a_report_shows_only_some_of_thousands_of_settings_and_results(run: Run) -> None:
     trained(run)
     write_shown(
         run, TaskExhibit(NEWEST, 188, [Exhibit(f"part {number}", "text") for number in range(MAX_PARTS + 5000)])

@@ -117,7 +117,7 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_a_found_copy_contains_the_state_at_its_step(device: str) -> None:
+def test_find_snapshot_returns_the_state_at_the_step_of_the_copy(device: str) -> None:
     trainee = Trainee(device=device)
     trainee.train()
     expected = trainee.state()
@@ -137,7 +137,7 @@ def test_a_found_copy_contains_the_state_at_its_step(device: str) -> None:
     assert find_snapshot("s3://bucket/runs/another") is None
 
 
-def test_the_newest_copy_stays_until_a_newer_one_is_complete() -> None:
+def test_the_newest_copy_is_kept_until_a_newer_copy_is_complete() -> None:
     first = Trainee(1)
     for step in (1, 2, 3):
         first.train()
@@ -178,7 +178,7 @@ def test_a_running_process_keeps_its_directory() -> None:
 
 
 @pytest.mark.parametrize("aged", ["the directory", "the copies"])
-def test_copies_of_another_run_are_removed_after_a_day(aged: str, shared_memory: Path) -> None:
+def test_copies_of_other_runs_are_removed_after_a_day(aged: str, shared_memory: Path) -> None:
     """A run's directory is kept as long as its newest file is recent."""
     other = Trainee()
     other.train()
@@ -252,7 +252,7 @@ def test_memory_is_reserved_in_the_background_without_delaying_training(monkeypa
     assert trainee.take(3)
 
 
-def test_a_required_copy_does_not_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_required_copies_is_reserved_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee()
     reserve = os.posix_fallocate
     reserving = list[bool]()
@@ -330,7 +330,9 @@ def test_checkpoints_are_saved_even_if_shared_memory_is_full(monkeypatch: pytest
     assert len(trainee.warnings) == 1
 
 
-def test_each_attempt_has_the_same_memory_for_copies(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_attempt_can_use_the_same_amount_of_memory_for_copies(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The previous process's copy is replaced, so it does not reduce the available memory."""
 
     def free() -> int:
@@ -389,7 +391,7 @@ def test_the_old_copy_is_kept_while_memory_is_full(
     assert regained == "copies in shared memory continue at step 8"
 
 
-def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_of_a_smaller_state_is_kept_until_the_larger_copy_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state grows if layers are added or unfrozen during training."""
     trainee = Trainee()
     go = threading.Event()
@@ -414,7 +416,7 @@ def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_complete(monk
     assert sizes == {trainee.snapshots.size}, "the smaller copies take no memory"
 
 
-def test_a_copy_that_cannot_be_marked_affects_nothing_else(
+def test_a_copy_that_cannot_be_marked_as_complete_does_not_affect_the_older_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainee = Trainee()
@@ -449,7 +451,7 @@ def test_a_copy_that_cannot_be_marked_affects_nothing_else(
     assert len(trainee.memory._slots) <= MAX_SLOTS
 
 
-def test_a_heartbeat_in_full_memory_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_that_does_not_fit_in_memory_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, begin: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -461,7 +463,7 @@ def test_a_heartbeat_in_full_memory_does_not_end_the_process(monkeypatch: pytest
     assert "No space left on device" in warning
 
 
-def test_memory_that_cuda_cannot_pin_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_is_told_once_if_cuda_cannot_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Cudart:
         asked = 0
 
@@ -483,7 +485,7 @@ def test_memory_that_cuda_cannot_pin_is_reported_once(monkeypatch: pytest.Monkey
     assert "because their memory is not pinned: error 2: out of memory" in warning
 
 
-def test_a_copy_is_dropped_if_a_weight_changes_during_it(
+def test_a_copy_is_dropped_if_a_weight_changes_while_it_is_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights are clamped after some steps, although only the optimizer changed them in the second step."""
@@ -591,7 +593,7 @@ class Part(Trainee):
         return {held.step for held in find_parts(RUN)}
 
 
-def test_a_part_is_kept_until_all_workers_have_a_newer_part() -> None:
+def test_a_shard_is_kept_until_all_workers_have_a_newer_shard() -> None:
     part = Part()
     assert part.copy(1, True) == {1}
     for step in (2, 3, 4):
@@ -617,7 +619,7 @@ def test_a_worker_that_lost_its_neighbor_keeps_its_copies() -> None:
     assert 1 in {held.step for held in find_parts(RUN)}
 
 
-def test_the_next_process_keeps_the_parts_from_which_its_group_resumes() -> None:
+def test_the_next_process_keeps_the_shards_from_which_its_group_resumes() -> None:
     part = Part()
     for step in (1, 2, 3):
         part.copy(step, True)
@@ -630,7 +632,7 @@ def test_the_next_process_keeps_the_parts_from_which_its_group_resumes() -> None
     assert later.copy(5, True) == {5}
 
 
-def test_a_process_keeps_the_parts_from_which_its_next_group_resumes() -> None:
+def test_a_process_keeps_the_shards_from_which_its_next_group_resumes() -> None:
     """The part of a lost worker only exists as a neighbor's copy."""
     part = Part()
     part.copy(1, True)

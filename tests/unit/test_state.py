@@ -164,7 +164,7 @@ def state_of(stored: str, deployment: str, ray: str) -> RunState:
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_the_first_rule_that_matches_decides(stored: str) -> None:
+def test_the_first_matching_rule_determines_the_state(stored: str) -> None:
     for deployment, ray in itertools.product(DEPLOYMENT_STATUSES, JOB_STATUSES):
         rule, expected = next((rule, state) for rule, holds, state in RULES if holds(stored, deployment, ray))
         assert state_of(stored, deployment, ray) is expected, (rule, deployment, ray)
@@ -247,7 +247,7 @@ def test_pods_that_cannot_be_listed_are_not_described(deployment: str) -> None:
     )
 
 
-def test_an_unreadable_status_is_not_called_missing() -> None:
+def test_an_unreadable_status_is_not_reported_as_missing() -> None:
     state, reason = judge(job("Complete", "SUCCEEDED"), trouble="no route to host")
     assert state is RunState.SUCCEEDED
     assert "wrote no" not in reason
@@ -255,7 +255,7 @@ def test_an_unreadable_status_is_not_called_missing() -> None:
     assert snapshot.state()[0] is RunState.SILENT, "and not lost for good, which would end `wait`"
 
 
-def test_a_status_from_before_the_job_was_replaced_does_not_count() -> None:
+def test_a_status_written_before_the_job_was_replaced_is_ignored() -> None:
     old = status(RunState.STOPPED, "run-1#1a2b3c4d")
     again = job_view(submitted(job("Initializing", "").raw))
     assert judge(again, status=old, now=NOW)[0] is RunState.PENDING
@@ -288,7 +288,7 @@ def test_an_owner_matches_by_name_namespace_cluster_and_submission(job_id: str, 
     assert states.owns(job_view(raw), owner) is (same or owner.endswith("b" * 10)), "the cluster is not known"
 
 
-def test_an_exceeded_deadline_is_a_failure_although_the_ray_job_runs() -> None:
+def test_an_exceeded_deadline_is_a_failure_even_if_the_ray_job_runs() -> None:
     late = job("Failed", "RUNNING", reason="DeadlineExceeded", spec={"activeDeadlineSeconds": 60})
     state, reason = judge(late, status=status(RunState.RUNNING), now=NOW)
     assert state is RunState.FAILED
@@ -302,7 +302,7 @@ def test_an_exceeded_deadline_is_a_failure_although_the_ray_job_runs() -> None:
     )
 
 
-def test_the_message_of_the_program_takes_precedence_over_the_operators() -> None:
+def test_the_programs_message_takes_precedence_over_the_message_of_the_operator() -> None:
     failed = job("Failed", "FAILED", reason="AppFailed", message="Job entrypoint command failed with exit code 1")
     own = status(RunState.FAILED, reason="row 7 of train.parquet has no label")
     assert judge(failed, status=own, now=NOW)[1] == "row 7 of train.parquet has no label"
@@ -340,7 +340,7 @@ def test_a_running_job_with_an_old_status_is_silent() -> None:
     assert judge(job(), status=status(RunState.RUNNING), now=NOW)[1] == "2 workers train"
 
 
-def test_a_run_that_has_taken_all_steps_is_finishing() -> None:
+def test_a_run_is_finishing_once_it_has_taken_all_steps() -> None:
     for owner in ("run-1", "run-2#1"):
         finishing = status(RunState.FINISHING, owner, reason="all steps are taken", began=CREATED + 1)
         state, reason = judge(job(), status=finishing, now=NOW)
@@ -451,7 +451,7 @@ def test_one_group_can_wait_for_pods_while_another_trains() -> None:
         ("other", "FailedToCreateHeadPod", [], "its pods are about to be created"),
     ],
 )
-def test_a_warning_explains_a_pod_whose_status_does_not(
+def test_a_pod_without_a_reason_in_its_status_is_explained_by_a_warning_event(
     about: str, reason: str, pods: list[dict[str, Any]], said: str
 ) -> None:
     raw = {"metadata": {}, "involvedObject": {"name": about}, "reason": reason, "message": "exceeded quota."}
@@ -487,7 +487,7 @@ def test_pod_problems_of_a_run_that_trains_are_reported() -> None:
     assert "2 worker pods wanted, 1 running: no node takes it" in reason
 
 
-def test_a_status_from_before_the_job_existed_does_not_count() -> None:
+def test_a_status_written_before_the_job_existed_is_ignored() -> None:
     """A deleted RayJob of the same name wrote it."""
     old = status(RunState.SUCCEEDED, owner="run-1", age=NOW - CREATED + 2 * CLOCK_SKEW_S)
     assert judge(job(), status=old, now=NOW)[0] is RunState.STARTING

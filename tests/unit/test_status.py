@@ -124,7 +124,7 @@ def test_each_start_of_a_jobs_driver_has_its_own_status(run: Run) -> None:
     assert found.state is RunState.RUNNING
 
 
-def test_workers_of_a_replaced_driver_cannot_claim_the_run(run: Run) -> None:
+def test_the_workers_of_a_replaced_driver_cannot_claim_the_run(run: Run) -> None:
     """Both drivers belong to one job, which owns all three attempts."""
     start(run, "job", driver="aaaaaaaa")
     start(run, "job", driver="aaaaaaaa")
@@ -208,7 +208,7 @@ def test_a_status_written_by_an_older_version_is_read(run: Run) -> None:
     assert read_status(run).driver == OLD.driver, "the next driver's status counts"
 
 
-def test_a_second_starts_status_counts_until_it_withdraws(run: Run) -> None:
+def test_a_second_drivers_status_counts_until_it_is_withdrawn(run: Run) -> None:
     write_status(run, OLD)
     second = replace(OLD, state=RunState.STARTING, driver="cccccccc")
     write_status(run, second)
@@ -256,7 +256,7 @@ A, B = "aaaaaaaa", "bbbbbbbb"
         pytest.param([f"0001-{A}-ended", f"0003-{A}-other", ".DS_Store"], f"0001-{A}-ended", id="other files exist"),
     ],
 )
-def test_exactly_one_status_object_counts(written: list[str], counts: str | None) -> None:
+def test_the_same_status_object_is_selected_in_any_listing_order(written: list[str], counts: str | None) -> None:
     """`written` lists the objects in the order of their last writes, and `counts` is the one that counts."""
     listed = [entry_of(name, time=100.0 + place) for place, name in enumerate(written)]
     for order in (listed, listed[::-1], sorted(listed)):
@@ -268,7 +268,7 @@ def entry_of(name: str, time: float = 0.0) -> Entry:
     return Entry(f"run/status/attempt-{name}.json" if name[0].isdigit() else f"run/status/{name}", 1, time, "")
 
 
-def test_objects_in_other_folders_are_ignored() -> None:
+def test_only_objects_in_the_status_folder_are_read_as_statuses() -> None:
     keys = (f"run/metrics/attempt-9999-{A}.json", f"run/logs/status/attempt-9999-{A}.json", "run/status.json")
     assert newest_status([Entry(key, 1, 0.0, "") for key in keys]) is None
 
@@ -329,7 +329,7 @@ def test_late_predictions_do_not_replace_the_new_owners_predictions(run: Run, mo
         assert read_shown(run, Predictions) == kept
 
 
-def test_unreadable_predictions_only_log_a_warning(
+def test_unreadable_predictions_only_cause_a_warning(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(run: Run, schema: type) -> None:

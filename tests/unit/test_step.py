@@ -116,7 +116,7 @@ def test_training_can_use_tensors_that_the_model_made_during_an_evaluation(
     assert (model.training, model.layer.training, model.frozen.training) == (True, True, False)
 
 
-def test_workers_join_and_leave_only_after_an_evaluation(group: dist.ProcessGroup) -> None:
+def test_workers_do_not_join_or_leave_during_an_evaluation(group: dist.ProcessGroup) -> None:
     """An evaluation that restarted for each new worker might never end."""
     assert evaluate(evaluating(group, 1), lambda: Command(regroup=True), lambda _: None).results
 
@@ -158,7 +158,7 @@ def test_a_notice_interrupts_an_evaluation_on_all_ranks(
     assert in_processes(tmp_path, 2, act) == [(True, command.stop, command.restart)] * 2
 
 
-def test_a_rank_without_rows_sends_heartbeats_while_others_evaluate(
+def test_a_rank_without_rows_sends_heartbeats_while_other_ranks_evaluate(
     tmp_path: Path, set_constants: SetConstants
 ) -> None:
     """Held-out rows can be divided unevenly, and an evaluation can take longer than HANG_TIMEOUT_S."""
@@ -366,7 +366,7 @@ def test_a_step_does_not_wait_for_the_gpu(group: dist.ProcessGroup) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_step_draws_the_same_numbers_as_after_torch_manual_seed() -> None:
+def test_a_step_draws_the_same_random_numbers_as_after_calling_the_seed_functions() -> None:
     seed_generators(3, 7, 1)
     drawn = torch.rand(4), np.random.rand(), random.random()
     word = seed_of(3, 7, 1)
@@ -377,7 +377,7 @@ def test_a_step_draws_the_same_numbers_as_after_torch_manual_seed() -> None:
     assert drawn[1:] == (np.random.rand(), random.random())
 
 
-def test_each_rank_draws_its_part_of_the_same_stream() -> None:
+def test_each_rank_draws_its_part_of_the_same_random_stream() -> None:
     everything = draw_uniform(5, 3, 1000)
     assert 0 <= everything.min() < 0.01
     assert 0.99 < everything.max() < 1
@@ -395,7 +395,7 @@ def test_seeds_differ_for_every_step_and_rank() -> None:
 
 
 @pytest.mark.parametrize("needs_others", [False, True])
-def test_a_warm_up_step_leaves_no_trace(needs_others: bool) -> None:
+def test_a_warm_up_step_does_not_change_the_model(needs_others: bool) -> None:
     """Only the optimizer's state remains, until the others' state replaces it. The loss replaces a buffer here."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model[0].register_buffer("center", torch.zeros(2))

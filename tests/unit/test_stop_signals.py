@@ -28,7 +28,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_before_training_ends_the_program_with_its_exit_code(
+def test_a_signal_before_training_ends_the_program_with_the_exit_code_of_the_signal(
     number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cleaned = []
@@ -72,7 +72,7 @@ def test_ray_handles_sigterm_only_if_no_handler_exists() -> None:
     assert utils.set_sigterm_handler is usual
 
 
-def test_rays_processes_start_in_their_own_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_processes_start_in_their_own_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     services = pytest.importorskip("ray._private.services")
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(services, "ConsolePopen", lambda *words, **options: started.append(options))

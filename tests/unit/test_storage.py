@@ -138,7 +138,7 @@ def test_delete_keeps_an_object_written_after_its_listing(storage: Storage) -> N
 
 
 @pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 5 * PART + 1])
-def test_writer_and_digest_agree_on_every_byte(storage: Storage, size: int) -> None:
+def test_writer_and_digest_return_the_same_size_and_hash(storage: Storage, size: int) -> None:
     content = pattern(size)
     with storage.writer("run/model.pt") as writer:
         for start in range(0, size, 3 * MIB - 1):
@@ -311,7 +311,7 @@ def test_progress_extends_a_deadline_by_at_most_the_limit() -> None:
     hangs.set()
 
 
-def test_attempts_share_the_time_limit_even_if_they_hang() -> None:
+def test_retries_share_one_time_limit_even_if_they_hang() -> None:
     window, hangs = RetryWindow(), threading.Event()
 
     def refuse() -> None:
@@ -378,7 +378,7 @@ def test_reading_a_missing_object_raises_not_found(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("storage", ["local", "s3", VERSITYGW, *CLOUDS, "s3 without a prefix"], indirect=True)
-def test_a_listing_is_sorted_and_limited_to_its_prefix(storage: Storage) -> None:
+def test_a_listing_is_sorted_and_contains_only_keys_below_its_prefix(storage: Storage) -> None:
     keys = ["run/b", "run/a/z", "run/a", "run2/a", "run-3", "run/B", "run/a.tmp", "run/ü %+"]
     keys.remove("run/a")  # a directory cannot also be a file
     for key in keys:
@@ -416,7 +416,7 @@ def test_a_listing_skips_other_runs_with_the_same_prefix(s3_storage: S3Storage, 
     assert len(listing("")[0]) == 28
 
 
-def test_create_succeeds_for_exactly_one_of_many_writers(storage: Storage) -> None:
+def test_creating_an_object_succeeds_for_exactly_one_of_many_writers(storage: Storage) -> None:
     for n in range(3):
         together = threading.Barrier(8)
 
@@ -458,13 +458,13 @@ def test_a_failed_writer_leaves_no_object(storage: Storage, size: int, error: Ba
     assert storage.list_unfinished("") == []
 
 
-def test_a_callers_own_error_is_not_a_storage_error(storage: Storage) -> None:
+def test_an_error_raised_by_the_caller_is_not_turned_into_a_storage_error(storage: Storage) -> None:
     storage.write("run/a", b"content")
     with pytest.raises(FileNotFoundError), storage.open("run/a"):
         Path("/nowhere/at/all").read_bytes()
 
 
-def test_prove_leaves_no_objects(storage: Storage) -> None:
+def test_the_storage_check_leaves_no_objects(storage: Storage) -> None:
     storage.write("run/a", b"")
     prove(storage, "run")
     assert listed(storage, "") == [("run/a", 0)]
@@ -491,7 +491,7 @@ def below_a_file(tmp_path: Path) -> LocalStorage:
         lambda storage: prove(storage, "run/a"),
     ],
 )
-def test_local_errors_include_the_path(below_a_file: LocalStorage, act: Callable[[Storage], Any]) -> None:
+def test_errors_of_local_storage_include_the_path(below_a_file: LocalStorage, act: Callable[[Storage], Any]) -> None:
     with pytest.raises(StorageError, match=r"/file/runs/run/a.*: Not a directory; check that SUNSPOT_STORAGE_PATH"):
         act(below_a_file)
 
@@ -541,7 +541,9 @@ def test_listing_an_unreadable_directory_raises_an_error(tmp_path: Path, monkeyp
         storage.list("run")
 
 
-def test_a_local_create_succeeds_even_if_its_response_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_a_local_object_succeeds_even_if_the_response_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage, link = LocalStorage(str(tmp_path)), os.link
 
     def link_and_deny(source: Any, target: Any, **options: Any) -> None:
@@ -574,7 +576,7 @@ def test_a_local_write_succeeds_even_if_its_directory_is_deleted(
         storage.write("run/a", b"content")
 
 
-def test_a_local_delete_keeps_the_root(tmp_path: Path) -> None:
+def test_deleting_a_local_object_keeps_the_root_directory(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     storage.write("a", b"")
     storage.delete("a")
@@ -594,7 +596,7 @@ def write_parts(storage: Storage, parts: int = 3) -> str:
     return writer.sha256
 
 
-def test_growing_parts_allow_objects_of_5_tib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_part_sizes_allow_objects_of_5_tib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     sizes = [module.part_size(number) for number in range(1, 10_001)]
     assert sum(sizes) >= 5 << 40
@@ -639,7 +641,7 @@ def test_a_writer_detects_whether_the_server_verifies_parts(
 
 
 @pytest.mark.parametrize("fault", [s3.answer(403, "AccessDenied"), s3.answer(400, "InvalidRequest"), s3.reset])
-def test_a_part_rejected_for_another_reason_does_not_prove_verification(
+def test_a_rejection_for_a_different_reason_does_not_prove_that_parts_are_verified(
     fault: s3.Fault,
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
@@ -760,7 +762,7 @@ def test_a_failed_abort_does_not_hide_the_original_error(s3_storage: S3Storage, 
     [(s3.reset, True), (s3.answer(503, "SlowDown"), True), (s3.answer(403, "AccessDenied"), False)],
     ids=["reset", "503", "403"],
 )
-def test_operations_are_only_retried_if_that_can_help(
+def test_operations_are_retried_only_if_a_retry_can_help(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
     operation: str,
@@ -838,7 +840,7 @@ def test_a_server_without_etags_is_rejected(s3_storage: S3Storage) -> None:
             act()
 
 
-def test_create_is_retried_while_another_writer_is_active(
+def test_creating_an_object_is_retried_while_another_writer_is_active(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
     set_constants: SetConstants,
@@ -853,7 +855,7 @@ def test_create_is_retried_while_another_writer_is_active(
     assert not isinstance(raised.value, NotFoundError)
 
 
-def test_prove_rejects_a_server_without_conditional_writes(
+def test_the_storage_check_rejects_a_server_without_conditional_writes(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
 ) -> None:
@@ -863,13 +865,15 @@ def test_prove_rejects_a_server_without_conditional_writes(
     assert s3_storage.list("") == []
 
 
-def test_errors_of_prove_mention_the_folder_instead_of_the_probe(tmp_path: Path) -> None:
+def test_errors_of_the_storage_check_mention_the_folder_instead_of_the_probe_object(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"/file/run: Not a directory; check that SUNSPOT_STORAGE_PATH can"):
         prove(open_storage(str(tmp_path / "file")), "run")
 
 
-def test_prove_rejects_storage_that_does_not_delete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_the_storage_check_rejects_storage_that_does_not_delete_objects(
+    s3_storage: S3Storage, s3_proxy: FaultProxy
+) -> None:
     s3_proxy.on("DeleteObject", lambda handler, request: handler.reply(204, {}, b""))
     with pytest.raises(StorageError, match="still exists after it was deleted"):
         prove(s3_storage, "run")
@@ -885,7 +889,7 @@ def test_prove_rejects_storage_that_does_not_delete(s3_storage: S3Storage, s3_pr
         ("InvalidRequest", True, False),
     ],
 )
-def test_rejected_credentials_of_a_pods_own_identity_are_retried(
+def test_rejected_requests_that_use_the_identity_of_a_pod_are_retried(
     code: str, keys: bool, final: bool, s3_storage: S3Storage, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3_storage.list("run")  # so that the client loads its credentials
@@ -897,7 +901,7 @@ def test_rejected_credentials_of_a_pods_own_identity_are_retried(
     assert raised.value.final is final
 
 
-def test_prove_reports_why_the_first_write_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_the_storage_check_reports_why_the_first_write_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on(lambda request: True, s3.answer(403, "AccessDenied"))
     with pytest.raises(RefusedStorageError, match=r"cannot create: .*AccessDenied.*; allow s3:ListBucket"):
         prove(s3_storage, "run")

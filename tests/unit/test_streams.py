@@ -80,7 +80,7 @@ def test_a_closed_stream_behaves_like_an_empty_one() -> None:
     assert (code, shown) == (0, "a pod \u2192 \u6c49 \\u202e a name\n")
 
 
-def test_a_full_stderr_does_not_end_the_command() -> None:
+def test_a_command_continues_if_stderr_cannot_be_written() -> None:
     code, shown, _ = run_with("< /dev/null 2> /dev/full")
     assert shown == "a pod \u2192 \u6c49 \\u202e a name\n"
     assert code in (0, 120), "Python exits with 120 if it cannot flush at its end"
@@ -142,7 +142,7 @@ def test_a_worker_can_print_any_file_name(tmp_path: Path) -> None:
     assert read_stream(open_run(str(tmp_path), "run"), rank_stream(1, 0)) == b"read picture-\\udcff.png\n"
 
 
-def test_a_document_is_identical_in_any_locale() -> None:
+def test_a_printed_document_is_identical_in_every_locale() -> None:
     done = subprocess.run(
         [sys.executable, "-c", DOCUMENT],
         env={"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "ascii"},

@@ -138,7 +138,7 @@ def test_a_search_is_submitted_through_its_environment_and_listed(
     assert sunspot("status", "run") == 2, "settings that belong to no search are still refused"
 
 
-def test_submitting_the_same_spec_again_attaches(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submitting_the_same_spec_again_attaches_to_the_job(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     before = owner(cluster)
     cluster.set_status(only_job(cluster), "Running", "RUNNING")
@@ -148,14 +148,16 @@ def test_submitting_the_same_spec_again_attaches(cluster: FakeCluster, sunspot: 
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_apply_whose_response_is_lost_is_sent_again(cluster: FakeCluster, sunspot: Command, times: int) -> None:
+def test_an_apply_request_whose_response_is_lost_is_sent_again(
+    cluster: FakeCluster, sunspot: Command, times: int
+) -> None:
     cluster.on("PATCH", "force=true", hang_up, times=times)
     assert sunspot.submit("--json") == 0, sunspot.err
     assert len(cluster.jobs) == 1
     assert sunspot.json["action"] == "created"
 
 
-def test_submitting_another_spec_of_a_live_run_prints_a_diff(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submitting_a_different_spec_of_a_live_run_prints_a_diff(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Running", "RUNNING")
     assert sunspot.submit("--set", "EPOCHS=7", "--image", "other:2") == 6
@@ -191,7 +193,7 @@ def test_a_finished_run_is_reported_and_not_restarted(cluster: FakeCluster, suns
     assert sunspot.json["action"] == "created"
 
 
-def test_a_finished_run_that_was_deleted_from_storage_is_restarted(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_finished_run_is_restarted_if_it_was_deleted_from_storage(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Complete", "SUCCEEDED")
     assert sunspot.submit("--json") == 0
@@ -232,7 +234,7 @@ def test_the_replacement_waits_until_the_old_pods_are_gone(
     assert name in cluster.jobs
 
 
-def test_a_pod_on_a_frozen_node_is_not_waited_for(
+def test_submit_does_not_wait_for_a_pod_on_a_frozen_node(
     cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
     set_constants("sunspot.submitter.cluster.start", GONE_WITHIN_S=0.1)
@@ -268,7 +270,9 @@ def refuse_unless_dry_run(handler: Any) -> None:
         handler.refuse(400, "the namespace of the provided object does not match")
 
 
-def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, set_constants: SetConstants) -> None:
+def test_submit_waits_for_a_stopping_run_to_end(
+    cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
+) -> None:
     sunspot.submit()
     name = only_job(cluster)
     cluster.set_status(name, "Running", "RUNNING")
@@ -325,7 +329,7 @@ def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Comman
     assert writes(cluster) == []
 
 
-def test_a_forbidden_object_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
+def test_an_object_that_the_user_cannot_read_causes_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.forbidden |= {f"{CORE}/secrets/sunspot-storage", CORE}
     assert sunspot.submit("--image", "sunspot") == 0
     assert "this user cannot see whether Secret sunspot-storage exists; pods cannot start without it" in sunspot.err
@@ -341,7 +345,7 @@ def test_a_missing_operator_or_namespace_is_reported(cluster: FakeCluster, sunsp
     assert "install the KubeRay operator" in sunspot.err
 
 
-def test_errors_quote_the_api_server(cluster: FakeCluster, sunspot: Command) -> None:
+def test_errors_include_the_message_of_the_api_server(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.on("PATCH", "dryRun=All", answer(422, "spec.entrypoint: too long"))
     assert sunspot.submit() == 4
     assert "spec.entrypoint: too long" in sunspot.err
@@ -447,7 +451,7 @@ def test_a_run_that_can_never_fit_into_a_quota_is_rejected(cluster: FakeCluster,
     assert not sunspot.run.storage.list(""), "nothing is recorded either"
 
 
-def test_a_quota_used_up_by_other_runs_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_quota_used_up_by_other_runs_causes_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
     put_quota(cluster, "requests.memory", "20Gi", used="16Gi")
     said = FORBIDDEN + "exceeded quota: team, requested: memory=5Gi, used: memory=16Gi, limited: memory=20Gi"
     cluster.on("POST", f"{CORE}/pods?dryRun=All", refusing_pods(said, 403))
@@ -530,7 +534,7 @@ def test_an_error_about_elastic_runs_names_the_required_kueue_version(cluster: F
     assert f"{words}. A variable number of pods needs Kueue 0.18 or later" in sunspot.err
 
 
-def test_unreachable_storage_is_explained_if_the_endpoint_differs(
+def test_the_error_for_unreachable_storage_mentions_a_different_local_endpoint(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
@@ -543,7 +547,9 @@ def test_unreachable_storage_is_explained_if_the_endpoint_differs(
 # ------------------------------------------------------------------------------------------------------ stop and resume
 
 
-def test_resume_of_a_stopped_pending_run_prints_the_submit_command(cluster: FakeCluster, sunspot: Command) -> None:
+def test_resuming_a_run_that_was_stopped_while_pending_prints_the_submit_command(
+    cluster: FakeCluster, sunspot: Command
+) -> None:
     """The RayJob still waits for nodes, so it is deleted, and `resume` finds nothing in the cluster to restart."""
     sunspot.submit("--set", "EPOCHS=3")
     name = only_job(cluster)
@@ -591,7 +597,7 @@ def test_stop_waits_for_the_save_and_resume_restarts_the_job(cluster: FakeCluste
 PLANTED = {"image": "evil.example/miner", "serviceAccountName": "sunspot-submitter"}
 
 
-def test_nothing_from_storage_is_applied(cluster: FakeCluster, sunspot: Command) -> None:
+def test_resume_never_applies_a_manifest_from_storage(cluster: FakeCluster, sunspot: Command) -> None:
     """A user with write access to the bucket must not be able to run code in the cluster."""
     sunspot.submit()
     name = only_job(cluster)
@@ -623,7 +629,7 @@ def test_nothing_from_storage_is_applied(cluster: FakeCluster, sunspot: Command)
         (("metadata", "annotations"), ["sunspot/generation"]),
     ],
 )
-def test_a_rayjob_is_not_restarted_from_another_rayjobs_manifest(
+def test_a_rayjob_is_not_restarted_from_the_manifest_of_a_different_rayjob(
     cluster: FakeCluster, sunspot: Command, path: tuple[str, ...], value: Any
 ) -> None:
     sunspot.submit()
@@ -684,7 +690,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("place", ELSEWHERE)
-def test_a_run_that_is_alive_elsewhere_is_taken_over_only_with_take_over(
+def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_the_option(
     cluster: FakeCluster, sunspot: Command, place: str
 ) -> None:
     cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
@@ -704,7 +710,7 @@ def test_a_run_that_is_alive_elsewhere_is_taken_over_only_with_take_over(
     assert sunspot.json["action"] == "attached"
 
 
-def test_a_run_with_a_silent_owner_is_taken_over_without_take_over(
+def test_a_run_with_a_silent_owner_is_taken_over_without_the_option(
     cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))
@@ -713,7 +719,7 @@ def test_a_run_with_a_silent_owner_is_taken_over_without_take_over(
     assert sunspot.json["action"] == "created"
 
 
-def test_an_owner_with_a_just_deleted_rayjob_is_not_alive_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
+def test_an_owner_whose_rayjob_was_just_deleted_is_not_live(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
     assert sunspot.submit() == 0
     write_status(sunspot.run, Status(RunState.RUNNING, f"{owner(cluster)}@sunspot/{cluster_identity('A')}"))
@@ -722,7 +728,9 @@ def test_an_owner_with_a_just_deleted_rayjob_is_not_alive_elsewhere(cluster: Fak
     assert sunspot.json["action"] == "created"
 
 
-def test_an_ended_rayjob_does_not_hide_an_owner_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
+def test_an_ended_rayjob_does_not_hide_a_live_owner_in_another_namespace(
+    cluster: FakeCluster, sunspot: Command
+) -> None:
     """The RayJob of the old owner has ended, and `submit` exits with 6 unless --take-over is given."""
     sunspot.submit()
     name, before = only_job(cluster), owner(cluster)
@@ -747,7 +755,7 @@ def test_status_and_list_print_the_owners_cluster_and_namespace(cluster: FakeClu
         assert "namespace teamb of cluster ffffffffff" in sunspot.out
 
 
-def test_stop_leaves_a_rayjob_that_gitops_would_recreate(cluster: FakeCluster, sunspot: Command) -> None:
+def test_stop_does_not_delete_a_rayjob_that_gitops_would_recreate(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.put_job(kept(rayjob("run-1")))
     cluster.set_status("run-1", "Running", "RUNNING")
     write_status(sunspot.run, Status(RunState.RUNNING, "run-1"))
@@ -762,7 +770,7 @@ def test_stop_leaves_a_rayjob_that_gitops_would_recreate(cluster: FakeCluster, s
     assert only_job(cluster) == "run-1"
 
 
-def test_stop_without_waiting_only_writes_the_marker(cluster: FakeCluster, sunspot: Command) -> None:
+def test_stop_without_waiting_only_writes_the_stop_marker(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     assert sunspot("stop", "run", "--no-wait") == 0
     assert stop_requested(sunspot.run)
@@ -783,7 +791,7 @@ def test_stop_with_an_expired_credential_says_that_the_stop_marker_is_written(
     assert cluster.jobs
 
 
-def test_a_user_without_a_name_can_stop_a_run(
+def test_a_run_can_be_stopped_by_a_user_without_a_name(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A user in a container can have a number but no name."""
@@ -813,7 +821,7 @@ def test_stop_reports_runs_that_have_ended_or_are_unknown(cluster: FakeCluster, 
     assert stop_requested(sunspot.run)
 
 
-def test_resume_of_a_run_that_was_not_submitted_clears_the_marker(cluster: FakeCluster, sunspot: Command) -> None:
+def test_resuming_a_run_that_was_not_submitted_clears_the_stop_marker(cluster: FakeCluster, sunspot: Command) -> None:
     write_status(sunspot.run, Status(RunState.STOPPED, "host-1"))
     request_stop(sunspot.run, "me")
     assert sunspot("resume", "run") == 0
@@ -834,7 +842,7 @@ def test_stop_and_resume_without_a_cluster_use_only_storage(
     clear_stop(sunspot.run)
 
 
-def test_the_newest_of_several_rayjobs_decides(cluster: FakeCluster, sunspot: Command) -> None:
+def test_the_newest_of_several_rayjobs_determines_the_state(cluster: FakeCluster, sunspot: Command) -> None:
     """GitOps applied another spec while the first RayJob was live."""
     cluster.put_job(rayjob("run-old", created=time.time() - 100))
     cluster.put_job(rayjob("run-new", created=time.time() - 10))

@@ -44,7 +44,7 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
         return Survivor(address, limit_s)
 
 
-def test_a_received_newer_state_does_not_keep_the_name_of_the_old_one(tmp_path: Path) -> None:
+def test_a_newer_state_received_from_a_peer_does_not_keep_the_old_name(tmp_path: Path) -> None:
     """Otherwise, it would claim the older step with the newer step's parameters if its group ended before training."""
 
     def act(group: Any) -> LiveState | None:
@@ -60,7 +60,7 @@ def test_a_received_newer_state_does_not_keep_the_name_of_the_old_one(tmp_path: 
 
 
 @pytest.mark.parametrize(("hang_timeout_s", "limits_s"), [(300.0, [900.0]), (0.0, [])])
-def test_a_process_that_hangs_while_it_prepares_alone_is_ended(
+def test_a_process_that_hangs_while_preparing_on_its_own_is_ended(
     hang_timeout_s: float, limits_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active = list[float]()
@@ -113,7 +113,7 @@ def test_all_members_continue_with_the_metrics_and_rows_of_one_member(tmp_path: 
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_all_members_of_a_group_build_a_model_or_none_does(live: bool) -> None:
+def test_either_all_members_of_a_group_build_a_model_or_none_do(live: bool) -> None:
     """Otherwise, a prepared process and a process that came when no group trained would wait for each other."""
     prepared, other = (on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0) for _ in range(2))
     prepared.prepare(Mock)
@@ -276,7 +276,7 @@ def test_a_replacement_that_cannot_train_ends_only_itself(
 
 
 @pytest.mark.parametrize(("head", "left_out"), [("another", True), ("bad", False)])
-def test_a_node_whose_replacements_cannot_train_is_left_out(
+def test_a_node_whose_replacements_cannot_train_is_excluded(
     head: str, left_out: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     control = LocalControl()

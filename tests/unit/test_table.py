@@ -170,7 +170,7 @@ def save_dataset(folder: Path, parts: list[pa.Table]) -> None:
     (folder / "dataset_info.json").write_text("{}")
 
 
-def test_a_dataset_saved_by_datasets_is_read_unchanged(tmp_path: Path) -> None:
+def test_a_dataset_saved_by_hugging_face_datasets_is_read_unchanged(tmp_path: Path) -> None:
     whole = pa.table({"x": [[1, 2], [3], [], [4, 5, 6], [7]], "label": [0, 2, 1, 1, 0], "more": list("abcde")})
     for split in ("train", "test"):
         save_dataset(tmp_path / split, [whole[:3], whole[3:]])

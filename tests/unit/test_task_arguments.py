@@ -38,7 +38,7 @@ def test_unread_task_arguments_are_listed(read: Callable[[Any], object], said: s
     assert given.describe_unread() == said
 
 
-def test_reads_before_pickling_count() -> None:
+def test_arguments_read_before_pickling_count_as_read() -> None:
     settings = Settings(task_args=GIVEN)
     assert settings.task_args["width"] == 64
     sent = pickle.loads(pickle.dumps(settings.model_copy(update={"epochs": 3})))
@@ -46,7 +46,7 @@ def test_reads_before_pickling_count() -> None:
     assert sent.task_args.describe_unread() == "the task has not read hiden; did you mean hidden?"
 
 
-def test_settings_themselves_read_no_arguments() -> None:
+def test_reading_the_settings_does_not_mark_task_arguments_as_read() -> None:
     settings = Settings(task_args=GIVEN)
     assert json.loads(settings.environment()["SUNSPOT_TASK_ARGS"]) == GIVEN == settings.task_args
     assert settings.task_args.describe_unread() == "the task has not read hiden, width; it reads no arguments"

@@ -24,7 +24,9 @@ from tests.harness.commands import sunspot as sunspot
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_written_task_learns(kind: str, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_written_by_init_learns(
+    kind: str, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "new"
     assert sunspot("init", kind, str(folder), "--json") == 0
     name = f"my_{kind}"

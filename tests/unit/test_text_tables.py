@@ -87,14 +87,14 @@ def open_labels(folder: Path, files: dict[str, list[str]], suffix: str = "csv") 
         ({"a": ["2", "0"], "b": [" 1"]}, [], [2, 0, 1]),
     ],
 )
-def test_csv_labels_are_names_unless_all_files_contain_numbers(
+def test_csv_labels_are_class_names_unless_all_labels_are_numbers(
     tmp_path: Path, files: dict[str, list[str]], names: list[str], numbers: list[int]
 ) -> None:
     source = open_labels(tmp_path, files)
     assert (list(source.class_names), everything(source)["label"].tolist()) == (names, numbers)
 
 
-def test_dates_and_digits_in_json_strings_are_names(tmp_path: Path) -> None:
+def test_dates_and_digits_in_json_strings_are_class_names(tmp_path: Path) -> None:
     assert open_labels(tmp_path, {"a": ['"2024-01-02"', '"2024-01-01"']}, "jsonl").class_names == (
         "2024-01-01",
         "2024-01-02",
@@ -222,7 +222,7 @@ def test_errors_about_csv_explain_the_fault(tmp_path: Path, content: str | bytes
         open_text(write(tmp_path / "a.csv", content), x=Column(), **LABEL)
 
 
-def test_quotes_inside_unquoted_cells_need_not_be_closed(tmp_path: Path) -> None:
+def test_a_quote_inside_an_unquoted_cell_is_an_ordinary_character(tmp_path: Path) -> None:
     assert read_text(write(tmp_path / "a.csv", 'text\n5" pipe\nb\n')) == ['5" pipe', "b"]
 
 

@@ -80,7 +80,7 @@ def test_more_workers_than_fit_in_memory_are_rejected(left: int, fix: str, monke
         refuse_impossible(load_settings({"NUM_WORKERS": "4"}))
 
 
-def test_without_known_memory_the_cores_limit_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cores_limits_the_workers_if_the_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_machine, "memory_left", lambda: None)
     refuse_impossible(load_settings({"NUM_WORKERS": "8"}))
     with pytest.raises(SettingsError, match="with 2 cores; set it to 8 or less"):

@@ -128,7 +128,7 @@ def test_rows_are_read_by_number(opened: Opener) -> None:
     assert source.where(2, 7) == "row 2055 of the training rows of task_with_rows.build_dataset"
 
 
-def test_large_rows_get_small_groups(opened: Opener) -> None:
+def test_large_rows_are_read_in_small_row_groups(opened: Opener) -> None:
     source, _ = opened(Rows(40, lambda _: torch.zeros(1 << 20)))
     assert source.row_groups == (4,) * 10
 
@@ -177,7 +177,7 @@ def test_build_dataset_must_return_datasets(returned: Any, says: str) -> None:
         find_splits(returned, "mine")
 
 
-def test_the_error_for_a_mismatched_row_gives_its_number(opened: Opener) -> None:
+def test_the_error_for_a_mismatched_row_includes_the_row_number(opened: Opener) -> None:
     longer, _ = opened(Rows(200, lambda number: torch.ones(2 + (number == 1))))
     with refusal(DataError, "row 1 of the training rows of task_with_rows", "[3]", "[2] in row 0", "crop, pad"):
         longer.read(0)
@@ -230,7 +230,7 @@ def test_a_random_split_without_a_generator_is_reproducible(opened: Opener) -> N
     assert halves[0] == halves[1] != halves[2]
 
 
-def test_the_dataset_itself_is_not_pickled(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickling_a_source_does_not_pickle_the_dataset(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     large = torch.zeros(1 << 20)
     source, _ = opened(Rows(3000, lambda number: large[number]))
     content = pickle.dumps(source)

@@ -40,7 +40,7 @@ def unchanged(loader: Any, **options: Any) -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 1)])
-def test_batches_are_the_same_from_the_device_and_from_memory(
+def test_batches_are_the_same_whether_rows_are_on_the_device_or_in_memory(
     monkeypatch: pytest.MonkeyPatch, world_size: int, rank: int
 ) -> None:
     here, there = (batches(monkeypatch, resident, world_size, rank) for resident in (False, True))

@@ -96,7 +96,7 @@ def test_an_evaluation_that_is_always_interrupted_does_not_stop_the_training(
     assert leaves_out_evaluation(start, total) == left_out
 
 
-def test_a_group_that_only_grows_does_not_count_as_a_failed_evaluation() -> None:
+def test_an_evaluation_interrupted_by_joining_workers_does_not_count_as_failed() -> None:
     def attempt(number: int, *processes: str) -> Attempt:
         return Attempt(number, "me", None, 20, metadata=Metadata(processes=processes))
 
@@ -128,7 +128,7 @@ def test_a_final_state_that_is_only_in_memory_is_evaluated_and_saved_again(
 
 
 @pytest.mark.parametrize("handed_over", [True, False])
-def test_workers_whose_parameters_differ_all_return_to_a_copy(
+def test_workers_whose_parameters_differ_all_return_to_an_earlier_copy(
     handed_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last bits differ after each change on different kinds of processors, which is not a failure."""
@@ -156,7 +156,7 @@ def test_a_skipped_evaluation_is_recorded_as_an_event(tmp_path: Path, warned: li
 
 
 @pytest.mark.parametrize("rounded", [True, False])
-def test_tf32_is_switched_for_matrix_products_and_convolutions(rounded: bool) -> None:
+def test_tf32_is_set_for_matrix_products_and_convolutions(rounded: bool) -> None:
     """Torch uses TF32 for convolutions by default."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
@@ -176,7 +176,7 @@ def test_a_clock_that_is_set_back_does_not_extend_a_notice(ahead_s: float, limit
 
 
 @pytest.mark.parametrize(("moves", "limit_s"), [(False, DRAIN_S), (True, None)])
-def test_a_state_reaches_storage_before_its_nodes_are_returned(moves: bool, limit_s: float | None) -> None:
+def test_the_state_is_in_storage_before_the_nodes_are_released(moves: bool, limit_s: float | None) -> None:
     command = Command(restart=True, moves=moves)
     worker: Any = SimpleNamespace(
         commands=SimpleNamespace(poll=lambda: command), checkpoints=SimpleNamespace(in_memory=True)

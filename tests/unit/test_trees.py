@@ -105,13 +105,13 @@ def test_the_state_is_the_librarys_model_file(library: str) -> None:
     assert np.allclose(scores, trees(rows).numpy(), atol=1e-6)
 
 
-def test_the_state_of_another_library_is_rejected(library: str) -> None:
+def test_the_state_of_a_different_library_is_rejected(library: str) -> None:
     for state in ({"weight": torch.zeros(3)}, {"_extra_state": torch.zeros(3, dtype=torch.uint8)}):
         with pytest.raises(ConflictError, match="run:other: the weights do not fit the model that the task builds"):
             load_weights(build(library), state, "run:other")
 
 
-def test_a_round_uses_all_rows() -> None:
+def test_each_boosting_round_uses_all_rows() -> None:
     plan = make_plan(Settings(task="sunspot.tasks.trees", epochs=7), load_task(Settings(task="sunspot.tasks.trees")))
     assert (plan.steps.per_epoch, plan.steps.batch, plan.total_steps) == (1, 12000, 7)
 
@@ -139,7 +139,7 @@ def test_features_are_the_columns_of_a_table(library: str, classes: bool, tmp_pa
 
 
 @pytest.mark.parametrize("columns", [["age", "label"], "age", [3]])
-def test_columns_must_be_names(columns: Any) -> None:
+def test_the_columns_argument_must_be_a_list_of_names(columns: Any) -> None:
     settings = settings_for("xgboost", columns=columns)
     with pytest.raises(SettingsError, match="set it to a list of column names other than label"):
         load_task(settings).find_sources(settings)

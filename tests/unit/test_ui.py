@@ -213,7 +213,7 @@ def test_the_comparison_shows_several_runs(tmp_path: Path) -> None:
     assert "Select two to six runs" in alone
 
 
-def test_a_copied_checkpoint_is_shown_as_unread(tmp_path: Path) -> None:
+def test_a_copied_checkpoint_is_not_read_or_shown_as_verified(tmp_path: Path) -> None:
     run = trained(Run(Counting(str(tmp_path)), "digits"))
     weights = [path for path in tmp_path.rglob("model.pt")]
     for path in weights:
@@ -229,7 +229,7 @@ def test_a_copied_checkpoint_is_shown_as_unread(tmp_path: Path) -> None:
     assert not read
 
 
-def test_a_thousand_ended_runs_cost_few_requests(tmp_path: Path) -> None:
+def test_many_ended_runs_cost_few_requests(tmp_path: Path) -> None:
     storage = Counting(str(tmp_path))
     for number in range(200):
         ended(storage, f"run-{number:03d}")
@@ -259,7 +259,7 @@ def test_a_thousand_ended_runs_cost_few_requests(tmp_path: Path) -> None:
     )
 
 
-def test_a_line_of_deeply_nested_lists_is_left_out_of_the_curve(tmp_path: Path) -> None:
+def test_a_record_with_deeply_nested_lists_is_omitted_from_the_curve(tmp_path: Path) -> None:
     run = ended(LocalStorage(str(tmp_path)), "deep")
     report(run, start(run, "job"), {"step": 1, "loss": 2.0})
     [entry] = run.storage.list("deep/metrics")
@@ -288,7 +288,7 @@ def test_the_curve_of_a_long_history_takes_few_requests(tmp_path: Path) -> None:
     assert all(point.y == 1e4 / point.x for point in row.curve)
 
 
-def test_an_earlier_reading_is_shown_if_storage_fails_or_hangs(tmp_path: Path, set_constants: SetConstants) -> None:
+def test_the_previous_page_is_shown_if_storage_fails_or_hangs(tmp_path: Path, set_constants: SetConstants) -> None:
     storage = Counting(str(tmp_path))
     ended(storage, "digits")
     set_constants(site, SOON_S=0.5)
@@ -394,7 +394,7 @@ def test_error_responses_have_the_security_policy(tmp_path: Path, status: bytes,
         assert head.count(name) == 1
 
 
-def test_clients_that_send_no_request_do_not_block_others(tmp_path: Path, set_constants: SetConstants) -> None:
+def test_clients_that_send_no_request_do_not_block_other_clients(tmp_path: Path, set_constants: SetConstants) -> None:
     set_constants("sunspot.machine.local_http", MAX_WAITING=20, HEAD_WITHIN_S=5.0)
     with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url, contextlib.ExitStack() as open_ones:
         place = urllib.parse.urlsplit(url)
@@ -432,7 +432,7 @@ def read_as_told(storage: Storage, names: Sequence[str]) -> RunPage:
     return RunPage(name, Html(f"process {os.getpid()} of {storage.locate('')}"))
 
 
-def test_a_page_that_exhausts_memory_does_not_affect_others(tmp_path: Path, set_constants: SetConstants) -> None:
+def test_a_page_that_exhausts_memory_does_not_affect_other_pages(tmp_path: Path, set_constants: SetConstants) -> None:
     set_constants(page_process, MOST_BYTES=256 << 20, READ_WITHIN_S=20.0)
     with contextlib.closing(PageProcess(str(tmp_path))) as pages:
         one = pages.read(read_as_told, ["digits"])
@@ -456,7 +456,9 @@ def test_a_page_that_exhausts_memory_does_not_affect_others(tmp_path: Path, set_
             pages.read(read_as_told, ["without-end"])
 
 
-def test_an_unreadable_run_is_explained_and_others_are_shown(tmp_path: Path, set_constants: SetConstants) -> None:
+def test_an_unreadable_run_is_explained_and_the_other_runs_are_shown(
+    tmp_path: Path, set_constants: SetConstants
+) -> None:
     set_constants(page_process, MOST_BYTES=256 << 20)
     set_constants(site, FIRST_S=60.0)
     storage = LocalStorage(str(tmp_path))

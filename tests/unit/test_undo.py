@@ -82,7 +82,7 @@ def test_an_interrupted_step_is_undone_or_reported_as_impossible_to_undo(
             assert torch.equal(broken.model.state_dict()[name], values), name
 
 
-def test_parameters_that_change_too_early_are_named(group: dist.ProcessGroup) -> None:
+def test_parameters_that_change_too_early_are_reported_by_name(group: dist.ProcessGroup) -> None:
     learner = learner_of("weights", group)
     train(outliving(learner, 0))
     assert learner.undo.early == {"student.weight"}
@@ -140,7 +140,7 @@ def test_buffers_that_a_loop_changes_between_two_steps_are_kept(replaced: bool) 
     assert torch.equal(model.average, torch.ones(2, 2))
 
 
-def test_a_teacher_updated_in_each_pass_is_named_if_a_step_has_more_passes() -> None:
+def test_a_teacher_model_updated_in_each_pass_is_reported_if_steps_have_more_passes() -> None:
     """A step has more forward passes if there are fewer workers."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
     undo = StepUndo(model, torch.optim.SGD(model["student"].parameters(), 0.1))
@@ -160,7 +160,7 @@ def test_a_teacher_updated_in_each_pass_is_named_if_a_step_has_more_passes() -> 
 
 
 @pytest.mark.parametrize("more_than_tensors", [False, True])
-def test_an_optimizer_gets_back_the_state_before_its_step(more_than_tensors: bool) -> None:
+def test_undoing_a_step_restores_the_previous_optimizer_state(more_than_tensors: bool) -> None:
     """A parameter gets its first gradient in the step that is undone. A list in the state cannot be restored."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "ab"})
     first, last = (torch.optim.Adam(part.parameters(), 0.1) for part in model.values())

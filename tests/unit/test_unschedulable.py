@@ -128,7 +128,7 @@ ON_L4 = {"nodeSelector": L4}
         ([UNNAMED], pod(), PLAIN, (TAINT, 1, "")),
     ],
 )  # fmt: skip
-def test_obstacles_are_read_from_the_nodes(
+def test_scheduling_obstacles_are_read_from_the_nodes(
     said: list[str], asked: dict[str, Any], nodes: list[Any], first: tuple[Diagnosis, int, str]
 ) -> None:
     assert find_refusals(message(*said), asked, nodes)[0][:3] == first
@@ -150,7 +150,7 @@ def explain(said: dict[str, list[str]], nodes: Any = (), **spec: Any) -> list[Fi
     return list(explain_unplaced(UnplacedPods("workers", problems, pod(**spec)), nodes, Severity.ERROR))
 
 
-def test_no_reason_is_reported_twice() -> None:
+def test_each_reason_is_reported_once() -> None:
     """The scheduler's messages differ from pod to pod, because nodes come and go."""
     said = {message("3 node(s) had untolerated taint(s)"): ["w-1", "w-2"], message(UNNAMED, LABELS): ["w-3"]}
     findings = explain(said, nodeSelector=L4)
@@ -160,7 +160,7 @@ def test_no_reason_is_reported_twice() -> None:
     assert finding.evidence.startswith("no node has what 3 pods (w-1, w-2, w-3) select (gpu=l4): 2 nodes not labelled")
 
 
-def test_the_order_of_the_reasons_is_kept_among_all_findings() -> None:
+def test_scheduling_reasons_keep_their_order_among_all_findings() -> None:
     found = explain({message(UNNAMED, LABELS): ["w-1"]}, nodeSelector=L4)
     quota = Finding(Diagnosis.QUOTA, Severity.ERROR, "x", "y")
     late = Finding(Diagnosis.CONTAINER, Severity.ERROR, "x", "y")
@@ -169,7 +169,7 @@ def test_the_order_of_the_reasons_is_kept_among_all_findings() -> None:
     ]
 
 
-def test_labels_of_some_nodes_are_not_called_missing_everywhere() -> None:
+def test_a_label_missing_on_some_nodes_is_not_reported_for_all_nodes() -> None:
     said = {message(UNNAMED, LABELS): ["w-1"]}
     taint, labels = explain(said, [*PLAIN, node("l4", L4, ["team"])], nodeSelector=L4)
     assert taint.finding is TAINT

@@ -137,7 +137,7 @@ def test_wait_continues_until_the_cluster_confirms_a_failure(
     assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
 
 
-def test_wait_prints_no_line_if_only_an_age_changes(
+def test_wait_prints_no_line_if_only_the_age_of_a_sign_of_life_changes(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show, now = ProgressLines(run), 1000.0
@@ -248,7 +248,7 @@ def test_expired_credentials_are_retried_for_a_while(
     assert ("error: " in sunspot.err) == (code == 4)
 
 
-def test_wait_reports_hidden_objects_and_shows_the_rest(
+def test_objects_that_the_user_cannot_list_are_reported_and_the_others_are_shown(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     cluster.pods = [pod("run-1-x-head", "run-1-x", head=True)]
@@ -276,7 +276,7 @@ def test_long_lists_are_read_page_by_page(cluster: FakeCluster, sunspot: Command
     assert sum("/events" in path for _, path in cluster.requests) == 3
 
 
-def test_wait_sees_the_runs_end_in_storage_without_the_api_server(
+def test_wait_sees_the_end_of_a_run_in_storage_if_the_api_server_is_down(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
@@ -397,7 +397,7 @@ def test_head_restarts_are_limited_without_a_new_checkpoint(
 
 
 @pytest.mark.parametrize("why", ["not submitted from here", "asked to stop", "other end"])
-def test_a_run_that_ends_for_another_reason_is_not_restarted(
+def test_a_run_that_ends_for_a_different_reason_is_not_restarted(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], why: str
 ) -> None:
     cluster.put_job(rayjob(JOB) if why == "not submitted from here" else submitted(rayjob(JOB)))
@@ -583,7 +583,7 @@ def test_status_works_when_the_cluster_is_gone(
     assert ("from storage alone" in sunspot.err) == (how != "gone")
 
 
-def test_status_omits_lines_about_missing_parts(run: Run, sunspot: Command) -> None:
+def test_commands_do_not_mention_a_cluster_for_a_local_run(run: Run, sunspot: Command) -> None:
     set_status(run, RunState.STOPPED, step=10, owner="laptop-4242-1a2b3c4d")
     for words in (["status"], ["doctor"], ["wait"], ["resume"], ["delete", "--yes"]):
         assert sunspot(words[0], "run", *words[1:]) == 0, sunspot.err
@@ -668,7 +668,7 @@ def test_a_local_storage_path_in_a_rayjob_is_rejected(
     assert run.storage.list("run") == before
 
 
-def test_a_rayjob_that_names_the_default_storage_needs_no_option(
+def test_a_rayjob_that_names_the_default_storage_needs_no_storage_option(
     cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run.storage.locate("")
@@ -737,7 +737,7 @@ def test_an_unreachable_server_is_reported(cluster: FakeCluster, sunspot: Comman
     assert "Connection refused" in sunspot.err
 
 
-def test_list_includes_runs_that_only_the_cluster_knows(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_list_includes_runs_that_exist_only_in_the_cluster(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     here = {"name": "SUNSPOT_STORAGE_PATH", "value": run.storage.locate("")}
     for name in ("stored", "unheard"):
         job = rayjob(f"{name}-1", run=name)

@@ -49,7 +49,7 @@ def all_groups_of(job: Rendered) -> list[dict[str, Any]]:
     return [job.manifest["spec"]["rayClusterSpec"]["headGroupSpec"], *groups_of(job)]
 
 
-def test_each_group_inherits_from_worker(tmp_path: Path) -> None:
+def test_each_worker_group_inherits_from_the_worker_key(tmp_path: Path) -> None:
     first, second = groups_of(rendered(tmp_path, SPOT_FIRST))
     assert [first["groupName"], second["groupName"]] == ["workers", "workers-2"]
     pods = [group["template"]["spec"] for group in (first, second)]
@@ -63,7 +63,7 @@ def test_each_group_inherits_from_worker(tmp_path: Path) -> None:
     assert "podAffinity" not in pods[1]["affinity"]
 
 
-def test_only_groups_with_spot_run_on_spot_nodes(tmp_path: Path) -> None:
+def test_only_groups_with_the_spot_key_run_on_spot_nodes(tmp_path: Path) -> None:
     first, second = (group["template"]["spec"] for group in groups_of(rendered(tmp_path, SPOT_FIRST)))
     assert first["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
     assert "nodeAffinity" not in first["affinity"]
@@ -73,7 +73,7 @@ def test_only_groups_with_spot_run_on_spot_nodes(tmp_path: Path) -> None:
     assert SPOT["key"] not in [toleration["key"] for toleration in second["tolerations"]]
 
 
-def test_each_group_offers_a_resource_named_after_itself(tmp_path: Path) -> None:
+def test_each_worker_group_has_a_ray_resource_named_after_it(tmp_path: Path) -> None:
     """The driver uses the resource to request and recognize the group's nodes. No group must be ready at the start."""
     job = rendered(tmp_path, SPOT_FIRST)
     first, second = groups_of(job)
@@ -190,7 +190,7 @@ def test_documented_groups_have_pods_that_fit_their_nodes(kind: str, tmp_path: P
     assert asked == "1", "the types have one GPU"
 
 
-def test_pods_of_every_group_become_workers(tmp_path: Path) -> None:
+def test_pods_of_every_worker_group_are_counted_as_workers(tmp_path: Path) -> None:
     raw = rendered(tmp_path, SPOT_FIRST).manifest
     job = job_view({**raw, "status": {"rayClusterName": "c"}})
     assert job.training_groups == ("workers", "workers-2")
