@@ -15,7 +15,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,8 +45,11 @@ GONE_S = 240
 """Seconds for a finished run's cluster to disappear, including the profile's TTL and the pods' grace period."""
 
 
-def main() -> int:
-    """Run the whole test, and print how long each part took."""
+def main(train: Callable[[str, str], None] | None = None) -> int:
+    """Run the whole test, and print how long each part took.
+
+    `train` follows a run with an image and a loader, by default as `follow_run` does.
+    """
     image = os.environ["IMAGE"]
     began = time.monotonic()
     with _cluster(), _s3_server() as secret, _namespace():
@@ -59,12 +62,12 @@ def main() -> int:
         with _step("create the Secret"):
             create_secret(os.environ["KUBE_CONTEXT"], NAMESPACE, secret)
         for loader in ("torch", "ray"):
-            _train(image, loader)
+            (train or follow_run)(image, loader)
     print(f"smoke test passed in {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
 
-def _train(image: str, loader: str) -> None:
+def follow_run(image: str, loader: str) -> None:
     """Follow one run from its submission to the end of its cluster, and check its files in storage."""
     run = f"smoke-{loader}"
     cluster = options(NAMESPACE)

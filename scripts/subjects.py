@@ -60,18 +60,18 @@ class SunspotRun:
     title = "Sunspot"
 
     def __init__(self, request: JobRequest) -> None:
-        self._rendered = render(request)
-        self._cluster = connect(os.environ.get("KUBE_CONTEXT"), self._rendered.namespace)
-        chosen = self._rendered.settings
-        self.job = self._rendered.name
-        self.namespace = self._rendered.namespace
+        self.rendered = render(request)
+        self._cluster = connect(os.environ.get("KUBE_CONTEXT"), self.rendered.namespace)
+        chosen = self.rendered.settings
+        self.job = self.rendered.name
+        self.namespace = self.rendered.namespace
         self.workers = chosen.num_workers.most
         self.run: Run = open_run(chosen.storage_path, chosen.run_name)
         self._access = RunAccess(self.run, self._cluster)
 
     def submit(self) -> None:
         """Submit the run like a user. An existing run with this name continues."""
-        print_submission(submit(self._cluster, self._rendered), as_json=False)
+        print_submission(submit(self._cluster, self.rendered), as_json=False)
 
     def groups(self) -> list[Group]:
         """Return the worker groups that have taken a step, oldest first, from the receipts.
@@ -127,7 +127,8 @@ class Stock:
         self.job, self.namespace = f"{settings['RUN_NAME']}-{self.name}", request.namespace or "sunspot"
         self.storage_path = settings.get("STORAGE_PATH", "runs")
         self.workers = int(settings["NUM_WORKERS"].rpartition("..")[2])
-        self._lines: dict[str, None] = {}
+        self.lines: dict[str, None] = {}
+        "Lines of the drivers' logs, in order."
         self._read: dict[tuple[str, str], int] = {}
         manifest = json.loads(json.dumps(yaml.safe_load(STOCK.read_text())))  # copies objects that YAML aliases share
         manifest["metadata"] = {"name": self.job, "namespace": self.namespace}
@@ -149,11 +150,11 @@ class Stock:
         if problems:
             raise SettingsError("; ".join(problems))
         code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "stock", "namespace": self.namespace}}
-        self._objects = [{**code, "data": {LOOPS.name: LOOPS.read_text()}}, manifest]
+        self.objects = [{**code, "data": {LOOPS.name: LOOPS.read_text()}}, manifest]
 
     def submit(self) -> None:
         """Apply the loop's code and its RayJob."""
-        kubectl("apply", "-f", "-", namespace=self.namespace, text=yaml.safe_dump_all(self._objects))
+        kubectl("apply", "-f", "-", namespace=self.namespace, text=yaml.safe_dump_all(self.objects))
 
     def groups(self) -> list[Group]:
         """Return the worker groups, from the driver's output.
@@ -167,11 +168,11 @@ class Stock:
 
     def read_groups(self) -> list[Group]:
         """Return the worker groups in the output read so far."""
-        return read_groups(self._lines)
+        return read_groups(self.lines)
 
     def timeline(self) -> list[tuple[float, int]]:
         """Return times and the steps reached by then, each step once, from the output that `over` has read."""
-        steps = [(record["time"], record["step"]) for record in read_records(self._lines) if "step" in record]
+        steps = [(record["time"], record["step"]) for record in read_records(self.lines) if "step" in record]
         return [now for before, now in pairwise([(0.0, 0), *steps]) if now[1] != before[1]]
 
     def replayed(self) -> int:
@@ -183,27 +184,27 @@ class Stock:
         job = kubectl_json("get", "rayjob", self.job, namespace=self.namespace).get("status", {})
         heads = [pod.name for pod in pods(self.job, self.namespace) if pod.head]
         if heads and job.get("jobId"):
-            self._read_log(heads[0], f"/tmp/ray/session_latest/logs/job-driver-{job['jobId']}.log")
+            self.read_log(heads[0], f"/tmp/ray/session_latest/logs/job-driver-{job['jobId']}.log")
         ended = job.get("jobDeploymentStatus", "")
         return f"{ended} {job.get('message', '')[-2000:]}" if ended in ("Complete", "Failed") else ""
 
-    def _read_log(self, head: str, log: str) -> None:
+    def read_log(self, head: str, log: str) -> None:
         """Add new lines of a log. The last line may be incomplete, so it is read again later."""
         known = self._read.get((head, log), 0)
         text = kubectl("exec", head, "--", "tail", "-n", f"+{known + 1}", log, namespace=self.namespace)
         *lines, _ = text.split("\n")
-        self._lines |= dict.fromkeys(lines)
+        self.lines |= dict.fromkeys(lines)
         self._read[head, log] = known + len(lines)
 
     def rank0(self) -> str:
         """Return the pod of rank 0, by the address that Ray puts before the line of the newest start."""
-        starts = [ip for line in self._lines if '"start"' in line for ip in re.findall(r"ip=([\d.]+)", line)]
+        starts = [ip for line in self.lines if '"start"' in line for ip in re.findall(r"ip=([\d.]+)", line)]
         return next((pod.name for pod in pods(self.job, self.namespace) if pod.ip in starts[-1:]), "")
 
     def end(self) -> None:
         """Delete the job and wait until its pods are gone. Its files in storage are kept."""
         wait = ("--cascade=foreground", "--ignore-not-found", "--timeout=300s")
-        kubectl("delete", *wait, "-f", "-", namespace=self.namespace, text=yaml.safe_dump_all(self._objects))
+        kubectl("delete", *wait, "-f", "-", namespace=self.namespace, text=yaml.safe_dump_all(self.objects))
 
 
 class Notice(Stock):
@@ -220,7 +221,7 @@ class Torchft(Stock):
     def __init__(self, request: JobRequest) -> None:
         own = {"CPU": 1, **json.loads(request.settings.get("RESOURCES_PER_WORKER") or "{}"), "worker": 1}
         super().__init__(replace(request, settings={**request.settings, "RESOURCES_PER_WORKER": json.dumps(own)}))
-        cluster = self._objects[1]["spec"]["rayClusterSpec"]
+        cluster = self.objects[1]["spec"]["rayClusterSpec"]
         head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
         # Ray's lighthouse needs a CPU of the head. A resource that only the workers' nodes have keeps workers off it.
         head["rayStartParams"] = {"num-cpus": "1"}
@@ -230,7 +231,7 @@ class Torchft(Stock):
 
     def read_groups(self) -> list[Group]:
         """Return a group for each change of the number of replicas that take part in a step."""
-        steps = [record for record in read_records(self._lines) if "step" in record]
+        steps = [record for record in read_records(self.lines) if "step" in record]
         firsts = [next(alike) for _, alike in groupby(steps, lambda step: step["world"])]
         return [Group(number, step["world"], step["time"], 0) for number, step in enumerate(firsts, 1)]
 

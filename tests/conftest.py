@@ -46,6 +46,7 @@ LAST_START = pytest.StashKey[float]()
 """Latest start of a slow test, on the monotonic clock."""
 
 pytest_plugins = [
+    "tests.harness.constants",
     "tests.harness.process_group",
     "tests.harness.program",
     "tests.harness.finished_run",

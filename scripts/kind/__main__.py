@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from collections.abc import Sequence
 
 from scripts.kind import (
     BUCKET,
@@ -32,12 +33,12 @@ The cluster and its bucket are ready. In this shell:
 `make cluster-down` deletes the cluster and the content of the bucket."""
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Create or complete the cluster, or delete it."""
     parser = CommandParser("python -m scripts.kind", __doc__)
     parser.add_argument("what", choices=("up", "down"))
     parser.add_argument("--image", metavar="REF", default="", help="image for its nodes; built if docker lacks it")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     refuse_missing_tools()
     if arguments.what == "down":
         call("kind", "delete", "cluster", "--name", NAME)

@@ -11,6 +11,7 @@ from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.submitter import demonstration
 from tests.harness.commands import StorageCommand
+from tests.harness.constants import SetConstants
 
 ROWS = 3000
 
@@ -19,7 +20,7 @@ ROWS = 3000
 def test_the_demo_trains_on_every_row_once_despite_a_killed_worker(
     tmp_path: Path,
     make_data: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     small = {
@@ -28,7 +29,7 @@ def test_the_demo_trains_on_every_row_once_despite_a_killed_worker(
         "DATASET": make_data(ROWS, test_rows=50),
         "GLOBAL_BATCH_SIZE": "10",
     }
-    monkeypatch.setattr(demonstration, "SETTINGS", {**demonstration.SETTINGS, **small})
+    set_constants(demonstration, SETTINGS={**demonstration.SETTINGS, **small})
     answer = StorageCommand(str(tmp_path / "runs"), capsys)("demo", "--json")
     assert answer.code == 0, answer.err
     told = answer.json

@@ -22,12 +22,11 @@ Predict = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def predict(program: Program, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Predict:
+def predict(program: Program, capsys: pytest.CaptureFixture[str]) -> Predict:
     def ask(*words: str) -> dict[str, Any]:
         storage, task = program.settings["STORAGE_PATH"], program.settings["TASK"]
-        monkeypatch.setattr("sys.argv", ["predict", "run", "--task", task, *words, "--storage", storage, "--json"])
         capsys.readouterr()
-        assert main() == 0
+        assert main(["run", "--task", task, *words, "--storage", storage, "--json"]) == 0
         answer: dict[str, Any] = json.loads(capsys.readouterr().out)
         return answer
 

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from sunspot.submitter.cluster.applied import as_submission
+from tests.harness.constants import SetConstants
 
 JOBS = "/apis/ray.io/v1/namespaces/sunspot/rayjobs"
 CORE = "/api/v1/namespaces/sunspot"
@@ -85,11 +86,11 @@ class FakeCluster:
         self.requests: list[tuple[str, str]] = []
         self.tokens: set[str] = set()
         "Tokens with which requests were signed."
-        self._faults: list[tuple[str, str, Fault, float]] = []
+        self.faults: list[tuple[str, str, Fault, float]] = []
         self._version = 100
         self.lock = threading.RLock()
         self._server: _Server | None = None
-        self._port = 0
+        self.port = 0
         self.up()
         self.kubeconfig = folder / "kubeconfig"
         self.write_kubeconfig()
@@ -100,7 +101,7 @@ class FakeCluster:
         config = {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [{"name": "fake", "cluster": {"server": f"http://127.0.0.1:{self._port}"}}],
+            "clusters": [{"name": "fake", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
             "users": [{"name": "me", "user": {"token": "t"}}],
             "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "me"}}],
             "current-context": "fake",
@@ -109,7 +110,7 @@ class FakeCluster:
 
     def on(self, method: str, part: str, fault: Fault, times: float = float("inf")) -> None:
         """Answer the next `times` requests of this method with `fault` if their path contains `part`."""
-        self._faults.append((method, part, fault, times))
+        self.faults.append((method, part, fault, times))
 
     def down(self) -> None:
         """Stop the server. Connections break, and new ones are rejected."""
@@ -119,8 +120,8 @@ class FakeCluster:
 
     def up(self) -> None:
         """Start the server again at the same address."""
-        self._server = _Server(("127.0.0.1", self._port), self)
-        self._port = self._server.server_address[1]
+        self._server = _Server(("127.0.0.1", self.port), self)
+        self.port = self._server.server_address[1]
 
     @property
     def ended(self) -> bool:
@@ -158,9 +159,9 @@ class FakeCluster:
     # ------------------------------------------------------------------------------------------------ what it answers
 
     def fault_for(self, method: str, path: str) -> Fault | None:
-        for position, (wanted, part, fault, left) in enumerate(self._faults):
+        for position, (wanted, part, fault, left) in enumerate(self.faults):
             if method == wanted and part in path and left > 0:
-                self._faults[position] = (wanted, part, fault, left - 1)
+                self.faults[position] = (wanted, part, fault, left - 1)
                 return fault
         return None
 
@@ -402,15 +403,15 @@ def pod(name: str, cluster: str, head: bool = False, phase: str = "Running", **s
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants) -> Iterator[FakeCluster]:
     """Provide a cluster that KUBECONFIG points to, with short timeouts."""
     fake = FakeCluster(tmp_path)
     monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr("sunspot.submitter.cluster.api.RETRY_PAUSES_S", (0.01, 0.02, 0.04))
+    set_constants("sunspot.submitter.cluster.api", RETRY_PAUSES_S=(0.01, 0.02, 0.04))
     for module in ("waiting", "observation", "start", "stopping"):
-        monkeypatch.setattr(f"sunspot.submitter.cluster.{module}.POLL_EVERY_S", 0.03)
+        set_constants(f"sunspot.submitter.cluster.{module}", POLL_EVERY_S=0.03)
     yield fake
     if not fake.ended:
         fake.down()

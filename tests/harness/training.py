@@ -123,5 +123,4 @@ def kill_all(process: Any) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
     process.wait()
-    while worker_processes():
-        time.sleep(0.1)
+    wait_until(lambda: not worker_processes())

@@ -87,13 +87,10 @@ def test_a_checkpoint_holds_only_the_adapter(adapters: Path, tmp_path: Path, nam
 
 @pytest.mark.parametrize("name", ["two", "fsdp"])
 def test_a_checkpoints_model_generates_text(adapters: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = f"sunspot.predict {name} --storage {adapters} --prompt The --prompt if --tokens 4".split()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [*arguments, "--json"])
-        assert predict() == 0
-        found = json.loads(capsys.readouterr().out)
-        assert (found["step"], [each["prompt"] for each in found["answers"]]) == (STEPS, ["The", "if"])
-        assert all(each["answer"] for each in found["answers"])
-        patch.setattr("sys.argv", arguments)
-        assert predict() == 0
-        assert capsys.readouterr().out.startswith(f"The: {found['answers'][0]['answer'][:1]}")
+    words = f"{name} --storage {adapters} --prompt The --prompt if --tokens 4".split()
+    assert predict([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], [each["prompt"] for each in found["answers"]]) == (STEPS, ["The", "if"])
+    assert all(each["answer"] for each in found["answers"])
+    assert predict(words) == 0
+    assert capsys.readouterr().out.startswith(f"The: {found['answers'][0]['answer'][:1]}")

@@ -50,6 +50,7 @@ from sunspot.settings import Settings
 from sunspot.tasks import gpt, load_task
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.fsdp_ranks import DDP, FSDP, SHARD_BYTES, STEPS, settings_of
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
@@ -268,9 +269,8 @@ def test_only_the_bytes_of_requested_tensors_are_read(copied: Run, monkeypatch: 
     read_into(copied, early, others, {others[0].name: torch.zeros(others[0].shape)})
 
 
-def test_small_adjacent_pieces_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.checkpoint.pieces, "REQUEST_BYTES", 100)
-    monkeypatch.setattr(sunspot.checkpoint.pieces, "CHUNK", 10)
+def test_small_adjacent_pieces_are_read_together(set_constants: SetConstants) -> None:
+    set_constants(sunspot.checkpoint.pieces, REQUEST_BYTES=100, CHUNK=10)
 
     def at(file: str, begin: int, size: int) -> Piece:
         return Piece("tensor", "float32", [1], [0], [1], file, begin, size, 0)
@@ -339,11 +339,13 @@ def test_the_checkpoint_commands_accept_sharded_checkpoints(copied: Run, sunspot
 class Halves:
     """A model with half of its rows on each of two ranks, saved without a process group."""
 
-    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch, wait_s: float = 2) -> None:
+    def __init__(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, wait_s: float = 2
+    ) -> None:
         """Create the model. A rank waits for the other part for `wait_s` in addition to the time that its own part
         takes.
         """
-        monkeypatch.setattr(sunspot.checkpoint.parts, "PEER_TIMEOUT_S", wait_s - 30)
+        set_constants(sunspot.checkpoint.parts, PEER_TIMEOUT_S=wait_s - 30)
         self._patch = monkeypatch
         attempt = Attempt(1, "me", None, 0)
         assert claim(run, [], attempt)
@@ -370,8 +372,10 @@ class Halves:
         self.checkpoints[rank].save(step, {"loss": 1.0})
 
 
-def test_a_checkpoint_with_a_missing_shard_is_not_committed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    halves = Halves(run, monkeypatch)
+def test_a_checkpoint_with_a_missing_shard_is_not_committed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
+    halves = Halves(run, monkeypatch, set_constants)
     for rank in (1, 0):
         halves.save(rank, 1)
     halves.checkpoints[0].drain()
@@ -385,8 +389,10 @@ def test_a_checkpoint_with_a_missing_shard_is_not_committed(run: Run, monkeypatc
     assert str(passed_over) == "step-00000002-attempt-0001: incomplete, it has no manifest"
 
 
-def test_writing_a_shard_can_take_longer_than_writing_rank_0s_shard(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    halves, write_part = Halves(run, monkeypatch, wait_s=0.1), ShardWriter.write_part
+def test_writing_a_shard_can_take_longer_than_writing_rank_0s_shard(
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
+    halves, write_part = Halves(run, monkeypatch, set_constants, wait_s=0.1), ShardWriter.write_part
     slowly = lambda writer, snapshot: (time.sleep(2 - writer._rank), write_part(writer, snapshot))[1]  # noqa: E731
     monkeypatch.setattr(ShardWriter, "write_part", slowly)
     halves.save(0, 1)
@@ -395,7 +401,9 @@ def test_writing_a_shard_can_take_longer_than_writing_rank_0s_shard(run: Run, mo
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1]
 
 
-def test_the_commit_waits_for_a_late_shard_that_is_written_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_waits_for_a_late_shard_that_is_written_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
     written, write_part = list[int](), ShardWriter.write_part
     note = lambda writer, snapshot: (written.append(writer._rank), write_part(writer, snapshot))[1]  # noqa: E731
     monkeypatch.setattr(ShardWriter, "write_part", note)
@@ -408,7 +416,7 @@ def test_the_commit_waits_for_a_late_shard_that_is_written_once(run: Run, monkey
         return common(*given)
 
     monkeypatch.setattr(ShardWriter, "write_common", fail_once)
-    halves = Halves(run, monkeypatch)
+    halves = Halves(run, monkeypatch, set_constants)
     halves.save(0, 1)
     threading.Timer(0.7, halves.save, (1, 1)).start()
     halves.checkpoints[0].drain()

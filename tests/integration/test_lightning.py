@@ -24,6 +24,7 @@ from sunspot.run.incidents import Cause
 from sunspot.run.requests import request_stop
 from sunspot.settings import Settings, load_settings
 from sunspot.tasks import load_task
+from tests.harness.constants import SetConstants
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
 from tests.harness.training import (
@@ -247,12 +248,12 @@ def test_a_module_that_cannot_be_trained_is_reported(name: str, message: str, so
 
 
 @pytest.fixture
-def log_value(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def log_value(set_constants: SetConstants) -> Callable[..., Any]:
     """Return the `self.log` of a LightningModule."""
     from sunspot.adapters.lightning import LogCapture
     from sunspot.log import WARNED
 
-    monkeypatch.setattr("sunspot.log.WARNED", set(WARNED))
+    set_constants("sunspot.log", WARNED=set(WARNED))
     return LogCapture()
 
 

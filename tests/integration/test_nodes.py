@@ -43,6 +43,7 @@ from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_n
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
 from sunspot.settings import NodeGroup, WorkerRange
+from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl
 from tests.harness.control import worker_group as group
 from tests.harness.nodes import start_node
@@ -281,13 +282,14 @@ def no_coordinator(ray_address: str) -> None:
 
 
 def remove_coordinator() -> None:
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
+    def name_is_free() -> bool:
         try:
             ray.kill(ray.get_actor(COORDINATOR, COORDINATOR))
-        except ValueError:  # the name is free
-            return
-        time.sleep(0.1)
+        except ValueError:
+            return True
+        return False
+
+    wait_until(name_is_free, seconds=20)
 
 
 def reserve(requester: str, workers: int, per_worker: dict[str, float]) -> None:
@@ -308,9 +310,9 @@ def reserved(requester: str, per_worker: dict[str, float]) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_a_group_restarts_when_nodes_join_are_preempted_or_are_lost(
-    no_coordinator: None, ray_address: str, monkeypatch: pytest.MonkeyPatch
+    no_coordinator: None, ray_address: str, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(elastic_nodes, "SETTLED_S", 1.0)
+    set_constants(elastic_nodes, SETTLED_S=1.0)
 
     @ray.remote(num_cpus=1)
     class Rank:

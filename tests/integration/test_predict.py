@@ -28,6 +28,7 @@ from sunspot.predict.classifier import Classifier
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.storage.local import LocalStorage
 from tests.harness import REPOSITORY
+from tests.harness.constants import SetConstants
 from tests.harness.finished_run import SETTINGS_OF_RUN, SIDE, TEST_ROWS, FinishedRun
 from tests.harness.waiting import wait_until
 
@@ -41,15 +42,12 @@ def own_task(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def predict(
-    finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
-) -> Predict:
+def predict(finished_run: FinishedRun, capsys: pytest.CaptureFixture[str], ray_address: str) -> Predict:
     """Return a function that runs the command in this process, and returns its JSON document or its text."""
 
     def run(*words: str, storage: str = finished_run.storage, as_json: bool = True) -> Any:
-        monkeypatch.setattr("sys.argv", ["predict", *words, "--storage", storage, *(["--json"] if as_json else [])])
         capsys.readouterr()
-        assert main() == 0
+        assert main([*words, "--storage", storage, *(["--json"] if as_json else [])]) == 0
         said = capsys.readouterr().out
         return json.loads(said) if as_json else said
 
@@ -137,19 +135,18 @@ def test_predictions_of_files_are_printed_as_a_table(
         ["run", "--dataset", "sample", "--output", "x", "--workers", "-1"],
     ],
 )
-def test_invalid_combinations_of_arguments_are_usage_errors(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["predict", *words])
+def test_invalid_combinations_of_arguments_are_usage_errors(words: list[str]) -> None:
     with pytest.raises(SettingsError):
-        main()
+        main(words)
 
 
 # ------------------------------------------------------------------------------------------------------------ a dataset
 
 
 def test_the_accuracy_on_a_dataset_equals_the_runs_test_accuracy(
-    predict: Predict, finished_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    predict: Predict, finished_run: FinishedRun, tmp_path: Path, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(predict_batch, "PART_ROWS", 30)
+    set_constants(predict_batch, PART_ROWS=30)
     output = str(tmp_path / "out")
     words = ["run", "--dataset", finished_run.data, "--output", output, "--workers", "2"]
     found = predict(*words)
@@ -198,7 +195,7 @@ def test_the_accuracy_on_a_dataset_equals_the_runs_test_accuracy(
 
 @pytest.mark.slow
 def test_a_killed_prediction_job_resumes_with_the_missing_output_files(
-    predict: Predict, finished_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_address: str
+    predict: Predict, finished_run: FinishedRun, tmp_path: Path, set_constants: SetConstants, ray_address: str
 ) -> None:
     output = tmp_path / "out"
     words = ["run", "--dataset", finished_run.data, "--output", str(output), "--workers", "1"]
@@ -219,7 +216,7 @@ def test_a_killed_prediction_job_resumes_with_the_missing_output_files(
     assert b"max_restarts" not in said, "users can do nothing about this warning from Ray"
     there = {file: file.stat().st_mtime_ns for file in output.glob("*.parquet")}
     assert 2 <= len(there) < TEST_ROWS
-    monkeypatch.setattr(predict_batch, "PART_ROWS", 1)
+    set_constants(predict_batch, PART_ROWS=1)
     found = predict(*words)
     assert (found["kept"], found["rows"]) == (len(there), TEST_ROWS)
     assert found["accuracy"] == finished_run.newest.metrics["test_accuracy"]

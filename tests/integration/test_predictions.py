@@ -21,6 +21,7 @@ from sunspot.run.attempts import read_attempts
 from sunspot.run.predictions import Example, Predictions, read_shown, write_shown
 from sunspot.settings import load_settings
 from sunspot.tasks import load_task
+from tests.harness.constants import SetConstants
 from tests.harness.finished_run import ROWS, SETTINGS_OF_RUN, TEST_ROWS, FinishedRun
 
 WRONG = Example(row=3, label=1, predicted=0, probability=0.75, image=b"\x89PNG\x00\xff")
@@ -143,14 +144,16 @@ def test_the_reason_for_missing_predictions_is_logged(
 
 
 def test_predictions_made_before_the_time_limit_are_stored(
-    copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    copied_run: FinishedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def call_here(act: Any, plan: Plan, run: str, checkpoint: str, limit_s: float) -> Any:
         return act(plan, run, checkpoint, "false")
 
     monkeypatch.setattr("sunspot.predict.for_report.call_in_task", call_here)
-    monkeypatch.setattr("sunspot.predict.for_report.LIMIT_S", 0)
-    monkeypatch.setattr("sunspot.predict.for_report.READ_ROWS", 30)
+    set_constants("sunspot.predict.for_report", LIMIT_S=0, READ_ROWS=30)
     copied_run.run.storage.delete(copied_run.run.key("predictions.json"))
     save_predictions(plan_of(copied_run, STORAGE_PATH=copied_run.storage), copied_run.run, copied_run.newest)
     kept = read_shown(copied_run.run, Predictions)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import tempfile
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +19,8 @@ from sunspot.data.order import Steps
 from sunspot.data.ray_loader import RayLoader, StepStreams
 from sunspot.data.source import DataPlan
 from sunspot.elastic.watchdog import describe
+from sunspot.run.failures import Hang
+from tests.harness.waiting import wait_until
 
 GROUPS, WORKERS = (1000,) * 20, 3
 
@@ -55,12 +56,17 @@ def test_a_rank_that_waits_for_rows_does_not_count_as_hung(
         next(loader.test(50) if held_out else loader.train(1, 0, 1))
 
     start_thread(take_first, "training")
-    about, until = {"attempt": 1, "rank": 0, "world_size": 1, "step": 0, "beat": 0.0}, time.monotonic() + 30
-    loading = False
-    while not loading and time.monotonic() < until:
-        time.sleep(1)
+    about = {"attempt": 1, "rank": 0, "world_size": 1, "step": 0, "beat": 0.0}
+
+    waits_in = "take_first" if held_out else "_next_part"
+    events: list[Hang] = []
+
+    def waits_for_rows() -> bool:
         with (tmp_path / "stacks").open("w+") as file:
             faulthandler.dump_traceback(file)
-            event = describe({**about, "thread": thread[0]}, (tmp_path / "stacks").read_text(), 300.0)
-        loading = event.loading and ("take_first" if held_out else "_next_part") in event.detail
+        events.append(describe({**about, "thread": thread[0]}, (tmp_path / "stacks").read_text(), 300.0))
+        return events[-1].loading and waits_in in events[-1].detail
+
+    wait_until(lambda: thread and waits_for_rows(), seconds=30)
+    event = events[-1]
     assert "rank 0: no step for 300 s; waits for rows of Ray Data in " in event.detail

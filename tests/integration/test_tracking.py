@@ -29,6 +29,7 @@ from sunspot.tracking import __main__ as command
 from sunspot.tracking import process
 from sunspot.tracking.delivery import Delivery, claim_tracking_run, read_delivered, read_tracking_run, to_point
 from tests.harness import REPOSITORY
+from tests.harness.constants import SetConstants
 from tests.harness.mlflow_server import Server
 from tests.harness.program import Program
 from tests.harness.runs import begin, commit, report, start
@@ -152,13 +153,13 @@ def test_an_unusable_tracking_service_is_reported_at_the_start(monkeypatch: pyte
 
 
 def test_an_outage_is_reported_once_and_undelivered_records_are_counted_at_the_end(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
     write_status_as_is(run, Status(RunState.RUNNING, "job", attempt=2, checkpoint=checkpoint_name(188, 2)))
     delivery = Delivery(run, "mlflow", "away")
     inside, outside = os.pipe()
-    monkeypatch.setattr(command, "END_TIMEOUT_S", 1)
+    set_constants(command, END_TIMEOUT_S=1)
     monkeypatch.setattr(command.sys, "stdin", os.fdopen(inside))
     follower = threading.Thread(target=command.follow, args=(delivery, 1, "`the command`"))
     follower.start()
@@ -176,12 +177,12 @@ def test_an_outage_is_reported_once_and_undelivered_records_are_counted_at_the_e
 
 
 def test_an_unresponsive_server_does_not_delay_the_end_of_the_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
     write_status_as_is(run, Status(RunState.SUCCEEDED, "job", attempt=2, checkpoint=checkpoint_name(188, 2)))
     settings = Settings(tracking="mlflow", storage_path=run.storage.locate(""), run_name=run.name)
-    monkeypatch.setattr(process, "FINISH_TIMEOUT_S", 0.5)
+    set_constants(process, FINISH_TIMEOUT_S=0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
         silent.settimeout(120)
@@ -198,12 +199,9 @@ def test_a_failing_tracking_process_is_reported_at_once(
 ) -> None:
     monkeypatch.setattr(process.sys, "executable", shutil.which("false"))
     with process.tracked(run, Settings(tracking="mlflow", storage_path=run.storage.locate(""))):
-        deadline = time.monotonic() + 60
-        out = ""
-        while not out and time.monotonic() < deadline:
-            time.sleep(0.05)
-            out += capsys.readouterr().out
-    assert out.startswith(
+        printed: list[str] = []
+        wait_until(lambda: printed.append(capsys.readouterr().out) or printed[-1], seconds=60)
+    assert printed[-1].startswith(
         "warning: tracking: the process exited with code 1; run `python -m sunspot.tracking run --storage /"
     )
 
@@ -370,11 +368,12 @@ def test_wandb_offline_files_contain_the_history(run: Run, tmp_path: Path) -> No
     resumed = start(run, "job", choose(run, "newest")[0].name, at=BEGUN + 999, **attempt_metadata())
     report(run, resumed, record(200, BEGUN + 1000))
     commit(run, resumed, 200)
-    time.sleep(1)  # W&B's folder name contains the second
+    second = int(time.time())
+    wait_until(lambda: int(time.time()) > second)  # W&B's folder name contains the second
     assert by_hand(run, SUNSPOT_TRACKING="wandb").returncode == 0
-    second = next(folder for folder in (tmp_path / "wandb").glob("offline-run-*") if folder != first)
-    assert second.name.rpartition("-")[2] == first.name.rpartition("-")[2] == read_tracking_run(run, "wandb")
-    assert [row["step"] for row in read_wandb(second)[0] if "loss" in row] == [200]
+    resumed_in = next(folder for folder in (tmp_path / "wandb").glob("offline-run-*") if folder != first)
+    assert resumed_in.name.rpartition("-")[2] == first.name.rpartition("-")[2] == read_tracking_run(run, "wandb")
+    assert [row["step"] for row in read_wandb(resumed_in)[0] if "loss" in row] == [200]
 
 
 def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:

@@ -41,6 +41,7 @@ from sunspot.tune.trials import (
 )
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.program import Program
 from tests.harness.runs import begin, commit, report, start
 from tests.harness.training import consumed, newest, wait_for_step
@@ -91,7 +92,6 @@ class Search:
         from sunspot.tune.search import main
 
         with self._program.monkeypatch.context() as patch:
-            patch.setattr("sys.argv", ["sunspot.tune"])
             for name, value in self._program.environment(**{**self._settings, **settings}).items():
                 patch.setenv(name, value)
             return main()
@@ -457,9 +457,8 @@ def test_trials_share_the_clusters_resources(
     assert ("no room" in reason) == (0 < at_once < settings.get("concurrent_trials", 0))
 
 
-def test_a_search_waits_for_the_nodes_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.tune.trials, "NODES_POLL_EVERY_S", 0.01)
-    monkeypatch.setattr(sunspot.tune.trials, "NODES_TIMEOUT_S", 0.5)
+def test_a_search_waits_for_the_nodes_of_its_job(set_constants: SetConstants) -> None:
+    set_constants(sunspot.tune.trials, NODES_POLL_EVERY_S=0.01, NODES_TIMEOUT_S=0.5)
     wanted = {"concurrent_trials": 2, "num_workers": "1", "resources_per_worker": {"CPU": 1, "slot": 1}}
 
     def at_once(nodes: Iterator[int], **settings: Any) -> int:

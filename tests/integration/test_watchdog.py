@@ -21,9 +21,9 @@ from sunspot.elastic.watchdog import (
     MAX_DUMP_BYTES,
     MAX_STACKS,
     Watchdog,
-    _folder,
-    _prefix,
     describe,
+    stacks_folder,
+    stacks_prefix,
     upload_dumps,
 )
 from sunspot.run import SHARED_MEMORY, Run, open_run
@@ -104,7 +104,7 @@ def wait_for(process: subprocess.Popen[str], timeout_s: float = 60) -> str:
 
 
 def left_behind(run: Run) -> list[Path]:
-    return list(hang._folder().glob(f"{hang._prefix(run)}*"))
+    return list(hang.stacks_folder().glob(f"{hang.stacks_prefix(run)}*"))
 
 
 def test_a_rank_that_hangs_records_its_stacks_and_ends(run: Run) -> None:
@@ -250,7 +250,7 @@ def test_a_run_removes_the_old_stack_dumps_of_other_runs(run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fifo", "link", "of another user", "huge", "deep"])
 def test_a_stack_dump_of_another_user_is_neither_read_nor_reported(run: Run, kind: str, tmp_path: Path) -> None:
-    path = Path(f"{_folder()}/{_prefix(run)}x")
+    path = Path(f"{stacks_folder()}/{stacks_prefix(run)}x")
     header = {"attempt": 1, "rank": 0, "world_size": 2, "step": 3, "beat": 0.0, "thread": 1}
     stacks = "\nThread 0x1 (most recent call first):\n"
     content = json.dumps(header) + stacks

@@ -16,6 +16,7 @@ from sunspot.storage.prove import FOLDER, Result
 from sunspot.train import all_reduce
 from sunspot.train.all_reduce import Timing, judge, try_all_reduce
 from tests.harness import REPOSITORY
+from tests.harness.constants import SetConstants
 
 
 def test_two_pods_connect_and_time_an_all_reduce(tmp_path: Path) -> None:
@@ -45,17 +46,16 @@ def test_two_pods_connect_and_time_an_all_reduce(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_pod_warns_if_the_other_pod_does_not_appear_in_time(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, tmp_path: Path, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(all_reduce, "WAIT_S", 1.0)
-    monkeypatch.setattr(all_reduce, "LOOK_S", 0.1)
+    set_constants(all_reduce, WAIT_S=1.0, LOOK_S=0.1)
     check = try_all_reduce(str(tmp_path), "here", rank, 0)
     assert (check.result, check.seen) == (Result.WARNING, "not tried: the other pod did not come within 1 s")
     assert not open_storage(str(tmp_path)).list("")
 
 
-def test_a_pod_reports_the_address_that_it_cannot_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce, "ANSWER_S", 1.0)
+def test_a_pod_reports_the_address_that_it_cannot_reach(tmp_path: Path, set_constants: SetConstants) -> None:
+    set_constants(all_reduce, ANSWER_S=1.0)
     open_storage(str(tmp_path)).write(f"{FOLDER}/here", b"127.0.0.1 9")
     check = try_all_reduce(str(tmp_path), "here", 1, 0)
     assert check.result == Result.FAILED
@@ -81,9 +81,9 @@ def test_a_pod_reports_the_address_that_it_cannot_reach(tmp_path: Path, monkeypa
     ],
 )
 def test_networks_that_are_slow_or_use_tcp_cause_a_warning(
-    timing: Timing, gpus: int, devices: bool, result: Result, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timing: Timing, gpus: int, devices: bool, result: Result, told: str, tmp_path: Path, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(all_reduce, "RDMA", tmp_path if devices else tmp_path / "none")
+    set_constants(all_reduce, RDMA=tmp_path if devices else tmp_path / "none")
     check = judge(timing, gpus)
     assert check.result == result
     assert told in check.seen + check.fix

@@ -9,10 +9,11 @@ import pytest
 
 import sunspot.background
 from sunspot.background import Background
+from tests.harness.constants import SetConstants
 
 
-def test_closing_waits_only_once_for_a_task_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.background, "CLOSE_TIMEOUT_S", 0.5)
+def test_closing_waits_only_once_for_a_task_that_hangs(set_constants: SetConstants) -> None:
+    set_constants(sunspot.background, CLOSE_TIMEOUT_S=0.5)
     let_go, begun = threading.Event(), threading.Event()
 
     def hang() -> None:

@@ -15,6 +15,7 @@ from sunspot.errors import SunspotError
 from sunspot.train import broken_gpus, probe
 from sunspot.train.broken_gpus import BrokenInTraining, RequiredResources, leave_out_at_start, new_nodes_checked
 from tests.harness.asked_nodes import FakeRay
+from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl
 from tests.harness.waiting import wait_until
 
@@ -152,9 +153,9 @@ def test_a_required_gpu_is_used_again_if_it_works_or_had_no_error(cluster: Clust
 
 
 def test_a_new_node_is_checked_before_a_group_grows_onto_it(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, set_constants: SetConstants, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(broken_gpus, "NODE_CHECK_EVERY_S", 0.01)
+    set_constants(broken_gpus, NODE_CHECK_EVERY_S=0.01)
     control = LocalControl()
     every = [node["NodeID"] for node in cluster.nodes]
 
@@ -178,8 +179,10 @@ def test_a_new_node_is_checked_before_a_group_grows_onto_it(
     assert capsys.readouterr().out == f"warning: node {B[:12]} left out: no driver\n"
 
 
-def test_a_draining_node_is_not_checked(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broken_gpus, "NODE_CHECK_EVERY_S", 0.01)
+def test_a_draining_node_is_not_checked(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
+    set_constants(broken_gpus, NODE_CHECK_EVERY_S=0.01)
     monkeypatch.setattr(broken_gpus, "draining_nodes", lambda: {B: None})
     with new_nodes_checked(LocalControl(), []) as filtered:
         wait_until(lambda: [node["NodeID"] for node in filtered(cluster.nodes)] == [A, C])

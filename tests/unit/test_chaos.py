@@ -17,6 +17,7 @@ from sunspot.run.incidents import Cause
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.faults import KILL_GRACE_S, FaultInjector, FaultKind, make_plan
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import CORE, FakeCluster, answer, hang_up, pod, rayjob
 from tests.harness.runs import begin, commit, consumed, damage, record_audit, set_status, start, write_receipt
 
@@ -74,8 +75,8 @@ class Training:
 
 
 @pytest.fixture
-def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch) -> Training:
-    monkeypatch.setattr("sunspot.submitter.cluster.faults.POLL_EVERY_S", 0.02)
+def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants) -> Training:
+    set_constants("sunspot.submitter.cluster.faults", POLL_EVERY_S=0.02)
     training, say = Training(cluster, run), FaultInjector.say
 
     def go_on_when_told(injector: FaultInjector, record: dict[str, Any], text: str) -> None:
@@ -259,11 +260,11 @@ def test_chaos_stops_waiting_after_the_time_limit(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.faults.READY_WITHIN_S", 0.1)
+    set_constants("sunspot.submitter.cluster.faults", READY_WITHIN_S=0.1)
     for seconds, recovers, missing in ((0.1, False, "the receipt of fault 1"), (3, True, "a checkpoint after fault 1")):
-        monkeypatch.setattr("sunspot.submitter.cluster.faults.RECOVERED_WITHIN_S", seconds)
+        set_constants("sunspot.submitter.cluster.faults", RECOVERED_WITHIN_S=seconds)
         training.recovers, training.commits = recovers, False
         assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
         assert f"waiting for {missing}\n" in sunspot.err

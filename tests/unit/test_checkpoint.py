@@ -69,6 +69,7 @@ from sunspot.storage.local import LocalStorage
 from sunspot.tasks import Task
 from sunspot.train.learning_rates import LearningRates, set_options
 from tests.harness import REPOSITORY, s3
+from tests.harness.constants import SetConstants
 from tests.harness.logs import keep_warnings
 from tests.harness.process_group import in_processes
 from tests.harness.s3 import FaultProxy
@@ -389,7 +390,9 @@ def test_a_kill_at_any_point_of_a_commit_loses_nothing(tmp_path: Path) -> None:
     assert steps == sorted(steps), "a later kill leaves a newer checkpoint"
 
 
-def test_a_retry_does_not_rewrite_a_committed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retry_does_not_rewrite_a_committed_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
     """The response to the manifest's write is lost."""
 
     class Forgetful(LocalStorage):
@@ -401,7 +404,7 @@ def test_a_retry_does_not_rewrite_a_committed_checkpoint(tmp_path: Path, monkeyp
                 self.lost = True
                 raise StorageError("the answer was lost")
 
-    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.01,))
+    set_constants(sunspot.storage.limits, BACKOFF_S=(0.01,))
     run = Run(Forgetful(str(tmp_path)), "run")
     trainee = Trainee(run)
     trainee.train()
@@ -591,13 +594,13 @@ class Rank(NamedTuple):
 
 
 @pytest.fixture
-def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Rank, int], Any]], list[Any]]:
+def two_ranks(tmp_path: Path, set_constants: SetConstants) -> Callable[[Callable[[Rank, int], Any]], list[Any]]:
     """Return a function that runs `act` on two ranks and returns both results."""
     versions()  # imports Ray here, because that takes seconds in each child
     run, attempt = open_run(str(tmp_path), "run"), Attempt(1, "me", None, 0)
     assert claim(run, [], attempt)
-    monkeypatch.setattr(sunspot.checkpoint.parts, "POLL_EVERY_S", 0.05)
-    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.05,))
+    set_constants(sunspot.checkpoint.parts, POLL_EVERY_S=0.05)
+    set_constants(sunspot.storage.limits, BACKOFF_S=(0.05,))
 
     def play(act: Callable[[Rank, int], Any], **settings: Any) -> list[Any]:
         def work(group: dist.ProcessGroup) -> Any:
@@ -818,9 +821,9 @@ def test_a_hung_file_system_ends_the_run_promptly_and_damages_nothing(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO])
 def test_a_failing_file_system_is_reported_once_and_training_continues(
-    number: int, run: Run, monkeypatch: pytest.MonkeyPatch
+    number: int, run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.01,))
+    set_constants(sunspot.storage.limits, BACKOFF_S=(0.01,))
     trainee = Trainee(run)
 
     def events() -> list[Any]:
@@ -876,16 +879,16 @@ def test_setting_the_clock_back_does_not_affect_commits(run: Run, monkeypatch: p
 
 
 @pytest.fixture
-def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants) -> Run:
     """Return a run in S3 behind the proxy. Its checkpoints are uploaded in several parts."""
     from sunspot.storage import bucket
     from sunspot.storage import bucket as storage
 
-    monkeypatch.setattr(bucket, "PART", 5 << 20)
+    set_constants(bucket, PART=5 << 20)
     limits = {"CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
     for name, value in limits.items():
         monkeypatch.setattr(storage, name, value)
-    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.1,))
+    set_constants(sunspot.storage.limits, BACKOFF_S=(0.1,))
     return open_run(f"s3://{s3_bucket}/runs", "run")
 
 
@@ -952,7 +955,7 @@ def test_the_error_for_a_permanent_storage_fault_names_the_object(
         StorageError, match=r"no checkpoint could be committed for .*SUNSPOT_STORAGE_TIMEOUT_S=1.*s3://.*/run/"
     ):
         trainee.checkpoints.drain(20)
-    s3_proxy._rules.clear()
+    s3_proxy.clear()
     assert newest(s3_run).step == 1
     assert [
         find_faults(s3_run, checkpoint)

@@ -24,6 +24,7 @@ from sunspot.submitter.commands.checkpoints import gc as checkpoints_gc
 from sunspot.submitter.commands.checkpoints import get as checkpoints_get
 from tests.harness import s3
 from tests.harness.commands import StorageCommand
+from tests.harness.constants import SetConstants
 from tests.harness.runs import age, begin, commit, start
 from tests.harness.s3 import FaultProxy
 
@@ -513,7 +514,7 @@ def test_gc_removes_temporary_files_of_killed_writers_from_a_directory(run: Run,
 
 
 def test_gc_aborts_unfinished_uploads(
-    s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str], set_constants: SetConstants
 ) -> None:
     sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
     run = begin(open_run(sunspot.storage, "run"))
@@ -523,7 +524,7 @@ def test_gc_aborts_unfinished_uploads(
         upload = client.create_multipart_upload(Bucket=s3_bucket, Key=key)["UploadId"]
         client.upload_part(Bucket=s3_bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"12345")
     assert sunspot("checkpoints", "gc", "run", "--json").json == [], "the upload may still be running"
-    monkeypatch.setattr(garbage, "ABANDONED_S", -60)
+    set_constants(garbage, ABANDONED_S=-60)
     [shown] = sunspot("checkpoints", "gc", "run", "--json").json
     assert (shown["name"], shown["bytes"]) == ("run/checkpoints/x/model.pt", 5)
     assert sunspot("checkpoints", "gc", "run", "--yes").code == 0

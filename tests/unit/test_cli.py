@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from sunspot.storage.base import Entry
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.printing import progress_note
 from tests.harness.commands import StorageCommand, process
+from tests.harness.constants import SetConstants
 from tests.harness.runs import (
     BATCH,
     ROWS,
@@ -39,6 +39,7 @@ from tests.harness.runs import (
     start,
     write_receipt,
 )
+from tests.harness.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 WITH_A_CLUSTER = {
@@ -177,13 +178,15 @@ def test_a_command_that_needs_no_cluster_rejects_cluster_options(sunspot: Storag
     assert answer.err == "error: --context: no such option; see `sunspot metrics --help`\n"
 
 
-def test_a_long_operation_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_operation_is_announced(capsys: pytest.CaptureFixture[str], set_constants: SetConstants) -> None:
     with progress_note("reading"):
         pass
-    monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0.01)
+    set_constants("sunspot.submitter.printing", NOTE_AFTER_S=0.01)
+    printed: list[tuple[str, str]] = []
     with progress_note("waiting"):
-        time.sleep(0.5)
-    assert capsys.readouterr() == ("", "waiting ...\n")
+        wait_until(lambda: printed.append(capsys.readouterr()) or printed[-1] != ("", ""))
+    assert printed[-1] == ("", "waiting ...\n")
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

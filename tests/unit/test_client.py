@@ -6,7 +6,6 @@ import io
 import json
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.harness import REPOSITORY
 from tests.harness.commands import WITHOUT, process
 from tests.harness.kubernetes import FakeCluster
 from tests.harness.runs import begin, commit, consumed, record_audit, report, set_status, start, write_receipt
+from tests.harness.waiting import wait_until
 
 
 def end(cluster: FakeCluster, stored: StoredRun, state: RunState) -> None:
@@ -200,8 +200,7 @@ def test_the_examples_on_the_python_page_work(
     stored = open_run(f"s3://{s3_bucket}/runs", "digits")
 
     def operate() -> None:
-        while not cluster.jobs:
-            time.sleep(0.05)
+        wait_until(lambda: cluster.jobs)
         end(cluster, stored, RunState.SUCCEEDED)
 
     operator = threading.Thread(target=operate)

@@ -18,6 +18,7 @@ from sunspot.storage.base import Storage
 from sunspot.storage.bucket import Part
 from sunspot.storage.google import ComposedUpload, put
 from tests.harness import clouds, s3
+from tests.harness.constants import SetConstants
 from tests.harness.s3 import FaultProxy, Request
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,23 +40,22 @@ class Cloud(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_limits(monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants) -> None:
     """Use small parts, short timeouts, and no pauses between attempts."""
     from azure.storage.blob import ExponentialRetry
     from google.cloud.storage import retry
 
-    monkeypatch.setattr(bucket, "PART", MIB)
-    monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(bucket, "REQUEST_TRIES", 3)
+    set_constants(bucket, PART=MIB, READ_TIMEOUT_S=0.5, REQUEST_TRIES=3)
     monkeypatch.setattr(retry, "DEFAULT_RETRY", retry.DEFAULT_RETRY.with_delay(initial=0.01, maximum=0.02))
     monkeypatch.setattr(ExponentialRetry, "get_backoff_time", lambda self, settings: 0.01)
 
 
 @pytest.fixture(params=["s3", *clouds.CLOUDS])
-def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+def cloud(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> Iterator[Cloud]:
     if request.param == "s3":
-        monkeypatch.setattr(bucket, "PART", 5 * MIB)  # the smallest part that S3 accepts
-        monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 1.5)  # the test server is slow with large parts
+        set_constants(bucket, PART=5 * MIB, READ_TIMEOUT_S=1.5)  # the smallest part that S3 accepts
         tell = (
             lambda request: request.operation == "UploadPart",
             lambda request: request.operation == "CompleteMultipartUpload",
@@ -247,8 +247,8 @@ def test_damaged_bytes_raise_an_error_even_if_google_accepts_them() -> None:
         put(blob, b"content", {})
 
 
-def test_many_parts_are_composed_in_order(google_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "PART", 1 << 10)
+def test_many_parts_are_composed_in_order(google_bucket: str, set_constants: SetConstants) -> None:
+    set_constants(bucket, PART=1 << 10)
     storage, content = open_storage(f"gs://{google_bucket}"), pattern(70 << 10)
     write(storage, content)
     assert storage.read("run/model.pt") == content

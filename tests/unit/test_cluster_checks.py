@@ -25,6 +25,7 @@ from sunspot.submitter.manifest.profile import manifests
 from sunspot.submitter.manifest.quantities import parse_quantity
 from tests.harness import REPOSITORY, s3
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import CORE, FakeCluster, answer, pod
 from tests.harness.manifests import OF_THE_IMAGE, render
 from tests.harness.s3 import FaultProxy, delay
@@ -47,11 +48,9 @@ def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(set_constants: SetConstants) -> None:
     """Measure the throughput with an object that needs no upload in parts, and accept any throughput."""
-    monkeypatch.setattr("sunspot.storage.prove.LARGE_TIMES", 1)
-    monkeypatch.setattr("sunspot.storage.prove.MIN_MB_PER_S", 0.0)
-    monkeypatch.setattr("sunspot.storage.prove.LARGE", 1 << 20)
+    set_constants("sunspot.storage.prove", LARGE_TIMES=1, MIN_MB_PER_S=0.0, LARGE=1 << 20)
 
 
 @pytest.fixture
@@ -489,9 +488,9 @@ def test_the_check_of_storage_without_conditional_writes_fails(
 
 
 def test_the_storage_check_fails_if_multipart_uploads_are_rejected(
-    sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+    sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.storage.prove.LARGE", LARGE)
+    set_constants("sunspot.storage.prove", LARGE=LARGE)
     s3_proxy.on("UploadPart", s3.answer(403, "AccessDenied"))
     found = checks(sunspot, code=4)
     assert found["storage latency"]["result"] == "ok"
@@ -532,10 +531,9 @@ def test_forbidden_bucket_checks_are_warnings(s3_bucket: str, s3_proxy: FaultPro
 
 
 def test_slow_storage_and_clock_skew_are_warnings(
-    s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+    s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.storage.prove.MAX_LATENCY_S", 0.02)
-    monkeypatch.setattr("sunspot.storage.prove.MIN_MB_PER_S", 1e6)
+    set_constants("sunspot.storage.prove", MAX_LATENCY_S=0.02, MIN_MB_PER_S=1e6)
     s3_proxy.on("GetObject", delay(0.03))
     really = time.time
     monkeypatch.setattr("sunspot.storage.prove.time.time", lambda: really() - 100)
@@ -565,8 +563,8 @@ GOOD = '[{"check": "storage access", "result": "ok", "seen": "all of it", "fix":
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.POLL_EVERY_S", 0.02)
+def patient(set_constants: SetConstants) -> None:
+    set_constants("sunspot.submitter.doctor.probe_pods", POLL_EVERY_S=0.02)
 
 
 def test_probe_pods_resemble_the_runs_pods(fit: FakeCluster, sunspot: Command, patient: None) -> None:
@@ -674,9 +672,9 @@ def test_probe_pods_with_failed_checks_are_deleted(
 
 
 def test_a_check_fails_if_probe_pods_fit_on_no_node(
-    fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch
+    fit: FakeCluster, sunspot: Command, patient: None, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.WITHIN_S", 0.3)
+    set_constants("sunspot.submitter.doctor.probe_pods", WITHIN_S=0.3)
     condition = {"type": "PodScheduled", "status": "False", "message": "0/2 nodes are available: 2 Insufficient cpu"}
     fit.on_create = lambda pod: pod.update(status={"phase": "Pending", "conditions": [condition]})
     found = checks(sunspot, "--from-pods", code=4)
@@ -693,7 +691,7 @@ def test_the_first_probe_pod_is_deleted_if_the_second_is_rejected(
     assert "exceeded quota: team" in found["from pods"]["seen"]
     assert "Role" not in found["from pods"]["seen"]
     assert not fit.pods
-    fit._faults.insert(0, ("POST", f"{CORE}/pods", answer(403, 'User "me" cannot create pods'), 9))
+    fit.faults.insert(0, ("POST", f"{CORE}/pods", answer(403, 'User "me" cannot create pods'), 9))
     found = checks(sunspot, "--from-pods", code=4)
     assert "ask for the Role sunspot-doctor of k8s/base" in found["from pods"]["seen"]
 

@@ -29,6 +29,7 @@ from sunspot.submitter import code_files
 from sunspot.submitter.code_files import pack
 from sunspot.submitter.garbage import find_removals
 from sunspot.submitter.manifest.render import JobRequest, render, settings_of
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import FakeCluster
 from tests.harness.runs import commit, start
 from tests.unit.test_submit import Command, end, only_job
@@ -201,10 +202,8 @@ CODE_FILES = """
 """Paths of files with ordinary code and names similar to those in SECRET_FILES."""
 
 
-def test_files_that_commonly_contain_secrets_are_rejected_by_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(code_files, "MAX_NAMED", 100)
+def test_files_that_commonly_contain_secrets_are_rejected_by_path(tmp_path: Path, set_constants: SetConstants) -> None:
+    set_constants(code_files, MAX_NAMED=100)
     write(tmp_path, dict.fromkeys(CODE_FILES.split(), "x = 1\n"))
     assert pack(tmp_path).names == set(CODE_FILES.split())
     write(tmp_path, dict.fromkeys(SECRET_FILES.split(), "x = 1\n"))
@@ -228,27 +227,27 @@ def test_the_error_for_a_credential_in_a_file_includes_the_line(tmp_path: Path) 
 
 
 def test_only_the_beginning_of_text_files_is_searched_for_credentials(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
     searched: list[str] = []
     monkeypatch.setattr(code_files, "find_credential", searched.append)
-    monkeypatch.setattr(code_files, "SCANNED_BYTES", 100)
+    set_constants(code_files, SCANNED_BYTES=100)
     write(tmp_path, {"long.csv": "1,2\n" * 100 + token, "weights.bin": f"\0{token}"})
     pack(tmp_path)
     assert sorted(map(len, searched)) == [0, 100]
-    monkeypatch.setattr(code_files, "MAX_BYTES", 10)
+    set_constants(code_files, MAX_BYTES=10)
     with pytest.raises(SettingsError, match="check that this is your code"):
         pack(tmp_path)
     assert len(searched) == 2, "what is too large to be code is not read"
 
 
-def test_a_folder_without_code_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_code_is_rejected(tmp_path: Path, set_constants: SetConstants) -> None:
     with pytest.raises(SettingsError, match="no such folder"):
         pack(tmp_path / "nowhere")
     with pytest.raises(SettingsError, match="the folder is empty, or git ignores all"):
         pack(tmp_path)
-    monkeypatch.setattr(code_files, "MAX_FILES", 3)
+    set_constants(code_files, MAX_FILES=3)
     write(tmp_path, {f"{number}.py": "x" * 50 for number in range(4)})
     with pytest.raises(SettingsError, match="4 files of 200 bytes, but at most 3 and 100 MB"):
         pack(tmp_path)
@@ -323,9 +322,9 @@ def test_code_with_a_different_hash_is_not_run(
     ids=str,
 )
 def test_no_part_of_an_unsafe_archive_is_unpacked(
-    member: dict[str, Any], tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+    member: dict[str, Any], tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(code_archive, "MAX_BYTES", 1000)
+    set_constants(code_archive, MAX_BYTES=1000)
     content = io.BytesIO(b"no archive")
     if member:
         with tarfile.open(fileobj=content, mode="w") as archive:

@@ -29,6 +29,7 @@ from sunspot.run.status import RunState, Status, write_status
 from sunspot.submitter.cluster.port_forward import LocalPort, find_problem, rewrite
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import FakeCluster, _Handler, answer, pod, rayjob
 from tests.harness.runs import begin
 
@@ -211,9 +212,9 @@ def test_requests_with_a_repeated_security_header_are_rejected(name: str) -> Non
 
 
 def test_a_client_that_sends_its_request_headers_slowly_is_disconnected(
-    local: LocalPort, monkeypatch: pytest.MonkeyPatch
+    local: LocalPort, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.machine.local_http.HEAD_WITHIN_S", 0.5)
+    set_constants("sunspot.machine.local_http", HEAD_WITHIN_S=0.5)
     began = time.monotonic()
     with socket.create_connection(local.server_address[:2], timeout=10) as client, contextlib.suppress(OSError):
         while time.monotonic() - began < 5:
@@ -400,7 +401,7 @@ def test_a_refused_connection_in_the_pod_is_reported(cluster: FakeCluster, run: 
 def test_the_user_is_told_if_the_dashboard_token_cannot_be_read(cluster: FakeCluster, run: Run, dashboard: int) -> None:
     make_live(cluster, run)
     cluster.on("GET", "/portforward", Kubelet(dashboard))
-    cluster._faults.insert(0, ("GET", "/secrets/", answer(403, 'User "me" cannot get secrets'), 9))
+    cluster.faults.insert(0, ("GET", "/secrets/", answer(403, 'User "me" cannot get secrets'), 9))
     port = free_port()
     process = Process(run, "--port", str(port))
     assert process.answer(port) == (401, "no token")

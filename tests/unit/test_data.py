@@ -202,11 +202,10 @@ ROWS_OF_CONTENT = 200
 
 
 @pytest.fixture(params=["whole", "sampled"])
-def fingerprint_of(request, tmp_path, monkeypatch):
+def fingerprint_of(request, tmp_path, set_constants):
     """Return a function that fingerprints two files of images, which it reads completely or in samples."""
     if request.param == "sampled":
-        monkeypatch.setattr(fingerprint, "SAMPLES", 8)
-        monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", 256)
+        set_constants(fingerprint, SAMPLES=8, SAMPLE_BYTES=256)
 
     def make(images: np.ndarray, labels: np.ndarray) -> str:
         for number, some in enumerate(np.split(np.arange(ROWS_OF_CONTENT), 2)):
@@ -572,10 +571,10 @@ def test_one_process_downloads_mnist_while_other_processes_wait(tmp_path):
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {"MNIST", ".mnist.lock"}
 
 
-def test_waiting_for_another_download_times_out_with_an_explanation(tmp_path, monkeypatch, caplog):
+def test_waiting_for_another_download_times_out_with_an_explanation(tmp_path, set_constants, caplog):
     from filelock import FileLock
 
-    monkeypatch.setattr(mnist, "WAIT_S", 0.2)
+    set_constants(mnist, WAIT_S=0.2)
     with (
         FileLock(tmp_path / ".mnist.lock", is_singleton=False),
         refusal(DataError, ".mnist.lock", "another process that downloads MNIST"),
@@ -617,8 +616,8 @@ def test_a_dataset_in_a_bucket_equals_its_local_copy(tmp_path, request, scheme):
 
 
 @pytest.mark.parametrize("scheme", CLOUDS)
-def test_an_unreachable_cloud_is_not_reported_as_a_damaged_file(monkeypatch, scheme):
-    monkeypatch.setattr(dataset_files, "REQUEST_TIMEOUT_S", 0.5)
+def test_an_unreachable_cloud_is_not_reported_as_a_damaged_file(monkeypatch, set_constants, scheme):
+    set_constants(dataset_files, REQUEST_TIMEOUT_S=0.5)
     use = {"gs": use_google, "az": use_azure}[scheme]
     use(object_stores.free_port(), monkeypatch)
     with refusal(StorageError, f"{scheme}://data/digits", "cannot be read"):
@@ -652,8 +651,8 @@ def test_an_unreachable_url_is_reported_within_the_timeout(monkeypatch):
     assert time.monotonic() - began < 30
 
 
-def test_reading_from_an_unresponsive_server_times_out(monkeypatch):
-    monkeypatch.setattr(dataset_files, "REQUEST_TIMEOUT_S", 1)
+def test_reading_from_an_unresponsive_server_times_out(monkeypatch, set_constants):
+    set_constants(dataset_files, REQUEST_TIMEOUT_S=1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         s3_environment(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()

@@ -22,6 +22,7 @@ from sunspot.storage.local import LocalStorage
 from sunspot.submitter.cluster.deletion import deletion_order
 from tests.harness import s3
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob
 from tests.harness.runs import begin, commit, consumed, record_audit, report, start
 from tests.harness.s3 import FaultProxy
@@ -74,7 +75,7 @@ def test_delete_without_confirmation_removes_nothing_and_exits_with_2(
     assert sunspot("delete", "run") == 2
     assert "RayJob" in sunspot.out
     assert f"{CLUSTER}-worker-1" in sunspot.out
-    assert f"in namespace sunspot of http://127.0.0.1:{cluster._port}, and in {run.location}" in sunspot.out
+    assert f"in namespace sunspot of http://127.0.0.1:{cluster.port}, and in {run.location}" in sunspot.out
     lines = {line.split()[0]: line for line in sunspot.out.splitlines()}
     assert "2, in 6 files" in lines["checkpoints"]
     assert set(lines) >= {"attempts", "audit", "logs", "metrics", "records", "submissions"}
@@ -430,7 +431,7 @@ def test_a_failed_deletion_lists_what_is_left_and_can_be_repeated(
     assert "run is deleting" in in_bucket.err
     assert not cluster.jobs
 
-    s3_proxy._rules.clear()
+    s3_proxy.clear()
     assert in_bucket("delete", "run", "--yes") == 0
     assert not files_of(bucket_run)
     assert in_bucket("list", "--json") == 0
@@ -446,9 +447,9 @@ def test_a_run_with_only_the_deletion_marker_left_can_be_deleted(sunspot: Comman
 
 
 def test_nothing_is_removed_from_storage_while_pods_exist(
-    sunspot: Command, run: Run, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+    sunspot: Command, run: Run, cluster: FakeCluster, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.deletion.GONE_WITHIN_S", 0.1)
+    set_constants("sunspot.submitter.cluster.deletion", GONE_WITHIN_S=0.1)
     fill(run)
     end_job(cluster)
     stuck = pod("stuck", CLUSTER)

@@ -19,6 +19,7 @@ from sunspot.run.seen import look
 from sunspot.run.status import RunState
 from sunspot.submitter import demonstration
 from sunspot.submitter.demonstration import JOB, Trainer, ancestors, describe, list_processes, reached_kill_step
+from tests.harness.constants import SetConstants
 from tests.harness.runs import begin, commit, set_status, start, write_receipt
 
 SLEEP = "import time; time.sleep(60)"
@@ -56,14 +57,16 @@ def test_the_demonstration_kills_a_worker_after_enough_steps(run: Run) -> None:
     assert reached_kill_step(run) == 4
 
 
-def test_only_workers_of_the_demonstration_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_workers_of_the_demonstration_are_killed(
+    monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
     with trainer(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])") as training:
         pid = training.wait("a process below", lambda: below(training))
         processes = list_processes()
         assert processes[pid][1].endswith(SLEEP + "\0") or processes[pid][1].endswith(SLEEP)
         assert os.getpid() in ancestors(pid, processes)
         assert not training.kill_worker()
-        monkeypatch.setattr(demonstration, "WORKER", sys.executable)
+        set_constants(demonstration, WORKER=sys.executable)
         assert training.kill_worker() == pid
         training.finish()
         monkeypatch.setattr(demonstration, "list_processes", lambda: processes)
@@ -71,7 +74,7 @@ def test_only_workers_of_the_demonstration_are_killed(monkeypatch: pytest.Monkey
 
 
 def below(training: Trainer) -> int | None:
-    own = training._process.pid
+    own = training.process.pid
     return next((pid for pid, (parent, title) in list_processes().items() if parent == own and "time" in title), None)
 
 
@@ -94,15 +97,15 @@ def test_a_failed_training_ends_the_demonstration_with_its_output() -> None:
 
 
 def test_the_demonstration_lists_ignored_settings(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demonstration, "COMMAND", (sys.executable, "-c", "import os; print(os.environ)"))
+    set_constants(demonstration, COMMAND=(sys.executable, "-c", "import os; print(os.environ)"))
     for name in ("SUNSPOT_EPOCHS", "SUNSPOT_STORAGE_PATH"):
         monkeypatch.setenv(name, "777777777")
     with demonstration.training(run) as training:
         training.finish()
-        training._output.seek(0)
-        assert b"777777777" not in training._output.read()
+        training.output.seek(0)
+        assert b"777777777" not in training.output.read()
     assert capsys.readouterr().err == "the demonstration ignores SUNSPOT_EPOCHS, because it has its own settings\n"
 
 
@@ -110,15 +113,15 @@ def test_an_event_just_before_the_training_ends_is_seen() -> None:
     with trainer("") as training:
 
         def look() -> bool:
-            ended = training._process.poll() is not None
-            training._process.wait()
+            ended = training.process.poll() is not None
+            training.process.wait()
             return ended
 
         assert training.wait("its end", look)
 
 
-def test_every_wait_in_a_demonstration_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demonstration, "MAX_WAIT_S", 0.1)
+def test_every_wait_in_a_demonstration_times_out(set_constants: SetConstants) -> None:
+    set_constants(demonstration, MAX_WAIT_S=0.1)
     with trainer(SLEEP) as training:
         with pytest.raises(GaveUpError, match=r"waiting .* for the first step"):
             training.wait("the first step", lambda: None)

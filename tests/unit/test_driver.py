@@ -61,6 +61,7 @@ from sunspot.run.status import RunState, Status, StatusKind, new_driver, read_st
 from sunspot.settings import Settings
 from sunspot.train.driver import has_failed_for_good, report_result
 from tests.harness import REPOSITORY, s3
+from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl
 from tests.harness.runs import BATCH, begin, commit, start
 from tests.harness.s3 import FaultProxy
@@ -155,13 +156,11 @@ def test_a_run_whose_first_driver_fails_exists_only_if_it_was_submitted(tmp_path
         assert (read_status(run) is not None) == bool(list_runs(run.storage)) == submitted
 
 
-def test_a_second_drivers_status_counts_once_the_first_driver_is_gone(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_drivers_status_counts_once_the_first_driver_is_gone(run: Run, set_constants: SetConstants) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
     with recorded_outcome(Claimant(run, "another", new_driver()), None, 10):
         assert state(run)[0] is RunState.RUNNING
-        monkeypatch.setattr("sunspot.run.status.SILENT_AFTER_S", -1.0)
+        set_constants("sunspot.run.status", SILENT_AFTER_S=-1.0)
     assert state(run)[0] is RunState.SUCCEEDED
 
 
@@ -235,10 +234,10 @@ def test_a_final_error_recorded_by_a_worker_prevents_further_retries(run: Run) -
 
 
 def test_the_first_interrupt_saves_the_run_and_the_second_exits_immediately(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Run, capsys: pytest.CaptureFixture[str], set_constants: SetConstants
 ) -> None:
     control, request = LocalControl(), StopRequest()
-    monkeypatch.setattr("sunspot.elastic.supervisor.NODE_CHECK_EVERY_S", 0.01)
+    set_constants("sunspot.elastic.supervisor", NODE_CHECK_EVERY_S=0.01)
     usual = signal.getsignal(signal.SIGINT)
     with pytest.raises(EndAtOnceError), supervised(control, request):  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
@@ -263,10 +262,10 @@ def test_the_first_interrupt_saves_the_run_and_the_second_exits_immediately(
     ],
 )
 def test_sigterm_stops_a_run_like_ctrl_c_except_on_a_cluster(
-    run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, job: str, error: type[BaseException], code: int
+    run: Run, set_constants: SetConstants, number: signal.Signals, job: str, error: type[BaseException], code: int
 ) -> None:
     """SIGTERM on a cluster means that the head is lost, and the operator replaces it."""
-    monkeypatch.setattr("sunspot.elastic.supervisor.NODE_CHECK_EVERY_S", 0.01)
+    set_constants("sunspot.elastic.supervisor", NODE_CHECK_EVERY_S=0.01)
 
     def train() -> int:
         control, request = LocalControl(), StopRequest()
@@ -286,7 +285,9 @@ def test_sigterm_stops_a_run_like_ctrl_c_except_on_a_cluster(
     assert status.state is (RunState.FAILED if error is SunspotError else RunState.STOPPED)
 
 
-def test_a_signal_reaches_the_workers_while_storage_hangs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_reaches_the_workers_while_storage_hangs(
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
     hangs, answers = threading.Event(), threading.Event()
 
     def exists(key: str) -> bool:
@@ -294,8 +295,8 @@ def test_a_signal_reaches_the_workers_while_storage_hangs(run: Run, monkeypatch:
         answers.wait(60)
         return False
 
-    monkeypatch.setattr("sunspot.elastic.supervisor.NODE_CHECK_EVERY_S", 0.01)
-    monkeypatch.setattr("sunspot.run.outcome.DRIVER_CHECK_EVERY_S", 0.01)
+    set_constants("sunspot.elastic.supervisor", NODE_CHECK_EVERY_S=0.01)
+    set_constants("sunspot.run.outcome", DRIVER_CHECK_EVERY_S=0.01)
     monkeypatch.setattr(run.storage, "exists", exists)
     control, request = LocalControl(), StopRequest()
     with recorded_outcome(Claimant(run, "me", new_driver()), None, 10, request), supervised(control, request):
@@ -305,9 +306,9 @@ def test_a_signal_reaches_the_workers_while_storage_hangs(run: Run, monkeypatch:
         answers.set()
 
 
-def test_the_stop_marker_reaches_the_workers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.elastic.supervisor.NODE_CHECK_EVERY_S", 0.01)
-    monkeypatch.setattr("sunspot.run.outcome.DRIVER_CHECK_EVERY_S", 0.01)
+def test_the_stop_marker_reaches_the_workers(run: Run, set_constants: SetConstants) -> None:
+    set_constants("sunspot.elastic.supervisor", NODE_CHECK_EVERY_S=0.01)
+    set_constants("sunspot.run.outcome", DRIVER_CHECK_EVERY_S=0.01)
     control, request = LocalControl(), StopRequest()
     with recorded_outcome(Claimant(run, "me", new_driver()), None, 10, request), supervised(control, request):
         request_stop(run, "me")
@@ -382,7 +383,9 @@ def test_buffered_output_is_limited_while_storage_fails(run: Run) -> None:
     assert gap[1].decode() == as_bytes(lost)
 
 
-def test_only_the_first_and_newest_parts_of_endless_output_are_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_and_newest_parts_of_endless_output_are_kept(
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
     """A rank prints 5 kB per second for an hour, and its output is shipped every 5 s."""
     now, writes = 0.0, 0
     write = run.storage.write
@@ -393,9 +396,7 @@ def test_only_the_first_and_newest_parts_of_endless_output_are_kept(run: Run, mo
         write(key, data)
 
     monkeypatch.setattr(run.storage, "write", count)
-    for name, size in {"SEGMENT": 8000, "FIRST": 20_000, "NEWEST": 100_000}.items():
-        monkeypatch.setattr(f"sunspot.run.logs.{name}_BYTES", size)
-    monkeypatch.setattr("sunspot.run.logs.MAX_WAITING", 200_000)
+    set_constants("sunspot.run.logs", SEGMENT_BYTES=8000, FIRST_BYTES=20_000, NEWEST_BYTES=100_000, MAX_WAITING=200_000)
     monkeypatch.setattr("sunspot.run.logs.TokenBucket", partial(TokenBucket, clock=lambda: now))
     stream = rank_stream(1, 0)
     log = LogWriter(run, stream)

@@ -12,6 +12,7 @@ from sunspot.credentials import is_credential
 from sunspot.errors import ConflictError, EndAtOnceError, SunspotError, shorten
 from sunspot.storage import open_storage
 from tests.harness import REPOSITORY
+from tests.harness.constants import SetConstants
 
 CANARY = "canary0123456789"
 
@@ -113,11 +114,11 @@ def test_an_error_about_a_credential_with_a_newline_hides_its_value(
             assert f"{name} has surrounding white space" in said
 
 
-def test_a_password_in_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_in_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:{CANARY}@127.0.0.1:9")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
-    monkeypatch.setattr("sunspot.storage.bucket.REQUEST_TRIES", 1)
+    set_constants("sunspot.storage.bucket", REQUEST_TRIES=1)
     with pytest.raises(SunspotError) as refused:
         open_storage("s3://bucket").read("run.json")
     assert CANARY not in str(refused.value)

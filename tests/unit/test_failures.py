@@ -27,6 +27,7 @@ from sunspot.storage import open_storage
 from sunspot.submitter.manifest.render import JobRequest
 from sunspot.submitter.proof import Epoch
 from tests.harness import REPOSITORY
+from tests.harness.constants import SetConstants
 
 
 def test_the_failure_schedule_is_reproducible_and_half_of_the_losses_have_notice() -> None:
@@ -77,18 +78,18 @@ def test_rows_are_counted_after_losing_one_or_all_replicas(tmp_path: Path) -> No
     assert of_replicas(open_storage(str(tmp_path)), "job") == [Epoch(1, 4, 1, 1, True), Epoch(2, 1, 0, 0, False)]
 
 
-def test_replicas_repeat_steps_only_if_all_of_them_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_repeat_steps_only_if_all_of_them_restart() -> None:
     """A worker repeats no step if it prints one after another worker has printed the next."""
     torchft = Torchft(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
     for told, again in (([4, 5, 4, 6, 5, 6, 7], 0), ([4, 5, 6, 1, 1, 2, 1, 3], 6), ([9, 1, 2, 1, 2, 3, 1], 12)):
         lines = [f'(pid=1) {{"time": {float(number)}, "step": {step}}}' for number, step in enumerate(told)]
-        monkeypatch.setattr(torchft, "_lines", dict.fromkeys(lines))
+        torchft.lines = dict.fromkeys(lines)
         assert torchft.replayed() == again, told
 
 
 def test_no_worker_runs_on_the_cpu_of_the_torchft_lighthouse() -> None:
     settings = {"RUN_NAME": "mine", "NUM_WORKERS": "3", "RESOURCES_PER_WORKER": '{"CPU": 2}'}
-    _, job = Torchft(JobRequest("kind", settings))._objects
+    _, job = Torchft(JobRequest("kind", settings)).objects
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "1"}
@@ -109,11 +110,11 @@ def test_a_drivers_log_is_read_from_its_last_complete_line(monkeypatch: pytest.M
 
     monkeypatch.setattr(scripts.subjects, "kubectl", kubectl)
     stock = Stock(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
-    stock._read_log("a", "log")
+    stock.read_log("a", "log")
     logs["a"] += "ee\n"
-    stock._read_log("a", "log")
-    stock._read_log("b", "log")
-    assert (list(stock._lines), asked) == (["one\r", "two\rtwo", "three", "four"], [1, 3, 1])
+    stock.read_log("a", "log")
+    stock.read_log("b", "log")
+    assert (list(stock.lines), asked) == (["one\r", "two\rtwo", "three", "four"], [1, 3, 1])
 
 
 def test_the_results_of_a_contender_are_computed(tmp_path: Path) -> None:
@@ -176,15 +177,14 @@ class Subject:
     [(99, "", "echo"), (8, "Failed", "echo"), (99, "time is up", "echo"), (99, "", "false")],
 )
 def test_the_benchmark_removes_nodes_until_a_contender_finishes_fails_or_times_out(
-    ends_after: int, ended: str, add: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ends_after: int, ended: str, add: str, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, tmp_path: Path
 ) -> None:
     """Check all endings: the last step, a failed job, the time limit, and a failing command."""
-    monkeypatch.setattr(program, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(program, "END_S", 0)
-    monkeypatch.setattr(scripts.subjects, "SETTLE_S", -2)
+    set_constants(program, LOOK_EVERY_S=0.05, END_S=0)
+    set_constants(scripts.subjects, SETTLE_S=-2)
     monkeypatch.setattr(program, "ready_nodes", lambda namespace: {"a", "b", "c"})
     monkeypatch.setattr(program, "pods", lambda job, namespace: [Pod("head", "c", "", True), Pod("w", "a", "", False)])
-    monkeypatch.setattr(scripts.cluster, "LOOK_EVERY_S", 0.01)
+    set_constants(scripts.cluster, LOOK_EVERY_S=0.01)
     log = tmp_path / "log"
     commands = {name: f"echo {name} {{node}} >> {log}" for name in ("reclaim", "kill")}
     commands["add"] = f"{add} add {{node}} >> {log}"
@@ -217,8 +217,10 @@ def test_the_documented_benchmark_command_is_parsed() -> None:
     assert (arguments.nodes, arguments.steps, arguments.torchft_image) == ("a,b,c", 3000, "sunspot-torchft:1")
 
 
-def test_the_benchmark_refuses_to_remove_the_node_of_the_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(scripts.subjects, "SETTLE_S", -2)
+def test_the_benchmark_refuses_to_remove_the_node_of_the_head(
+    monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, tmp_path: Path
+) -> None:
+    set_constants(scripts.subjects, SETTLE_S=-2)
     monkeypatch.setattr(program, "ready_nodes", lambda namespace: {"a", "b"})
     monkeypatch.setattr(program, "pods", lambda job, namespace: [Pod("head", "a", "", True)])
     arguments = argparse.Namespace(steps=20, every=9, away=9, seed=0, nodes="b,a", output=str(tmp_path))

@@ -63,14 +63,14 @@ def test_only_errors_that_would_occur_on_any_cluster_are_final(
     kind: type[SunspotError], final: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(job, "find_own_job", lambda: "run-1-x")
-    monkeypatch.setattr(job, "_mark_stopped", lambda name, error: ended.append(name))
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "run-1-y")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "run-1-x"}}')
 
     def fail() -> int:
         raise kind("why")
 
     with pytest.raises(kind):
-        job.end_for_good(fail)()
+        job.end_for_good(fail, lambda name, error: ended.append(name))()
     assert ended == (["run-1-x"] if final else [])
 
 

@@ -16,15 +16,18 @@ from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
 from sunspot.settings import WorkerRange
 from sunspot.train.worker import Worker
+from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl
 from tests.harness.waiting import wait_until
 
 
-def test_the_driver_requests_one_save_if_the_head_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_requests_one_save_if_the_head_is_preempted(
+    monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
     context = SimpleNamespace(get_node_id=lambda: "head")
     answers = {"get_runtime_context": lambda: context, "nodes": lambda: []}
     monkeypatch.setattr(supervisor, "ray", SimpleNamespace(**answers))
-    monkeypatch.setattr(supervisor, "NODE_CHECK_EVERY_S", 0.01)
+    set_constants(supervisor, NODE_CHECK_EVERY_S=0.01)
     draining: dict[str, float | None] = {}
     looks = []
 

@@ -20,6 +20,7 @@ from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.train.evaluate import evaluate
 from sunspot.train.held_out_scores import HeldOutScores
+from tests.harness.constants import SetConstants
 from tests.harness.loop import make_worker
 from tests.harness.process_group import in_processes
 
@@ -118,9 +119,9 @@ def test_an_invalid_result_of_compute_metrics_is_rejected(
 
 
 def test_scores_that_need_too_much_memory_are_rejected(
-    plan_of: Callable[[str], Plan], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+    plan_of: Callable[[str], Plan], group: dist.ProcessGroup, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(sunspot.train.held_out_scores, "MAX_BYTES", 3000)
+    set_constants(sunspot.train.held_out_scores, MAX_BYTES=3000)
     with pytest.raises(SettingsError, match=r"of 101 held-out rows take 3\.23 KB, but the limit is 3 KB"):
         evaluate_rank(plan_of(ALL_ROWS), group)
 

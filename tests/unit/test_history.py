@@ -11,6 +11,7 @@ from sunspot.errors import StorageError
 from sunspot.run import Run, streams
 from sunspot.run.attempts import Attempt, checkpoint_name, lineage
 from sunspot.run.history import Journal, iter_records, list_journal, newest_record, read_journal, tidy_journals
+from tests.harness.constants import SetConstants
 
 
 def steps_in(run: Run, **options: Any) -> list[int]:
@@ -29,9 +30,9 @@ def written(run: Run, attempt: int, steps: Iterable[int], each: int = 1, size: i
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(set_constants: SetConstants) -> None:
     """Lower the sizes at which segments are merged."""
-    monkeypatch.setattr(streams, "SIZES", (250, 2000, 8000))
+    set_constants(streams, SIZES=(250, 2000, 8000))
 
 
 def test_merging_segments_loses_no_records(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from sunspot.data.images import (
     upright_size,
 )
 from sunspot.errors import DataError, SettingsError, SunspotError
+from tests.harness.constants import SetConstants
 
 Decode = Callable[[bytes], np.ndarray]
 
@@ -350,7 +351,7 @@ def test_malformed_arrays_are_rejected_before_memory_is_allocated(content: bytes
 
 
 @pytest.mark.timeout(20)
-def test_reading_an_endless_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MAX_BYTES", 10**6)
+def test_reading_an_endless_device_fails(set_constants: SetConstants) -> None:
+    set_constants(images, MAX_BYTES=10**6)
     with pytest.raises(SettingsError, match=r"/dev/zero is larger than 1 MB"):
         read_images(Path("/dev/zero"), SHAPE)

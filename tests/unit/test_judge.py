@@ -30,12 +30,13 @@ from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident, RankErro
 from sunspot.elastic.out_of_memory import find_killed_for_memory
 from sunspot.elastic.receipts import explain_error
 from sunspot.errors import SettingsError, SunspotError
-from sunspot.observe.progress import Progress, _Lines
+from sunspot.observe.progress import Lines, Progress
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
 from sunspot.train.group_outcome import GroupOutcome, TrainerStart, find_reason, next_start
+from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl, worker_group
 
 BUG = Failure(1, 0, 0, "NameError", "name 'functional' is not defined", "", "/mine/buggy.py", 6, "loss")
@@ -70,8 +71,8 @@ def start_again(control: Control, start: TrainerStart, max_failures: int, error:
 
 
 @pytest.fixture
-def control(monkeypatch: pytest.MonkeyPatch) -> Control:
-    monkeypatch.setattr(failures, "OTHERS_S", 0.0)
+def control(set_constants: SetConstants) -> Control:
+    set_constants(failures, OTHERS_S=0.0)
     return Control()
 
 
@@ -150,11 +151,11 @@ def test_the_same_message_on_all_ranks_ends_the_run_if_it_repeats(control: Contr
 
 @pytest.mark.parametrize("error", [{}, BACKWARD], ids=["at a line of the task", "the same message"])
 def test_a_bug_that_recurs_on_all_ranks_after_equally_many_steps_ends_the_run(
-    error: dict[str, Any], control: Control, monkeypatch: pytest.MonkeyPatch
+    error: dict[str, Any], control: Control
 ) -> None:
     """The workers take new steps and checkpoints in between, such as with a bug in the 60th call of a function."""
-    judge, now = FailureJudge(control, 3), [1000.0]
-    monkeypatch.setattr(failures.time, "time", lambda: now[0])
+    now = [1000.0]
+    judge = FailureJudge(control, 3, clock=lambda: now[0])
 
     def fail(step: int, after_s: float) -> bool:
         now[0] += after_s
@@ -353,7 +354,7 @@ def test_the_errors_of_one_group_are_not_attributed_to_the_next_group() -> None:
     control.start_next_group("rank 0: NameError")
     news = control.fetch_news()
     assert news.lines == [news.ended] == ["rank 0: NameError"]
-    assert _Lines(100, 50).describe(news.progress) == "step 53/100  starting again"
+    assert Lines(100, 50).describe(news.progress) == "step 53/100  starting again"
     control.add_hang(hung(1), late=True)
     assert control.group_end() == GroupEnd(progress=news.progress)
     incident = control.begin_group(worker_group(2, "a", "b"))
@@ -505,10 +506,10 @@ def test_in_survivor_mode_only_the_worker_that_ran_out_of_memory_is_replaced(con
 
 @pytest.mark.parametrize("survivor_mode", [False, True])
 def test_running_out_of_memory_repeatedly_ends_the_run_despite_new_checkpoints(
-    survivor_mode: bool, control: Control, monkeypatch: pytest.MonkeyPatch
+    survivor_mode: bool, control: Control
 ) -> None:
-    judge, now = FailureJudge(control, 3, survivor_mode=survivor_mode), [1000.0]
-    monkeypatch.setattr(failures.time, "time", lambda: now[0])
+    now = [1000.0]
+    judge = FailureJudge(control, 3, survivor_mode=survivor_mode, clock=lambda: now[0])
 
     def lose(step: int, node: str = "a") -> bool:
         now[0] += 60
@@ -569,11 +570,9 @@ def test_the_control_channel_has_a_group_until_the_group_fails() -> None:
     assert not control.has_group()
 
 
-def test_running_out_of_memory_occasionally_never_ends_the_run(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge, now = FailureJudge(control, 1), [1000.0]
-    monkeypatch.setattr(failures.time, "time", lambda: now[0])
+def test_running_out_of_memory_occasionally_never_ends_the_run(control: Control) -> None:
+    now = [1000.0]
+    judge = FailureJudge(control, 1, clock=lambda: now[0])
     for step in range(10, 100, 10):
         now[0] += 3600
         control.end = GroupEnd(progress=Progress(1, step=step, committed=step))

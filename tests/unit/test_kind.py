@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,8 +42,7 @@ def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
         values = {"PATH": str(tmp_path), "CALLS": str(calls), "STDIN": str(tmp_path / "stdin")}
         for name, value in {**values, "CLUSTERS": clusters, "FAILS": fails}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "argv", ["kind", *words])
-        assert main() == 0
+        assert main(words) == 0
         return calls.read_text().splitlines()
 
     return run

@@ -15,6 +15,7 @@ from sunspot.cli import main
 from sunspot.submitter.cluster import kubeconfig
 from sunspot.submitter.cluster.api import connect
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import JOBS, FakeCluster, answer, rayjob
 
 
@@ -92,9 +93,9 @@ def test_an_invalid_kubeconfig_is_reported_in_one_line(cluster: FakeCluster, sun
 
 
 def test_a_plugin_gets_its_environment_and_can_print_where_to_sign_in(
-    cluster: FakeCluster, config: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    cluster: FakeCluster, config: Config, set_constants: SetConstants, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0)
+    set_constants("sunspot.submitter.printing", NOTE_AFTER_S=0)
     program = "print('open https://sign.in/', file=sys.stderr)\n"
     program += "info = json.loads(os.environ['KUBERNETES_EXEC_INFO'])\nassert info['spec']['cluster']['server']\n"
     config.sign_in_by(
@@ -130,11 +131,11 @@ def test_a_plugin_that_returns_no_credential_is_reported(
     cluster: FakeCluster,
     config: Config,
     sunspot: Command,
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
     program: str | None,
     said: str,
 ) -> None:
-    monkeypatch.setattr(kubeconfig, "PLUGIN_WITHIN_S", 1)
+    set_constants(kubeconfig, PLUGIN_WITHIN_S=1)
     path = config.sign_in_by(program or "", installHint="get it\nfrom the cloud")
     if program is None:
         path.unlink()

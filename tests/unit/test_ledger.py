@@ -11,6 +11,7 @@ from sunspot.errors import DamageError, StorageError
 from sunspot.run import Run, streams
 from sunspot.run.attempts import Span
 from sunspot.run.audit import read_audit, tidy_audit
+from tests.harness.constants import SetConstants
 
 
 def take(ledger: Ledger, first: int, last: int) -> None:
@@ -77,8 +78,10 @@ def write_windows(ledger: Ledger, run: Run, first: int, last: int) -> None:
         ledger.write(run)
 
 
-def test_files_are_merged_without_losing_or_repeating_a_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "SIZES", SIZES)
+def test_files_are_merged_without_losing_or_repeating_a_row(
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
+    set_constants(streams, SIZES=SIZES)
     delete, merged = run.storage.delete_many, list[str]()
 
     def delete_and_check(keys: list[str]) -> None:
@@ -93,9 +96,11 @@ def test_files_are_merged_without_losing_or_repeating_a_row(run: Run, monkeypatc
     assert recorded(run, 1) == rows_up_to(120)
 
 
-def test_row_windows_that_storage_accepted_are_not_written_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_windows_that_storage_accepted_are_not_written_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
     """Storage accepts the previous attempt's windows and then fails, so the next commit writes the rest."""
-    monkeypatch.setattr(streams, "SIZES", (2000, 64_000))
+    set_constants(streams, SIZES=(2000, 64_000))
     before = Ledger(None, "attempt-0001", 0, [], True)
     take(before, 1, 2)
     after = Ledger(None, "attempt-0002", 2, before.gather(2), True)

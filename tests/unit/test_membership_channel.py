@@ -49,6 +49,7 @@ from sunspot.elastic.membership_channel import (
 )
 from sunspot.elastic.messages import Incident
 from sunspot.run.incidents import Cause
+from tests.harness.constants import SetConstants
 from tests.harness.waiting import wait_until
 
 BPF_RET, SO_ATTACH_FILTER = 0x06, 26
@@ -56,8 +57,8 @@ BPF_RET, SO_ATTACH_FILTER = 0x06, 26
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MembershipServer]:
-    monkeypatch.setattr(membership_channel, "PROCESS_LIMIT_S", 1.0)
+def server(set_constants: SetConstants) -> Iterator[MembershipServer]:
+    set_constants(membership_channel, PROCESS_LIMIT_S=1.0)
     with open_server(2) as server:
         yield server
 
@@ -330,10 +331,9 @@ def test_a_process_can_be_silent_for_longer_while_it_builds_its_model(server: Me
         wait_until(lambda: ask_living(server.address) == [], seconds=5)
 
 
-def test_a_member_does_not_wait_forever_for_an_unresponsive_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_does_not_wait_forever_for_an_unresponsive_driver(set_constants: SetConstants) -> None:
     """The driver's kernel accepts the connection, but the driver never answers."""
-    monkeypatch.setattr(membership_channel, "RECONNECT_S", 0.3)
-    monkeypatch.setattr(membership_channel, "ANSWER_S", 0.2)
+    set_constants(membership_channel, RECONNECT_S=0.3, ANSWER_S=0.2)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         address = MembershipAddress("127.0.0.1", stopped.getsockname()[1], 0, b"")
         client = MembershipClient(address, Member("one", "node"), lambda: None)
@@ -344,9 +344,9 @@ def test_a_member_does_not_wait_forever_for_an_unresponsive_driver(monkeypatch: 
 
 
 def test_unauthenticated_connections_are_limited_in_number_and_time(
-    server: MembershipServer, monkeypatch: pytest.MonkeyPatch
+    server: MembershipServer, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(member_connections, "AUTHENTICATE_S", 0.5)
+    set_constants(member_connections, AUTHENTICATE_S=0.5)
     address = (server.address.host, server.address.port)
     strangers = [socket.create_connection(address) for _ in range(30)]
     with enter(server, "one"):

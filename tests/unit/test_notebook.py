@@ -24,6 +24,7 @@ from tests.harness.kubernetes import FakeCluster
 from tests.harness.notebook import execute, kinds
 from tests.harness.runs import begin, report, set_status, start
 from tests.harness.s3 import plain_client
+from tests.harness.waiting import wait_until
 
 NOTEBOOK = REPOSITORY / "docs/notebook.ipynb"
 
@@ -76,8 +77,7 @@ def operated(cluster: FakeCluster) -> Iterator[None]:
     ended = threading.Event()
 
     def operate() -> None:
-        while not cluster.jobs and not ended.is_set():
-            time.sleep(0.05)
+        wait_until(lambda: cluster.jobs or ended.is_set())
         for name, job in list(cluster.jobs.items()):
             head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
             cluster.set_status(name, "Running", "RUNNING", rayClusterName=f"{name}-x")

@@ -23,6 +23,7 @@ from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.tasks.defaults import PlainTask, build_optimizer, learning_rate_factor
 from sunspot.train import build
+from tests.harness.constants import SetConstants
 from tests.harness.loop import train_ranks
 
 TINY = {"task": "tests.tasks.tiny", "global_batch_size": 25, "learning_rate": 0.1, "max_steps": 4}
@@ -99,10 +100,10 @@ def test_a_resumed_run_uses_the_current_learning_rate_and_weight_decay() -> None
 
 @pytest.mark.parametrize("fused", [None, True])
 def test_a_restored_state_has_the_memory_layout_of_the_parameters(
-    fused: bool | None, monkeypatch: pytest.MonkeyPatch
+    fused: bool | None, set_constants: SetConstants
 ) -> None:
     """Checkpoints have contiguous tensors, and a fused optimizer accepts only one layout."""
-    monkeypatch.setattr("sunspot.parallel.sharding.CHANNELS_LAST", ("cpu",))
+    set_constants("sunspot.parallel.sharding", CHANNELS_LAST=("cpu",))
     module = ModuleType("mine")
     settings = Settings()
     state = TrainingState()

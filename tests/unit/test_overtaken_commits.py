@@ -30,6 +30,7 @@ from sunspot.run.attempts import IN_PLACE, Attempt, Metadata, checkpoint_name, c
 from sunspot.run.checkpoints import ABANDONED_S, MANIFEST, Checkpoint, find_faults, list_checkpoints, list_directories
 from sunspot.settings import Settings
 from sunspot.train.worker import RegroupError
+from tests.harness.constants import SetConstants
 from tests.harness.waiting import wait_until
 
 
@@ -96,8 +97,8 @@ def run(folder: Path) -> Run:
 
 
 @pytest.fixture
-def memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeMemory]:
-    monkeypatch.setattr(sunspot.checkpoint.memory_files, "SHARED_MEMORY", folder)
+def memory(folder: Path, set_constants: SetConstants) -> Iterator[NodeMemory]:
+    set_constants(sunspot.checkpoint.memory_files, SHARED_MEMORY=folder)
     memory = NodeMemory("somewhere/run")
     yield memory
     memory.remove()
@@ -319,10 +320,8 @@ def test_a_process_that_becomes_rank_0_again_knows_the_commits_of_other_ranks(ru
     assert not survivor.is_due()
 
 
-def test_a_rank_adds_its_shard_to_a_commit_begun_before_the_group_ended(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sunspot.checkpoint.commit, "POLL_S", 2.0)
+def test_a_rank_adds_its_shard_to_a_commit_begun_before_the_group_ended(run: Run, set_constants: SetConstants) -> None:
+    set_constants(sunspot.checkpoint.commit, POLL_S=2.0)
     attempt = Attempt(1, "job", None, 0, nonce=new_nonce())
     assert claim(run, [], attempt)
     coordinator = Mock(leads=False)

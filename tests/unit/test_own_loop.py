@@ -27,6 +27,7 @@ from sunspot.tasks.defaults import Optimizers, PlainTask
 from sunspot.train.loop import train
 from sunspot.train.worker import GroupStart
 from tests.harness import REPOSITORY
+from tests.harness.constants import SetConstants
 from tests.harness.loop import losses_of_ranks, make_worker, plan_without_evaluation, train_ranks
 
 BATCH = {"global_batch_size": 25, "max_steps": 12}
@@ -335,14 +336,14 @@ def test_held_out_rows_are_evaluated_only_if_the_task_defines_a_loss(examples: N
 
 
 def test_the_script_from_which_the_example_task_was_made_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     """It also resumes from its checkpoint with the same rates. The model's initial loss is the same, too."""
     from tests.tasks import nano, nano_script
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(nano_script, "SAVE_EVERY", 2)
+    set_constants(nano_script, SAVE_EVERY=2)
     (tmp_path / "text").write_bytes(bytes(range(97, 123)) * 40)
     first = nano_script.train(str(tmp_path / "text"), str(tmp_path), 2)
     assert torch.load(tmp_path / "checkpoint.pt")["step"] == 2

@@ -21,6 +21,7 @@ from sunspot.run.attempts import (
 )
 from sunspot.run.owner import Owner, new_owner, new_submission
 from sunspot.run.status import RunState, Status, write_status
+from tests.harness.constants import SetConstants
 from tests.harness.runs import begin
 
 Driver = Callable[..., Claimant]
@@ -34,10 +35,10 @@ OTHER_CLUSTER = ("sunspot", "B")
 
 
 @pytest.fixture
-def driver(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants) -> Driver:
     """Return a function that starts a RayJob's driver in a namespace and cluster."""
     certificates = tmp_path / "ca.crt"
-    monkeypatch.setattr("sunspot.run.owner.CERTIFICATES", certificates)
+    set_constants("sunspot.run.owner", CERTIFICATES=certificates)
     begin(run)
 
     def start(place: tuple[str, str], job_id: str = RAYJOB) -> Claimant:
@@ -108,8 +109,10 @@ def test_a_run_whose_owner_is_only_a_job_id_can_be_taken_over(run: Run, driver: 
         ensure_owner(run, old)
 
 
-def test_outside_kubernetes_the_job_is_the_owner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sunspot.run.owner.CERTIFICATES", tmp_path / "none")
+def test_outside_kubernetes_the_job_is_the_owner(
+    monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, tmp_path: Path
+) -> None:
+    set_constants("sunspot.run.owner", CERTIFICATES=tmp_path / "none")
     monkeypatch.delenv("POD_NAMESPACE", raising=False)
     assert new_owner("job") == new_owner("job") == "job"
     assert new_owner("") != new_owner("")

@@ -16,6 +16,7 @@ import yaml
 from sunspot import __version__, extras, storage
 from sunspot.adapters import ADAPTERS
 from tests.harness import REPOSITORY
+from tests.harness.constants import SetConstants
 
 NAME_THE_IMAGE = ["Makefile", "README.md", "docker/Dockerfile", "docs", "k8s", "scripts", "tests/unit/golden"]
 
@@ -80,10 +81,10 @@ def test_make_does_not_read_code_or_queue_from_the_environment(monkeypatch: pyte
 
 @pytest.mark.parametrize(("clone", "said"), [(True, "EXTRAS=trees"), (False, "pip install 'sunspot-train[trees]'")])
 def test_the_error_for_a_missing_extra_includes_the_command_that_installs_it(
-    clone: bool, said: str, monkeypatch: pytest.MonkeyPatch
+    clone: bool, said: str, set_constants: SetConstants
 ) -> None:
     assert extras.CLONE, "the tests run in a clone"
-    monkeypatch.setattr(extras, "CLONE", clone)
+    set_constants(extras, CLONE=clone)
     assert said in extras.how_to_install("trees")
 
 

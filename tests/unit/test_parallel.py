@@ -32,6 +32,7 @@ from sunspot.run import open_run
 from sunspot.run.checkpoints import list_checkpoints
 from sunspot.settings import Settings
 from tests.harness import process_group
+from tests.harness.constants import SetConstants
 from tests.harness.process_group import in_processes
 from tests.harness.runs import start
 
@@ -53,8 +54,8 @@ def slowly() -> str:
     return "slow"
 
 
-def test_a_rank_can_take_longer_than_the_timeout_of_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel.collectives, "ROUND_S", LIMIT_S / 10)
+def test_a_rank_can_take_longer_than_the_timeout_of_a_collective(set_constants: SetConstants) -> None:
+    set_constants(sunspot.parallel.collectives, ROUND_S=LIMIT_S / 10)
     ranks = run_ranks(
         lambda group: run_on_all_ranks(group, slowly), lambda group: run_on_all_ranks(group, lambda: "quick")
     )
@@ -68,10 +69,10 @@ def test_a_rank_can_take_longer_than_the_timeout_of_a_collective(monkeypatch: py
 
 
 def test_the_last_commit_can_take_longer_than_the_timeout_of_a_collective(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     """Rank 0 can write the model as one file, for example, while the other ranks wait."""
-    monkeypatch.setattr(sunspot.parallel.collectives, "ROUND_S", LIMIT_S / 10)
+    set_constants(sunspot.parallel.collectives, ROUND_S=LIMIT_S / 10)
     run, plan = open_run(str(tmp_path), "run"), Plan(Settings(), EmptySource((2,), 2), None, Steps(20, 2), 10)
     attempt, write_manifest = start(run, "me"), sunspot.checkpoint.commit.write_manifest
     monkeypatch.setattr(sunspot.checkpoint.commit, "write_manifest", lambda *about: (slowly(), write_manifest(*about)))
@@ -89,8 +90,8 @@ def test_the_last_commit_can_take_longer_than_the_timeout_of_a_collective(
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [10]
 
 
-def test_an_error_on_one_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel.collectives, "ROUND_S", LIMIT_S / 10)
+def test_an_error_on_one_rank_is_raised_at_once(set_constants: SetConstants) -> None:
+    set_constants(sunspot.parallel.collectives, ROUND_S=LIMIT_S / 10)
 
     def fail() -> None:
         raise ValueError("mine")
@@ -135,8 +136,8 @@ def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[lis
     return asked, one
 
 
-def test_rank_0_does_not_decide_after_every_fast_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 60.0)  # even on a busy machine
+def test_rank_0_does_not_decide_after_every_fast_step(set_constants: SetConstants) -> None:
+    set_constants(sunspot.parallel.decisions, ASK_EVERY_S=60.0)  # even on a busy machine
     asked, agreed = agree_for([0.0] * 70, {20: StepActions(save=True), 40: StepActions(copy=True, next_in=3)})
     assert asked[:7] == [1, 3, 7, 15, 31, 47, 50]
     assert asked[7] == 56, "the interval grows again, as after a pause"
@@ -146,35 +147,33 @@ def test_rank_0_does_not_decide_after_every_fast_step(monkeypatch: pytest.Monkey
     assert max(later - before for before, later in itertools.pairwise(asked)) == MAX_STEPS_BETWEEN
 
 
-def test_rank_0_decides_after_every_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
+def test_rank_0_decides_after_every_slow_step(set_constants: SetConstants) -> None:
+    set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == list(range(1, 13))
     assert [actions.restart for actions in agreed].index(True) == 8
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == [6]
 
 
-def test_workers_wait_for_the_decision_after_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(sunspot.parallel.decisions, "LONG_STEP_S", 0.01)
+def test_workers_wait_for_the_decision_after_a_long_step(set_constants: SetConstants) -> None:
+    set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.01, LONG_STEP_S=0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == [1, *range(3, 13)]
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == [5]
     assert [step for step, actions in enumerate(agreed, start=1) if actions.restart] == [8]
 
 
-def test_no_decision_is_lost_or_repeated_when_step_duration_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_decision_is_lost_or_repeated_when_step_duration_changes(set_constants: SetConstants) -> None:
     """The workers change between waiting for a decision and not waiting."""
-    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(sunspot.parallel.decisions, "LONG_STEP_S", 0.01)
+    set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.01, LONG_STEP_S=0.01)
     wishes = {step: StepActions(save=True) for step in range(1, 9)}
     _, agreed = agree_for([*[0.0] * 5, *[0.02] * 5, *[0.0] * 60], wishes)
     assert not wishes
     assert sum(actions.save for actions in agreed) == 8
 
 
-def test_a_commit_counts_as_running_until_rank_0_decides_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 60.0)
+def test_a_commit_counts_as_running_until_rank_0_decides_again(set_constants: SetConstants) -> None:
+    set_constants(sunspot.parallel.decisions, ASK_EVERY_S=60.0)
     _, agreed = agree_for([0.0] * 16, {7: StepActions(busy=True)})
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == list(range(8, 16))
 
@@ -220,8 +219,10 @@ def test_a_model_that_reads_its_parameters_is_not_built_on_the_meta_device(table
     assert build_without_values(lambda: Odd(table=table)) is None
 
 
-def test_a_hung_test_rank_is_killed_and_its_stack_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "LIMIT_S", 1.0)
+def test_a_hung_test_rank_is_killed_and_its_stack_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
+    set_constants(process_group, LIMIT_S=1.0)
     monkeypatch.setattr(dist, "init_process_group", Mock())  # it can take longer than the limit on a busy machine
 
     def wait_for_ever(_: object) -> None:

@@ -77,6 +77,7 @@ from sunspot.storage.local import LocalStorage
 from sunspot.submitter.cluster.deletion import delete_run
 from sunspot.submitter.garbage import find_removals
 from sunspot.submitter.proof import Epoch, prove
+from tests.harness.constants import SetConstants
 from tests.harness.interleaving import (
     FAULTS,
     Answer,
@@ -564,15 +565,15 @@ class OneFile:
 
 
 @pytest.fixture(autouse=True)
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+def inline(monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants) -> None:
     """Let nothing wait, and let nothing run in a thread that the model does not control."""
-    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0,))
+    set_constants(sunspot.storage.limits, BACKOFF_S=(0,))
     for module in (sunspot.background, sunspot.elastic.claim):
         monkeypatch.setattr(module, "start_thread", run_inline)
     monkeypatch.setattr(sunspot.storage.limits, "start_thread", run_inline)
     monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)
     # Each start changes this attribute, so restore it.
-    monkeypatch.setattr(sunspot.checkpoint.memory_files, "SHARED_MEMORY", sunspot.run.SHARED_MEMORY)
+    set_constants(sunspot.checkpoint.memory_files, SHARED_MEMORY=sunspot.run.SHARED_MEMORY)
 
 
 def explore(machine: type[Protocol], examples: int, **options: Any) -> None:

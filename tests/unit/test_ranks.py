@@ -15,6 +15,7 @@ from sunspot.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, combi
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage
 from sunspot.run.history import iter_rank_records, newest_rank_records, to_rows
+from tests.harness.constants import SetConstants
 from tests.harness.runs import begin, start
 
 NAMES = ("rows", "seconds", "step_time_median_s", "step_time_p95_s", "memory_mib", "resident_mib", "throttled_share")
@@ -52,11 +53,10 @@ def test_a_combined_record_keeps_totals_and_extremes() -> None:
     ] == [None, 1.0]
 
 
-def test_old_records_are_combined_but_new_ones_are_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_records_are_combined_but_new_ones_are_kept(run: Run, set_constants: SetConstants) -> None:
     """A long attempt keeps a limited number of records, but their totals cover every step."""
-    monkeypatch.setattr(ranks, "MIN_RECORDS", 8)
-    monkeypatch.setattr(ranks, "MIN_BYTES", 2000)
-    monkeypatch.setattr("sunspot.run.streams.SIZES", (1000, 4000, 8000))
+    set_constants(ranks, MIN_RECORDS=8, MIN_BYTES=2000)
+    set_constants("sunspot.run.streams", SIZES=(1000, 4000, 8000))
     attempt, sizes = start(run, "job"), []
     history = RankHistory(run, attempt.number)
     history.end()

@@ -16,6 +16,7 @@ import pytest
 
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.ray_session import MAX_SOCKET_PATH_BYTES, ray_session
+from tests.harness.constants import SetConstants
 
 ray = pytest.importorskip("ray")
 
@@ -180,10 +181,9 @@ def test_shared_memory_that_cannot_be_written_is_not_blamed_on_load(
     "address", ["127.0.0.1:1", "ray://127.0.0.1:1", "[::1]:1", "nowhere.invalid:6379", "127.0.0.1:99999"]
 )
 def test_an_address_where_nothing_listens_is_reported_with_the_fix(
-    address: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    address: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.ray_session.start_errors.REACH_WITHIN_S", 0)
-    monkeypatch.setattr("sunspot.ray_session.start_errors.TRY_EVERY_S", 0)
+    set_constants("sunspot.ray_session.start_errors", REACH_WITHIN_S=0, TRY_EVERY_S=0)
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(SunspotError, match=f"^Ray cannot be reached at RAY_ADDRESS={re.escape(address)}: ") as raised:
         begin()
@@ -192,7 +192,11 @@ def test_an_address_where_nothing_listens_is_reported_with_the_fix(
 
 
 def test_a_session_waits_for_a_head_that_starts_later(
-    port: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    port: int,
+    started: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     connect, tries = socket.create_connection, []
 
@@ -203,7 +207,7 @@ def test_a_session_waits_for_a_head_that_starts_later(
         return connect(*words)
 
     monkeypatch.setattr(socket, "create_connection", refuse_first)
-    monkeypatch.setattr("sunspot.ray_session.start_errors.TRY_EVERY_S", 0)
+    set_constants("sunspot.ray_session.start_errors", TRY_EVERY_S=0)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     with caplog.at_level(logging.INFO, "sunspot"):
         begin()

@@ -26,6 +26,7 @@ from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.manifest.render import JobRequest
+from tests.harness.constants import SetConstants
 
 PODS = [
     Pod("head", "n0", "10.0.0.1", True),
@@ -74,8 +75,8 @@ class Run:
 
 
 @pytest.fixture(autouse=True)
-def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts.cluster, "LOOK_EVERY_S", 0.01)
+def _looks_often(set_constants: SetConstants) -> None:
+    set_constants(scripts.cluster, LOOK_EVERY_S=0.01)
 
 
 def test_the_nodes_of_the_chosen_target_are_removed() -> None:
@@ -136,8 +137,8 @@ def test_a_fault_is_over_after_the_next_step_and_its_nodes_return(
     assert sorted(said[:taken]) + said[taken:] == lines
 
 
-def test_a_group_is_complete_once_all_workers_have_trained_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts.subjects, "START_S", 0)
+def test_a_group_is_complete_once_all_workers_have_trained_for_some_time(set_constants: SetConstants) -> None:
+    set_constants(scripts.subjects, START_S=0)
     now = time.time()
     trained = Group(3, 2, now - 30, 0)
     assert wait_until_complete(Run(trained), now - 60) is trained
@@ -176,7 +177,7 @@ def test_groups_and_rank_0_of_a_sunspot_run_are_read(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(RunAccess, "observe", lambda access: snapshot)
     monkeypatch.setattr(scripts.subjects, "connect", lambda context, namespace: None)
     ours = SunspotRun(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}))
-    assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)
+    assert (ours.job, ours.namespace, ours.workers) == (ours.rendered.name, "sunspot", 3)
     ours.run = open_run(str(tmp_path), "mine")
     assert ours.groups() == []
     claim(ours.run, [], Attempt(2, "me", checkpoint_name(50, 1), 50, metadata=Metadata(nodes={"0": "a", "1": "b"})))
@@ -197,7 +198,7 @@ def test_rank_0_of_the_stock_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     stock = Stock(JobRequest("kind", {"RUN_NAME": "mnist", "NUM_WORKERS": "2..3"}))
     assert (stock.job, stock.workers, stock.rank0()) == ("mnist-stock", 3, "")
     lines = [f'(RayTrainWorker pid=7, ip={ip}) {{"time": 1.0, "event": "start"}}' for ip in ("10.0.1.1", "10.0.2.1")]
-    stock._lines = dict.fromkeys([*lines, '(RayTrainWorker pid=8, ip=10.0.0.2) {"time": 2.0, "step": 1}'])
+    stock.lines = dict.fromkeys([*lines, '(RayTrainWorker pid=8, ip=10.0.0.2) {"time": 2.0, "step": 1}'])
     assert stock.rank0() == "b"
 
 
@@ -205,7 +206,7 @@ def test_workers_of_the_stock_loop_get_the_same_pods_as_sunspot_workers(tmp_path
     """Check a profile that gives each worker its own node, so that a loss is one worker. The head is not affected."""
     profile = tmp_path / "spread.yaml"
     profile.write_text("extends: kind\nworker: {pod: {spec: {securityContext: {runAsUser: 7}}}}\n")
-    _, job = Stock(JobRequest(str(profile), {"RUN_NAME": "mine", "NUM_WORKERS": "2"}))._objects
+    _, job = Stock(JobRequest(str(profile), {"RUN_NAME": "mine", "NUM_WORKERS": "2"})).objects
     cluster = job["spec"]["rayClusterSpec"]
     head, workers = (each["template"]["spec"] for each in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]))
     assert workers["securityContext"] == {**head["securityContext"], "runAsUser": 7} != head["securityContext"]

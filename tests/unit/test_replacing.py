@@ -15,6 +15,7 @@ from sunspot.ray_internals import controller
 from sunspot.ray_internals.controller import end_lost
 from sunspot.train import group
 from sunspot.train.group import only_driver_remains
+from tests.harness.constants import SetConstants
 
 
 class Worker:
@@ -83,9 +84,9 @@ def test_waiting_for_a_worker_that_never_answers_is_limited(known: bool, time: l
 
 
 def test_a_trainer_ends_if_its_only_replacement_hangs(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr(group, "MEMBERS_CHECK_EVERY_S", 0.01)
+    set_constants(group, MEMBERS_CHECK_EVERY_S=0.01)
     membership = Membership(1)
     membership.enter(Member("first", "node"))
     membership.request_to_join("first", 0.0)
@@ -99,9 +100,9 @@ def test_a_trainer_ends_if_its_only_replacement_hangs(
 
 @pytest.mark.parametrize("read_membership", [None, Membership(2).snapshot], ids=["restart mode", "survivor mode"])
 def test_a_stop_request_before_any_worker_trains_ends_the_trainer_at_once(
-    read_membership: Callable[[], MembershipSnapshot] | None, monkeypatch: pytest.MonkeyPatch
+    read_membership: Callable[[], MembershipSnapshot] | None, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(group, "MEMBERS_CHECK_EVERY_S", 0.01)
+    set_constants(group, MEMBERS_CHECK_EVERY_S=0.01)
     looks = iter([False, False, True])
     assert only_driver_remains(Future(), read_membership, lambda: next(looks))
     assert list(looks) == []

@@ -22,6 +22,7 @@ from sunspot.machine.shared_pages import Pages
 from sunspot.run import open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.checkpoints import Checkpoint
+from tests.harness.constants import SetConstants
 from tests.harness.process_group import in_processes
 
 SIZES = [2500, 700, 1000]
@@ -88,8 +89,8 @@ def expected(step: int, *parts: int) -> set[tuple[int, int, int, str]]:
 
 
 @pytest.fixture
-def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.checkpoint.replicas, "CHUNK", 1000)
+def small_messages(set_constants: SetConstants) -> None:
+    set_constants(sunspot.checkpoint.replicas, CHUNK=1000)
 
 
 def test_a_copy_is_complete_when_all_shards_are_on_two_nodes(tmp_path: Path, small_messages: None) -> None:
@@ -148,9 +149,9 @@ def test_a_shard_damaged_in_transit_does_not_count_as_a_copy(tmp_path: Path, mon
 
 
 def test_a_node_that_freezes_during_a_transfer_does_not_block_other_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(sunspot.checkpoint.node_state, "TIMEOUT_S", 0.5)
+    set_constants(sunspot.checkpoint.node_state, TIMEOUT_S=0.5)
     chosen, ended = MemorySnapshot(1, 7, True, 0.0, 100, 0, "file", ""), tmp_path / "ended"
 
     def freeze(*_: Any, **__: Any) -> None:

@@ -26,7 +26,7 @@ from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
 from sunspot.errors import SupersededError
 from sunspot.observe.metrics import MetricWindow, RecentMeans
-from sunspot.observe.progress import News, Progress, _Lines, epoch_line
+from sunspot.observe.progress import Lines, News, Progress, epoch_line
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
@@ -38,6 +38,7 @@ from sunspot.run.status import RunState, read_status
 from sunspot.settings import Settings
 from sunspot.train.reporter import Reporter
 from sunspot.train.worker import GroupStart, Step, Worker
+from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl
 from tests.harness.runs import begin, consumed, record_audit, start
 
@@ -104,7 +105,7 @@ def test_each_report_adds_a_record_and_the_numbers_of_each_rank(
     status = read_status(run)
     assert (status.state, status.step) == (RunState.FINISHING, 12)
     assert status.loss == (11.0 if name == "loss" else None)
-    line = _Lines(12, 4).describe(control.channel.fetch_news().progress)
+    line = Lines(12, 4).describe(control.channel.fetch_news().progress)
     assert "  1 worker starts at the beginning" in control.heard("log")
     assert line == f"step 12/12{'  loss 11.0000' if name == 'loss' else ''}  checkpoint at 0"
     assert len(run.storage.list(run.key("audit"))) == 1
@@ -207,12 +208,12 @@ def test_the_line_printed_after_an_epoch_shows_the_metrics_of_the_task(group: di
 
 
 def test_the_last_step_of_a_lost_rank_is_not_shown_as_progress(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
+    set_constants(sunspot.observe.progress, PLAIN_EVERY_S=0.0)
     steps = [Progress(1, step, 0.5, time=float(step)) for step in (1, 2, 3)]
     lines: list[list[str]] = [[], ["rank 1: lost"], [], []]
-    screen = _Lines(10, 5)
+    screen = Lines(10, 5)
     for number, said in zip((0, 1, 1, 2), lines, strict=True):
         screen.update(News(steps[number], [], said))
     assert [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
@@ -224,17 +225,17 @@ def test_the_last_step_of_a_lost_rank_is_not_shown_as_progress(
 
 def test_the_speed_is_computed_within_one_worker_group() -> None:
     """After a loss, the next group might already be past the lost step when it is first observed."""
-    lines = _Lines(60, 60)
+    lines = Lines(60, 60)
     states = [(1, 31, 100.0), (1, 41, 105.0), (2, 42, 145.0), (2, 46, 147.0)]
     shown = [lines.describe(Progress(attempt, step, 0.5, time=time)) for attempt, step, time in states]
     assert [re.findall("[0-9.]+ steps/s", text) for text in shown] == [[], ["2.0 steps/s"], [], ["2.0 steps/s"]]
 
 
 def test_plain_progress_lines_are_printed_only_after_progress(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
-    lines, trains = _Lines(10, 5), Progress(1, 5, 0.5, time=1.0)
+    set_constants(sunspot.observe.progress, PLAIN_EVERY_S=0.0)
+    lines, trains = Lines(10, 5), Progress(1, 5, 0.5, time=1.0)
     evaluates = replace(trains, doing="evaluating 2000 rows")
     for newest in (trains, trains, evaluates, evaluates):
         lines.show(newest)

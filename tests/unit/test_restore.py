@@ -50,6 +50,7 @@ from sunspot.settings import Settings
 from sunspot.storage.limits import retry_storage
 from sunspot.storage.local import LocalStorage
 from sunspot.train.reporter import warn_of_notice
+from tests.harness.constants import SetConstants
 from tests.harness.runs import begin, commit, start
 
 SETTINGS = Settings(global_batch_size=5)
@@ -420,10 +421,10 @@ def test_an_evaluation_repeated_by_the_next_attempt_belongs_to_the_lineage(run: 
 
 @pytest.mark.parametrize("tier", ["memory", "storage"])
 def test_a_loaded_state_has_its_metrics_and_pending_work(
-    tier: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tier: str, run: Run, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     """A state in memory also has the rows that no audit in storage contains."""
-    monkeypatch.setattr(sunspot.checkpoint.memory_files, "SHARED_MEMORY", tmp_path)
+    set_constants(sunspot.checkpoint.memory_files, SHARED_MEMORY=tmp_path)
     first = start(run, "me")
     values = {"model": {"weight": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": []}}
     name = checkpoint_name(7, 1, first.nonce)
@@ -595,10 +596,10 @@ def test_the_user_is_warned_if_a_save_takes_longer_than_the_notice() -> None:
         assert not warn_of_notice(save_s, notice_s)
 
 
-def test_storage_retries_end_after_the_timeout(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+def test_storage_retries_end_after_the_timeout(set_constants: SetConstants, warned: list[str]) -> None:
     import sunspot.storage.limits
 
-    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.01,))
+    set_constants(sunspot.storage.limits, BACKOFF_S=(0.01,))
     answers = iter([StorageError("503"), StorageError("503"), "here"])
 
     def act() -> str:

@@ -32,6 +32,7 @@ from sunspot.submitter.commands import logs
 from sunspot.submitter.commands import status as status_command
 from sunspot.submitter.runs import find_run
 from tests.harness.commands import Answer, StorageCommand
+from tests.harness.constants import SetConstants
 from tests.harness.runs import age, begin, commit, report, set_status, start, write_receipt
 from tests.harness.s3 import FaultProxy
 from tests.harness.waiting import wait_until
@@ -568,8 +569,8 @@ def test_a_long_stream_is_read_in_segments_from_any_offset(run: Run, monkeypatch
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "POLL_S", 0.02)
+def quick(set_constants: SetConstants) -> None:
+    set_constants(logs, POLL_S=0.02)
 
 
 class Following:

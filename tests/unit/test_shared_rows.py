@@ -19,6 +19,7 @@ from sunspot.data.order import Order, Steps
 from sunspot.data.shared_rows import LocalWorkers, load_shared
 from sunspot.data.torch_loader import Selections, cut_shares
 from sunspot.errors import DataError
+from tests.harness.constants import SetConstants
 from tests.harness.threads import load_in_threads
 
 NODES = ("a", "b", "a", "a")
@@ -109,10 +110,12 @@ def test_rows_are_not_mapped_before_they_are_complete() -> None:
     assert set(source.reads.values()) == {2}
 
 
-def test_rows_that_do_not_fit_in_memory_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_do_not_fit_in_memory_are_not_read(
+    monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
     source: Any = CountingSource((1000,))
     alone = LocalWorkers(0, 1, "a", lambda mine: [mine], lambda act: act())
-    monkeypatch.setattr(sunspot.data.shared_rows, "MEMORY_WAIT_S", 0)
+    set_constants(sunspot.data.shared_rows, MEMORY_WAIT_S=0)
     size = 3008 + 8000  # columns are aligned to 64 bytes
     for left, fits in [(size, True), (None, True), (size - 1, False)]:
         monkeypatch.setattr(sunspot.data.shared_rows, "memory_left", lambda left=left: left)

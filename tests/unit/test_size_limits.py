@@ -37,9 +37,10 @@ from sunspot.run.size_limits import (
     spend,
 )
 from sunspot.run.status import RunState
-from sunspot.run.streams import SIZES, _first_few, list_segments, new_stream
+from sunspot.run.streams import SIZES, first_few, list_segments, new_stream
 from sunspot.submitter.proof import EpochLayout, count_rows, find_foreign_rows
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.runs import begin, report, seen_as, start
 from tests.harness.trained import BEGUN, attempt_metadata, predictions_of, trained
 
@@ -99,7 +100,7 @@ def test_large_segments_are_not_read_all_at_once(run: Run) -> None:
     segments = list_segments(run.storage, run.key("metrics"))
     groups = []
     while segments:
-        groups.append(len(_first_few(segments)))
+        groups.append(len(first_few(segments)))
         segments = segments[groups[-1] :]
     assert groups == [3, 1, 1]
 
@@ -228,14 +229,14 @@ def test_the_audit_reports_and_counts_unknown_rows() -> None:
     assert lines[5:] == ["and 99995 more like it"]
 
 
-def test_an_audit_file_with_too_many_rows_counts_as_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audit_file_with_too_many_rows_counts_as_damaged(run: Run, set_constants: SetConstants) -> None:
     attempt = start(begin(run), "job")
     rows = 10_000
     same = {"step": pa.array([1] * rows, pa.int32()), "rank": pa.array([0] * rows, pa.int32()), "row": [0] * rows}
     AuditWriter(run, attempt.label).write(1, 1, pa.table(same))
     [found] = read_audit(run, lineage([attempt]))
     assert len(found) == rows
-    monkeypatch.setattr("sunspot.run.audit.MAX_AUDIT_ROWS", rows - 1)
+    set_constants("sunspot.run.audit", MAX_AUDIT_ROWS=rows - 1)
     with pytest.raises(DamageError, match="10,000 rows, but the limit is 9,999"):
         read_audit(run, lineage([attempt]))
 

@@ -48,7 +48,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_a_failed_smoke_test_does_not_change_storage(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_smoke_test_does_not_change_storage(storage: Path) -> None:
     before = files(storage)
 
     def train(image: str, loader: str) -> None:
@@ -58,9 +58,8 @@ def test_a_failed_smoke_test_does_not_change_storage(storage: Path, monkeypatch:
         (place / "smoke-torch" / "run.json").write_text("{}")
         raise SunspotError("smoke test failed")
 
-    monkeypatch.setattr(smoke, "_train", train)
     with pytest.raises(SunspotError):
-        smoke.main()
+        smoke.main(train)
     assert files(storage) == before
     assert (storage / "llama/checkpoints/1/model.pt").read_text() == "llama/checkpoints/1/model.pt"
 
@@ -74,11 +73,8 @@ def test_the_smoke_test_never_changes_existing_runs(storage: Path) -> None:
     assert files(storage) == before
 
 
-def test_the_smoke_test_sends_secrets_only_to_the_cluster(
-    storage: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(smoke, "_train", lambda *_: None)
-    smoke.main()
+def test_the_smoke_test_sends_secrets_only_to_the_cluster(storage: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    smoke.main(lambda *_: None)
     secret = json.loads((storage.parent / "stdin").read_text())
     assert secret["stringData"] == {**SECRETS, "AWS_ENDPOINT_URL": "http://storage.example"}
     calls = (storage.parent / "calls").read_text()

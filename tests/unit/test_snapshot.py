@@ -40,14 +40,15 @@ from sunspot.checkpoint.snapshot import OptimizerOnlyParameters, SavedObjects, S
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of, tensors_in
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.checkpoints import Checkpoint
+from tests.harness.constants import SetConstants
 from tests.harness.logs import keep_warnings
 
 RUN = "s3://bucket/runs/run"
 
 
 @pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(sunspot.checkpoint.memory_files, "SHARED_MEMORY", tmp_path)
+def shared_memory(tmp_path: Path, set_constants: SetConstants) -> Iterator[Path]:
+    set_constants(sunspot.checkpoint.memory_files, SHARED_MEMORY=tmp_path)
     return tmp_path
 
 

@@ -37,6 +37,7 @@ from sunspot.train.loop import take_step, train
 from sunspot.train.randomness import draw_uniform, seed_generators, seed_of
 from sunspot.train.run import TrainingRun
 from sunspot.train.worker import GroupStart, RegroupError, Step, Worker
+from tests.harness.constants import SetConstants
 from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 
@@ -141,10 +142,10 @@ def test_sharded_state_is_copied_before_the_group_changes(
 @pytest.mark.parametrize("command", [Command(restart=True), Command(stop=True)])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_notice_interrupts_an_evaluation_on_all_ranks(
-    parallel: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parallel: str, command: Command, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     """Only rank 0 hears of the notice, and the other rank has more rows than it could ever evaluate."""
-    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
+    set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.0)
 
     def act(group: dist.ProcessGroup) -> tuple[bool, bool, bool]:
         slowly = ({"row": torch.full((4,), time.sleep(0.001) or number)} for number in range(20_000))
@@ -160,10 +161,10 @@ def test_a_notice_interrupts_an_evaluation_on_all_ranks(
 
 
 def test_a_rank_without_rows_sends_heartbeats_while_other_ranks_evaluate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, set_constants: SetConstants
 ) -> None:
     """Held-out rows can be divided unevenly, and an evaluation can take longer than HANG_TIMEOUT_S."""
-    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
+    set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.0)
 
     def act(group: dist.ProcessGroup) -> tuple[dict[str, float] | None, int]:
         rows = range(20) if dist.get_rank() == 0 else range(1)
@@ -237,10 +238,10 @@ class Recorded(Worker):
     ],
 )
 def test_the_end_of_an_epoch_is_saved_before_its_evaluation(
-    command: Command, left: list[Any], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+    command: Command, left: list[Any], group: dist.ProcessGroup, set_constants: SetConstants
 ) -> None:
     """A loss or an interrupt during the evaluation costs no step, and the state does not count as evaluated."""
-    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
+    set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.0)
     worker = Recorded(evaluating(group, 1), command)
     assert worker.take_step(25) == command.stop
     assert [*dict.fromkeys(worker.calls)] == [("save", 25, False, False), "evaluates", *left]
@@ -271,9 +272,9 @@ def test_an_epoch_is_evaluated_even_if_a_worker_is_lost_at_its_end(group: dist.P
     ],
 )
 def test_an_interrupted_evaluation_is_repeated_once(
-    command: Command, done: list[Any], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+    command: Command, done: list[Any], group: dist.ProcessGroup, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
+    set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.0)
     learner = evaluating(group, 1)
     worker = Recorded(learner, command)
     assert not worker.repeat_evaluation()

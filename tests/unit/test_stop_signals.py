@@ -87,6 +87,6 @@ def test_a_closed_terminal_does_not_fail_the_run(monkeypatch: pytest.MonkeyPatch
     def fail(screen: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(progress._Lines, "close", fail)
+    monkeypatch.setattr(progress.Lines, "close", fail)
     with progress.shown_progress(lambda: progress.News(progress.Progress(), [], []), 1, 1):
         pass

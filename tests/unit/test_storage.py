@@ -34,6 +34,7 @@ from sunspot.storage.prove import prove
 from sunspot.storage.s3 import S3Storage
 from tests.harness import REPOSITORY, s3
 from tests.harness.clouds import BUCKETS, CLOUDS, VERSITYGW
+from tests.harness.constants import SetConstants
 from tests.harness.s3 import FaultProxy
 from tests.harness.waiting import wait_until
 
@@ -47,9 +48,9 @@ MANY_TRIES = 10
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_parts(set_constants: SetConstants) -> Iterator[None]:
     """Use small parts, and check that no upload thread outlives its test."""
-    monkeypatch.setattr(module, "PART", PART)
+    set_constants(module, PART=PART)
     yield
     assert_no_threads()
 
@@ -344,8 +345,8 @@ def test_retries_share_one_time_limit_even_if_they_hang() -> None:
     hangs.set()
 
 
-def test_work_that_makes_progress_can_exceed_the_limit(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
-    monkeypatch.setattr(sunspot.storage.limits, "WARN_AFTER_S", 0.05)
+def test_work_that_makes_progress_can_exceed_the_limit(set_constants: SetConstants, warned: list[str]) -> None:
+    set_constants(sunspot.storage.limits, WARN_AFTER_S=0.05)
 
     def answers() -> str:
         for _ in range(8):
@@ -623,10 +624,9 @@ def test_growing_part_sizes_allow_objects_of_5_tib(monkeypatch: pytest.MonkeyPat
 def test_parts_are_uploaded_in_growing_sizes(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr(module, "EVEN_PARTS", 2)
-    monkeypatch.setattr(module, "GROWTH", MIB)
+    set_constants(module, EVEN_PARTS=2, GROWTH=MIB)
     sha256 = write_parts(s3_storage, 5)
     assert s3_storage.digest("run/model.pt") == (5 * PART + 1, sha256)
     sizes = {int(each.query["partNumber"]): len(each.body) for each in s3_proxy.seen("UploadPart")}
@@ -859,9 +859,9 @@ def test_a_server_without_etags_is_rejected(s3_storage: S3Storage) -> None:
 def test_creating_an_object_is_retried_while_another_writer_is_active(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr(module, "RACE_PAUSE_S", 0)
+    set_constants(module, RACE_PAUSE_S=0)
     s3_proxy.on("PutObject", s3.answer(409, "ConditionalRequestConflict"), times=2)
     assert s3_storage.create("run/a", b"ours")  # the other writer failed
     s3_proxy.on("PutObject", s3.answer(409, "ConditionalRequestConflict"))

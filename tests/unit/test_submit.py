@@ -29,6 +29,7 @@ from sunspot.submitter.cluster.applied import APPLIED, without_copy
 from sunspot.submitter.manifest.pods import set_variable
 from sunspot.submitter.manifest.render import settings_of
 from tests.harness import commands
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import CORE, JOBS, FakeCluster, Fault, answer, hang_up, kept, pod, rayjob, timestamp
 from tests.harness.runs import begin
 
@@ -99,9 +100,9 @@ def test_the_record_contains_the_arguments_to_submit_again(
 
 
 def test_submit_announces_its_steps_on_stderr(
-    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.printing.NOTE_AFTER_S", 0)
+    set_constants("sunspot.submitter.printing", NOTE_AFTER_S=0)
     assert sunspot.submit("--json") == 0
     assert sunspot.err.splitlines()[0] == "checking the cluster and the storage ..."
     assert f"applying {sunspot.json['job']} ..." in sunspot.err
@@ -219,13 +220,13 @@ def test_an_ended_job_is_replaced(cluster: FakeCluster, sunspot: Command, state:
 
 
 def test_the_replacement_waits_until_the_old_pods_are_gone(
-    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
     sunspot.submit()
     name = only_job(cluster)
     cluster.set_status(name, "Failed", "FAILED", rayClusterName="c")
     cluster.pods.append(pod("stays", "c"))
-    monkeypatch.setattr("sunspot.submitter.cluster.start.GONE_WITHIN_S", 0.1)
+    set_constants("sunspot.submitter.cluster.start", GONE_WITHIN_S=0.1)
     assert sunspot.submit() == 5
     assert name not in cluster.jobs
     cluster.pods.clear()
@@ -234,9 +235,9 @@ def test_the_replacement_waits_until_the_old_pods_are_gone(
 
 
 def test_submit_does_not_wait_for_a_pod_on_a_frozen_node(
-    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.start.GONE_WITHIN_S", 0.1)
+    set_constants("sunspot.submitter.cluster.start", GONE_WITHIN_S=0.1)
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Failed", "RUNNING", rayClusterName="c")
     frozen = pod("head", "c", head=True)
@@ -270,14 +271,14 @@ def refuse_unless_dry_run(handler: Any) -> None:
 
 
 def test_submit_waits_for_a_stopping_run_to_end(
-    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
     sunspot.submit()
     name = only_job(cluster)
     cluster.set_status(name, "Running", "RUNNING")
     write_status(sunspot.run, Status(RunState.RUNNING, owner(cluster)))
     request_stop(sunspot.run, "me")
-    monkeypatch.setattr("sunspot.submitter.cluster.start.STOPPED_WITHIN_S", 0.1)
+    set_constants("sunspot.submitter.cluster.start", STOPPED_WITHIN_S=0.1)
     assert sunspot.submit() == 5
     assert "still ending" in sunspot.err
     end(cluster, sunspot.run, RunState.STOPPED)
@@ -585,7 +586,7 @@ def test_stop_waits_for_the_save_and_resume_restarts_the_job(cluster: FakeCluste
     cluster.on("GET", "rayjobs?", save)
     assert sunspot("stop", "run") == 0, sunspot.err
     assert "saved as step-00000007-attempt-0001" in sunspot.out
-    cluster._faults.clear()
+    cluster.faults.clear()
     assert sunspot("resume", "run", "--json") == 0, sunspot.err
     assert (sunspot.json["action"], only_job(cluster)) == ("replaced", name)
     assert not stop_requested(sunspot.run)
@@ -710,10 +711,10 @@ def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_the_option(
 
 
 def test_a_run_with_a_silent_owner_is_taken_over_without_the_option(
-    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))
-    monkeypatch.setattr("sunspot.run.status.SILENT_AFTER_S", -1.0)
+    set_constants("sunspot.run.status", SILENT_AFTER_S=-1.0)
     assert sunspot.submit("--json") == 0, sunspot.err
     assert sunspot.json["action"] == "created"
 

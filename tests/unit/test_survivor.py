@@ -31,6 +31,7 @@ from sunspot.train import joining, loop, replacement
 from sunspot.train import survivor as survivors
 from sunspot.train.survivor import NoGroupError, Survivor
 from sunspot.train.worker import RegroupError
+from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl, worker_group
 from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
@@ -134,9 +135,9 @@ def test_either_all_members_of_a_group_build_a_model_or_none_do(live: bool) -> N
     assert [bool(each.learner) for each in (prepared, other)] == [live, live]
 
 
-def test_a_group_closed_before_it_has_a_socket_stops_forming(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_closed_before_it_has_a_socket_stops_forming(set_constants: SetConstants) -> None:
     """A member was lost right after it was admitted to the group, when there is no socket to cut yet."""
-    monkeypatch.setattr(survivors, "FORM_LIMIT_S", 600)
+    set_constants(survivors, FORM_LIMIT_S=600)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     survivor = on_device("cpu", MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
     ours, lost = Member("ours", "node"), Member("lost", "node")
@@ -225,13 +226,13 @@ def test_a_replacement_reports_a_fatal_error_if_no_trained_worker_is_left(
 @pytest.mark.parametrize("others_train", [True, False])
 @pytest.mark.parametrize("others_first", [True, False])
 def test_members_that_cannot_connect_fail_promptly(
-    others_first: bool, others_train: bool, monkeypatch: pytest.MonkeyPatch
+    others_first: bool, others_train: bool, set_constants: SetConstants
 ) -> None:
     """One member hangs but sends heartbeats. A collective can take far longer than forming a group.
 
     The first member that fails closes the group for the others.
     """
-    monkeypatch.setattr(survivors, "FORM_LIMIT_S", 0.3)
+    set_constants(survivors, FORM_LIMIT_S=0.3)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     survivor = on_device("cpu", MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
     survivor.others_train = others_train

@@ -46,6 +46,7 @@ from sunspot.train.joining import WorkerConfig, set_tf32
 from sunspot.train.loop import train_in_group
 from sunspot.train.probe import probe_here
 from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, GroupStart, RegroupError, Worker
+from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
 
@@ -350,7 +351,7 @@ def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contex
 
 
 def test_the_last_lines_and_metrics_are_stored_before_a_restart(
-    config: WorkerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: WorkerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     """Ray kills all workers as soon as one of them has ended."""
     run = Run(SlowStorage(tmp_path, 0.3), "run")
@@ -364,7 +365,7 @@ def test_the_last_lines_and_metrics_are_stored_before_a_restart(
     monkeypatch.setattr(WorkerConfig, "claimant", lambda _: Claimant(run, "me"))
     monkeypatch.setattr(joining, "agree_on_start", lambda *_: (start, anything()))
     monkeypatch.setattr(joining, "load_start", lambda *_: TrainingState())
-    monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
+    set_constants(sunspot.train.worker, EXIT_AFTER_S=1e6)
     stored: list[Any] = []
 
     def train(worker: Worker) -> None:
@@ -386,10 +387,10 @@ def test_the_last_lines_and_metrics_are_stored_before_a_restart(
 
 @pytest.mark.parametrize(("write_s", "left_s"), [(1, 30), (60, 1)])
 def test_workers_end_once_all_output_is_stored_or_the_notice_is_over(
-    write_s: float, left_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write_s: float, left_s: float, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     """Only rank 0 knows about the notice, and storing the output of rank 1 takes long."""
-    monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
+    set_constants(sunspot.train.worker, EXIT_AFTER_S=1e6)
 
     def act(group: dist.ProcessGroup) -> float:
         began, rank = time.monotonic(), dist.get_rank(group)

@@ -43,6 +43,7 @@ from sunspot.ui.site import Site
 from tests.harness import REPOSITORY
 from tests.harness.browser import CONTRAST, Browser
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.documentation import find_commands
 from tests.harness.runs import age, begin, report, start
 from tests.harness.trained import BEGUN, attempt_metadata, record, trained
@@ -79,11 +80,11 @@ class Counting(LocalStorage):
 
 
 @pytest.fixture(autouse=True)
-def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def always_due(set_constants: SetConstants) -> None:
     """Make every request read from storage again."""
-    monkeypatch.setattr(site, "EVERY_S", 0.0)
-    monkeypatch.setattr(refreshing, "PAUSE", 0)
-    monkeypatch.setattr(site, "SOON_S", 5.0)
+    set_constants(site, EVERY_S=0.0)
+    set_constants(refreshing, PAUSE=0)
+    set_constants(site, SOON_S=5.0)
 
 
 @contextmanager
@@ -287,11 +288,11 @@ def test_the_curve_of_a_long_history_takes_few_requests(tmp_path: Path) -> None:
     assert all(point.y == 1e4 / point.x for point in points)
 
 
-def test_the_previous_page_is_shown_if_storage_fails_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_previous_page_is_shown_if_storage_fails_or_hangs(tmp_path: Path, set_constants: SetConstants) -> None:
     storage = Counting(str(tmp_path))
     ended(storage, "digits")
-    monkeypatch.setattr(site, "SOON_S", 0.5)
-    monkeypatch.setattr(refreshing, "DEADLINE_S", 0.2)
+    set_constants(site, SOON_S=0.5)
+    set_constants(refreshing, DEADLINE_S=0.2)
     with served(storage) as url:
         assert "/run/digits" in fetch(url)[1]
         storage.fails = True
@@ -393,11 +394,8 @@ def test_error_responses_have_the_security_policy(tmp_path: Path, status: bytes,
         assert head.count(name) == 1
 
 
-def test_clients_that_send_no_request_do_not_block_other_clients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sunspot.machine.local_http.MAX_WAITING", 20)
-    monkeypatch.setattr("sunspot.machine.local_http.HEAD_WITHIN_S", 5.0)
+def test_clients_that_send_no_request_do_not_block_other_clients(tmp_path: Path, set_constants: SetConstants) -> None:
+    set_constants("sunspot.machine.local_http", MAX_WAITING=20, HEAD_WITHIN_S=5.0)
     with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url, contextlib.ExitStack() as open_ones:
         place = urllib.parse.urlsplit(url)
         began = time.monotonic()
@@ -434,11 +432,8 @@ def read_as_told(storage: Storage, names: Sequence[str]) -> RunPage:
     return RunPage(name, Html(f"process {os.getpid()} of {storage.locate('')}"))
 
 
-def test_a_page_that_exhausts_memory_does_not_affect_other_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(page_process, "MOST_BYTES", 256 << 20)
-    monkeypatch.setattr(page_process, "READ_WITHIN_S", 20.0)
+def test_a_page_that_exhausts_memory_does_not_affect_other_pages(tmp_path: Path, set_constants: SetConstants) -> None:
+    set_constants(page_process, MOST_BYTES=256 << 20, READ_WITHIN_S=20.0)
     with contextlib.closing(PageProcess(str(tmp_path))) as pages:
         one = pages.read(read_as_told, ["digits"])
         assert str(tmp_path) in one.body
@@ -456,16 +451,16 @@ def test_a_page_that_exhausts_memory_does_not_affect_other_pages(
         with pytest.raises(SunspotError, match=r"page of killed cannot be shown: .* ended with -15"):
             pages.read(read_as_told, ["killed"])
         assert pages.read(read_as_told, ["digits"]) != other
-        monkeypatch.setattr(page_process, "READ_WITHIN_S", 0.2)
+        set_constants(page_process, READ_WITHIN_S=0.2)
         with pytest.raises(SunspotError, match=r"page of without-end cannot be shown: rendering it took more than 0 s"):
             pages.read(read_as_told, ["without-end"])
 
 
 def test_an_unreadable_run_is_explained_and_the_other_runs_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(page_process, "MOST_BYTES", 256 << 20)
-    monkeypatch.setattr(site, "FIRST_S", 60.0)
+    set_constants(page_process, MOST_BYTES=256 << 20)
+    set_constants(site, FIRST_S=60.0)
     storage = LocalStorage(str(tmp_path))
     trained(Run(storage, "digits"))
     trained(Run(storage, "hostile"))

@@ -29,6 +29,7 @@ from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.state import ClusterSeen
 from sunspot.submitter.manifest.render import settings_of
 from tests.harness.commands import Command
+from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, kept, pod, rayjob, submitted, timestamp
 from tests.harness.runs import age, begin, commit, report, set_status, start, write_receipt
 
@@ -168,11 +169,11 @@ def test_wait_survives_an_api_server_outage(
     sunspot: Command,
     job: str,
     when: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("sunspot.submitter.cluster.observation.OUTAGE_EVERY_S", 0.3)
+    set_constants("sunspot.submitter.cluster.observation", OUTAGE_EVERY_S=0.3)
 
     def finish() -> None:
         set_status(run, RunState.SUCCEEDED)
@@ -186,10 +187,10 @@ def test_wait_survives_an_api_server_outage(
 
 
 def test_wait_fails_after_a_long_api_server_outage(
-    cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None], set_constants: SetConstants
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
-    monkeypatch.setattr("sunspot.submitter.cluster.observation.MAX_OUTAGE_S", 0.5)
+    set_constants("sunspot.submitter.cluster.observation", MAX_OUTAGE_S=0.5)
     when(starting=cluster.down)
     assert sunspot("wait", "run") == 4
     assert "cannot be reached" in sunspot.err
@@ -228,14 +229,14 @@ def test_expired_credentials_are_retried_for_a_while(
     sunspot: Command,
     job: str,
     when: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
     status: int,
     times: int,
     code: int,
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("sunspot.submitter.cluster.observation.REFUSAL_PAUSES_S", (0.05,) * 3)
+    set_constants("sunspot.submitter.cluster.observation", REFUSAL_PAUSES_S=(0.05,) * 3)
 
     def expire() -> None:
         cluster.on("GET", "rayjobs", answer(status, "the webhook that reviews tokens failed"), times=times)
@@ -444,9 +445,9 @@ def test_a_rayjob_from_a_repository_is_deleted_and_recreated_by_gitops(
 
 
 def test_wait_fails_if_gitops_does_not_recreate_the_rayjob(
-    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.waiting.RECREATED_WITHIN_S", 0.0)
+    set_constants("sunspot.submitter.cluster.waiting", RECREATED_WITHIN_S=0.0)
     cluster.put_job(kept(rayjob(JOB)))
     give_up_head(cluster)
     assert sunspot("wait", "run", "--timeout", "20") == 5
@@ -466,14 +467,19 @@ def test_wait_for_an_unknown_run_fails(cluster: FakeCluster, sunspot: Command) -
     for verb in ("wait", "status"):
         assert sunspot(verb, "run") == 3
         assert "no run run in" in sunspot.err
-        assert f"nor in namespace sunspot of http://127.0.0.1:{cluster._port}" in sunspot.err
+        assert f"nor in namespace sunspot of http://127.0.0.1:{cluster.port}" in sunspot.err
 
 
 def test_wait_without_a_cluster_follows_storage(
-    run: Run, sunspot: Command, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run,
+    sunspot: Command,
+    when: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    monkeypatch.setattr("sunspot.submitter.cluster.observation.POLL_EVERY_S", 0.05)
+    set_constants("sunspot.submitter.cluster.observation", POLL_EVERY_S=0.05)
     set_status(run, RunState.RUNNING, step=1)
     when(running=lambda: set_status(run, RunState.FAILED, reason="no rows"))
     assert sunspot("wait", "run") == 1

@@ -1,5 +1,7 @@
 """`python -m sunspot.baseline`: train in plain PyTorch, for comparison."""
 
+from collections.abc import Sequence
+
 from sunspot.command_line import CommandParser
 from sunspot.errors import SettingsError, run_and_exit
 from sunspot.settings import PREFIX, Settings, load_settings
@@ -9,11 +11,11 @@ READS = ["run_name", "storage_path", "epochs", "global_batch_size", "learning_ra
 """Settings that the baseline reads."""
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Read the settings, train, and print the output folder."""
     CommandParser(
         "python -m sunspot.baseline", "Train ResNet-18 on the bundled digits in plain PyTorch, on one device.", READS
-    ).parse_args()
+    ).parse_args(words)
     settings = load_settings()
     defaults = Settings().environment()
     for variable, value in settings.environment().items():

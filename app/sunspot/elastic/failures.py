@@ -152,6 +152,7 @@ class FailureJudge:
         leave_out: LeaveOut = lambda errors: [],
         survivor_mode: bool = False,
         one_machine: bool = False,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Create a judge. `one_machine` is True if all workers are on this machine."""
         self._control = control
@@ -159,6 +160,7 @@ class FailureJudge:
         self._leave_out = leave_out
         self._survivor_mode = survivor_mode
         self._one_machine = one_machine
+        self._clock = clock
 
     def __call__(self, errors: dict[int, Exception]) -> bool:
         """Return True if Ray Train should continue after these errors, which are keyed by rank.
@@ -217,7 +219,7 @@ class FailureJudge:
             why = f"; it happened before the first step, and would happen again: {advise_memory(end.errors, True)}"
             return False, why, replace(counts, final=True)
         kinds = short or ({str(alike[:-1])} if alike else set())
-        counts = replace(counts, loops=count_ends(counts.loops, kinds, time.time()))
+        counts = replace(counts, loops=count_ends(counts.loops, kinds, self._clock()))
         times = max((counts.loops[kind][0] for kind in kinds), default=0)
         if times > max(self._max, 1):
             row = f"{plural(times, 'time')} in a row, each within {in_words(LOOP_S)} of the one before"

@@ -159,7 +159,7 @@ class Watchdog:
         self._last_heartbeat = time.monotonic()
         if self._timeout_s:
             self._file = tempfile.NamedTemporaryFile(
-                prefix=_prefix(self._run), dir=_folder(), buffering=0, delete=False
+                prefix=stacks_prefix(self._run), dir=stacks_folder(), buffering=0, delete=False
             )
             self._path = Path(self._file.name)
             _cancel_timers_at_fork()
@@ -296,11 +296,11 @@ def describe(header: dict[str, Any], dump: str, now: float) -> Hang:
 
 def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
     """Record the hangs of earlier attempts that left stacks on this node, and delete the files of old runs."""
-    for path in _folder().glob(f"{FILE_PREFIX}*"):
+    for path in stacks_folder().glob(f"{FILE_PREFIX}*"):
         with contextlib.suppress(OSError):  # the file belongs to another user
             if time.time() - path.lstat().st_mtime > STALE_FILE_S:
                 path.unlink()
-    for path in _folder().glob(f"{_prefix(run)}*"):
+    for path in stacks_folder().glob(f"{stacks_prefix(run)}*"):
         # Storage may be gone, another worker may have been faster, or the file may not be a dump.
         with contextlib.suppress(SunspotError, OSError, ValueError, KeyError, TypeError, RecursionError):
             text, _, dump = _read_own(path).partition("\n")
@@ -332,10 +332,11 @@ def _record(run: Run, hang: Hang, path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _folder() -> Path:
+def stacks_folder() -> Path:
     """Return the folder for the stacks: shared memory if it is available, because the disk may be full."""
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def _prefix(run: Run) -> str:
+def stacks_prefix(run: Run) -> str:
+    """Return the beginning of the names of the run's files in that folder."""
     return f"{FILE_PREFIX}{hashlib.sha256(run.location.encode()).hexdigest()[:12]}-"

@@ -52,7 +52,7 @@ class News(NamedTuple):
 @contextmanager
 def shown_progress(fetch: Callable[[], News], total_steps: int, steps_per_epoch: int) -> Iterator[None]:
     """Context manager that shows the updates returned by `fetch`."""
-    screen = _Terminal(total_steps, steps_per_epoch) if sys.stdout.isatty() else _Lines(total_steps, steps_per_epoch)
+    screen = Bar(total_steps, steps_per_epoch) if sys.stdout.isatty() else Lines(total_steps, steps_per_epoch)
 
     def update() -> None:
         with suppress(Exception):  # a display error must never end a run
@@ -66,7 +66,7 @@ def shown_progress(fetch: Callable[[], News], total_steps: int, steps_per_epoch:
             screen.close()
 
 
-class _Lines:
+class Lines:
     """Shows progress as plain lines, for logs."""
 
     def __init__(self, total_steps: int, steps_per_epoch: int) -> None:
@@ -119,7 +119,7 @@ class _Lines:
         self._printed = time.monotonic()
 
 
-class _Terminal(_Lines):
+class Bar(Lines):
     """Shows progress as a bar, with other lines above it."""
 
     def __init__(self, total_steps: int, steps_per_epoch: int) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ python -m sunspot.predict mnist --dataset mnist --output predictions   write Par
 python -m sunspot.predict lora --prompt "The with statement"           print a continuation, or a class"""
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run `python -m sunspot.predict`."""
     parser = CommandParser(
         "python -m sunspot.predict", DESCRIPTION, ("storage_path", "test_dataset", "data_root", "use_gpu")
@@ -35,7 +35,7 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--storage", help="storage path of the runs (default: SUNSPOT_STORAGE_PATH)")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     print_logs("stderr")
     predict(arguments)
     return 0

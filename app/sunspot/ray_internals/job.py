@@ -25,8 +25,13 @@ WRITE_TIMEOUT_S = 10
 """Seconds within which the head must record how the job ended. Otherwise, the operator starts the job again."""
 
 
-def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
-    """Wrap `program` so that its final errors (`SunspotError.final`) end the RayJob without another attempt."""
+def end_for_good(
+    program: Callable[[], int], mark: Callable[[str, SunspotError], None] | None = None
+) -> Callable[[], int]:
+    """Wrap `program` so that its final errors (`SunspotError.final`) end the RayJob without another attempt.
+
+    `mark` records the end of a Ray job, by default as `mark_stopped` does.
+    """
 
     def run() -> int:
         try:
@@ -35,7 +40,7 @@ def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
             try:
                 job = find_own_job() if error.final else ""
                 if job:
-                    _mark_stopped(job, error)
+                    (mark or mark_stopped)(job, error)
             except Exception as trouble:  # other versions of Ray can raise anything
                 log.warning(f"the operator might start this job again in vain: {shorten(trouble)}")
             raise
@@ -57,7 +62,7 @@ def find_own_job() -> str:
     return job if job.rpartition("-")[0] == cluster.rpartition("-")[0] else ""
 
 
-def _mark_stopped(job: str, error: SunspotError) -> None:
+def mark_stopped(job: str, error: SunspotError) -> None:
     """Record that the Ray job is STOPPED, with the error as its message. Ray never changes a terminal status."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.dashboard.modules.job.common import JobInfoStorageClient

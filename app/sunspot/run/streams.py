@@ -91,7 +91,7 @@ def read_segments(
     tries = READ_TRIES
     given = dict[str, int]()
     while todo:
-        part = _first_few(todo)
+        part = first_few(todo)
         contents = map_parallel(lambda each: read_if_exists(lambda: _read_or_damage(storage, each)), part)
         for segment, content in zip(part, contents, strict=True):
             if content is None:  # merged or deleted since it was listed
@@ -107,7 +107,7 @@ def read_segments(
             todo = deque(each for each in list_again(storage, folder, find) if each.last >= given.get(each.stream, 0))
 
 
-def _first_few(segments: Iterable[Segment]) -> list[Segment]:
+def first_few(segments: Iterable[Segment]) -> list[Segment]:
     """Return the segments to read in parallel: at least one, and more if they fit in MAX_BYTES_AT_ONCE."""
     few = list(islice(segments, AT_ONCE))
     sizes = accumulate(min(each.entry.size, MAX_SEGMENT_BYTES) for each in few)

@@ -164,8 +164,8 @@ class Trainer:
     """The parent's handle for a training process on this machine."""
 
     def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
-        self._process = process
-        self._output = output
+        self.process = process
+        self.output = output
 
     def wait(self, what: str, look: Callable[[], Found]) -> Found:
         """Call `look` until it returns a true value, and return that value."""
@@ -183,30 +183,30 @@ class Trainer:
 
     @property
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        return self.process.poll() is not None
 
     def finish(self) -> None:
         """Wait for the training to end. Raises `SunspotError` if it failed."""
         try:
-            self._process.wait(MAX_WAIT_S)
+            self.process.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:
             raise GaveUpError(f"timed out after waiting {MAX_WAIT_S:.0f} s for the training to end") from None
-        if self._process.returncode:
+        if self.process.returncode:
             raise self._failed("the training failed")
 
     def kill_worker(self) -> int:
         """Kill one of the workers and return its process ID, or 0 if no worker is found."""
         processes = list_processes()
         for pid in sorted(processes, reverse=True):  # the highest ID rarely belongs to rank 0
-            if processes[pid][1].startswith(WORKER) and self._process.pid in ancestors(pid, processes):
+            if processes[pid][1].startswith(WORKER) and self.process.pid in ancestors(pid, processes):
                 with suppress(ProcessLookupError):  # it has just ended
                     os.kill(pid, signal.SIGKILL)
                     return pid
         return 0
 
     def _failed(self, what: str) -> SunspotError:
-        self._output.seek(0)
-        return SunspotError(f"{what}:\n{self._output.read().decode(errors='replace')[-MAX_TAIL:].strip()}")
+        self.output.seek(0)
+        return SunspotError(f"{what}:\n{self.output.read().decode(errors='replace')[-MAX_TAIL:].strip()}")
 
 
 @contextmanager
