@@ -51,7 +51,7 @@ BUDGETS = {
     "tasks": 1040,
     "templates": 90,
     "tracking": 700,
-    "train": 3850,
+    "train": 3870,
     "tune": 560,
     "ui": 850,
 }
