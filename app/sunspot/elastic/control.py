@@ -1,4 +1,9 @@
-"""The control channel between driver and workers, a Ray actor on the driver's node. Workers cannot call a driver."""
+"""The control channel, a Ray actor on the driver's node, because workers cannot call a driver.
+
+The driver's commands to the workers go through it, and all reports about the run, from workers, Ray's controller and
+the driver. Which processes are alive, and which form the group, goes over the connections of membership_channel.py
+instead. docs/decisions/0017-two-channels.md says why there are two.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
