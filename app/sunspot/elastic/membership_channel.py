@@ -1,5 +1,8 @@
 """Connects the members of a worker group with the membership server in the driver, over one connection for each member.
 
+A member sends that it is alive, asks for the next group, and says that all groups end. The server sends who is in the
+group, and when that changes. All other reports and commands go through the control channel (control.py).
+
 `MembershipServer.declare_lost` is the only place where a process counts as lost. If a process ends, its connection
 ends, so the loss is known at once. A lost node closes no connection, but its kernel no longer answers. Members send
 heartbeats, and the server sends a byte to a member that has sent no heartbeat for a while. Even a busy kernel
