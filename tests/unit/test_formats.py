@@ -149,7 +149,11 @@ def test_csv_and_json_rows_are_read_unchanged(tmp_path: Path, suffix: str) -> No
         ({"a.csv": LABELS, "b.jsonl": LABELS}, COLUMNS, ["both CSV and JSON lines", "separate folders"]),
         ({"a.csv": LABELS, "images/b.png": []}, COLUMNS, ["both CSV and images"]),
         ({"a.csv": ["up", "down"], "val/b.csv": [], "train/b.csv": []}, COLUMNS, ["train/ and val/", "TEST_DATASET"]),
-        ({"train/a.csv": ["up"], "test/a.csv": ["left"]}, COLUMNS, ["'left' is not a class of the training rows (up)"]),
+        (
+            {"train/a.csv": ["up"], "test/a.csv": ["left"]},
+            COLUMNS,
+            ["'left' is not one of the classes in the training data (up)"],
+        ),
         (
             {"train/a.jsonl": ["1", "x"], "test/a.jsonl": [1]},
             COLUMNS,

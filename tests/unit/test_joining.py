@@ -78,7 +78,7 @@ def test_a_group_that_has_not_agreed_on_a_start_does_not_train(
         assert joined.claim(PLACE) is None
 
 
-def test_claiming_an_attempt_returns_its_start_and_the_nodes_of_all_ranks(
+def test_claiming_an_attempt_returns_its_start_point_and_the_nodes_of_all_ranks(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = StartPoint(Attempt(3, "me", None, 7), nodes={0: "node-a", 1: "node-b"})

@@ -286,7 +286,7 @@ def test_a_cloud_overlay_changes_only_workload_identity(cloud: str) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_the_runs_apart_component_removes_only_the_within_clusters_policy(tmp_path: Path) -> None:
+def test_the_component_runs_apart_removes_only_the_policy_within_clusters(tmp_path: Path) -> None:
     names = {folder: os.path.relpath(MANIFESTS / folder, tmp_path) for folder in ("base-gke", "runs-apart")}
     text = f"resources: [{names['base-gke']}]\ncomponents: [{names['runs-apart']}]\n"
     (tmp_path / "kustomization.yaml").write_text(text)

@@ -271,7 +271,7 @@ def test_a_run_without_attempts_has_no_empty_sections(run: Run) -> None:
     assert [link["href"] for link in page.all("a")] == ["#incidents"]
 
 
-def test_a_live_runs_report_counts_time_until_now(run: Run) -> None:
+def test_the_report_of_a_live_run_counts_time_until_now(run: Run) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     write_receipt(run, first, 0, Cause.BEGIN, left=BEGUN, first_step=BEGUN + 5)
     report(run, first, record(3, BEGUN + 10))
@@ -375,7 +375,7 @@ def test_a_malformed_png_is_omitted_with_a_note(run: Run) -> None:
     assert "Left out: 70 images, not PNG or too large for this page." in page.text
 
 
-def test_a_hundred_thousand_records_fit_in_a_report_with_their_extremes(run: Run) -> None:
+def test_a_report_of_a_hundred_thousand_records_keeps_their_extremes(run: Run) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     steps = range(1, 100_001)
     peaks = {50_000: 9.0, 70_000: 0.001}

@@ -163,7 +163,7 @@ def test_rank_0_stops_writing_once_its_driver_has_ended(run: Run) -> None:
     refuse_if_ended(run, NEW)
 
 
-def test_a_write_delayed_until_after_the_end_does_not_hide_the_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_write_does_not_hide_the_final_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has checked that its driver has not ended, and is then frozen before its write reaches storage."""
     driver = DriverStatusWriter(run, OLD)
     freeze_in_write(monkeypatch, run, lambda: show_claim(run, OLD), lambda: driver.end(RunState.FAILED, "MAX_FAILURES"))

@@ -111,7 +111,7 @@ def test_held_out_and_predicted_labels_use_the_training_classes(tmp_path: Path) 
     to_predict = PredictionSettings.of(Settings(dataset=str(tmp_path / "test")), ModelData.of(train))
     assert everything(open_table(to_predict, LABEL)[0])["label"].tolist() == [1]
     write(tmp_path / "test/a.csv", "label\n11\n")
-    with refusal(DataError, "'11' is not a class of the training rows (01, 10)"):
+    with refusal(DataError, "'11' is not one of the classes in the training data (01, 10)"):
         open_table(Settings(dataset=str(tmp_path)), LABEL)
 
 

@@ -49,8 +49,8 @@ class LightningRun(LibraryRun):
     """A run in which Lightning controls precision, schedulers and hooks. The Trainer iterates over it to get batches.
 
     The module is wrapped after its `setup` has run. Lightning runs the forward and backward passes inside the
-    optimizer's step, so an optimizer hook would run too early. Instead, `StepCallback` waits until the state has been
-    copied.
+    optimizer's step, so an optimizer hook would run before them. Instead, `StepCallback` waits for the copy of the
+    state just before the parameters change.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -111,7 +111,7 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
         return self._forward(next(self._passes))
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **options: Any) -> torch.Tensor:
-        """Run the backward pass of the batch's first part, and both passes of its other parts.
+        """Run the backward pass of the batch's first part, and the forward and backward passes of its other parts.
 
         Returns the sum of the losses.
         """

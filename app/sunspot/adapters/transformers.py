@@ -244,7 +244,7 @@ def count(dataset: Any) -> int:
 
 
 def hash_frozen(model: torch.nn.Module) -> str:
-    """Return a SHA-256 hash of the frozen weights. It uses sums of their bits, which are equal on all devices."""
+    """Return a SHA-256 hash of the frozen weights, computed from integer sums, which are equal on all devices."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     frozen = {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
     sums = [(name, [*each.shape], int(each.view(bits[each.element_size()]).sum())) for name, each in frozen.items()]

@@ -75,9 +75,10 @@ class CommitCoordinator:
         self.in_parts = group is not None
 
     def replaces_newest(self, waiting: bool) -> bool:
-        """Return True if a new snapshot replaces the previous snapshot, because that is still `waiting` on rank 0.
+        """Return True if a new snapshot replaces the previous snapshot.
 
-        All ranks must call this together.
+        This is the case if rank 0 has not begun to commit the previous snapshot (`waiting`). All ranks must call this
+        together.
         """
         return any_rank(self._group, self.leads and waiting)[0] if self._group else waiting
 
@@ -227,7 +228,7 @@ class CheckpointCommitter:
             raise self._error
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until the newest snapshot is committed, and return True if it is. Raises errors like `raise_if_failed`.
+        """Wait until the newest snapshot is committed, and return True if it is. Raises errors of `raise_if_failed`.
 
         Even without `timeout_s`, this returns eventually, because a commit fails after `storage_timeout_s` without
         progress.

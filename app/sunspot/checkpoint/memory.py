@@ -309,7 +309,8 @@ class NodeMemory:
     def complete(self, slot: Slot, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple) -> None:
         """Mark the copy in `slot` as complete, and as the newest.
 
-        The previous copy stays the newest if the marker cannot be written, or if tensors `changed` during the copy.
+        The previous copy stays the newest if the marker cannot be written, or if `changed()` returns tensors
+        that changed during the copy.
         """
         try:
             snapshot, problem = slot.mark(manifest, sidecar, changed)

@@ -37,7 +37,7 @@ REQUESTS_AT_ONCE = 4
 
 
 class Piece(NamedTuple):
-    """A piece of a tensor in a file, as listed in the index of its part."""
+    """A piece of a tensor in a checkpoint file, as listed in the index of the file's shard."""
 
     name: str
     dtype: str

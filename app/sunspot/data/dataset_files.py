@@ -235,7 +235,7 @@ def _list_saved_dataset(location: str, state: bytes) -> list[str]:
             f"{join(location, STATE_FILE)} does not list the dataset's files: {shorten(error)}; save the dataset again"
         ) from error
     if not names or any("/" in name for name in names):
-        raise DataError(f"{join(location, STATE_FILE)} lists no files in its own folder; save the dataset again")
+        raise DataError(f"{join(location, STATE_FILE)} does not list files in its own folder; save the dataset again")
     return names
 
 

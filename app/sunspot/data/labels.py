@@ -71,7 +71,7 @@ class TextLabels(Column):
         numbers = pc.index_in(values.cast(pa.string()), pa.array(self.names, pa.string()))
         if numbers.null_count:
             row = first_true(pc.is_null(numbers))
-            raise origin.error(row, f"{brief(str(values[row]))} is not a class of the training rows")
+            raise origin.error(row, f"{brief(str(values[row]))} is not one of the classes in the training data")
         return {"": numbers.to_numpy().astype(self.dtype)}
 
 

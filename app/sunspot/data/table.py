@@ -104,7 +104,10 @@ class TableSource:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the column `image`. Without this column, the number of values in a row except its label."""
+        """The shape of the column `image`.
+
+        If there is no such column, this is the number of values in a row except its label.
+        """
         if "image" in self.columns:
             return self.columns["image"].shape
         others = [column for name, column in self.columns.items() if name != LABEL]
@@ -384,7 +387,9 @@ def match_classes(train: TableSource, test: TableSource) -> TableSource:
     refuse_lookalikes({*ours.names, *theirs.names}, test.location)
     unknown = sorted(set(theirs.names) - set(ours.names))
     if unknown:
-        raise DataError(f"{test.location}: label {brief(unknown[0])!r} is not a class of the training rows ({known})")
+        raise DataError(
+            f"{test.location}: label {brief(unknown[0])!r} is not one of the classes in the training data ({known})"
+        )
     return replace(test, columns=test.columns | {LABEL: ours}, classes=train.classes, class_names=train.class_names)
 
 

@@ -133,7 +133,7 @@ class TextTable(TableFile):
         super().__init__(path)
         if self.size > MAX_TEXT_BYTES:
             raise DataError(
-                f"{path} has {as_bytes(self.size)}, but the limit for text files is {as_bytes(MAX_TEXT_BYTES)}, "
+                f"{path} is {as_bytes(self.size)} in size, but the limit for text files is {as_bytes(MAX_TEXT_BYTES)}, "
                 "because each worker keeps the file in memory; split it into several files, or write it as Parquet"
             )
         content = read_range(path, 0, self.size)

@@ -11,7 +11,7 @@ from sunspot.extras import how_to_install
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A `Column.decode` for text. It carries the file's content, so nodes do not need the file."""
+    """A `Column.decode` for text. It contains the tokenizer's file, so other nodes do not need the file."""
 
     content: bytes
     "The content of tokenizer.json."

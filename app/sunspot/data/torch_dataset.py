@@ -75,7 +75,10 @@ class DatasetSource:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the column `image`. Without this column, the number of values in a row except its label."""
+        """The shape of the column `image`.
+
+        If there is no such column, this is the number of values in a row except its label.
+        """
         if IMAGE in self.columns and self.columns[IMAGE].is_picture:
             return self.columns[IMAGE].shape
         return (sum(math.prod(column.shape) for name, column in self.columns.items() if name != LABEL),)

@@ -213,7 +213,7 @@ class MembershipServer:
             start_thread(lambda: self._forget_meetings(number), "meetings")
 
     def _send(self, messages: list[tuple[str, Message]]) -> None:
-        """Send messages to the members with these uids. A message to all members is encoded once."""
+        """Send each message to the member with its uid. A message to all members is encoded once."""
         encoded: dict[int, bytes] = {}
         for uid, message in messages:
             if uid in self._connections:

@@ -179,8 +179,8 @@ def choose_placement(room: dict[str, int]) -> str:
     """Return the strategy by which Ray places workers in survivor mode, given the room on each node.
 
     While no node has room for a replacement, Ray 2.60 retries without a pause, which takes 91 % of one of the head's
-    CPUs (ray-project/ray#65007). If each worker must have its own node and all remaining nodes have a worker, Ray waits
-    for another node instead. This function therefore chooses that strategy if no node has room for two workers.
+    CPUs (ray-project/ray#65007). With STRICT_SPREAD, where each worker needs its own node, Ray waits for another node
+    instead. This function therefore returns STRICT_SPREAD if no node has room for two workers.
     """
     return "STRICT_SPREAD" if set(room.values()) == {1} else "PACK"
 

@@ -77,7 +77,8 @@ class Supervisor:
                 if failed_s > WARN_AFTER_S:
                     self._looked = math.inf
                     log.warning(
-                        f"could not check the nodes for {failed_s:.0f} s, so a notice may be missed: {shorten(error)}"
+                        f"could not check the nodes for {failed_s:.0f} s, so a preemption notice may be missed: "
+                        f"{shorten(error)}"
                     )
 
     def _pass_on_stop(self) -> None:

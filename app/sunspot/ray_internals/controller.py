@@ -113,7 +113,9 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
                 try:
                     replace(number)
                 except (*LOST, WorkerGroupStartupFailedError) as error:
-                    log.debug("worker %d is not replaced yet: %s", number, error)  # the worker counts as lost again
+                    log.debug(
+                        "worker %d has not been replaced yet: %s", number, error
+                    )  # the worker counts as lost again
 
             worker_group.replace_replica_group = try_to_replace
 

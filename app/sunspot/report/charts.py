@@ -298,7 +298,7 @@ def _bounds(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _round_step(size: float) -> float:
-    """Return the smallest number of at least `size` that is 1, 2 or 5 times a power of ten."""
+    """Return the smallest of the numbers 1, 2 or 5 times a power of ten that is not below `size`."""
     power = 10.0 ** math.floor(math.log10(size))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size * 0.999)
 

@@ -213,7 +213,10 @@ def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
 
 @functools.lru_cache(MAX_ATTEMPTS_CACHED)
 def _read_version(run: Run, file: str, version: str) -> Attempt:
-    """Return the attempt in a file. Each version is cached, because every commit needs all attempts."""
+    """Return the attempt that is stored in `file`.
+
+    The result is cached, because each commit reads all attempts again.
+    """
     return _read_attempt(run, file)
 
 

@@ -82,7 +82,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A text, a table or images, returned by a task's `show`."""
+    """Text, a table or images, returned by a task's `show`."""
 
     __pydantic_config__: ClassVar = AS_BASE64
 

@@ -1,4 +1,4 @@
-"""Append-only streams of lines, audit rows (audit.py) or output (logs.py), in storage that cannot append.
+"""Append-only streams of lines in storage that cannot append. A line is an audit row (audit.py) or output (logs.py).
 
 A stream consists of segments, and each segment's name contains its range of lines or steps. New lines become a small
 segment. Once small segments together reach one of SIZES, they are merged into one segment and then deleted. Each line

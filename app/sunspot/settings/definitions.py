@@ -311,7 +311,7 @@ class Settings(BaseModel):
     "Values that the job's manifest sets, not the user."
 
     def environment(self) -> dict[str, str]:
-        """Return all settings, and the job's values, as environment variables in the order of the fields."""
+        """Return all settings and the values of `job` as environment variables, in the order of definition."""
         values = {**self.model_dump(exclude={"job"}), **self.job.model_dump()}
         return {PREFIX + name.upper(): _as_text(value) for name, value in values.items()}
 

@@ -167,9 +167,10 @@ def load_search(variables: Mapping[str, str]) -> Search:
 
 
 def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension, ...], dict[str, str]]:
-    """Return the trials' common settings, the dimensions, and the variables with an expression in canonical form.
+    """Return the settings that all trials share, the dimensions of the search, and its variables.
 
-    Varied settings have their default values. Raises `SettingsError`.
+    The expressions in the variables are in canonical form. In the settings, the searched ones have their defaults.
+    Raises `SettingsError`.
     """
     given = _ours(variables)
     dimensions = find_dimensions(given)

@@ -1,4 +1,7 @@
-"""A task's arguments, which record the keys that the task reads. A key that is never read could be misspelt."""
+"""A dictionary of a task's arguments that records which keys the task reads.
+
+A key that is never read could be misspelt.
+"""
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import Any

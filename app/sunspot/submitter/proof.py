@@ -147,7 +147,7 @@ def conclude(run: Run, proof: Proof) -> None:
 
 
 def find_attempts_with_steps(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:
-    """Return the numbers of attempts that took a step according to the metric history or the checkpoints.
+    """Return the attempt numbers for which the metric history or a checkpoint shows that a step was taken.
 
     A record of the step that an attempt starts from is ignored, because it only contains an evaluation.
     """

@@ -5,8 +5,8 @@
    `PlainTask` adds the defaults (defaults.py). signatures.py checks the arguments of the module's functions.
 3. A module for another library defines a single function, such as `build_keras`. An adapter (sunspot/adapters) turns
    the library's model into a task.
-4. Both kinds are a `Task` (task.py), which has the task's functions and says how its steps are taken. No other code
-   depends on the kind of task.
+4. In both cases, the result is a `Task` (task.py), which has the task's functions and chooses the training loop. No
+   other code depends on the kind of task.
 
 The other modules in this package are tasks to use or to copy, and code that they share.
 """

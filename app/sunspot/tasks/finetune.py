@@ -209,7 +209,8 @@ def read_arguments(settings: Settings) -> Arguments:
         wrong = ", ".join(f"{name}={settings.task_args[name]!r}" for name in names)
         raise SettingsError(
             f"{PREFIX}TASK_ARGS: {wrong}; sunspot.tasks.finetune takes base and column (text), head (text or classes), "
-            "context (from 2), rank and alpha (from 0), targets (all-linear or a list), and recompute (true or false)"
+            "context (at least 2), rank and alpha (at least 0), targets (all-linear or a list), and recompute (true or "
+            "false)"
         ) from error
     return given.model_copy(update={"alpha": given.alpha or 2 * given.rank})
 

@@ -22,10 +22,10 @@ SLACK = 0.02
 
 
 def await_device_memory(device: torch.device, node: str, control: ControlClient) -> None:
-    """Wait up to DEVICE_WAIT_S seconds until the GPU has as much free memory as the previous group found.
+    """Wait until the GPU has as much free memory as when the previous group started, or for DEVICE_WAIT_S seconds.
 
-    The first group does not wait. Each later group expects at most as much free memory as the group before it found. If
-    another program takes memory, only one group waits for that memory.
+    The first group does not wait. Each group records the free memory that it starts with, so if another program takes
+    memory, only the next group waits.
     """
     gpu = f"{node} {torch.cuda.get_device_properties(device).uuid}"
     before = control.call(ControlChannel.free_memory, gpu)

@@ -100,7 +100,7 @@ class TrainingContext:
 def open_context(
     plan: Plan, claimant: Claimant, stop_request: StopRequest, note_end: Callable[[str], None] = lambda why: None
 ) -> Iterator[TrainingContext]:
-    """Check the nodes, and yield the context of a trainer. Nodes, signals and progress are monitored inside it.
+    """Check the nodes, and yield a trainer's context. Nodes, signals and progress are monitored while it is open.
 
     Raises `SunspotError` if the run cannot train on these nodes. `note_end` is described in `trainer.fit`.
     """
@@ -212,12 +212,13 @@ def only_driver_remains(
     has_nothing_to_save: Callable[[], bool] = lambda: False,
     limit_s: float = math.inf,
 ) -> bool:
-    """Wait until a trainer ends, and return False. Return True if there is no point in waiting.
+    """Wait until a trainer ends, and return False. Return True if there is no point in waiting, in one of three cases.
 
-    While Ray places a replacement, it does not poll the other workers. If all of them have finished or are lost, the
-    trainer does not notice. The result is also True in two other cases. If `has_nothing_to_save` returns True, a signal
-    has requested a stop and no worker could save. If all workers that trained are lost and no replacement has trained
-    within `limit_s` seconds, the replacements may hang, and nothing else watches them.
+    1. All workers have finished or are lost, and the trainer has not noticed. Ray does not poll workers while it places
+       a replacement.
+    2. `has_nothing_to_save` returns True, because a stop was requested before any worker could save.
+    3. All workers that trained are lost, and no replacement has trained within `limit_s` seconds. The replacements may
+       hang, and nothing else watches them.
     """
     empty_since: float | None = None
     trained = time.monotonic()

@@ -96,7 +96,7 @@ class TrainingRun:
                 began = time.perf_counter()
 
     def _begin(self, step: Step) -> Batch:
-        """Begin a step and return its batch. Everything that depends on the number of the step is set first."""
+        """Begin a step and return its batch. Everything that depends on the step number is set first."""
         self._open = step
         self._drawn = 0
         self.set_learning_rates()

@@ -197,7 +197,7 @@ def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
 
 
 def _read_lines(storage: Storage, entry: Entry, begin: int) -> list[bytes]:
-    """Return the complete lines in a window."""
+    """Return the complete lines in a window of the history, which begins at offset `begin`."""
     with storage.open(entry.key, max(0, begin - 1)) as stream:  # including the previous newline
         lines = stream.read(WINDOW + 1).split(b"\n")
     return lines[1 if begin else 0 : -1]

@@ -5,8 +5,8 @@ afterwards. All other bytes pass unchanged, so request bodies, streams and WebSo
 
 The connection to the pod is a WebSocket through the API server. Each message starts with a channel number: 0 for data
 and 1 for an error. The first message of each channel only repeats the port. Closing the WebSocket closes both
-directions. The Kubernetes client's own `PortForward` is not used, because requests hang after a reset connection, and
-because it patches a method of the client that all threads share.
+directions. The Kubernetes client's own `PortForward` is not used, because its requests hang after a connection is
+reset, and because it patches a method of the client that all threads share.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) 
 def _follow(access: RunAccess, began: float, timeout: float | None, show: ProgressLines) -> RunSnapshot:
     """Show every change until the run has ended, and return the last snapshot.
 
-    A failure because the head was abandoned is not shown, because the run might be restarted.
+    If the run failed because the operator abandoned its head, the failure is not shown, because the run might restart.
     """
     outage = OutageReporter()
     again = access.arguments

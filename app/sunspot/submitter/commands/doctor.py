@@ -101,7 +101,7 @@ def _checks_in_cluster(args: argparse.Namespace) -> list[tuple[type[SunspotError
 
 
 def _report_checks(parts: Iterable[tuple[type[SunspotError], Iterable[Check]]], as_json: bool, ready: str) -> None:
-    """Print the result and fix of each check. If any check failed, raise its error, preferably `ClusterError`."""
+    """Print the result and fix of each check. If checks failed, raise `ClusterError` or another failed part's error."""
     checks: list[Check] = []
     failed: list[type[SunspotError]] = []
     for kind, part in parts:

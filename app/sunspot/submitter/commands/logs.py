@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the newest output of the driver or one rank. With `-f`, continue until the run has ended."""
     if args.follow and args.previous:
         raise SettingsError(
-            "-f and --previous cannot be combined, because an earlier start's output is complete; choose one"
+            "-f and --previous cannot be combined, because the output of a previous start no longer grows; choose one"
         )
     cluster = None
     if args.follow:

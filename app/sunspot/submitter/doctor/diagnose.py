@@ -132,8 +132,8 @@ def _waits_for_node(seen: ClusterSeen, job: JobView) -> bool:
 def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:
     """Return True if only the cluster can explain the run's state.
 
-    This requires that a RayJob trains the run or was submitted for it. If no cluster is configured, the files in
-    storage are enough to explain a run that is training.
+    This can only be the case if the run was submitted as a RayJob. If no cluster is configured, the files in storage
+    are enough to explain a run that is training.
     """
     status = snapshot.storage.status
     in_cluster = Owner.parse(status.owner).namespace if status else list_submissions(access.run)

@@ -108,7 +108,7 @@ def requests_of(pod: Pod, kind: str = "requests") -> dict[str, float]:
 
 
 def _amounts(holder: Mapping[str, Any], kind: str) -> dict[str, float]:
-    """Return a container's requests or limits, or a pod's own if `holder` is a pod spec."""
+    """Return the requests or limits of a container, or those of a pod if `holder` is a pod spec."""
     resources = holder.get("resources") or {}
     amounts = resources.get(kind) or {}
     if kind == "requests":
