@@ -27,6 +27,7 @@ from sunspot.data.torch_loader import TorchLoader
 from sunspot.elastic.messages import Command
 from sunspot.elastic.restore import TrainingState
 from sunspot.parallel.collectives import WorkerPlace
+from sunspot.parallel.sum_guard import SumGuard
 from sunspot.plan import Plan, make_plan
 from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, claim
@@ -92,7 +93,8 @@ def make_small_plan(folder: str) -> Plan:
 def our_steps(folder: str, survives: bool) -> Iterator[None]:
     """Take Sunspot's steps on one worker, which prepares to take back its steps if it `survives` losses."""
     plan = make_small_plan(folder)
-    place = WorkerPlace(cast(dist.ProcessGroup, dist.new_group(backend="gloo")), 0, 1)
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    place = WorkerPlace(group, 0, 1, sums=SumGuard() if survives else None)
     run = open_run(plan.settings.storage_path, plan.settings.run_name)
     attempt = Attempt(1, "benchmark", None, 0)
     claim(run, [], attempt)
@@ -101,7 +103,7 @@ def our_steps(folder: str, survives: bool) -> Iterator[None]:
         plan, place, attempt, TrainingState(), lambda *_: TorchLoader(plan.data, place.device, workers)
     )
     checkpoints = CheckpointManager(run, attempt, plan, learner.saved(), place=place)
-    start = GroupStart(0, True, {}, await_sums=(lambda: None) if survives else None)
+    start = GroupStart(0, True, {})
     ignore: Any = SimpleNamespace(
         **dict.fromkeys(("heartbeat", "took_step", "report"), lambda *_, **__: None), due=lambda: False
     )

@@ -27,6 +27,7 @@ from sunspot.elastic.messages import Command
 from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.decisions import StepActions
+from sunspot.parallel.sum_guard import SumGuard
 from sunspot.plan import Plan
 from sunspot.settings import Settings
 from sunspot.tasks import Task
@@ -67,7 +68,7 @@ def evaluating(
         padding_batch={"row": torch.zeros(2, dtype=torch.int64)},
         task=Task(SimpleNamespace(loss=loss), chosen),
         average=WeightAverage(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1), 0),
-        undo=Mock(warnings=list, put_back=lambda: True),
+        undo=Mock(warnings=list, put_back=lambda cancelled: True),
         passes=passes,
     )
 
@@ -200,7 +201,8 @@ class Recorded(Worker):
         loss = learner.task.loss
         learner.task.loss = lambda *given: self.calls.append("evaluates") or loss(*given)
         reporter: Any = MagicMock(due=lambda: False)
-        begun = GroupStart(25, evaluated, before or {}, await_sums=lambda: None)
+        begun = GroupStart(25, evaluated, before or {})
+        learner.place = dataclasses.replace(learner.place, sums=SumGuard())
         ignored = MagicMock()
         super().__init__(learner, begun, checkpoints, commands, ignored, ignored, reporter, ExitStack())
 

@@ -160,11 +160,6 @@ class MetricWindow:
         return len(self._step_times)
 
     @property
-    def last_step_s(self) -> float:
-        """The duration of the newest step in seconds."""
-        return self._step_times[-1]
-
-    @property
     def mean_loss(self) -> float | None:
         """The mean loss of this worker's rows so far, or None if there are no rows. Waits for the device."""
         total, rows = self._sums.totals().get("loss", (0.0, 0))
