@@ -34,7 +34,7 @@ BUDGETS = {
     "elastic": 3740,
     "machine": 360,
     "observe": 690,
-    "parallel": 1210,
+    "parallel": 1230,
     "predict": 1190,
     "ray_internals": 780,
     "ray_session": 280,

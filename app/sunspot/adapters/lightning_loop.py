@@ -70,7 +70,8 @@ class LightningRun(LibraryRun):
 
     def wrap_model(self) -> torch.nn.Module:
         """Return the module, wrapped so that its gradients are averaged over the workers."""
-        self.model = prepare(self.model, self.settings, self._worker.averages)
+        if self._worker.averages:
+            self.model = prepare(self.model, self.settings)
         self._finite = FiniteGradients(self.model)
         return self.model
 

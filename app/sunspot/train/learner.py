@@ -137,7 +137,8 @@ def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tens
     Raises `SettingsError` if any of them is not one number per row, or if a metric's name is not allowed.
     """
     losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    values = {"the losses": losses, **metrics} if isinstance(metrics, Mapping) else {"its metrics": metrics}
+    are_named = type(metrics) is dict or isinstance(metrics, Mapping)  # the second test takes a microsecond
+    values = {"the losses": losses, **metrics} if are_named else {"its metrics": metrics}
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or value.shape != (rows,):
             place = place_of_function(learner.task.loss)
@@ -147,5 +148,6 @@ def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tens
                 f'return the loss of each of the {rows} rows, a tensor of shape [{rows}] (reduction="none"), and a '
                 "dict of metrics of that shape"
             )
-    refuse_names(metrics, f"SUNSPOT_TASK={learner.plan.settings.task}: its loss returns")
+    if metrics:
+        refuse_names(metrics, f"SUNSPOT_TASK={learner.plan.settings.task}: its loss returns")
     return losses, metrics

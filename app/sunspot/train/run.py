@@ -64,8 +64,10 @@ class TrainingRun:
     def prepare_model(self) -> torch.nn.Module:
         """Return the model to train with, and register a hook that runs before each optimizer's step."""
         # Hooks are registered last, so that none is left in the optimizers if a worker is lost before that.
-        worker = self._worker
-        model = prepare(self._learner.model, self.settings, worker.averages, synced=worker.group_start.in_place)
+        worker, model = self._worker, self._learner.model
+        if worker.averages:
+            own_loop = self._learner.task.train is not None
+            model = prepare(model, self.settings, in_own_loop=own_loop, init_sync=not worker.group_start.in_place)
         for optimizer in optimizers_in(self._learner.optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(lambda each, *_: self.before_change(each)))
         return model
@@ -100,7 +102,7 @@ class TrainingRun:
         self._open = step
         self._drawn = 0
         self.set_learning_rates()
-        step.learning_rate = self._learning_rates()[0]
+        step.learning_rate = self._rates[0]
         self._worker.begin_step(step)
         batch = step.share if step.own_rows else self._learner.padding_batch
         self._begin_pass(step.own_rows or MIN_ROWS, self.world_size / step.size if step.own_rows else 0.0)
@@ -262,7 +264,8 @@ class LibraryRun(TrainingRun):
         return self._learner.model
 
     def set_learning_rates(self) -> None:
-        """Do nothing, because the library steps its own schedulers."""
+        """Note the rates that the library has set, because it steps its own schedulers."""
+        self._rates = self._learning_rates()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
