@@ -21,6 +21,7 @@ import torch.distributed as dist
 import sunspot.parallel.decisions
 import sunspot.train.worker
 from sunspot.checkpoint.average import WeightAverage
+from sunspot.checkpoint.ledger import Ledger
 from sunspot.data.order import Steps
 from sunspot.data.source import Batch, EmptySource
 from sunspot.elastic.messages import Command
@@ -352,6 +353,25 @@ def test_a_step_never_waits_for_a_value_from_the_device(group: dist.ProcessGroup
         take_step(run, batch)
     with pytest.raises(RuntimeError, match="meta"):
         run._worker.window.mean_loss  # noqa: B018
+
+
+def test_consumed_rows_are_not_read_from_the_device(group: dist.ProcessGroup) -> None:
+    run = run_on("meta", group)
+    ledger = Ledger(group, "attempt-0001", 0, [], True)
+    worker, loader = run._worker, run._learner.loader
+    train = loader.train
+
+    def with_ids(*steps: int) -> Iterator[Batch]:
+        for batch in train(*steps):
+            loader.ids = torch.arange(8)
+            yield batch
+
+    worker.outlives_groups, loader.train = True, with_ids
+    worker.checkpoints.begin_step = ledger.begin_exchange
+    worker.checkpoints.took_step = ledger.add_step
+    for batch in itertools.islice(run.batches(), 2):
+        take_step(run, batch)
+    assert ledger.unwritten_windows(2)[0][3][:, 2].tolist() == [*range(8)] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

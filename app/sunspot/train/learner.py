@@ -28,6 +28,9 @@ from sunspot.train.undo import StepUndo
 class Loader(Protocol):
     """Loader of this worker's rows."""
 
+    ids: torch.Tensor | None
+    "Row IDs of the newest batch of `train` in main memory, int64 [B], or None if only the batch itself has them."
+
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
         """Yield this worker's rows in each of the steps `first` to `last` - 1 of an epoch. A step may have no rows."""
         ...
@@ -76,7 +79,9 @@ class Learner:
         with suppress(Exception):
             chosen = torch.arange(rows, device=device) % MIN_ROWS
             batch = {name: column[chosen] for name, column in self.padding_batch.items()}
-            batch = augment(self.task, batch, settings.seed, 1, lambda *shape: torch.rand(rows, *shape, device=device))
+            batch = augment(
+                self.task, batch, (settings.seed, 1), lambda *shape: torch.rand(rows, *shape, device=device)
+            )
             losses, _ = row_losses(self, self.model, batch)
             losses.sum().backward()
             self.optimizer.step()

@@ -88,9 +88,13 @@ class TrainingRun:
             first = self.position % steps.per_epoch
             last = min(steps.per_epoch, first + self.total_steps - self.position)
             began = time.perf_counter()
-            for own in self._learner.loader.train(self.epoch, first, last):
+            loader = self._learner.loader
+            for own in loader.train(self.epoch, first, last):
                 begin, end = steps.bounds(self.position % steps.per_epoch)
-                yield self._begin(Step(self.position + 1, own, end - begin, began, time.perf_counter() - began))
+                step = Step(self.position + 1, own, end - begin, began, time.perf_counter() - began)
+                if loader.ids is not None:
+                    step.rows = loader.ids
+                yield self._begin(step)
                 if self.in_step:
                     raise self._error("took a batch and did not call run.step() after it")
                 if self.stopped:
@@ -106,7 +110,8 @@ class TrainingRun:
         self._worker.begin_step(step)
         batch = step.share if step.own_rows else self._learner.padding_batch
         self._begin_pass(step.own_rows or MIN_ROWS, self.world_size / step.size if step.own_rows else 0.0)
-        batch = augment(self._learner.task, batch, self.settings.seed, self.epoch, self.draw)
+        ids = step.rows if step.own_rows else None
+        batch = augment(self._learner.task, batch, (self.settings.seed, self.epoch), self.draw, ids)
         seed_generators(self.settings.seed, self.position, self.rank)
         return batch
 

@@ -296,6 +296,8 @@ class CheckedWorker(Worker):
 class FewRows:
     """The loader of a check, which reads few rows."""
 
+    ids: torch.Tensor | None = None
+
     def __init__(self, plan: Plan, place: WorkerPlace, checked: TaskCheck) -> None:
         self.plan = plan
         self.place = place

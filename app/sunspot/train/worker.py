@@ -106,7 +106,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self.rows = self.share.get("row")
-        "Ids of this worker's rows, int64 [B], or None if it has no rows."
+        "IDs of this worker's rows, int64 [B], or None if it has no rows. `run.batches` prefers those in main memory."
         self.own_rows = 0 if self.rows is None else self.rows.shape[0]
         "Number of this worker's rows."
 
