@@ -34,7 +34,7 @@ BUDGETS = {
     "elastic": 3740,
     "machine": 360,
     "observe": 715,
-    "parallel": 1230,
+    "parallel": 1250,
     "predict": 1190,
     "ray_internals": 780,
     "ray_session": 280,

@@ -25,6 +25,10 @@ WAITING_FOR = re.compile(r"Parameter indices which did not receive grad for rank
 """Matches the parameter numbers in torch's error about unfinished averaging (torch 2.9 to 2.15)."""
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules whose buffers do not change their outputs in training mode."""
+
+
 class Passes:
     """The passes of a model for which gradients are averaged.
 
@@ -70,6 +74,9 @@ class DataParallel(DistributedDataParallel):
             ignored = [name for name, each in module.named_parameters() if each in sparse]
             self._set_params_and_buffers_to_ignore_for_model(module, ignored)
         super().__init__(module, gradient_as_bucket_view=True, **options)
+        self._norms = find_norms(module)
+        "The batch norms, if no other modules have buffers and DDP does not send the buffers before each pass."
+        self.broadcast_buffers = not self._norms
         if options.get("init_sync", True):
             for parameter in sparse:
                 dist.broadcast(parameter.detach(), 0, self.process_group)
@@ -86,6 +93,8 @@ class DataParallel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Return the model's output. A backward pass through the output averages the gradients."""
+        if not all(norm.training for norm in self._norms):
+            self._norms, self.broadcast_buffers = [], True
         output = super().forward(*inputs, **options)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._passes.begin()
@@ -240,6 +249,16 @@ def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
                 parameter.grad = zeros.to_sparse(1) if kind == 2 else zeros
             parameter.grad = parameter.grad / group.size()
             dist.all_reduce(parameter.grad, group=group)
+
+
+def find_norms(module: nn.Module) -> list[nn.Module]:
+    """Return the batch norms of a model, or an empty list if other modules have buffers, too.
+
+    In training mode, these modules do not use their buffers. So rank 0's buffers need not be sent before each pass, and
+    `sync_buffers` sends them before they are used or saved.
+    """
+    having = [each for each in module.modules() if each._buffers]
+    return having if all(type(each) in BATCH_NORMS for each in having) else []
 
 
 def find_sparse(module: nn.Module) -> dict[Any, None]:
