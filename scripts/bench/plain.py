@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from scripts.bench.in_process import CPU
@@ -30,9 +32,12 @@ def plain_steps(
     columns = read_rows(plan.source, 0, rows_in(plan.source))
     rows = Rows({name: torch.from_numpy(column).to(device) for name, column in columns.items() if name != "row"})
     model = shard_model(task.build_model(settings, plan.source), settings, device)
+    world_size = dist.get_world_size()
+    if world_size > 1:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = task.build_optimizer(model, settings)
     rounding = torch.autocast(device.type, torch.bfloat16) if settings.precision == "bf16" else nullcontext()
-    sampler = BatchSampler(RandomSampler(rows), settings.global_batch_size, drop_last=True)
+    sampler = BatchSampler(RandomSampler(rows), settings.global_batch_size // world_size, drop_last=True)
     while True:
         by_number = (rows[chosen] for chosen in torch.randperm(len(rows), device=device).split(sampler.batch_size))
         for batch in DataLoader(rows, batch_size=None, sampler=sampler) if with_loader else by_number:

@@ -54,6 +54,8 @@ class QuietWorker(Worker):
 class Shares:
     """A loader of a rank's rows for the steps of the first epoch, in the source's order."""
 
+    ids = None
+
     def __init__(self, plan: Plan, world_size: int, rank: int) -> None:
         _, end = plan.steps.bounds(plan.total_steps - 1)
         self._rows = {name: torch.from_numpy(column) for name, column in read_rows(plan.source, 0, end).items()}

@@ -36,14 +36,16 @@ def test_a_row_is_augmented_in_the_same_way_on_every_worker() -> None:
     module = SimpleNamespace(augment_row=lambda row: {"image": row["image"] + torch.rand(3) + np.random.rand()})
     task = Task(module, Settings())
     batch = {"row": torch.tensor([7, 3, 5]), "image": torch.zeros(3, 3), "label": torch.arange(3)}
-    whole = augment(task, batch, 0, 1, DRAW)
+    whole = augment(task, batch, (0, 1), DRAW)
     for place in range(3):
-        alone = augment(task, {name: column[place : place + 1] for name, column in batch.items()}, 0, 1, DRAW)
+        alone = augment(task, {name: column[place : place + 1] for name, column in batch.items()}, (0, 1), DRAW)
         assert torch.equal(alone["image"][0], whole["image"][place])
+    elsewhere = {**batch, "row": batch["row"].to("meta")}  # a device from which no value can be read
+    assert torch.equal(augment(task, elsewhere, (0, 1), DRAW, batch["row"])["image"], whole["image"])
     assert len(set(whole["image"].flatten().tolist())) == 9
     assert torch.equal(whole["label"], batch["label"])
     for other in ((0, 2), (1, 1)):
-        assert not torch.isclose(augment(task, batch, *other, DRAW)["image"], whole["image"]).any()
+        assert not torch.isclose(augment(task, batch, other, DRAW)["image"], whole["image"]).any()
 
 
 def test_the_draw_method_is_independent_of_torchs_generators(group: dist.ProcessGroup) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sunspot.parallel.collectives import sync_buffers
 from sunspot.parallel.data_parallel import DataParallel
 from tests.harness.loop import train_ranks
 from tests.harness.process_group import in_processes
@@ -237,3 +238,35 @@ def test_a_conditional_model_trains_the_same_on_any_number_of_workers(
     )
     for name, weights in alone.items():
         np.testing.assert_allclose(together[name], weights, rtol=0, atol=1e-6)
+
+
+class Scaled(nn.BatchNorm1d):
+    """A norm with a buffer of its own, which changes the outputs in training mode."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.register_buffer("scale", torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("norm", "sent"),
+    [(nn.BatchNorm1d(2), False), (nn.BatchNorm1d(2).eval(), True), (Scaled(2), True), (nn.InstanceNorm1d(2), False)],
+)
+def test_buffers_are_sent_before_each_pass_unless_only_batch_norms_have_any(
+    norm: nn.Module, sent: bool, tmp_path: Path
+) -> None:
+    """A checkpoint and an evaluation get rank 0's buffers in any case."""
+
+    def act(group: Any) -> tuple[bool, list[float]]:
+        module = copy.deepcopy(norm)
+        with torch.no_grad():
+            for each in module.buffers():
+                each.fill_(dist.get_rank())
+        model = DataParallel(nn.Sequential(nn.Linear(2, 2), module), init_sync=False)
+        model(torch.randn(4, 2))
+        sync_buffers(model, None)
+        return model.will_sync_module_buffers(), [float(each.flatten()[0]) for each in module.buffers()]
+
+    (here, values), (there, same) = in_processes(tmp_path, 2, act)
+    assert here is there is (sent and bool(list(norm.buffers())))
+    assert values == same

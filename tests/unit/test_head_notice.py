@@ -76,9 +76,9 @@ def test_the_workers_save_once_for_a_preempted_head_and_keep_training() -> None:
         commands=SimpleNamespace(poll=lambda: next(commands)),
         checkpoints=SimpleNamespace(due=lambda step, step_s: due[step]),
         reporter=SimpleNamespace(due=lambda: False),
-        window=SimpleNamespace(last_step_s=0.1),
         _saved_for_head=False,
     )
-    actions = [Worker.choose_actions(worker, step) for step in range(len(due))]
+    steps: Any = [SimpleNamespace(number=step, seconds=0.1) for step in range(len(due))]
+    actions = [Worker.choose_actions(worker, step) for step in steps]
     assert [action.save for action in actions] == [False, False, True, False, True], "not while one is committed"
     assert not any(action.stop or action.restart for action in actions)

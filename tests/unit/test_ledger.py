@@ -52,6 +52,20 @@ def test_the_next_attempt_writes_the_previous_attempts_missing_rows(group: dist.
     assert sorted(recorded(run, 2)) == [5, 6]
 
 
+def test_the_next_group_gets_no_rows_of_a_step_that_does_not_count(group: dist.ProcessGroup) -> None:
+    """The step was in doubt, and a copy in memory may already have gathered its rows."""
+    for last_gathered in (2, 3):
+        ledger = Ledger(group, "attempt-0002", 0, [("attempt-0001", 1, 9, torch.tensor([[9, 0, 90]]))], True)
+        for step in (1, 2, 3):
+            ledger.begin_exchange(step, torch.tensor([10 * step]), 1)
+            ledger.add_step(step, None)
+            if step == last_gathered:
+                ledger.gather(step)
+        windows = ledger.unwritten_windows(2)
+        assert [window[:3] for window in windows] == [("attempt-0001", 1, 9), ("attempt-0002", 1, 2)]
+        assert windows[1][3].tolist() == [[1, 0, 10], [2, 0, 20]]
+
+
 def test_the_ledger_keeps_no_rows_if_the_audit_is_disabled(group: dist.ProcessGroup, run: Run) -> None:
     ledger = Ledger(group, 1, 0, [], False)
     take(ledger, 1, 3)

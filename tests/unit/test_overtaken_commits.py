@@ -16,20 +16,20 @@ import pytest
 import torch
 
 import sunspot.checkpoint.commit
-import sunspot.checkpoint.manager
 import sunspot.checkpoint.memory_files
 from sunspot.checkpoint import CheckpointCommitter, CheckpointManager, NodeMemory, SavedObjects
 from sunspot.checkpoint.memory import MAX_SLOTS, Use
+from sunspot.checkpoint.memory_files import list_snapshots
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.errors import SupersededError
 from sunspot.parallel.collectives import WorkerPlace
+from sunspot.parallel.sum_guard import SumGuard
 from sunspot.plan import Plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import IN_PLACE, Attempt, Metadata, checkpoint_name, claim, new_nonce, read_attempts
 from sunspot.run.checkpoints import ABANDONED_S, MANIFEST, Checkpoint, find_faults, list_checkpoints, list_directories
 from sunspot.settings import Settings
-from sunspot.train.worker import RegroupError
 from tests.harness.constants import SetConstants
 from tests.harness.waiting import wait_until
 
@@ -62,7 +62,7 @@ class Survivor:
         assert claim(self.run, attempts, attempt)
         saved = SavedObjects(self.model, self.optimizer)
         self.checkpoints = CheckpointManager(self.run, attempt, self.plan, saved, memory=self.memory)
-        self.checkpoints.continue_commits(self.committer, [*attempts, attempt], committed, lambda: None)
+        self.checkpoints.continue_commits(self.committer, [*attempts, attempt], committed)
         self.step = attempt.step
 
     def leave(self) -> None:
@@ -378,28 +378,21 @@ def test_a_group_that_knows_of_no_commit_saves_at_once(run: Run, memory: NodeMem
     assert survivor.is_due()
 
 
-def test_buffers_left_by_an_aborted_collective_are_not_copied(
-    run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_left_by_an_aborted_collective_are_not_kept(run: Run, memory: NodeMemory, group: Any) -> None:
     """An aborted NCCL broadcast ends without an error, so its partial result would be marked as complete."""
-
-    def refuse() -> None:
-        assert synced
-        raise RegroupError
-
-    synced: list[torch.nn.Module] = []
-    monkeypatch.setattr(sunspot.checkpoint.manager, "sync_buffers", synced.append)
     model = torch.nn.BatchNorm1d(4)
     saved = SavedObjects(model, torch.optim.SGD(model.parameters(), 0.1))
     plan = Plan(Settings(), EmptySource((1, 4), 2), None, Steps(100, 10), 10)
-    group: Any = object()
     attempt = Attempt(1, "job", None, 0)
-    checkpoints = CheckpointManager(run, attempt, plan, saved, place=WorkerPlace(group), memory=memory)
-    checkpoints.continue_commits(None, [attempt], None, refuse)
-    with pytest.raises(RegroupError):
-        checkpoints.save(1, {}, to_storage=True)
-    assert not any(slot.uses for slot in memory._slots)
-    assert not checkpoints._committer.busy
+    sums = SumGuard(torch.device("cpu"), Mock)
+    checkpoints = CheckpointManager(run, attempt, plan, saved, place=WorkerPlace(group, sums=sums), memory=memory)
+    checkpoints.save(1, {}, to_storage=False, needed=True)
+    checkpoints.leave_group(1)
+    assert memory.newest
+    sums.trip()
+    checkpoints.save(2, {}, to_storage=False, needed=True)
+    checkpoints.leave_group(2)
+    assert [copy.step for copy in list_snapshots(memory.directory)] == [1]
 
 
 def test_a_required_copy_waits_for_the_previous_copy(run: Run, memory: NodeMemory) -> None:

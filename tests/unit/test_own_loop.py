@@ -25,7 +25,7 @@ from sunspot.settings import Settings
 from sunspot.tasks import gan, load_task
 from sunspot.tasks.defaults import Optimizers, PlainTask
 from sunspot.train.loop import train
-from sunspot.train.worker import GroupStart
+from sunspot.train.worker import GroupStart, Worker
 from tests.harness import REPOSITORY
 from tests.harness.constants import SetConstants
 from tests.harness.loop import losses_of_ranks, make_worker, plan_without_evaluation, train_ranks
@@ -137,6 +137,7 @@ def test_losing_a_worker_while_ddp_starts_leaves_no_hooks_in_the_optimizers(
 
     worker = make_worker(plan_without_evaluation(Settings(task=own(PLAIN), **BATCH)), group)
     with monkeypatch.context() as patched:
+        patched.setattr(Worker, "averages", True)
         patched.setattr("sunspot.train.run.prepare", lose)
         with pytest.raises(RuntimeError, match="closed by peer"):
             train(worker)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -65,10 +66,10 @@ class Trainee:
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.snapshots = self.make_snapshots()
 
-    def make_snapshots(self, exchange: Any = None) -> Snapshots:
+    def make_snapshots(self, exchange: Any = None, sums: Any = None) -> Snapshots:
         optimizer_only = OptimizerOnlyParameters(self.optimizer)
         optimizer_only.ids = {id(parameter) for parameter in self.model.parameters()}
-        return Snapshots(self.memory, SavedObjects(self.model, self.optimizer), optimizer_only, exchange)
+        return Snapshots(self.memory, SavedObjects(self.model, self.optimizer), optimizer_only, exchange, sums)
 
     def train(self) -> None:
         self.model(torch.randn(8, 7, device=self.device)).square().sum().backward()
@@ -156,6 +157,22 @@ def test_the_newest_copy_is_kept_until_a_newer_copy_is_complete() -> None:
     assert (held[0].attempt, held[0].step) == (2, 4)
     assert second.memory.directory
     assert len(list(second.memory.directory.glob("slot-*.json"))) == 1
+
+
+def test_a_copy_is_dropped_if_collectives_were_aborted_before_it_ended() -> None:
+    """Its step may be undone. The sums in a copy for storage are known to be complete."""
+    trainee = Trainee()
+    trainee.snapshots = trainee.make_snapshots(sums=SimpleNamespace(aborted=False))
+    trainee.train()
+    assert trainee.take(1)
+    trainee.snapshots.wait_until_complete()
+    trainee.snapshots = trainee.make_snapshots(sums=SimpleNamespace(aborted=True))
+    assert trainee.take(2)
+    trainee.snapshots.wait_until_complete()
+    assert find_snapshot(RUN).snapshot.step == 1
+    assert trainee.take(3, for_storage=True)
+    trainee.die()
+    assert find_snapshot(RUN).snapshot.step == 3
 
 
 def test_a_running_process_keeps_its_directory() -> None:

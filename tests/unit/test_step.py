@@ -21,12 +21,14 @@ import torch.distributed as dist
 import sunspot.parallel.decisions
 import sunspot.train.worker
 from sunspot.checkpoint.average import WeightAverage
+from sunspot.checkpoint.ledger import Ledger
 from sunspot.data.order import Steps
 from sunspot.data.source import Batch, EmptySource
 from sunspot.elastic.messages import Command
 from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.decisions import StepActions
+from sunspot.parallel.sum_guard import SumGuard
 from sunspot.plan import Plan
 from sunspot.settings import Settings
 from sunspot.tasks import Task
@@ -70,7 +72,7 @@ def evaluating(
         task=task,
         compute_loss=lambda model, batch: task.loss(model, batch),
         average=WeightAverage(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1), 0),
-        undo=Mock(warnings=list, put_back=lambda: True),
+        undo=Mock(warnings=list, put_back=lambda cancelled: True),
         passes=passes,
     )
 
@@ -203,7 +205,8 @@ class Recorded(Worker):
         loss = learner.task.loss
         learner.task.loss = lambda *given: self.calls.append("evaluates") or loss(*given)
         reporter: Any = MagicMock(due=lambda: False)
-        begun = GroupStart(25, evaluated, before or {}, await_sums=lambda: None)
+        begun = GroupStart(25, evaluated, before or {})
+        learner.place = dataclasses.replace(learner.place, sums=SumGuard())
         ignored = MagicMock()
         super().__init__(learner, begun, checkpoints, commands, ignored, ignored, reporter, ExitStack())
 
@@ -353,6 +356,25 @@ def test_a_step_never_waits_for_a_value_from_the_device(group: dist.ProcessGroup
         take_step(run, batch)
     with pytest.raises(RuntimeError, match="meta"):
         run._worker.window.mean_loss  # noqa: B018
+
+
+def test_consumed_rows_are_not_read_from_the_device(group: dist.ProcessGroup) -> None:
+    run = run_on("meta", group)
+    ledger = Ledger(group, "attempt-0001", 0, [], True)
+    worker, loader = run._worker, run._learner.loader
+    train = loader.train
+
+    def with_ids(*steps: int) -> Iterator[Batch]:
+        for batch in train(*steps):
+            loader.ids = torch.arange(8)
+            yield batch
+
+    worker.outlives_groups, loader.train = True, with_ids
+    worker.checkpoints.begin_step = ledger.begin_exchange
+    worker.checkpoints.took_step = ledger.add_step
+    for batch in itertools.islice(run.batches(), 2):
+        take_step(run, batch)
+    assert ledger.unwritten_windows(2)[0][3][:, 2].tolist() == [*range(8)] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

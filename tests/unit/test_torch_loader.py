@@ -53,6 +53,17 @@ def test_batches_are_the_same_whether_rows_are_on_the_device_or_in_memory(
         assert torch.equal(one["image"][:, 0].long(), one["row"])
 
 
+def test_the_ids_of_rows_that_go_to_a_device_stay_in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = LocalWorkers(1, 2, "node", lambda mine: [mine], lambda act: act())
+    source = Numbers((2,), 3, row_groups=(ROWS,))
+    monkeypatch.setattr("ray.train.torch.prepare_data_loader", unchanged)
+    loader = TorchLoader(DataPlan(source, source, Steps(ROWS, BATCH), 7), torch.device("meta"), alone)
+    for batch in loader.train(1, 1, 5):
+        assert loader.ids is not None
+        assert loader.ids.dtype == torch.int64
+        assert torch.equal(loader.ids, batch["row"])
+
+
 def test_rows_are_only_kept_on_a_gpu_with_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1000, 2000))
     assert [fits_on(torch.device("cuda", 0), size) for size in (200, 201)] == [True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sunspot.parallel.sum_guard import SumGuard
 from sunspot.settings import Settings
 from sunspot.train.learner import Learner
 from sunspot.train.loop import train
@@ -37,7 +39,8 @@ def outliving(learner: Learner, step: int) -> QuietWorker:
         name_at=lambda step: f"step {step}",
     )
     idle: Any = SimpleNamespace(**dict.fromkeys(("heartbeat", "report", "took_step"), nothing))
-    group_start = GroupStart(step, True, {}, await_sums=nothing, in_place=step > 0)
+    group_start = GroupStart(step, True, {}, in_place=step > 0)
+    learner.place = replace(learner.place, sums=SumGuard())
     return QuietWorker(learner, group_start, checkpoints, idle, idle, idle, None, ExitStack())
 
 

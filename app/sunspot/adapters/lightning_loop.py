@@ -71,7 +71,8 @@ class LightningRun(LibraryRun):
 
     def wrap_model(self) -> torch.nn.Module:
         """Wrap the module so that its gradients are averaged over the workers, and return it."""
-        self.model = prepare(self.model, self.settings, self._worker.averages)
+        if self._worker.averages:
+            self.model = prepare(self.model, self.settings)
         self._finite = FiniteGradients(self.model)
         return self.model
 

@@ -33,6 +33,10 @@ class LedgerWindow(NamedTuple):
     rows: torch.Tensor
     "The step, rank and ID of each row, int64 [N, 3]."
 
+    def up_to(self, step: int) -> LedgerWindow:
+        """Return the window without the steps after `step`."""
+        return self._replace(last=min(self.last, step), rows=self.rows[self.rows[:, 0] <= step])
+
 
 class RowExchange:
     """Exchanges the rows of one step between all workers."""
@@ -103,12 +107,16 @@ class Ledger:
             self._mine.append((step, rows))
 
     def unwritten_windows(self, step: int) -> list[tuple[Any, ...]]:
-        """Return the windows of rows up to `step` that might not be in storage yet. Does not contact other workers."""
+        """Return the windows of rows up to `step` that might not be in storage yet. Does not contact other workers.
+
+        The rows of a later step are omitted, because that step was cancelled.
+        """
         with self._lock:
-            windows = [tuple(window) for window in self._windows[max(0, self._written - self._dropped) :]]
-            if self._everyones and step > self._after:
-                windows.append((self._attempt, self._after + 1, step, torch.cat(self._everyones)))
-            return windows
+            windows = self._windows[max(0, self._written - self._dropped) :]
+            if self._everyones:
+                windows.append(LedgerWindow(self._attempt, self._after + 1, step, torch.cat(self._everyones)))
+            kept = [window.up_to(step) if window.attempt == self._attempt else window for window in windows]
+            return [tuple(window) for window in kept if window.first <= window.last]
 
     def gather(self, step: int) -> list[tuple[Any, ...]]:
         """Gather all workers' new rows up to `step` as a window, and return all windows that are not in storage yet.

@@ -5,7 +5,7 @@ import math
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -80,7 +80,7 @@ class CheckpointManager:
             exchange = PartExchange(self._memory, place.nodes, place.group)
         self._exchanges = exchange is not None
         self._optimizer_only = saved.optimizer_only or OptimizerOnlyParameters(saved.optimizer)
-        self._snapshots = Snapshots(self._memory, saved, self._optimizer_only, exchange)
+        self._snapshots = Snapshots(self._memory, saved, self._optimizer_only, exchange, place.sums)
         self._loadable = False
         "True once it is known that a restart can load the state."
         self._ledger = Ledger(place.group, attempt.label, attempt.step, windows, self._settings.audit)
@@ -89,8 +89,6 @@ class CheckpointManager:
         self._committer: CheckpointCommitter | None = None
         self._previous: CheckpointCommitter | None = None
         "This process's committer in an earlier group."
-        self._await_sums: Callable[[], None] | None = None
-        "A function that waits until the collectives on the device have ended (`continue_commits`)."
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(saved.model)
         if place.rank == 0 or self._sharded:
@@ -101,20 +99,14 @@ class CheckpointManager:
             )
 
     def continue_commits(
-        self,
-        previous: CheckpointCommitter | None,
-        attempts: list[Attempt],
-        committed: float | None,
-        await_sums: Callable[[], None],
+        self, previous: CheckpointCommitter | None, attempts: list[Attempt], committed: float | None
     ) -> None:
         """Continue the commits of a process that outlives its groups. Call this before the first `save`.
 
         `previous` is the committer of this process's newest commit, or None if there was no commit. `attempts` are all
         attempts of the run, including the current one. `committed` is the Unix time of the newest checkpoint in
-        storage, or None if it is unknown. `await_sums` waits until the collectives on the device have ended, and raises
-        an error if they were aborted.
+        storage, or None if it is unknown.
         """
-        self._await_sums = await_sums
         self._previous = previous
         if previous and self._committer:
             self._committer.follow(previous)
@@ -185,10 +177,7 @@ class CheckpointManager:
         # CPU time excludes the wait for slower workers. The next gradients would wait for them anyway.
         began = time.thread_time()
         if self._place.group and self._settings.snapshot_cost:
-            sync_buffers(self._saved.model)
-            # An aborted NCCL collective leaves arbitrary values in buffers, which must not be copied.
-            if self._await_sums and next(self._saved.model.buffers(), None) is not None:
-                self._await_sums()
+            sync_buffers(self._saved.model, self._place.sums)
         windows = self._ledger.gather(step)
         spent_s = time.thread_time() - began
         committer = self._committer if to_storage else None

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -28,6 +28,7 @@ from sunspot.checkpoint.replicas import PartExchange
 from sunspot.checkpoint.tensors import ALIGNMENT, in_buffer, map_tensors, parameter_names, size_of, tensors_in
 from sunspot.parallel.collectives import sum_of_bits
 from sunspot.parallel.sharding import TensorSlice, find_slices, parameters_of, part_of
+from sunspot.parallel.sum_guard import SumGuard
 from sunspot.run.checkpoints import Checkpoint
 
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
@@ -80,6 +81,15 @@ class SavedObjects:
         return self.average.exchange(state) if self.average else state
 
 
+class CopyEnd(NamedTuple):
+    """The end of a snapshot's copies."""
+
+    on_cpu: bool
+    "True if the CPU has copied them."
+    aborted: bool
+    "True if the device's collectives were being aborted by then, so that their results may be wrong."
+
+
 @dataclass
 class Snapshot:
     """A copy of the state at one step, in host memory."""
@@ -90,7 +100,7 @@ class Snapshot:
     state: dict[str, Any]
     "The state_dicts of `model` and `optimizer`, with tensors in the slot."
     slot: Slot
-    copied: Future[bool]
+    copied: Future[CopyEnd]
     watch: ChangeWatch
     places: list[TensorSlice | None]
     "Under FSDP, the position of each tensor of `state` in its whole tensor, or None if it is whole."
@@ -161,12 +171,17 @@ class Snapshots:
         saved: SavedObjects,
         optimizer_only: OptimizerOnlyParameters,
         exchange: PartExchange | None = None,
+        sums: SumGuard | None = None,
     ) -> None:
-        """Create the snapshots of one worker. If the state is sharded, `exchange` stores each part on two nodes."""
+        """Create the snapshots of one worker.
+
+        If the state is sharded, `exchange` stores each part on two nodes. `sums` guards the sums in the state.
+        """
         self._memory = memory
         self._saved = saved
         self._optimizer_only = optimizer_only
         self._exchange = exchange
+        self._sums = sums
         self._names = parameter_names(saved.model, saved.optimizer) if exchange else []
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
         self._copying: Future[torch.cuda.Event | None] | None = None
@@ -193,9 +208,9 @@ class Snapshots:
     ) -> Snapshot | None:
         """Begin to copy the state. Call `wait_for_copy` before parameters change.
 
-        `ledger` is stored with the copy in memory. With `extra_state`, the snapshot is for storage, and its slot stays
-        in use until the snapshot is released. Returns None if the copy is not `needed`, and either no slot is free or
-        the previous copy is not sealed yet.
+        `ledger` is stored with the copy in memory. With `extra_state`, the snapshot is for storage, so all sums in its
+        state must be complete, and its slot stays in use until the snapshot is released. Returns None if the copy is
+        not `needed`, and either no slot is free or the previous copy is not sealed yet.
         """
         began = time.perf_counter()
         self.wait_for_copy()
@@ -237,7 +252,7 @@ class Snapshots:
             slot.uses.add(Use.UPLOADING)
         self._watch = ChangeWatch(watched)
         self._copying = self._copies.submit(self._copy, later, mark)
-        copied = self._copies.submit(_wait_for_end, self._copying, source)
+        copied = self._copies.submit(self._wait_for_end, self._copying, source)
         if mark:  # a slot that was created at once is not pinned yet; the copy does not wait
             self._copies.submit(self._memory.pin, slot, mark.device)
         snapshot = Snapshot(manifest, extra_state or {}, state, slot, copied, self._watch, places)
@@ -301,10 +316,20 @@ class Snapshots:
         self._charge_thread(before, mark is None)
         return end
 
+    def _wait_for_end(self, copying: Future[torch.cuda.Event | None], source: Any) -> CopyEnd:
+        """Block until everything is copied, keeping `source` alive."""
+        end = copying.result()
+        if end:
+            end.synchronize()
+        return CopyEnd(on_cpu=end is None, aborted=self._sums is not None and self._sums.aborted)
+
     # In the seal thread.
 
     def _seal(self, snapshot: Snapshot, sidecar: Sidecar) -> None:
-        on_cpu = snapshot.copied.result()
+        on_cpu, aborted = snapshot.copied.result()
+        if aborted and not snapshot.extra_state:  # the copied step may be taken back
+            snapshot.slot.uses.discard(Use.SEALING)
+            return
         before = time.thread_time()
         complete = self._exchange.complete if self._exchange else self._memory.complete
         complete(snapshot.slot, snapshot.manifest, sidecar.to_bytes(), snapshot.watch.changed)
@@ -316,14 +341,6 @@ class Snapshots:
         """Add this thread's CPU time since `before` to the cost of snapshots, unless training runs on a GPU."""
         if on_cpu:  # this slows down the training threads
             self.spent_s += (time.thread_time() - before) / torch.get_num_threads()
-
-
-def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool:
-    """Block until everything is copied, keeping `source` alive until then. Return True if the CPU copied it."""
-    end = copying.result()
-    if end:
-        end.synchronize()
-    return end is None
 
 
 def mark_queue(device: torch.device | None) -> torch.cuda.Event | None:

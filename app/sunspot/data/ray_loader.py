@@ -205,6 +205,8 @@ class StepStreams(ray.train.DataConfig):
 class RayLoader:
     """Loads one worker's batches from its streams."""
 
+    ids: torch.Tensor | None = None
+
     def __init__(self, steps: Steps, world_size: int, rank: int, device: torch.device, has_test: bool) -> None:
         self._steps = steps
         self._world_size = world_size

@@ -42,6 +42,7 @@ class TorchLoader:
         self._full_batch = full_batch
         self._batch: Batch = {}
         "The rows of every step if `full_batch` is set. Empty before the first step."
+        self.ids: torch.Tensor | None = None
 
     def move(self, world_size: int, rank: int) -> None:
         """Change the worker's rank and the number of workers for all later batches."""
@@ -62,7 +63,14 @@ class TorchLoader:
         shares = ahead[1].result() if ahead and ahead[0] == epoch else self._shuffle(epoch)
         # Computing the order of many rows takes seconds, so the next epoch's order is computed in advance.
         self._ahead = epoch + 1, start_thread(lambda: self._shuffle(epoch + 1), "shuffle")
-        return self._batches(self._rows, shares[first:last])
+        batches = self._batches(self._rows, shares[first:last])
+        return batches if self._device.type == "cpu" else self._note_ids(batches, shares[first:last])
+
+    def _note_ids(self, batches: Iterator[Batch], selections: list[np.ndarray]) -> Iterator[Batch]:
+        """Yield the batches, with the row IDs of each in `ids`."""
+        for batch, rows in zip(batches, selections, strict=True):
+            self.ids = torch.from_numpy(rows).long()
+            yield batch
 
     def test(self, batch_size: int) -> Iterator[Batch]:
         """Return batches of this worker's held-out rows. Each row goes to exactly one worker."""

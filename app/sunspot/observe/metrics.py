@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sunspot.data.source import Batch
 from sunspot.machine.cgroup import memory_left, read_throttling, resident_memory
-from sunspot.metric_names import MetricRecord
+from sunspot.metric_names import LOSS, MetricRecord
 from sunspot.observe.ranks import to_column
 from sunspot.parallel.collectives import gather_objects
 from sunspot.run.history import Columns
@@ -37,6 +37,11 @@ class Sums:
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
             self._rows[name] = self._rows.get(name, 0) + rows.shape[0]
 
+    def mean(self, name: str) -> torch.Tensor | None:
+        """Return the mean of the values with a name, float64 [], on their device, or None if there are no rows."""
+        rows = self._rows.get(name)
+        return self._sums[name] / rows if rows else None
+
     def totals(self) -> dict[str, tuple[float, int]]:
         """Return each name's sum and its number of rows. Waits for the device."""
         return {name: (float(total), self._rows[name]) for name, total in self._sums.items()}
@@ -56,6 +61,21 @@ def reduce(sums: Sums, numbers: Sequence[float], group: dist.ProcessGroup) -> tu
         if rows:
             means[name] = sum(total for total, _ in having) / rows
     return means, np.array([numbers for _, numbers in ranks], float)
+
+
+class CopyInMemory:
+    """A number of a GPU that is being copied to main memory."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        """Begin the copy. The GPU makes it once it has computed the number."""
+        self._copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+        self._end = torch.cuda.Event()
+        self._end.record()
+
+    def read(self) -> float:
+        """Return the number. Waits for the GPU if it has not computed the number yet."""
+        self._end.synchronize()
+        return float(self._copy)
 
 
 class Stopwatch:
@@ -141,6 +161,8 @@ class MetricWindow:
         """
         self.ranks: Columns | None = None
         "The numbers of all workers except the time. Only set on rank 0."
+        self._copied_loss: CopyInMemory | None = None
+        "The mean loss at the previous use of `mean_loss` on a GPU."
         self._open()
 
     def move(self, group: dist.ProcessGroup) -> None:
@@ -161,15 +183,16 @@ class MetricWindow:
         return len(self._step_times)
 
     @property
-    def last_step_s(self) -> float:
-        """The duration of the newest step in seconds."""
-        return self._step_times[-1]
-
-    @property
     def mean_loss(self) -> float | None:
-        """The mean loss of this worker's rows so far, or None if there are no rows. Waits for the device."""
-        total, rows = self._sums.totals().get("loss", (0.0, 0))
-        return total / rows if rows else None
+        """The mean loss of this worker's rows so far, or None if there are no rows.
+
+        On a GPU, this is the mean at the previous call, so that nothing waits for the GPU.
+        """
+        total = self._sums.mean(LOSS)
+        if self._device.type != "cuda":
+            return None if total is None else float(total)
+        before, self._copied_loss = self._copied_loss, None if total is None else CopyInMemory(total)
+        return before.read() if before else None
 
     def add_step(self, values: list[Batch], step_time: float, data_wait: float) -> None:
         """Add an optimizer step with its per-row `values`. Both times are in seconds."""

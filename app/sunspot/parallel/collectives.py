@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sunspot.background import start_thread
+from sunspot.parallel.sum_guard import SumGuard
 
 Result = TypeVar("Result")
 
@@ -35,6 +36,8 @@ class WorkerPlace:
     device: torch.device = CPU
     nodes: Sequence[str] = ()
     "Ray's node ID of each rank. Empty if unknown."
+    sums: SumGuard | None = None
+    "The guard of the sums on `device`. None if the process ends with its group."
 
 
 ALONE = WorkerPlace()
@@ -49,15 +52,17 @@ They are in a module variable, because most callers of `run_on_all_ranks` do not
 """
 
 
-def sync_buffers(model: torch.nn.Module) -> None:
+def sync_buffers(model: torch.nn.Module, sums: SumGuard | None) -> None:
     """Copy rank 0's buffers to every worker, so that all workers have the buffers of a checkpoint.
 
     All workers must call this together. Before this call, each worker's batch norm has averages of only its own rows.
-    DDP also copies the buffers, but not until the next forward pass.
+    DDP also copies the buffers, but not until the next forward pass. If `sums` are guarded, an aborted broadcast
+    changes nothing.
     """
     for same, flat in flatten(model.buffers()):  # one message per type instead of one per buffer
+        own = flat.clone() if sums else flat
         dist.broadcast(flat, src=0)
-        unflatten(same, flat)
+        unflatten(same, sums.keep_complete(own, flat) if sums else flat)
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:

@@ -25,6 +25,32 @@ WAITING_FOR = re.compile(r"Parameter indices which did not receive grad for rank
 """Matches the parameter numbers in torch's error about unfinished averaging (torch 2.9 to 2.15)."""
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules whose buffers do not change their outputs in training mode."""
+
+
+class Passes:
+    """The passes of a model for which gradients are averaged.
+
+    They are not attributes of the model, because setting an attribute of a module takes 3 us.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        "The number of forward passes."
+        self.fresh = False
+        "True if a forward pass has begun since the last backward pass."
+        self.ends = False
+        "True if `_end_backward` is scheduled for the end of the current backward pass."
+        self.counts: list[int | None] = []
+        "The result of `_count_changes` after the last backward pass."
+
+    def begin(self) -> None:
+        """Record that a forward pass has begun."""
+        self.number += 1
+        self.fresh, self.ends = True, False
+
+
 class DataParallel(DistributedDataParallel):
     """A wrapper that averages a model's gradients over the workers at the end of each backward pass.
 
@@ -32,8 +58,12 @@ class DataParallel(DistributedDataParallel):
     no gradient, so that the optimizer does not change it.
     """
 
-    def __init__(self, module: nn.Module, name: str = "", **options: Any) -> None:
-        """Wrap a model. `options` are those of DDP, and `name` must be unique among the task's models."""
+    def __init__(self, module: nn.Module, name: str = "", in_own_loop: bool = True, **options: Any) -> None:
+        """Wrap a model. `options` are those of DDP, and `name` must be unique among the task's models.
+
+        Unless the model trains `in_own_loop` of a task, `complete` is called after each step's last backward pass. Then
+        no hook in that pass has to call it, which would take 20 us.
+        """
         # DDP averages all buckets after one with a sparse gradient incorrectly (torch 2.15, gloo).
         sparse = find_sparse(module)
         if sparse:
@@ -44,6 +74,9 @@ class DataParallel(DistributedDataParallel):
             ignored = [name for name, each in module.named_parameters() if each in sparse]
             self._set_params_and_buffers_to_ignore_for_model(module, ignored)
         super().__init__(module, gradient_as_bucket_view=True, **options)
+        self._norms = find_norms(module)
+        "The batch norms, if no other modules have buffers and DDP does not send the buffers before each pass."
+        self.broadcast_buffers = not self._norms
         if options.get("init_sync", True):
             for parameter in sparse:
                 dist.broadcast(parameter.detach(), 0, self.process_group)
@@ -53,24 +86,21 @@ class DataParallel(DistributedDataParallel):
         self._others = [*sparse, *(each for each in parameters if not each.requires_grad)]
         "The parameters that DDP ignores, which are frozen at first or have sparse gradients."
         self._usage = UsageBoard(self.process_group, name)
-        self._passes = 0
-        "The number of forward passes for which gradients are averaged."
-        self._fresh = False
-        "True if such a forward pass has begun since the last backward pass."
-        self._ends = False
-        "True if `_end_backward` is scheduled for the end of the current backward pass."
-        self._counts: list[int | None] = []
-        "The result of `_count_changes` after the last backward pass."
+        self._in_own_loop = in_own_loop
+        self._passes = Passes()
         self._unused_before: list[nn.Parameter] | None = None
         "The parameters without a gradient before the first pass over uncounted rows, or None if rows count."
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Return the model's output. A backward pass through the output averages the gradients."""
+        if not all(norm.training for norm in self._norms):
+            self._norms, self.broadcast_buffers = [], True
         output = super().forward(*inputs, **options)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._passes += 1
-            self._fresh, self._ends = True, False
-            for tensor in find_tensors(output):
+            self._passes.begin()
+            if not self._in_own_loop and self._unused_before is not None:
+                self._announce(self._unused_before)
+            for tensor in find_tensors(output) if self._in_own_loop else ():
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._end_with_backward)
         return output
@@ -87,6 +117,12 @@ class DataParallel(DistributedDataParallel):
 
     def complete(self) -> None:
         """Complete the averaging after a backward pass, if it still waits for parameters without a gradient."""
+        if self._in_own_loop:
+            self._complete_pass()
+        elif self._passes.fresh:
+            self._end_backward()
+
+    def _complete_pass(self) -> None:
         waiting = self._find_waiting()
         if waiting:
             self._announce(each for each in self._averaged if each.grad is None)
@@ -112,16 +148,16 @@ class DataParallel(DistributedDataParallel):
 
     def _announce(self, unused: Iterable[nn.Parameter]) -> None:
         numbers = {parameter: number for number, parameter in enumerate(self._averaged)}
-        self._usage.announce(self._passes, {numbers[each] for each in unused})
+        self._usage.announce(self._passes.number, {numbers[each] for each in unused})
 
     def _end_with_backward(self, _: torch.Tensor) -> None:
         """Schedule one call of `_end_backward` for the end of the current backward pass, after DDP's own callback.
 
         All ranks then join the same collectives, even if they use different numbers of outputs in their losses.
         """
-        if self._ends:
+        if self._passes.ends:
             return
-        self._ends = True
+        self._passes.ends = True
         if self._unused_before is not None:
             self._announce(self._unused_before)
         engine: Any = torch.autograd.Variable._execution_engine  # private, but also used by DDP and FSDP (2.15)
@@ -129,13 +165,14 @@ class DataParallel(DistributedDataParallel):
         queue(lambda: queue(self._end_backward))
 
     def _end_backward(self) -> None:
-        again = not self._fresh and self._counts != self._count_changes()
-        self._fresh = self._ends = False
-        self.complete()
+        passes = self._passes
+        again = not passes.fresh and passes.counts != self._count_changes()
+        passes.fresh = passes.ends = False
+        self._complete_pass()
         others = [each for each in self._others if each.requires_grad]
         if again or others:  # DDP averages only once per forward pass
             average([*self._averaged, *others] if again else others, self.process_group)
-        self._counts = self._count_changes()
+        passes.counts = self._count_changes()
 
     def _count_changes(self) -> list[int | None]:
         """Return PyTorch's version counter of each gradient, with None for missing gradients."""
@@ -212,6 +249,16 @@ def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
                 parameter.grad = zeros.to_sparse(1) if kind == 2 else zeros
             parameter.grad = parameter.grad / group.size()
             dist.all_reduce(parameter.grad, group=group)
+
+
+def find_norms(module: nn.Module) -> list[nn.Module]:
+    """Return the batch norms of a model, or an empty list if other modules have buffers, too.
+
+    In training mode, these modules do not use their buffers. So rank 0's buffers need not be sent before each pass, and
+    `sync_buffers` sends them before they are used or saved.
+    """
+    having = [each for each in module.modules() if each._buffers]
+    return having if all(type(each) in BATCH_NORMS for each in having) else []
 
 
 def find_sparse(module: nn.Module) -> dict[Any, None]:

@@ -16,23 +16,21 @@ from sunspot.parallel.sharding import has_several, is_dtensor, is_fsdp
 from sunspot.settings import Settings
 
 
-def prepare(
-    model: nn.Module, settings: Settings, averages: bool = True, synced: bool = False, name: str = ""
-) -> nn.Module:
+def prepare(model: nn.Module, settings: Settings, name: str = "", **options: bool) -> nn.Module:
     """Wrap the result of `shard_model` so that its gradients are averaged over the workers.
 
-    A single worker does not average (`averages` is False). Unless the workers' parameters are already `synced`, rank
-    0's parameters are copied to all workers. `name` must be unique among the task's models.
+    `name` must be unique among the task's models. `options` are those of `DataParallel`. With `init_sync`, rank 0's
+    parameters are copied to all workers, which is the default.
     """
-    if not averages or is_fsdp(model) or not any(each.requires_grad for each in model.parameters()):
+    if is_fsdp(model) or not any(each.requires_grad for each in model.parameters()):
         return model
     if isinstance(model, nn.ModuleDict) and has_several(model):
         named = model.items()
-        return nn.ModuleDict({key: prepare(part, settings, True, synced, f"{name}/{key}") for key, part in named})
+        return nn.ModuleDict({key: prepare(part, settings, f"{name}/{key}", **options) for key, part in named})
     if has_several(model):
         parts = enumerate(model.children())
-        return nn.ModuleList(prepare(part, settings, True, synced, f"{name}/{number}") for number, part in parts)
-    prepared = DataParallel(model, name, init_sync=not synced)
+        return nn.ModuleList(prepare(part, settings, f"{name}/{number}", **options) for number, part in parts)
+    prepared = DataParallel(model, name, **options)
     if settings.gradient_precision == "bf16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 

@@ -2,8 +2,8 @@
 
 A gloo collective waits for a lost member until it times out, and no public API ends it. Shutting down the group's
 sockets ends it at once. These are the sockets that were opened while the group formed. An NCCL collective waits on the
-GPU forever. It can be aborted, but then it leaves a wrong sum without raising an error. Sums must therefore not be used
-before `await_device` has returned and the group is known to be intact.
+GPU forever. It can be aborted, but then it leaves a wrong sum without raising an error. `SumGuard` keeps such sums out
+of the parameters.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+
+from sunspot.parallel.sum_guard import SumGuard
 
 FORM_LIMIT_S = 20
 """Seconds within which the members of a group must connect. The loss of a member ends the wait earlier."""
@@ -58,6 +60,8 @@ class ProcessGroups:
         "The subset of these sockets that belong to gloo."
         self._form_by = math.inf
         "The deadline of the groups that are forming, in `time.monotonic` seconds."
+        self.sums = SumGuard()
+        "The guard of the newest group's sums on the GPU."
 
     @property
     def overdue(self) -> bool:
@@ -74,6 +78,8 @@ class ProcessGroups:
         only to later collectives. Raises `RuntimeError` if a member is lost before the groups have formed.
         """
         self._form_by = time.monotonic() + limit_s
+        with self._ending:  # a cut that is running trips the guard of the group that it aborts
+            self.sums = SumGuard(self._device if self._device.type == "cuda" and world_size > 1 else None)
         if self._server[0] == LOOPBACK:
             os.environ |= {name: os.environ.get(name, value) for name, value in ON_LOOPBACK.items()}
         backend = "gloo"
@@ -107,6 +113,7 @@ class ProcessGroups:
     def cut(self) -> None:
         """End all collectives in this process, from any thread. Gloo's collectives then raise an error."""
         with self._ending:
+            self.sums.trip()  # before any collective is aborted
             before = self._before  # read once, because another thread can change it
             appeared = {name for _, name in _sockets()} - before if before is not None else set()
             _shut_down(self._own | appeared, self._server)

@@ -154,7 +154,7 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
     if survivor:
         status = start.past.status
         committed = status.checkpoint_time if status else None
-        checkpoints.continue_commits(survivor.committer, [*start.before, attempt], committed, survivor.await_sums)
+        checkpoints.continue_commits(survivor.committer, [*start.before, attempt], committed)
     reporter = None
     gauges = None
     if journals:
@@ -167,7 +167,6 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
         attempt.step,
         evaluated or left_out,
         state.metrics,
-        await_sums=survivor.await_sums if survivor else None,
         in_place=in_place,
         window=survivor.window if survivor else None,
         is_closed=survivor.is_closed if survivor else None,

@@ -56,7 +56,7 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
     world_size = learner.place.world_size
     rows = plan.pass_rows or largest_pass(settings.global_batch_size, world_size, plan.pass_limit)
     batches = learner.loader.test(rows)
-    sync_buffers(model)  # checkpoints contain the buffers of rank 0
+    sync_buffers(model, learner.place.sums)  # checkpoints contain the buffers of rank 0
     # With inference_mode, training could not use a tensor that the model keeps, such as a table that it made here.
     with learner.average.in_place(model), evaluation_mode(model), torch.no_grad():
         while True:

@@ -28,6 +28,9 @@ from sunspot.train.undo import StepUndo
 class Loader(Protocol):
     """Loader of this worker's rows."""
 
+    ids: torch.Tensor | None
+    "Row IDs of the newest batch of `train` in main memory, int64 [B], or None if only the batch itself has them."
+
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
         """Yield this worker's rows for each step from `first` to `last` - 1 of an epoch. A step may have no rows."""
         ...
@@ -90,7 +93,9 @@ class Learner:
         with suppress(Exception):
             chosen = torch.arange(rows, device=device) % MIN_ROWS
             batch = {name: column[chosen] for name, column in self.padding_batch.items()}
-            batch = augment(self.task, batch, settings.seed, 1, lambda *shape: torch.rand(rows, *shape, device=device))
+            batch = augment(
+                self.task, batch, (settings.seed, 1), lambda *shape: torch.rand(rows, *shape, device=device)
+            )
             losses, _ = row_losses(self, self.model, batch)
             losses.sum().backward()
             self.optimizer.step()
@@ -151,7 +156,8 @@ def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tens
     Raises `SettingsError` if one of them is not a single number per row, or if a metric's name is not allowed.
     """
     losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    values = {"the losses": losses, **metrics} if isinstance(metrics, Mapping) else {"its metrics": metrics}
+    are_named = type(metrics) is dict or isinstance(metrics, Mapping)  # the second test takes a microsecond
+    values = {"the losses": losses, **metrics} if are_named else {"its metrics": metrics}
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or value.shape != (rows,):
             place = place_of_function(learner.task.loss)
@@ -161,5 +167,6 @@ def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tens
                 f"{type(value).__name__}{shape}; return a tensor of shape [{rows}] with the loss of each row "
                 '(reduction="none"), and optionally a dict of metrics of the same shape'
             )
-    refuse_names(metrics, f"SUNSPOT_TASK={learner.plan.settings.task}: its loss returns")
+    if metrics:
+        refuse_names(metrics, f"SUNSPOT_TASK={learner.plan.settings.task}: its loss returns")
     return losses, metrics

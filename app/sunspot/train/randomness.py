@@ -66,19 +66,29 @@ def draw_uniform(seed: int, first: int, number: int) -> torch.Tensor:
     return torch.from_numpy((words >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
 
 
-def augment(task: Task, batch: Batch, seed: int, epoch: int, draw: Callable[..., torch.Tensor]) -> Batch:
-    """Apply the task's `augment_row` and `augment` to a batch, if the task defines them. Return the new batch."""
+def augment(
+    task: Task,
+    batch: Batch,
+    words: tuple[int, ...],
+    draw: Callable[..., torch.Tensor],
+    ids: torch.Tensor | None = None,
+) -> Batch:
+    """Apply the task's `augment_row` and `augment` to a batch, if the task defines them. Return the new batch.
+
+    `words`, the run's seed and the epoch, seed each row. `ids` are the batch's row IDs, int64 [B], if they are in main
+    memory. Otherwise, they are read from the batch.
+    """
     if task.augment_row:
-        batch = {**batch, **_augment_rows(task.augment_row, batch, seed, epoch)}
+        batch = {**batch, **_augment_rows(task.augment_row, batch, words, batch["row"] if ids is None else ids)}
     if task.augment:
         batch = {**batch, **task.augment(batch, draw)}
     return batch
 
 
-def _augment_rows(by_row: Callable[[Batch], Batch], batch: Batch, seed: int, epoch: int) -> Batch:
-    """Augment each row separately. A row's random numbers depend only on the seed, the epoch and its id."""
+def _augment_rows(by_row: Callable[[Batch], Batch], batch: Batch, words: tuple[int, ...], ids: torch.Tensor) -> Batch:
+    """Augment each row separately. A row's random numbers depend only on the `words` and its ID."""
     changed = []
-    for place, row in enumerate(batch["row"].tolist()):
-        seed_generators(seed, epoch, row, ROW_STREAM)
+    for place, row in enumerate(ids.tolist()):
+        seed_generators(*words, row, ROW_STREAM)
         changed.append(by_row({name: column[place] for name, column in batch.items()}))
     return {name: torch.stack([row[name] for row in changed]) for name in changed[0]}

@@ -64,8 +64,10 @@ class TrainingRun:
     def prepare_model(self) -> torch.nn.Module:
         """Return the model to train, and register a hook that runs before each optimizer step."""
         # Hooks are registered last, so that none is left in the optimizers if a worker is lost before that.
-        worker = self._worker
-        model = prepare(self._learner.model, self.settings, worker.averages, synced=worker.group_start.in_place)
+        worker, model = self._worker, self._learner.model
+        if worker.averages:
+            own_loop = self._learner.task.train is not None
+            model = prepare(model, self.settings, in_own_loop=own_loop, init_sync=not worker.group_start.in_place)
         for optimizer in optimizers_in(self._learner.optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(lambda each, *_: self.before_change(each)))
         return model
@@ -86,9 +88,13 @@ class TrainingRun:
             first = self.position % steps.per_epoch
             last = min(steps.per_epoch, first + self.total_steps - self.position)
             began = time.perf_counter()
-            for own in self._learner.loader.train(self.epoch, first, last):
+            loader = self._learner.loader
+            for own in loader.train(self.epoch, first, last):
                 begin, end = steps.bounds(self.position % steps.per_epoch)
-                yield self._begin(Step(self.position + 1, own, end - begin, began, time.perf_counter() - began))
+                step = Step(self.position + 1, own, end - begin, began, time.perf_counter() - began)
+                if loader.ids is not None:
+                    step.rows = loader.ids
+                yield self._begin(step)
                 if self.in_step:
                     raise self._error("took a batch, but did not call run.step() for it")
                 if self.stopped:
@@ -100,11 +106,12 @@ class TrainingRun:
         self._open = step
         self._drawn = 0
         self.set_learning_rates()
-        step.learning_rate = self._learning_rates()[0]
+        step.learning_rate = self._rates[0]
         self._worker.begin_step(step)
         batch = step.share if step.own_rows else self._learner.padding_batch
         self._begin_pass(step.own_rows or MIN_ROWS, self.world_size / step.size if step.own_rows else 0.0)
-        batch = augment(self._learner.task, batch, self.settings.seed, self.epoch, self.draw)
+        ids = step.rows if step.own_rows else None
+        batch = augment(self._learner.task, batch, (self.settings.seed, self.epoch), self.draw, ids)
         seed_generators(self.settings.seed, self.position, self.rank)
         return batch
 
@@ -262,7 +269,8 @@ class LibraryRun(TrainingRun):
         return self._learner.model
 
     def set_learning_rates(self) -> None:
-        """Do nothing, because the library steps its own schedulers."""
+        """Note the rates that the library has set, because it steps its own schedulers."""
+        self._rates = self._learning_rates()
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ from sunspot.errors import SupersededError, find_in, shorten
 from sunspot.formatting import plural
 from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.collectives import WorkerPlace
-from sunspot.parallel.process_group import FORM_LIMIT_S, NCCL_LIMIT_S, ProcessGroups, await_device
+from sunspot.parallel.process_group import FORM_LIMIT_S, NCCL_LIMIT_S, ProcessGroups
 from sunspot.parallel.sharding import is_fsdp
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, checkpoint_name, step_of
@@ -189,7 +189,7 @@ class Survivor:
                     self._note_unformed(generation, took_s, error)
                 continue
             nodes = [member.node for member in generation.members]
-            return WorkerPlace(group, rank, len(nodes), self._device, nodes)
+            return WorkerPlace(group, rank, len(nodes), self._device, nodes, self._groups.sums)
 
     def _form(self, generation: Generation, rank: int) -> dist.ProcessGroup:
         size = len(generation.members)
@@ -234,13 +234,6 @@ class Survivor:
     def regroups(self) -> bool:
         """Return True if the members should form another group after the current step."""
         return self._client.changing
-
-    def await_sums(self) -> None:
-        """Block until the GPU has summed a step's gradients. Raises `RegroupError` if the group has ended."""
-        if self._device.type == "cuda" and dist.get_world_size() > 1:
-            await_device(self._device)
-            if self._client.closed(0.0):
-                raise RegroupError
 
     def hand_over(self, place: WorkerPlace, holders: SurvivingState, total_steps: int) -> TrainingState:
         """Return the state to continue from, which its `holders` send. All workers of the group call this together."""

@@ -302,6 +302,8 @@ class CheckedWorker(Worker):
 class FewRows:
     """A loader that reads only a few rows, for a check."""
 
+    ids: torch.Tensor | None = None
+
     def __init__(self, plan: Plan, place: WorkerPlace, checked: TaskCheck) -> None:
         self.plan = plan
         self.place = place

@@ -55,6 +55,8 @@ class StepUndo:
         "Number of comparisons so far."
         self._copies = Copies()
         "Copies of buffers and moving parameters after the newest step."
+        self._earlier_copies = Copies()
+        "Their copies after the step before, if the newest step was in doubt when it was accepted."
         self._versions: list[int] = []
         "Each parameter's count of changes in place after the newest step."
         self._found: list[tuple[torch.nn.Module, str, torch.Tensor | None]] = []
@@ -84,8 +86,11 @@ class StepUndo:
         self._turns.end_step()
         self._in_step = False
 
-    def accept(self) -> None:
-        """Keep the state after a step or an evaluation, and record which frozen parameters have changed."""
+    def accept(self, in_doubt: bool = False) -> None:
+        """Keep the state after a step or an evaluation, and record which frozen parameters have changed.
+
+        If the step is `in_doubt`, the state before it remains available for `put_back`.
+        """
         if self._moving and self._in_step:
             self._compare_changes()
         if self._unowned:
@@ -95,6 +100,8 @@ class StepUndo:
             self._compared += 1
             self._moving |= self._find_unseen()
         self._moving = set(filter(self._is_frozen, self._moving))
+        if in_doubt:
+            self._copies, self._earlier_copies = self._earlier_copies, self._copies
         self.keep()
 
     def begin_step(self) -> None:
@@ -114,8 +121,19 @@ class StepUndo:
             self._note_early(own)
         self._turns.begin(optimizer)
 
-    def put_back(self) -> bool:
-        """Restore the kept state, and return True if all of it was restored. This never raises an error."""
+    @property
+    def nothing_early(self) -> bool:
+        """True if no parameter of an optimizer is known to have changed since the newest step."""
+        return self.stepped.ids is not None and not self.stepped.moved and self._unowned.issuperset(self._changed())
+
+    def put_back(self, cancelled: bool = False) -> bool:
+        """Restore the kept state, and return True if all of it was restored. This never raises an error.
+
+        If the newest accepted step was `cancelled`, restore the state before it. That step's optimizer has changed
+        nothing.
+        """
+        if cancelled:
+            self._copies, self._earlier_copies = self._earlier_copies, self._copies
         changed = set(self._changed())
         try:
             changed |= self._find_unseen()

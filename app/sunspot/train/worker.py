@@ -31,12 +31,14 @@ from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
 from sunspot.parallel.sharding import is_fsdp
+from sunspot.parallel.sum_guard import SumGuard
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.settings import PREFIX
 from sunspot.train.evaluate import Evaluation, Patience, evaluate
 from sunspot.train.learner import Learner
 from sunspot.train.nan_watch import NanWatch
 from sunspot.train.reporter import Reporter
+from sunspot.train.undo import StepUndo
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +69,6 @@ class GroupStart:
     "False if an epoch ends at `step` and its evaluation is still missing."
     metrics: MetricRecord
     "Metrics of the state that the group starts from."
-    await_sums: Callable[[], None] | None = None
-    "Function that blocks until a step's gradients are summed. None if the process ends with its group."
     in_place: bool = False
     "True if all workers hold the same parameters already, so that rank 0 need not broadcast its own."
     window: MetricWindow | None = None
@@ -102,10 +102,12 @@ class Step:
     learning_rate: float = 0.0
     seconds: float = 0.0
     "Duration of the step, including the wait for its rows."
+    ended: float = field(default=0.0, init=False)
+    "Time at which the step ended."
 
     def __post_init__(self) -> None:
         self.rows = self.share.get("row")
-        "Ids of this worker's rows, int64 [B], or None if it has no rows."
+        "IDs of this worker's rows, int64 [B], or None if it has no rows. `run.batches` prefers those in main memory."
         self.own_rows = 0 if self.rows is None else self.rows.shape[0]
         "Number of this worker's rows."
 
@@ -161,7 +163,10 @@ class Worker:
         "Number of optimizer steps taken."
         self.step_ended = time.time()
         "Time at which the newest step ended."
-        self.outlives_groups = group_start.await_sums is not None
+        self._uncounted: Step | None = None
+        "The newest step, until it is counted."
+        self._sums = learner.place.sums
+        self.outlives_groups = self._sums is not None
         "True if this process outlives its group and joins the next group."
         self._saved_for_head = False
         "True once this worker has saved because the head node is being reclaimed."
@@ -183,9 +188,11 @@ class Worker:
         the processes form another group themselves.
         """
         plan, step = self.learner.plan, taken.number
-        self.step, self.step_ended = step, time.time()
+        taken.ended = time.time()
+        self._uncounted = taken
+        in_doubt = self._sums is not None and self._sums.end_step()
         if self._undo:
-            self._undo.accept()
+            self._undo.accept(in_doubt)
             for text in self._undo.warnings() if self.reporter else ():
                 warn_once(log, text)
         if self.reporter and step == self.group_start.step + 1:
@@ -194,13 +201,13 @@ class Worker:
                 warn_once(log, f"{PREFIX}TASK_ARGS: {unread}")
         every = plan.settings.checkpoint_every_steps
         has_more = step < plan.total_steps
-        epoch_ends = not has_more or step % plan.steps.per_epoch == 0
-        self._evaluation_done = not (epoch_ends and plan.test)
-        self._record = {}
+        epoch_ends = self._ends_epoch(step)
+        if not in_doubt:
+            self._count_step()
         self._record_step(taken, epoch_ends)
 
         # Decide. Rank 0 broadcasts what it wants. The rest follows from the number of the step on every rank.
-        agreed = self._decisions.agree(lambda: self.choose_actions(step))
+        agreed = self._decisions.agree(lambda: self.choose_actions(taken))
         stop = agreed.stop
         restart = agreed.restart and has_more
         regroup = agreed.regroup and has_more
@@ -211,12 +218,14 @@ class Worker:
 
         # Measure and evaluate.
         record: MetricRecord = {}
+        if save or agreed.report or regroup or (agreed.copy and plan.settings.ema):
+            self._count_step()
         if save or agreed.report or parts_move:
             record = self.window.close(step, (step - 1) // plan.steps.per_epoch + 1, taken.learning_rate)
             self._nan_watch.look(record, taken.values, save)
             record |= self._nan_watch.state
             self._end_if_diverged(record, last=not has_more)
-        self._record = record
+            self._record = record
         if not (self._evaluation_done or stop or restart or regroup):
             # If a worker is lost during the evaluation, the evaluation is repeated, but no step.
             self.checkpoints.save(step, self._metrics(record), evaluated=False, to_storage=False)
@@ -227,9 +236,11 @@ class Worker:
         # Act.
         if record:
             self.report(record)
-        if save or agreed.copy or parts_move:
-            if save and not self._nan_watch.finite_weights:
+        if save:
+            self._await_sums()
+            if not self._nan_watch.finite_weights:
                 self._drain()
+        if save or agreed.copy or parts_move:
             metrics = self._metrics(record)
             self.checkpoints.save(step, metrics, evaluated=self._evaluation_done, to_storage=save, needed=parts_move)
         if restart:
@@ -286,10 +297,28 @@ class Worker:
         callbacks of libraries' Trainers. `optimizer` is the optimizer that is about to take its step, if there is one.
         """
         self.wait_for_copy()
-        if self.group_start.await_sums:
-            self.group_start.await_sums()
+        if self._sums and self._undo:  # without `_undo`, the next group does not use this process's state
+            self._guard_change(self._sums, self._undo, optimizer)
         if self._undo and optimizer:
             self._undo.before_change(optimizer)
+
+    def _guard_change(self, sums: SumGuard, undo: StepUndo, optimizer: torch.optim.Optimizer | None) -> None:
+        """Make sure that aborted sums change no parameters. Raises `RegroupError` if sums were aborted.
+
+        The GPU itself cancels the step of a fused optimizer, and nothing waits for its sums. Any other change waits.
+        """
+        self._count_step()
+        learner = self.learner
+        own_loop = learner.task.train or learner.task.library_loop  # such a loop may change parameters after the step
+        if optimizer is learner.optimizer and not own_loop and sums.can_cancel(optimizer) and undo.nothing_early:
+            sums.begin_step(optimizer)
+        else:
+            self._await_sums()
+
+    def _await_sums(self) -> None:
+        """Wait until all sums so far are complete. Raises `RegroupError` if they were aborted."""
+        if self._sums and not self._sums.await_sums():
+            raise RegroupError
 
     def wait_for_copy(self) -> None:
         """Block until the newest copy is complete. During a step, use `wait_before_change` instead."""
@@ -301,8 +330,11 @@ class Worker:
         A step that has begun is undone. Returns None if that is impossible, or if this process has only a shard of the
         state (fsdp).
         """
+        cancelled = self._sums is not None and not self._sums.leave()
+        if not cancelled:
+            self._count_step()
         windows = self.checkpoints.leave_group(self.step)
-        if not self._undo or not self._undo.put_back():
+        if not self._undo or not self._undo.put_back(cancelled):
             return None
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluation_done)
         return live, StateMetadata(self._metrics(self._record), self.step_ended, windows)
@@ -311,21 +343,41 @@ class Worker:
         """Return the metrics of a checkpoint: the record, and the means and counters that the next group needs."""
         return {**record, **self.window.recent.newest, **self._patience.state, **self._nan_watch.state}
 
-    def _record_step(self, taken: Step, epoch_ends: bool) -> None:
+    def _count_step(self) -> None:
+        """Count the newest step, unless it is counted already. Raises `RegroupError` if its sums were aborted.
+
+        This waits until the device has taken the step, if it is in doubt.
+        """
+        taken = self._uncounted
+        if not taken:
+            return
+        if self._sums and not self._sums.confirm():
+            raise RegroupError
+        self._uncounted = None
+        plan = self.learner.plan
+        self.step, self.step_ended = taken.number, taken.ended
+        self._evaluation_done = not (plan.test and self._ends_epoch(taken.number))
+        self._record = {}
         self.learner.average.update(taken.number)
         self.window.add_step(taken.values, taken.seconds, taken.data_wait_s)
+
+    def _ends_epoch(self, step: int) -> bool:
+        plan = self.learner.plan
+        return step == plan.total_steps or step % plan.steps.per_epoch == 0
+
+    def _record_step(self, taken: Step, epoch_ends: bool) -> None:
         self.watchdog.heartbeat(taken.number)
         self.telemetry.took_step(taken.number, taken.seconds)
         self.checkpoints.took_step(taken.number, taken.rows)
         if self.reporter:
             self.reporter.took_step(taken.number, self.window, epoch_ends)
 
-    def choose_actions(self, step: int) -> StepActions:
-        """Return the actions that are due after `step`. They are chosen on rank 0, and empty on other ranks."""
+    def choose_actions(self, taken: Step) -> StepActions:
+        """Return the actions that are due after a step. They are chosen on rank 0, and empty on other ranks."""
         if not self.reporter:
             return StepActions()
         command = self.commands.poll()
-        due = self.checkpoints.due(step, self.window.last_step_s)
+        due = self.checkpoints.due(taken.number, taken.seconds)
         save_for_head = command.save and not self._saved_for_head and not due.busy
         self._saved_for_head |= save_for_head
         return due._replace(

@@ -1,0 +1,133 @@
+"""Keeps sums that an abort has cut short out of the parameters, without waiting for the sums.
+
+An aborted NCCL collective ends without an error, and leaves a wrong sum. A worker could wait for the sums before each
+change of parameters, but then the GPU has no work until the optimizer's kernels arrive. Instead, the GPU itself finds
+out whether the sums count:
+
+1. `trip` sets a word in main memory. `ProcessGroups.cut` calls it *before* it aborts any collective.
+2. `begin_step` queues a read of this word behind the sums. If the GPU reads 0, no abort had begun by then, so the sums
+   are complete. If it reads 1, they may be wrong.
+3. A fused optimizer takes what was read as `found_inf`, the number with which gradient scalers cancel a step. If it is
+   1, the step changes neither parameters nor the optimizer's state.
+4. `confirm` waits for the end of the step, one step later, and returns whether the step counts. So at most one step is
+   in doubt at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch.optim import Optimizer
+
+from sunspot.parallel.sharding import parameters_of
+
+
+class Event(Protocol):
+    """A place in a device's queue, like `torch.cuda.Event`."""
+
+    def record(self) -> None:
+        """Mark the current end of the queue."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached the mark."""
+        ...
+
+
+class SumGuard:
+    """Guards one group's sums on this worker's device."""
+
+    def __init__(self, device: torch.device | None = None, new_event: Callable[[], Event] = torch.cuda.Event) -> None:
+        """`device` computes the sums. It is None if an aborted collective raises an error, as gloo's collectives do."""
+        self._on = device is not None
+        self._event = new_event() if self._on else None
+        on_gpu = device is not None and device.type == "cuda"
+        # The GPU reads and writes pinned memory itself, when its queue gets there.
+        self._word = torch.zeros((), pin_memory=on_gpu)
+        "The word, which is 1 once the group is about to be aborted."
+        self._read = torch.zeros((), device=device)
+        "The word as the device has read it behind the sums of the newest step."
+        self._result = torch.zeros((), pin_memory=on_gpu)
+        "The same, in main memory, once the device has taken the step."
+        self._stepping: Optimizer | None = None
+        "The optimizer whose step has begun and not ended."
+        self._in_doubt = False
+        "True if the newest step has not been confirmed."
+        self._stepped = set[int]()
+        "The `id` of each parameter that has had a gradient in an earlier step."
+
+    # ------------------------------------------------------------------------------------------------------- any thread
+
+    def trip(self) -> None:
+        """Announce that the group's collectives will be aborted."""
+        self._word.fill_(1)
+
+    @property
+    def aborted(self) -> bool:
+        """True if collectives that the device has not completed yet may end with wrong results."""
+        return self._on and bool(self._word)
+
+    # -------------------------------------------------------------------------------------------------- training thread
+
+    def await_sums(self) -> bool:
+        """Wait for the device, and return True if all sums so far are complete."""
+        if self._event:
+            self._event.record()
+            self._event.synchronize()
+        return not self.aborted
+
+    def can_cancel(self, optimizer: Optimizer) -> bool:
+        """Return True if the next step of an optimizer changes nothing in case its sums are not complete.
+
+        A parameter's first step needs complete sums, because fused SGD would keep a momentum that it has not written.
+        """
+        if not self._on or not type(optimizer).__module__.startswith("torch.optim."):
+            return False
+        # torch has no public API for these (2.15). A hook could change parameters after a step that was cancelled.
+        if not getattr(optimizer, "_step_supports_amp_scaling", False) or optimizer._optimizer_step_post_hooks:
+            return False
+        first = [id(p) for p in parameters_of(optimizer) if p.grad is not None and id(p) not in self._stepped]
+        self._stepped.update(first)
+        return not first
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Make the device cancel an optimizer's step unless the sums are complete. Call this before the step."""
+        self._read.copy_(self._word, non_blocking=True)
+        self._stepping = optimizer
+        cast(Any, optimizer).found_inf = self._read
+
+    def end_step(self) -> bool:
+        """Return True if a step that can be cancelled has been queued, which is then in doubt. Call this after it."""
+        if not (self._release() and self._event):
+            return False
+        self._result.copy_(self._read, non_blocking=True)
+        self._event.record()
+        self._in_doubt = True
+        return True
+
+    def confirm(self) -> bool:
+        """Wait until the device has taken the newest step, and return False if the step was cancelled."""
+        if self._in_doubt and self._event:
+            self._event.synchronize()
+            self._in_doubt = bool(self._result)
+        return not self._in_doubt
+
+    def leave(self) -> bool:
+        """Wait for the device after the end of the group, and return False if the newest step was cancelled."""
+        self._release()  # an error has ended the optimizer's step
+        return self.confirm()
+
+    def _release(self) -> bool:
+        """Let the optimizer take its next step unconditionally. Return True if its step has begun."""
+        optimizer, self._stepping = self._stepping, None
+        if optimizer:
+            del cast(Any, optimizer).found_inf
+        return optimizer is not None
+
+    def keep_complete(self, before: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """Return what a collective has `received`, or the values `before` it if the collective may be cut short."""
+        if not self._on:
+            return received
+        return torch.where(torch.empty_like(self._read).copy_(self._word, non_blocking=True) > 0, before, received)
