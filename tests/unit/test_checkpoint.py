@@ -226,7 +226,7 @@ def test_a_state_that_a_restart_could_not_load_is_rejected(
     trainee = Trainee(run, model=Counting(40, 40))
     trainee.model(torch.randn(8, 40)).sum().backward()
     put(trainee, value)
-    refusal = rf"SUNSPOT_TASK=\S+: {key} is a {type(value).__module__}\..*make it a tensor, a plain Python number"
+    refusal = rf"SUNSPOT_TASK=\S+: {key} is a {type(value).__module__}\..*use a tensor, a plain Python number"
     with pytest.raises(SettingsError, match=refusal):
         trainee.checkpoints.took_step(1, None)
     put(trainee, 0.1)
@@ -245,7 +245,7 @@ def test_an_intact_file_that_cannot_be_loaded_is_not_reported_as_damaged(run: Ru
     node = NodeState(run, None, ["node"])
     assert node.read(checkpoint) == []
     for load in (lambda: load_state(run, checkpoint, "optimizer.pt"), lambda: node.load(checkpoint)):
-        with pytest.raises(ConflictError, match=r"\.pt was not loaded, .* SUNSPOT_INIT_FROM=run:run$"):
+        with pytest.raises(ConflictError, match=r"\.pt was not loaded, .*SUNSPOT_INIT_FROM=run:run\)$"):
             load()
 
 

@@ -310,7 +310,7 @@ def test_a_download_into_a_directory_with_other_files_is_rejected(
     mine.mkdir()
     (mine / "model.pt").write_bytes(b"work of a week")
     answer = sunspot("checkpoints", "get", "run", "--output", str(mine))
-    assert (answer.code, "contains other files" in answer.err) == (2, True)
+    assert (answer.code, "contains files that do not belong" in answer.err) == (2, True)
     assert read(mine) == {"model.pt": b"work of a week"}
     out = str(tmp_path / "out")
     assert sunspot("checkpoints", "get", "run", first.name, "--output", out).code == 0

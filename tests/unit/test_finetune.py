@@ -228,7 +228,7 @@ def test_a_directory_without_a_model_is_rejected(base: str, tmp_path: Path, lack
     folder = tmp_path / "model"
     shutil.copytree(base, folder)
     (folder / lacks).unlink()
-    with refusal(SettingsError, "base=", "it has no", lacks.removeprefix("model")):
+    with refusal(SettingsError, "base=", "it contains no", lacks.removeprefix("model")):
         open_base(str(folder))
 
 
