@@ -187,6 +187,7 @@ class Worker:
         All workers call this together. Raises `GroupRestartError` if Ray starts another group, and `RegroupError` if
         the processes form another group themselves.
         """
+        # Accept the step before the first collective below. If that breaks, the step was still complete, and counts.
         plan, step = self.learner.plan, taken.number
         taken.ended = time.time()
         self._uncounted = taken
@@ -206,7 +207,7 @@ class Worker:
             self._count_step()
         self._record_step(taken, epoch_ends)
 
-        # Decide. Rank 0 broadcasts what it wants. The rest follows from the number of the step on every rank.
+        # Decide. Rank 0 broadcasts what it wants. The rest follows from the step number, so all ranks decide the same.
         agreed = self._decisions.agree(lambda: self.choose_actions(taken))
         stop = agreed.stop
         restart = agreed.restart and has_more
@@ -216,7 +217,7 @@ class Worker:
         save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
         self._leave_closed_group()
 
-        # Measure and evaluate.
+        # Measure and evaluate. Everything that leaves this process needs a step that counts.
         record: MetricRecord = {}
         if save or agreed.report or regroup or (agreed.copy and plan.settings.ema):
             self._count_step()
@@ -233,7 +234,7 @@ class Worker:
             record |= results or {}
             self._end_if_diverged(record, last=self._patience.over)
 
-        # Act.
+        # Act. Report before saving, because a checkpoint relies on the history up to its step.
         if record:
             self.report(record)
         if save:
