@@ -14,6 +14,9 @@ from hypothesis import settings
 
 from tests.harness.logs import printed_and_kept
 
+# Several processes share the cores. An OpenMP thread that waits for a core spins, so more threads make tests slower.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # There are no deadlines, because an example's duration depends on the machine. `make test-all` selects "thorough".
 settings.register_profile("quick", deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=200)

@@ -756,4 +756,4 @@ def test_list_includes_runs_that_exist_only_in_the_cluster(cluster: FakeCluster,
     cluster.down()
     assert sunspot("list", "--json") == 0
     assert [row["run"] for row in sunspot.json] == ["stored"]
-    assert "without the cluster" in sunspot.err
+    assert "these states come from storage alone" in sunspot.err

@@ -91,7 +91,7 @@ def open_base(location: str) -> Base:
             raise base_error(location, problem) from error
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise base_error(location, f"it has no {name}")
+            raise base_error(location, f"it contains no {name}")
     base = Base(location, folder)
     if not base.weights:
         raise base_error(location, "it contains no *.safetensors files")
