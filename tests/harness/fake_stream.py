@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +17,8 @@ VALUE = torch.ops.aten._local_scalar_dense.default
 class FakeStream(TorchDispatchMode):
     """Queues all operations on tensors inside this context. More than `lag` waiting operations make the oldest one run.
 
-    Reading a value waits for all operations. As on a GPU, it does not wait for a non-blocking copy to main memory.
+    Reading a value waits for all operations. As on a GPU, it does not wait if the value is in main memory, which is
+    assumed of the targets and the sources of non-blocking copies.
     """
 
     def __init__(self, lag: float, before: Callable[[str], None]) -> None:
@@ -26,8 +27,8 @@ class FakeStream(TorchDispatchMode):
         self._lag = lag
         self._before = before
         self._queue: deque[tuple[str, Callable[[], None]]] = deque()
-        self._unblocked = Counter[int]()
-        "Number of waiting non-blocking copies to each address."
+        self._in_main_memory = set[int]()
+        "The addresses of tensors in main memory."
         self.queued = 0
         "Number of operations so far."
 
@@ -54,7 +55,7 @@ class FakeStream(TorchDispatchMode):
         given = (args, kwargs or {})
         aliases = [each.alias_info for each in function._schema.returns]
         is_view = bool(aliases) and all(alias and not alias.is_write for alias in aliases)
-        if function is VALUE and not self._unblocked[args[0].data_ptr()]:
+        if function is VALUE and args[0].data_ptr() not in self._in_main_memory:
             self.synchronize()
         if function is VALUE or is_view or function.namespace == "c10d":
             return function(*args, **given[1])
@@ -63,8 +64,8 @@ class FakeStream(TorchDispatchMode):
         copies = [each.clone() if isinstance(each, torch.Tensor) else each for each in leaves]
         now = call(function, tree_unflatten(copies, structure))
         changed = {id(copy): each for copy, each in zip(copies, leaves, strict=True)}
-        target = args[0].data_ptr() if function is COPY and args[2:] == (True,) else 0
-        self._unblocked[target] += 1
+        if function is COPY and args[2:] == (True,):
+            self._in_main_memory.update(each.data_ptr() for each in args[:2])
         made = [each.data for each in tensors_in(now) if id(each) not in changed]
         later = tree_map(lambda each: each.data if isinstance(each, torch.Tensor) else each, given)
 
@@ -73,7 +74,6 @@ class FakeStream(TorchDispatchMode):
             results = [each for each in tensors_in(call(function, later)) if id(each) not in inputs]
             for each, result in zip(made, results, strict=True):
                 each.copy_(result)
-            self._unblocked[target] -= 1
 
         self.queue(str(function), run)
         return tree_map(lambda each: changed.get(id(each), each), now)
