@@ -48,8 +48,11 @@ def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
 def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = AT_ONCE) -> list[Result]:
     """Return the results of `act` in the order of the items.
 
-    After an error, no further item is started. The error of the first item that fails is raised.
+    After an error, no further item is started. The error of the first item that fails is raised. If `at_once` is 1, no
+    thread is started.
     """
+    if at_once == 1:
+        return [act(item) for item in items]
     todo = deque(enumerate(items))
     results = {}
     errors = {}
