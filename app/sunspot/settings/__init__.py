@@ -1,8 +1,9 @@
 """The settings of a run: their definitions, a search over them, and the file `sunspot.toml`.
 
-`definitions.py` has one field for each setting, which is read from an environment variable. `job_context.py` has the
-values that a job's manifest sets in the same way. `file.py` reads settings from `sunspot.toml`. `task_arguments.py`
-reads `SUNSPOT_TASK_ARGS`. `search_space.py` parses a search space, and draws the values of each trial.
+`definitions.py` has one field for each setting, which is read from an environment variable (`fields.py`).
+`job_context.py` has the values that a job's manifest sets in the same way. `file.py` reads settings from
+`sunspot.toml`. `task_arguments.py` reads `SUNSPOT_TASK_ARGS`. `search_space.py` parses a search space, and draws the
+values of each trial.
 """
 
 from sunspot.settings.definitions import (
@@ -20,7 +21,6 @@ from sunspot.settings.definitions import (
     describe_settings,
     differences,
     load_settings,
-    parse_json,
     recorded_settings,
     refuse,
     setting_text,
@@ -28,6 +28,7 @@ from sunspot.settings.definitions import (
     variable_of,
     with_place,
 )
+from sunspot.settings.fields import parse_json
 from sunspot.settings.job_context import HEAD, JobContext, NodeGroup, NodePrice
 
 __all__ = [

@@ -22,7 +22,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Field,
     GetPydanticSchema,
     PlainSerializer,
     PlainValidator,
@@ -32,6 +31,7 @@ from pydantic import (
 from sunspot.credentials import URL_PASSWORD, find_credential, find_credential_arguments
 from sunspot.errors import SettingsError
 from sunspot.formatting import plural
+from sunspot.settings.fields import DUMPED, PARSED, parse_json, setting
 from sunspot.settings.job_context import JobContext
 from sunspot.settings.task_arguments import TaskArguments, plain
 from sunspot.spelling import OTHER_SETTINGS, SUBMIT_OPTIONS, find_meant
@@ -96,39 +96,6 @@ def _check_origin(value: str) -> str:
     return value
 
 
-MAX_DEPTH = 50
-"""Maximum nesting depth of a setting's JSON. At a depth of a thousand, Python's own functions fail."""
-
-
-def parse_json(text: str) -> Any:
-    """Parse JSON of at most MAX_DEPTH levels. Raises `ValueError` if it is invalid or nested deeper."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    _refuse_depth(value, MAX_DEPTH)
-    return value
-
-
-def _refuse_depth(value: Any, levels: int) -> None:
-    if isinstance(value, (dict, list)):
-        if not levels:
-            raise ValueError("nested too deep")
-        for item in value.values() if isinstance(value, dict) else value:
-            _refuse_depth(item, levels - 1)
-
-
-def _parse_json_object(value: Any) -> dict[str, Any]:
-    parsed = parse_json(value or "{}") if isinstance(value, str) else value
-    if not isinstance(parsed, dict):
-        raise ValueError("not a JSON object")
-    return parsed
-
-
-PARSED = BeforeValidator(_parse_json_object)
-
-DUMPED = PlainSerializer(lambda value: json.dumps(value, sort_keys=True, default=dict), return_type=str)
-
 JsonObject = Annotated[dict[str, Any], PARSED, DUMPED]
 
 Arguments = Annotated[
@@ -158,153 +125,148 @@ def _parse_steps_or_share(value: Any) -> float:
 StepsOrShare = Annotated[float, PlainValidator(_parse_steps_or_share)]
 
 
-def _setting(default: Any, takes: str, **limits: Any) -> Any:
-    """Declare a field with its default, a description of its allowed values, and pydantic's limits."""
-    return Field(default, json_schema_extra={"takes": takes}, validate_default=True, **limits)
-
-
 class Settings(BaseModel):
     """The settings of one run, validated together. They are immutable."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    task: TaskName = _setting(
+    task: TaskName = setting(
         "sunspot.tasks.mnist",
         "an importable module, e.g. sunspot.tasks.mnist",
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
     )
     "Module with the model and the loss."
-    run_name: str = _setting(
+    run_name: str = setting(
         "mnist",
         "1 to 38 lower-case letters, digits and '-', starting with a letter and not ending with '-'",
         pattern=f"^{RUN_NAME}$",
     )
     "Name of the run. A run with the same name in the same storage is resumed."
-    task_args: Arguments = _setting({}, """a JSON object, e.g. {"width": 64}""")
+    task_args: Arguments = setting({}, """a JSON object, e.g. {"width": 64}""")
     "The task's own hyperparameters, passed to it unchanged."
-    init_from: Origin = _setting(
+    init_from: Origin = setting(
         "", "run:NAME, or the path or URL of a state_dict saved by torch.save or as safetensors"
     )
     "Initial weights for a run without a checkpoint."
 
-    storage_path: str = _setting(
+    storage_path: str = setting(
         "runs",
         f"a local or NFS path, {BUCKET_URLS}",
         pattern=r"^((s3|gs|az|abfs)://[^/:]+(/.*)?|[^:]+)$",
     )
     "Directory or bucket that contains the runs."
 
-    dataset: str = _setting(
+    dataset: str = setting(
         "sample",
         "sample, mnist, or a path or URL of Parquet, CSV, JSON lines, image folders, or save_to_disk's output",
         min_length=1,
     )
     "Training data."
-    test_dataset: str = _setting("", "a path or URL, like SUNSPOT_DATASET, or empty")
+    test_dataset: str = setting("", "a path or URL, like SUNSPOT_DATASET, or empty")
     "Held-out rows if SUNSPOT_DATASET is a path. By default, they are in its folder test/ next to train/, if any."
-    test_share: float = _setting(0, "a fraction >= 0 and < 1, e.g. 0.1", ge=0, lt=1)
+    test_share: float = setting(0, "a fraction >= 0 and < 1, e.g. 0.1", ge=0, lt=1)
     "Fraction of the rows to hold out if there are no other held-out rows. SUNSPOT_SEED selects them."
-    image_size: int = _setting(0, "an integer >= 0", ge=0, le=4096)
+    image_size: int = setting(0, "an integer >= 0", ge=0, le=4096)
     "Height and width to which each image's middle is scaled. 0 keeps the images' size, or means 64 if it varies."
-    data_root: str = _setting("data", "a directory", min_length=1)
+    data_root: str = setting("data", "a directory", min_length=1)
     "Directory for torchvision's copy of MNIST."
 
-    loader: Literal["torch", "ray"] = _setting("torch", "torch or ray")
+    loader: Literal["torch", "ray"] = setting("torch", "torch or ray")
     "Loader of the rows. torch keeps them in memory, and ray streams them with Ray Data."
-    num_workers: WorkerCount = _setting("2", "an integer >= 1, such as 4, or a range, such as 2..8")
+    num_workers: WorkerCount = setting("2", "an integer >= 1, such as 4, or a range, such as 2..8")
     "Number of training workers (the world size). A range makes the run elastic."
-    use_gpu: Literal["auto", "true", "false"] = _setting("auto", "auto, true or false")
+    use_gpu: Literal["auto", "true", "false"] = setting("auto", "auto, true or false")
     "Use of GPUs. With auto, each worker gets a GPU if the cluster has enough of them."
-    resources_per_worker: JsonObject = _setting({}, """a JSON object, e.g. {"CPU": 4, "GPU": 1}""")
+    resources_per_worker: JsonObject = setting({}, """a JSON object, e.g. {"CPU": 4, "GPU": 1}""")
     "Ray resources of one worker. By default, the plan chooses them and gives its reason."
 
-    epochs: int = _setting(2, "an integer >= 1", ge=1)
+    epochs: int = setting(2, "an integer >= 1", ge=1)
     "Passes over the training rows."
-    max_steps: int = _setting(0, "an integer >= 0", ge=0)
+    max_steps: int = setting(0, "an integer >= 0", ge=0)
     "Optimizer steps after which the run ends, even within an epoch. 0 means no limit."
-    global_batch_size: int = _setting(128, "an integer >= 2, because batch norm needs two rows", ge=2)
+    global_batch_size: int = setting(128, "an integer >= 2, because batch norm needs two rows", ge=2)
     "Rows per optimizer step, summed over all workers."
-    micro_batch_size: int = _setting(0, "an integer >= 0", ge=0)
+    micro_batch_size: int = setting(0, "an integer >= 0", ge=0)
     "Maximum rows per forward pass; gradients accumulate. 0 means a worker's share of a step when all workers train."
 
-    learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
+    learning_rate: float = setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
     "Peak learning rate, which the schedule scales."
-    schedule: Literal["linear", "cosine", "constant"] = _setting("linear", "linear, cosine or constant")
+    schedule: Literal["linear", "cosine", "constant"] = setting("linear", "linear, cosine or constant")
     "Shape of the learning rate's decay from its peak, for tasks without a schedule."
-    warmup_steps: StepsOrShare = _setting(0, "an integer >= 0, or a fraction < 1 of all steps, e.g. 0.05")
+    warmup_steps: StepsOrShare = setting(0, "an integer >= 0, or a fraction < 1 of all steps, e.g. 0.05")
     "Number of first steps in which the learning rate rises to its peak, for tasks without a schedule."
-    weight_decay: float = _setting(0, "a number >= 0, e.g. 0.1", ge=0, allow_inf_nan=False)
+    weight_decay: float = setting(0, "a number >= 0, e.g. 0.1", ge=0, allow_inf_nan=False)
     "AdamW's weight decay for matrices, for tasks without an optimizer."
-    clip_norm: float = _setting(0, "a number >= 0, e.g. 1", ge=0, allow_inf_nan=False)
+    clip_norm: float = setting(0, "a number >= 0, e.g. 1", ge=0, allow_inf_nan=False)
     "Norm to which a larger gradient is scaled down. 0 turns clipping off."
-    ema: float = _setting(0, "a fraction >= 0 and < 1, e.g. 0.999", ge=0, lt=1)
+    ema: float = setting(0, "a fraction >= 0 and < 1, e.g. 0.999", ge=0, lt=1)
     "Decay of the exponential moving average of the weights in `model.pt`. With 0, `model.pt` has the trained weights."
 
-    seed: int = _setting(0, "an integer from 0 to 2^32 - 1", ge=0, lt=2**32)
+    seed: int = setting(0, "an integer from 0 to 2^32 - 1", ge=0, lt=2**32)
     "Seed for the row order and all random numbers."
-    precision: Literal["fp32", "tf32", "bf16"] = _setting("fp32", "fp32, tf32 or bf16")
+    precision: Literal["fp32", "tf32", "bf16"] = setting("fp32", "fp32, tf32 or bf16")
     "Precision of the computation. tf32 multiplies matrices in TF32, and bf16 runs the forward pass with autocast."
-    gradient_precision: Literal["fp32", "bf16"] = _setting("fp32", "fp32 or bf16")
+    gradient_precision: Literal["fp32", "bf16"] = setting("fp32", "fp32 or bf16")
     "Precision in which workers exchange gradients."
-    compile: Literal["off", "default", "max-autotune"] = _setting("off", "off, default or max-autotune")
+    compile: Literal["off", "default", "max-autotune"] = setting("off", "off, default or max-autotune")
     "Mode of torch.compile, which needs a C or C++ compiler."
-    parallel: Literal["ddp", "fsdp"] = _setting("ddp", "ddp or fsdp")
+    parallel: Literal["ddp", "fsdp"] = setting("ddp", "ddp or fsdp")
     "Distribution of the model. ddp keeps a copy on each worker, and fsdp splits the model among the workers."
 
-    checkpoint_every_steps: int = _setting(0, "an integer >= 0", ge=0)
+    checkpoint_every_steps: int = setting(0, "an integer >= 0", ge=0)
     "Optimizer steps between checkpoints, or 0 for none. The end of each epoch adds a checkpoint."
-    checkpoint_every_s: float = _setting(60, "seconds >= 0", ge=0, allow_inf_nan=False)
+    checkpoint_every_s: float = setting(60, "seconds >= 0", ge=0, allow_inf_nan=False)
     "Seconds between checkpoints, or 0 for none. The end of each epoch adds a checkpoint."
-    checkpoints_to_keep: int = _setting(3, "an integer >= 1", ge=1)
+    checkpoints_to_keep: int = setting(3, "an integer >= 1", ge=1)
     "Number of best checkpoints to keep. The newest checkpoint is always kept, too."
-    checkpoint_metric: str = _setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
+    checkpoint_metric: str = setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
     "Metric that ranks checkpoints, on held-out rows if there are any, otherwise on the last 10,000 training rows."
-    checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
+    checkpoint_order: Literal["min", "max"] = setting("min", "min or max")
     "Better direction of SUNSPOT_CHECKPOINT_METRIC: lower (min) or higher (max)."
-    early_stop_evaluations: int = _setting(0, "an integer >= 0", ge=0)
+    early_stop_evaluations: int = setting(0, "an integer >= 0", ge=0)
     "Number of evaluations without a better SUNSPOT_CHECKPOINT_METRIC after which the run ends. 0 turns this off."
 
-    trials: int = _setting(8, "an integer from 1 to 10000", ge=1, le=10_000)
+    trials: int = setting(8, "an integer from 1 to 10000", ge=1, le=10_000)
     "Number of runs in a search."
-    concurrent_trials: int = _setting(0, "an integer >= 0", ge=0)
+    concurrent_trials: int = setting(0, "an integer >= 0", ge=0)
     "Number of a search's trials that train at the same time. 0 means as many as fit."
 
-    max_failures: int = _setting(3, "an integer >= 0", ge=0)
+    max_failures: int = setting(3, "an integer >= 0", ge=0)
     "Number of losses without notice that a run survives. A new checkpoint or a step after a loss resets the count."
-    max_nan_windows: int = _setting(3, "an integer >= 0", ge=0)
+    max_nan_windows: int = setting(3, "an integer >= 0", ge=0)
     "Number of consecutive metric windows with a NaN or infinite loss after which the run fails. 0 turns this off."
-    max_driver_starts: int = _setting(10, "an integer >= 1", ge=1)
+    max_driver_starts: int = setting(10, "an integer >= 1", ge=1)
     "Maximum number of times that a job's driver starts without a new checkpoint before the run fails."
-    storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
+    storage_timeout_s: float = setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
     "Seconds for which storage may reject requests or not answer before the run ends."
 
-    snapshot_cost: float = _setting(0.01, "a fraction >= 0 and < 1, e.g. 0.01", ge=0, lt=1)
+    snapshot_cost: float = setting(0.01, "a fraction >= 0 and < 1, e.g. 0.01", ge=0, lt=1)
     "Maximum fraction of the training time for copying the state to memory. 0 turns copies off."
-    hang_timeout_s: float = _setting(300, "seconds >= 0", ge=0, allow_inf_nan=False)
+    hang_timeout_s: float = setting(300, "seconds >= 0", ge=0, allow_inf_nan=False)
     "Seconds without a step after which a rank's process is ended and counts as lost. 0 turns this off."
-    survivors: Literal["auto", "off"] = _setting("auto", "auto or off")
+    survivors: Literal["auto", "off"] = setting("auto", "auto or off")
     "Handling of a loss. With auto, the other workers keep training if possible. With off, all workers restart."
 
-    report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
+    report_every_s: float = setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
     "Seconds between records of the metric history. Each checkpoint adds a record."
-    predict_rows: int = _setting(10_000, "an integer >= 0", ge=0)
+    predict_rows: int = setting(10_000, "an integer >= 0", ge=0)
     "Number of held-out rows that the newest checkpoint predicts for the report."
 
-    tracking: Literal["", "mlflow", "wandb", "tensorboard"] = _setting("", "mlflow, wandb, tensorboard, or empty")
+    tracking: Literal["", "mlflow", "wandb", "tensorboard"] = setting("", "mlflow, wandb, tensorboard, or empty")
     "Tracking service that the run reports to, if any."
-    tracking_project: str = _setting("sunspot", "the name of an experiment or project", min_length=1)
+    tracking_project: str = setting("sunspot", "the name of an experiment or project", min_length=1)
     "Name of the MLflow experiment or the Weights & Biases project."
 
-    weights: Literal["pt", "safetensors"] = _setting("pt", "pt or safetensors")
+    weights: Literal["pt", "safetensors"] = setting("pt", "pt or safetensors")
     "Format of the last checkpoint's weights. safetensors files are written next to model.pt, or replace it under fsdp."
-    audit: bool = _setting(False, "true or false")
+    audit: bool = setting(False, "true or false")
     "True records the id of every row that each step consumed."
-    accept: str = _setting(
+    accept: str = setting(
         "", "the name from an error message, several names separated by commas, or empty", pattern=r"^[\w,-]*$"
     )
     "Errors to override: another row order, lost checkpoints, a lost start, or too many workers for this machine."
 
-    labels: Labels = _setting({}, """a JSON object of texts, e.g. {"team": "vision"}""")
+    labels: Labels = setting({}, """a JSON object of texts, e.g. {"team": "vision"}""")
     "Labels by which `sunspot cost` groups costs, in addition to the profile's."
 
     job: JobContext = JobContext()

@@ -7,7 +7,8 @@ import json
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
-from pydantic_core import from_json
+
+from sunspot.settings.fields import DUMPED, PARSED, parse_json, setting
 
 
 class NodeGroup(BaseModel):
@@ -36,17 +37,11 @@ class NodePrice(BaseModel):
     on_demand_price: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
-PARSED = BeforeValidator(lambda value: from_json(value) if isinstance(value, str) else value)
-
-NodePrices = Annotated[
-    dict[str, NodePrice],
-    PARSED,
-    PlainSerializer(lambda prices: json.dumps(prices, sort_keys=True, default=dict), return_type=str),
-]
+NodePrices = Annotated[dict[str, NodePrice], PARSED, DUMPED]
 
 NodeGroups = Annotated[
     tuple[NodeGroup, ...],
-    PARSED,
+    BeforeValidator(lambda value: parse_json(value) if isinstance(value, str) else value),
     PlainSerializer(lambda groups: json.dumps([dict(group) for group in groups]) if groups else "", return_type=str),
 ]
 
@@ -56,26 +51,15 @@ class JobContext(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    notice_s: int = Field(default=0, ge=0, json_schema_extra={"takes": "whole seconds, at least 0"})
+    notice_s: int = setting(0, "whole seconds, at least 0", ge=0)
     "Seconds from a preemption notice to the end of the node, or 0 if unknown."
-    prices: NodePrices = Field(
-        default={},
-        json_schema_extra={"takes": """a JSON object, e.g. {"workers": {"price": 1.2, "on_demand_price": 3.9}}"""},
-    )
+    prices: NodePrices = setting({}, """a JSON object, e.g. {"workers": {"price": 1.2, "on_demand_price": 3.9}}""")
     "Hourly price of the head, and of a node in each group."
-    node_groups: NodeGroups = Field(
-        default=(), json_schema_extra={"takes": """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]"""}
-    )
+    node_groups: NodeGroups = setting((), """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]""")
     "Node groups, if there are several, in order of preference."
-    nodes_timeout_s: float = Field(
-        default=1800, gt=0, allow_inf_nan=False, json_schema_extra={"takes": "seconds above 0"}
-    )
+    nodes_timeout_s: float = setting(1800, "seconds above 0", gt=0, allow_inf_nan=False)
     "Seconds to wait for the first of several node groups."
-    code: str = Field(
-        default="",
-        pattern=r"^(.+@sha256:[0-9a-f]{64})?$",
-        json_schema_extra={"takes": "nothing: `sunspot submit --code FOLDER` sets it"},
-    )
+    code: str = setting("", "nothing: `sunspot submit --code FOLDER` sets it", pattern=r"^(.+@sha256:[0-9a-f]{64})?$")
     "URL of the archive of your own code, with its SHA-256."
-    job_id: str = Field(default="", json_schema_extra={"takes": "the identity of the cluster job, or empty"})
+    job_id: str = setting("", "the identity of the cluster job, or empty")
     "Identity of the job, which is the same for every retry."
