@@ -17,13 +17,13 @@ from sunspot.errors import SettingsError, run_and_exit
 from sunspot.spelling import OTHER_CHECKPOINT_VERBS, OTHER_VERBS
 
 VERBS = {
-    "demo": "train on this machine for two minutes, kill a worker, and prove that no row was lost; no cluster needed",
+    "demo": "train on this machine without a cluster for two minutes, kill a worker, and prove that no row was lost",
     "init": "write a first task and its settings, and print the commands to run",
     "check": "check in seconds, on this machine, that a task trains, evaluates, saves and restores",
     "train": "train on this machine, with settings from sunspot.toml and the environment; the exit code is the outcome",
-    "predict": "predict files, a dataset or prompts with a run's model",
-    "tune": "train a run for each of several settings on this machine, and keep the best checkpoint",
-    "render": "print the manifest that submit would apply; no cluster needed",
+    "predict": "make predictions for files, a dataset or prompts with a run's model",
+    "tune": "search for the best settings on this machine: train one run per trial, and keep the best checkpoint",
+    "render": "print the manifest that submit would apply; no cluster is needed",
     "submit": "check the cluster and storage, and apply the manifest that render prints",
     "status": "show a run's state, from the cluster and storage",
     "wait": "show progress until the run ends; the exit code is the outcome",
@@ -34,14 +34,14 @@ VERBS = {
     "logs": "print the output of the driver or of one rank, from storage, with a few seconds' delay",
     "checkpoints": "list, verify, download or remove a run's checkpoints",
     "checkpoints ls": "list and verify the checkpoints",
-    "checkpoints verify": "verify one checkpoint or all of them; exit code 7 if any is damaged",
-    "checkpoints get": "download a checkpoint; after an interruption, the same command continues",
+    "checkpoints verify": "verify one checkpoint or all of them; the exit code is 7 if a checkpoint is damaged",
+    "checkpoints get": "download a checkpoint; after an interruption, the same command resumes the download",
     "checkpoints gc": "show checkpoints and uploads that are no longer needed; --yes removes them",
     "events": "list a run's incidents and worker starts, and their cost",
     "metrics": "print a run's metric history",
-    "cost": "show the cost of runs and losses and the savings from spot nodes, or node hours if no prices are set",
+    "cost": "show what runs and losses cost and what spot nodes save; if no prices are set, show node hours",
     "report": "write everything about a run into one HTML file",
-    "audit": "prove which rows each epoch consumed, and check checkpoints and receipts; exit code 7 if the audit fails",
+    "audit": "prove which rows each epoch consumed, and verify checkpoints and receipts; the exit code is 7 on failure",
     "chaos": "inject faults into a live run, then audit it",
     "doctor": "explain why a run is pending, slow, stuck or failed, and what to do",
     "dashboard": "forward a run's Ray dashboard to a port of this machine",
@@ -90,7 +90,7 @@ def _add_arguments(verb: str, parser: CommandParser) -> None:
     """Import the module of a subcommand and add its arguments, along with the common ones."""
     module = importlib.import_module(f"sunspot.submitter.commands.{verb.replace(' ', '.')}")
     module.add_arguments(parser)
-    parser.add_argument("--storage", metavar="PATH", help="location of runs; default: SUNSPOT_STORAGE_PATH, or runs")
+    parser.add_argument("--storage", metavar="PATH", help="location of runs; default: SUNSPOT_STORAGE_PATH, or ./runs")
     parser.add_argument("--json", action="store_true", help="print JSON on stdout, and everything else on stderr")
     parser.set_defaults(begin=module.run)
 

@@ -38,7 +38,7 @@ def some_of(names: Sequence[str], most: int = 10) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Return a duration for people, such as `90 s` or `3 h`."""
+    """Return a human-readable duration, such as `90 s` or `3 h`."""
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"
@@ -48,12 +48,12 @@ def in_words(seconds: float) -> str:
 
 
 def as_time(moment: float) -> str:
-    """Return a time (seconds since the epoch) as a date for people."""
+    """Return a time (seconds since the epoch) as a human-readable date."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(moment)) + " UTC"
 
 
 def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
-    """Return an amount of data for people, in bytes or in the largest suitable unit of the decimal `units`."""
+    """Return a human-readable amount of data, in bytes or in the largest suitable unit of the decimal `units`."""
     if size < 1000:
         return f"{size:.0f} bytes"
     number, power = size / 1000, 0
@@ -63,7 +63,7 @@ def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
 
 
 def money(sum_: float) -> str:
-    """Return a sum of money for people, with two decimals, or three significant digits if it is below 1."""
+    """Return a human-readable sum of money, with two decimals, or three significant digits if it is below 1."""
     return f"{sum_:,.2f}" if abs(sum_) >= 1 else f"{sum_:.3g}"
 
 

@@ -64,6 +64,6 @@ def find_fault(name: object) -> str:
 
 
 def shown(name: object) -> str:
-    """Return a name for a message, shortened and on one line."""
+    """Shorten a name to one line, for use in a message."""
     text = repr(name)
     return text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}..."

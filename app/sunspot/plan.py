@@ -105,7 +105,7 @@ def make_plan(settings: Settings, task: Task) -> Plan:
     if settings.early_stop_evaluations and not test:
         raise SettingsError(
             f"SUNSPOT_EARLY_STOP_EVALUATIONS={settings.early_stop_evaluations}: the run has no evaluations, because "
-            "its data have no held-out rows, or its task has no loss; leave it at 0"
+            "its data have no held-out rows or its task has no loss; set it to 0"
         )
     if task.full_batch:  # each step ends with a checkpoint, so there is nothing to copy in between
         settings = settings.model_copy(update={"snapshot_cost": 0.0})
@@ -216,8 +216,8 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
     left = cores - workers * per_worker.get("CPU", 1)
     if settings.loader == "ray" and nodes == 1 and left <= 0:
         raise SettingsError(
-            f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(given)}: {workers} workers take all {cores:g} cores and leave "
-            "none for SUNSPOT_LOADER=ray, which would wait forever; set fewer cores per worker, or leave it empty"
+            f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(given)}: {workers} workers take all {cores:g} cores, and "
+            "SUNSPOT_LOADER=ray would wait forever for one; give each worker fewer cores, or leave the setting empty"
         )
     threads = max(1, math.floor(per_worker.get("CPU", 1)))
     shown = ", ".join(f"{amount:g} {name}" for name, amount in sorted(per_worker.items()))

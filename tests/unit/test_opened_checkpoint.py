@@ -59,7 +59,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "bystander"
 
 
-def test_a_custom_task_named_only_by_a_run_is_not_imported(
+def test_a_custom_task_is_not_imported_just_because_a_run_names_it(
     run: Run, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(run, {"settings": settings_with(module), "data": DATA})

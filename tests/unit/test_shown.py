@@ -59,10 +59,10 @@ def test_images_become_pngs(run: Run) -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (["a"], "show returned list; return a dict that maps titles to texts, numbers, tables or images"),
-        ({"a": [1, 2]}, "show returned 'a' as list; return a text, a number, a list of dicts, or images"),
-        ({"a": None}, "show returned 'a' as NoneType; return a text, a number, a list of dicts, or images"),
-        ({"a": torch.zeros(2, 1, 4, 4)}, "show returned 'a' as Tensor; .* a uint8 tensor"),
+        (["a"], "a value of type list; return a dict that maps titles to strings, numbers, tables or images"),
+        ({"a": [1, 2]}, "a value of type list for 'a'; return a string, a number, a list of dicts, or images"),
+        ({"a": None}, "a value of type NoneType for 'a'; return a string, a number, a list of dicts, or images"),
+        ({"a": torch.zeros(2, 1, 4, 4)}, "show returned a value of type Tensor for 'a'; .* a uint8 tensor"),
     ],
 )
 def test_the_show_function_cannot_return_values_of_unsupported_types(found: Any, said: str) -> None:

@@ -390,7 +390,7 @@ def test_a_step_does_not_wait_for_the_gpu(group: dist.ProcessGroup) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_step_draws_the_same_random_numbers_as_after_calling_the_seed_functions() -> None:
+def test_a_step_draws_the_numbers_that_the_seed_functions_would_give() -> None:
     seed_generators(3, 7, 1)
     drawn = torch.rand(4), np.random.rand(), random.random()
     word = seed_of(3, 7, 1)

@@ -44,7 +44,7 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
         return Survivor(address, limit_s)
 
 
-def test_a_newer_state_received_from_a_peer_does_not_keep_the_old_name(tmp_path: Path) -> None:
+def test_receiving_a_newer_state_clears_the_name_of_the_older_one(tmp_path: Path) -> None:
     """Otherwise, it would claim the older step with the newer step's parameters if its group ended before training."""
 
     def act(group: Any) -> LiveState | None:

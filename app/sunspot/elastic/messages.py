@@ -61,7 +61,7 @@ class Incident:
 
     cause: Cause | None = None
     detail: str = ""
-    "Description of the cause, for people."
+    "Human-readable description of the cause."
     noticed: float | None = None
     "Time at which the notice arrived or the loss was detected."
     loss: str = ""

@@ -46,7 +46,7 @@ class NodeEvent:
 
     cause: Cause
     detail: str
-    "Description for people."
+    "Human-readable description."
     deadline: float | None = None
     "Time at which the first node will be gone, in seconds since the epoch."
     spare: tuple[str, ...] = ()

@@ -74,7 +74,7 @@ def hand_over(
 ) -> TrainingState:
     """Return the state from which the group continues. All workers of the group call this together.
 
-    The other ranks are divided among the ranks that have the state. Each rank that has the state sends the tensors in
+    Ranks without the state are divided among those that have it. Each rank that has the state sends the tensors in
     `saved` to the ranks assigned to it, and its own result contains no tensors. All ranks use the `metadata` of the
     first rank that has the state, because the loss of a member may have left these ranks with different values.
     """

@@ -1,4 +1,4 @@
-"""Predicts images or datasets, or answers prompts (`sunspot predict` and `python -m sunspot.predict`)."""
+"""Makes predictions for images or datasets, or answers prompts (`sunspot predict` and `python -m sunspot.predict`)."""
 
 import argparse
 import json

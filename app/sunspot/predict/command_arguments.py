@@ -9,37 +9,39 @@ from sunspot.errors import SettingsError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all arguments except --storage and --json."""
     parser.add_argument("run", metavar="RUN", help="a run's name, or the path or URL of a checkpoint directory")
-    parser.add_argument("file", metavar="FILE", nargs="*", help="PNG, JPEG, or .npy: uint8 [C, H, W] or [B, C, H, W]")
+    parser.add_argument(
+        "file", metavar="FILE", nargs="*", help="a PNG, JPEG or .npy file (uint8 [C, H, W] or [B, C, H, W])"
+    )
     parser.add_argument(
         "--checkpoint",
         metavar="NAME",
         default="newest",
-        help="newest (default), best, a name, or the path of a directory",
+        help="the checkpoint: newest (default), best, its name, or the path of its directory",
     )
     parser.add_argument(
         "--task",
         metavar="MODULE",
         default="",
-        help="your own task module that the run trained, or its file, which is imported (default: SUNSPOT_TASK, or "
-        "TASK in sunspot.toml; not needed for Sunspot's own tasks)",
+        help="the module (or file) of your own task; it is imported (default: SUNSPOT_TASK, or TASK in sunspot.toml; "
+        "Sunspot's own tasks do not need this option)",
     )
     parser.add_argument(
-        "--dataset", metavar="PATH", help="predict all rows of this dataset, given like SUNSPOT_DATASET"
+        "--dataset", metavar="PATH", help="predict all rows of this dataset, in any form that SUNSPOT_DATASET accepts"
     )
-    parser.add_argument(
-        "--split", choices=["train", "test"], help="split of the dataset (default: test if there is one)"
-    )
+    parser.add_argument("--split", choices=["train", "test"], help="split of the dataset (default: test, if it exists)")
     parser.add_argument("--output", metavar="DIR", help="folder or bucket URL for the predictions of --dataset")
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to answer; can be repeated")
     parser.add_argument(
-        "--tokens", metavar="N", type=int, default=64, help="largest number of tokens in an answer (default: 64)"
+        "--prompt", action="append", metavar="TEXT", help="a prompt to answer; this option can be repeated"
+    )
+    parser.add_argument(
+        "--tokens", metavar="N", type=int, default=64, help="maximum number of tokens in an answer (default: 64)"
     )
     parser.add_argument(
         "--workers",
         metavar="N",
         type=int,
         default=0,
-        help="number of model workers for --dataset (default: as many as fit in Ray)",
+        help="number of workers for --dataset (default: as many as the Ray cluster has room for)",
     )
 
 

@@ -236,7 +236,8 @@ def to_parts(found: Any) -> list[Exhibit]:
     """
     if not isinstance(found, Mapping):
         raise SettingsError(
-            f"show returned {type(found).__name__}; return a dict that maps titles to texts, numbers, tables or images"
+            f"show returned a value of type {type(found).__name__}; "
+            "return a dict that maps titles to strings, numbers, tables or images"
         )
     parts: list[Exhibit] = []
     for title, value in list(found.items())[:MAX_PARTS]:
@@ -254,8 +255,8 @@ def _to_part(title: str, value: Any, room: int) -> Exhibit:
     rows = list(value)[:MAX_ROWS] if isinstance(value, Sequence) else [value]
     if not all(isinstance(row, Mapping) for row in rows):
         raise SettingsError(
-            f"show returned {title!r} as {type(value).__name__}; "
-            "return a text, a number, a list of dicts, or images as a uint8 tensor [N, C, H, W] with 1 or 3 channels"
+            f"show returned a value of type {type(value).__name__} for {title!r}; return a string, a number, "
+            "a list of dicts, or images as a uint8 tensor [N, C, H, W] with 1 or 3 channels"
         )
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return Exhibit(

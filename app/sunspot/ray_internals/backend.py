@@ -15,7 +15,7 @@ from ray.train.torch import TorchConfig
 _TorchBackend: Any = TorchConfig().backend_cls  # Ray has no public name for it
 
 _processes_up: float | None = None
-"""The time at which all processes of the group answered, in seconds since the epoch.
+"""The time at which all of the group's processes were up, in seconds since the epoch.
 
 It is a module variable because Ray runs `note_processes_up` in the worker before the training function, and the two
 share no object.
@@ -79,11 +79,11 @@ class SurvivorConfig(TorchConfig):
 
 
 def note_processes_up() -> None:
-    """Record that all processes of the group answer. Runs on rank 0."""
+    """Record that all of the group's processes are up. Runs on rank 0."""
     global _processes_up
     _processes_up = time.time()
 
 
 def processes_up() -> float | None:
-    """Return the time at which all processes of the group answered, in seconds since the epoch, on rank 0."""
+    """Return the time at which all of the group's processes were up, in seconds since the epoch, on rank 0."""
     return _processes_up

@@ -86,7 +86,7 @@ class Axis:
 
 
 class XAxis(NamedTuple):
-    """An x axis, with the positions of all records in a history and of all worker group starts."""
+    """An x axis, with the position of each record in a history and of each start of a worker group."""
 
     label: str
     positions: Sequence[float | None]

@@ -44,7 +44,7 @@ RUN_NAME_LENGTH = 38
 RUN_NAME = r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?"
 
 MAX_VALUE_LENGTH = 200
-"""Maximum number of characters of a wrong value that a message shows."""
+"""Maximum number of characters of an invalid value that a message shows."""
 
 NOT_A_SETTING = (
     "settings are stored with the run, where everyone can read them; let the task read it from the environment, "
@@ -163,44 +163,44 @@ class Settings(BaseModel):
     )
     "Training data."
     test_dataset: str = setting("", "a path or URL, like SUNSPOT_DATASET, or empty")
-    "Held-out rows if SUNSPOT_DATASET is a path. By default, they are in its folder test/ next to train/, if any."
+    "Held-out rows, if SUNSPOT_DATASET is a path. The default is the folder test/ next to train/, if it exists."
     test_share: float = setting(0, "a fraction >= 0 and < 1, e.g. 0.1", ge=0, lt=1)
-    "Fraction of the rows to hold out if there are no other held-out rows. SUNSPOT_SEED selects them."
+    "Fraction of the rows to hold out if there are no other held-out rows. SUNSPOT_SEED selects these rows."
     image_size: int = setting(0, "an integer >= 0", ge=0, le=4096)
-    "Height and width to which each image's middle is scaled. 0 keeps the images' size, or means 64 if it varies."
+    "Height and width of scaled images. With 0, images keep their size, but are scaled to 64 if their sizes differ."
     data_root: str = setting("data", "a directory", min_length=1)
     "Directory for torchvision's copy of MNIST."
 
     loader: Literal["torch", "ray"] = setting("torch", "torch or ray")
-    "Loader of the rows. torch keeps them in memory, and ray streams them with Ray Data."
+    "Loader of the rows. torch keeps all rows in memory, and ray streams them with Ray Data."
     num_workers: WorkerCount = setting("2", "an integer >= 1, such as 4, or a range, such as 2..8")
     "Number of training workers (the world size). A range makes the run elastic."
     use_gpu: Literal["auto", "true", "false"] = setting("auto", "auto, true or false")
     "Use of GPUs. With auto, each worker gets a GPU if the cluster has enough of them."
     resources_per_worker: JsonObject = setting({}, """a JSON object, e.g. {"CPU": 4, "GPU": 1}""")
-    "Ray resources of one worker. By default, the plan chooses them and gives its reason."
+    "Ray resources of one worker. By default, Sunspot chooses them and prints the reason."
 
     epochs: int = setting(2, "an integer >= 1", ge=1)
-    "Passes over the training rows."
+    "Number of passes over the training rows."
     max_steps: int = setting(0, "an integer >= 0", ge=0)
-    "Optimizer steps after which the run ends, even within an epoch. 0 means no limit."
+    "Number of optimizer steps after which the run ends, even within an epoch. 0 means no limit."
     global_batch_size: int = setting(128, "an integer >= 2, because batch norm needs two rows", ge=2)
-    "Rows per optimizer step, summed over all workers."
+    "Number of rows per optimizer step, summed over all workers."
     micro_batch_size: int = setting(0, "an integer >= 0", ge=0)
-    "Maximum rows per forward pass; gradients accumulate. 0 means a worker's share of a step when all workers train."
+    "Maximum number of rows per forward pass. 0 means a worker's share of a step when all workers train."
 
     learning_rate: float = setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
     "Peak learning rate, which the schedule scales."
     schedule: Literal["linear", "cosine", "constant"] = setting("linear", "linear, cosine or constant")
-    "Shape of the learning rate's decay from its peak, for tasks without a schedule."
+    "Shape of the learning rate's decay from its peak, for tasks that do not define a schedule."
     warmup_steps: StepsOrShare = setting(0, "an integer >= 0, or a fraction < 1 of all steps, e.g. 0.05")
-    "Number of first steps in which the learning rate rises to its peak, for tasks without a schedule."
+    "Number of steps until the learning rate reaches its peak, for tasks that do not define a schedule."
     weight_decay: float = setting(0, "a number >= 0, e.g. 0.1", ge=0, allow_inf_nan=False)
-    "AdamW's weight decay for matrices, for tasks without an optimizer."
+    "AdamW's weight decay for matrices, for tasks that do not define an optimizer."
     clip_norm: float = setting(0, "a number >= 0, e.g. 1", ge=0, allow_inf_nan=False)
-    "Norm to which a larger gradient is scaled down. 0 turns clipping off."
+    "Maximum norm of the gradient, which is scaled down if it is larger. 0 turns clipping off."
     ema: float = setting(0, "a fraction >= 0 and < 1, e.g. 0.999", ge=0, lt=1)
-    "Decay of the exponential moving average of the weights in `model.pt`. With 0, `model.pt` has the trained weights."
+    "Decay of the exponential moving average of the weights. With 0, `model.pt` contains the trained weights instead."
 
     seed: int = setting(0, "an integer from 0 to 2^32 - 1", ge=0, lt=2**32)
     "Seed for the row order and all random numbers."
@@ -214,22 +214,22 @@ class Settings(BaseModel):
     "Distribution of the model. ddp keeps a copy on each worker, and fsdp splits the model among the workers."
 
     checkpoint_every_steps: int = setting(0, "an integer >= 0", ge=0)
-    "Optimizer steps between checkpoints, or 0 for none. The end of each epoch adds a checkpoint."
+    "Number of optimizer steps between checkpoints. 0 turns this off. The end of each epoch adds a checkpoint."
     checkpoint_every_s: float = setting(60, "seconds >= 0", ge=0, allow_inf_nan=False)
-    "Seconds between checkpoints, or 0 for none. The end of each epoch adds a checkpoint."
+    "Seconds between checkpoints. 0 turns this off. The end of each epoch adds a checkpoint."
     checkpoints_to_keep: int = setting(3, "an integer >= 1", ge=1)
     "Number of best checkpoints to keep. The newest checkpoint is always kept, too."
     checkpoint_metric: str = setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
-    "Metric that ranks checkpoints, on held-out rows if there are any, otherwise on the last 10,000 training rows."
+    "Metric that ranks checkpoints. It is computed on held-out rows, or on the last 10,000 training rows without them."
     checkpoint_order: Literal["min", "max"] = setting("min", "min or max")
-    "Better direction of SUNSPOT_CHECKPOINT_METRIC: lower (min) or higher (max)."
+    "Direction in which SUNSPOT_CHECKPOINT_METRIC improves: lower (min) or higher (max)."
     early_stop_evaluations: int = setting(0, "an integer >= 0", ge=0)
     "Number of evaluations without a better SUNSPOT_CHECKPOINT_METRIC after which the run ends. 0 turns this off."
 
     trials: int = setting(8, "an integer from 1 to 10000", ge=1, le=10_000)
     "Number of runs in a search."
     concurrent_trials: int = setting(0, "an integer >= 0", ge=0)
-    "Number of a search's trials that train at the same time. 0 means as many as fit."
+    "Number of a search's trials that train at the same time. 0 means as many trials as fit."
 
     max_failures: int = setting(3, "an integer >= 0", ge=0)
     "Number of losses without notice that a run survives. A new checkpoint or a step after a loss resets the count."
@@ -238,14 +238,14 @@ class Settings(BaseModel):
     max_driver_starts: int = setting(10, "an integer >= 1", ge=1)
     "Maximum number of times that a job's driver starts without a new checkpoint before the run fails."
     storage_timeout_s: float = setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
-    "Seconds for which storage may reject requests or not answer before the run ends."
+    "Seconds for which storage may reject requests or fail to answer before the run ends."
 
     snapshot_cost: float = setting(0.01, "a fraction >= 0 and < 1, e.g. 0.01", ge=0, lt=1)
-    "Maximum fraction of the training time for copying the state to memory. 0 turns copies off."
+    "Maximum fraction of the training time to spend on copies of the state in memory. 0 turns copies off."
     hang_timeout_s: float = setting(300, "seconds >= 0", ge=0, allow_inf_nan=False)
     "Seconds without a step after which a rank's process is ended and counts as lost. 0 turns this off."
     survivors: Literal["auto", "off"] = setting("auto", "auto or off")
-    "Handling of a loss. With auto, the other workers keep training if possible. With off, all workers restart."
+    "Handling of lost workers. With auto, the others keep training if possible. With off, all workers restart."
 
     report_every_s: float = setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
     "Seconds between records of the metric history. Each checkpoint adds a record."
@@ -264,10 +264,10 @@ class Settings(BaseModel):
     accept: str = setting(
         "", "the name from an error message, several names separated by commas, or empty", pattern=r"^[\w,-]*$"
     )
-    "Errors to override: another row order, lost checkpoints, a lost start, or too many workers for this machine."
+    "Errors to override: a changed row order, lost checkpoints, a lost attempt, or too many workers for this machine."
 
-    labels: Labels = setting({}, """a JSON object of texts, e.g. {"team": "vision"}""")
-    "Labels by which `sunspot cost` groups costs, in addition to the profile's."
+    labels: Labels = setting({}, """a JSON object of strings, e.g. {"team": "vision"}""")
+    "Labels by which `sunspot cost` groups costs, in addition to the profile's labels."
 
     job: JobContext = JobContext()
     "Values that the job's manifest sets, not the user."

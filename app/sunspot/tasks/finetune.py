@@ -152,7 +152,7 @@ def predict(model: FineTuned, batch: Batch) -> torch.Tensor:
 def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
     """Return the rows with the lowest and the highest loss, for the report.
 
-    For a language model, also return the perplexity and some texts that the model continues.
+    For a language model, also return the perplexity and some sample completions.
     """
     decode = load_tokenizer((model.base.folder / "tokenizer.json").read_bytes()).decode
     starts = range(0, len(rows["tokens"]), ROWS_AT_ONCE)

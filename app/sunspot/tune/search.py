@@ -261,10 +261,10 @@ def print_plan(search: Search, concurrency: str) -> None:
     """Print the dimensions, the metric, and the number of trials that train at once."""
     settings = search.settings
     metric = settings.checkpoint_metric
-    goal = f"{'lowest' if settings.checkpoint_order == 'min' else 'highest'} {metric}"
+    goal = f"{'minimizing' if settings.checkpoint_order == 'min' else 'maximizing'} {metric}"
     for dimension in search.dimensions:
         print(f"  {dimension.name}: {dimension.text}")
-    print(f"  trials: {settings.trials}, for the {goal}; {concurrency}", flush=True)
+    print(f"  trials: {settings.trials} ({goal}); {concurrency}", flush=True)
     if not metric.startswith(HELD_OUT):
         log.warning(f"no rows are held out; ranking trials by the {metric} of training rows rewards overfitting")
 

@@ -158,7 +158,7 @@ class RunAccess:
         return snapshot
 
     def require_known(self, snapshot: RunSnapshot) -> None:
-        """Raise `NotFoundError` if the run does not exist, or the recorded error if this could not be determined."""
+        """Raise `NotFoundError` if the run does not exist, or the snapshot's error if that is unknown."""
         if snapshot.known:
             return
         if snapshot.storage.trouble:
@@ -233,7 +233,7 @@ def stored_arguments(run: Run) -> str:
 
 
 def require_answers(snapshot: RunSnapshot) -> None:
-    """Raise the recorded error if the cluster or storage did not answer."""
+    """Raise the snapshot's error if the cluster or storage did not answer."""
     if snapshot.cluster.trouble:
         raise ClusterError(snapshot.cluster.trouble)
     if snapshot.storage.trouble:

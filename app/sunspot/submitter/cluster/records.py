@@ -31,8 +31,8 @@ Number = int | float
 def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
     """Read everything about a run from the cluster and storage.
 
-    If one of them does not answer, the snapshot contains its error. Raises `NotFoundError` if the run does not exist,
-    or the recorded error if that cannot be determined.
+    If the cluster or storage does not answer, the snapshot contains the error. Raises `NotFoundError` if the run does
+    not exist, or the snapshot's error if that is unknown.
     """
     details = None
     with progress_note("reading the run"):

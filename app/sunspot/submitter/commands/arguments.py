@@ -37,13 +37,15 @@ def add_context(parser: argparse.ArgumentParser) -> None:
 
 def add_namespace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--namespace", metavar="NAME", help="namespace; default: the profile's or the context's namespace, or sunspot"
+        "--namespace", metavar="NAME", help="namespace; default: that of the profile or the context, otherwise sunspot"
     )
 
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
     limit = parser.add_mutually_exclusive_group()
-    limit.add_argument("--limit", metavar="N", type=count, default=ROWS, help=f"list the newest N; default: {ROWS}")
+    limit.add_argument(
+        "--limit", metavar="N", type=count, default=ROWS, help=f"list only the newest N; default: {ROWS}"
+    )
     limit.add_argument("--all", action="store_const", const=None, dest="limit", help="list all")
 
 
@@ -79,9 +81,9 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
         help="your own code: a folder (only with submit), or an archive as URL@sha256:HASH",
     )
     add_namespace(parser)
-    parser.add_argument("--queue", metavar="NAME", help="a Kueue LocalQueue")
+    parser.add_argument("--queue", metavar="NAME", help="the Kueue LocalQueue for the job")
     parser.add_argument(
-        "--cluster", metavar="NAME", help="run in this existing RayCluster, instead of a new cluster for the job"
+        "--cluster", metavar="NAME", help="run the job in this existing RayCluster instead of a new cluster"
     )
     parser.add_argument(
         "--generation",
@@ -93,7 +95,7 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    about = "a setting from `python -m sunspot.train --help`; can be repeated"
+    about = "a setting that `python -m sunspot.train --help` lists; this option can be repeated"
     parser.add_argument("--set", metavar="VAR=VALUE", dest="settings", action="append", default=[], help=about)
 
 

@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="kinds",
         action="append",
         required=True,
-        help="reclaim or kill (a training worker), or head; several kinds, as a list or repeated, are shuffled",
+        help="kind of fault: reclaim or kill (of a training worker), or head; with several kinds, such as "
+        "reclaim,kill, the order is random",
     )
     parser.add_argument(
         "--every",

@@ -30,7 +30,7 @@ complete -c sunspot -a '(env _SUNSPOT_LINE=(commandline -cp | string collect) su
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = f"{', '.join(SCRIPTS)}; in bash, run: source <(sunspot completion bash)"
+    about = f"one of {', '.join(SCRIPTS)}; in bash, run: source <(sunspot completion bash)"
     parser.add_argument("shell", metavar="SHELL", choices=[*SCRIPTS], help=about)
 
 

@@ -26,18 +26,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         metavar="RUN",
         nargs="?",
-        help="name of the run to examine; without RUN, check the cluster and storage, or this machine",
+        help="name of the run to examine; without RUN, doctor checks the cluster and storage, or this machine",
     )
     add_cluster(parser)
     parser.add_argument("--stacks", action="store_true", help="also print full stacks and tracebacks")
     parser.add_argument(
-        "--profile", metavar="NAME", help="without RUN: the profile of a future run in the cluster; default: kind"
+        "--profile", metavar="NAME", help="without RUN: check the cluster for a run with this profile; default: kind"
     )
-    parser.add_argument("--image", metavar="REF", help="without RUN: the image; default: the profile's image")
+    parser.add_argument(
+        "--image",
+        metavar="REF",
+        help="without RUN: check the cluster for a run with this image; default: the profile's image",
+    )
     parser.add_argument(
         "--from-pods",
         action="store_true",
-        help="without RUN: test storage, GPUs and network from pods like a run's head and workers; can add nodes",
+        help="without RUN: run the storage, GPU and network tests in pods like those of a run; the cluster may add "
+        "nodes for them",
     )
 
 

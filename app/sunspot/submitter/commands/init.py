@@ -21,7 +21,7 @@ KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = ", ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    about = ", ".join(f"{kind} ({what})" for kind, what in KINDS.items())
     parser.add_argument("kind", metavar="KIND", choices=[*KINDS], help=about)
     parser.add_argument(
         "folder", metavar="DIR", nargs="?", default=".", help="the folder to write to; default: the current folder"

@@ -33,7 +33,7 @@ at exit."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_and_cluster(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="continue until the run ends")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing new output until the run ends")
     parser.add_argument(
         "--rank", metavar="N", type=int, help="print the output of the worker with this rank; default: the driver"
     )

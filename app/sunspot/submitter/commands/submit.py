@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything and show what would be done, but change nothing"
     )
-    parser.add_argument("--take-over", action="store_true", help="take the run over if it is alive elsewhere")
+    parser.add_argument("--take-over", action="store_true", help="take over the run, even if it is alive elsewhere")
     parser.add_argument("--wait", action="store_true", help="wait until the run ends; the exit code is its outcome")
     parser.add_argument(
         "--timeout", metavar="S", type=seconds, help="with --wait: stop waiting after S seconds (exit code 5)"

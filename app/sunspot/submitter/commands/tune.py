@@ -1,4 +1,4 @@
-"""`sunspot tune`: trains one run for each combination of settings, like `python -m sunspot.tune`."""
+"""`sunspot tune`: trains one run per trial of a search over settings, like `python -m sunspot.tune`."""
 
 import argparse
 

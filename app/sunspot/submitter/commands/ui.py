@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_host,
         action="append",
         default=[],
-        help="another host name for the page, such as an ingress host; can be repeated",
+        help="an additional host name for the page, such as an ingress host; this option can be repeated",
     )
     parser.add_argument(
         "--port",

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="instead of RUN: watch all runs in the namespace forever (k8s/gitops/wait)",
+        help="without RUN: watch all runs in the namespace forever, as k8s/gitops/wait does",
     )
     parser.add_argument("--timeout", metavar="S", type=seconds, help="stop waiting after S seconds (exit code 5)")
 

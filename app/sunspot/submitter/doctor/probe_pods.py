@@ -1,4 +1,4 @@
-"""Tests storage, GPUs and the network from pods like a run's head and workers.
+"""Tests storage, GPUs and the network in pods like those of a run.
 
 The pods use the same nodes, service account, Secrets and policies as the run. They are deleted at the end. If this
 process cannot delete them, they end by themselves.

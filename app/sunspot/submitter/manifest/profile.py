@@ -151,7 +151,7 @@ class Spot(_Part):
     label: Key = _takes("the label of spot nodes", ...)
     value: LabelValue = _takes("the label's value, in quotes", ...)
     tolerations: list[Toleration] | None = _takes(TOLERATIONS)
-    "A list that replaces the default, which tolerates any taint with the same key."
+    "Tolerations that replace the default. By default, any taint with the same key is tolerated."
 
 
 class Sizes(_Part):
@@ -172,7 +172,7 @@ class Machine(_Part):
     memory: Bytes | None = _takes(BYTES)
     "Memory request and limit, including /dev/shm."
     ephemeral_storage: Bytes | None = _takes(BYTES)
-    "Local disk request and limit, for Ray's logs and for objects spilled from its object store."
+    "Local disk request and limit, for Ray's logs and for objects that Ray spills to disk."
     node_selector: dict[Key, LabelValue] | None = _takes(LABELS)
     tolerations: list[Toleration] | None = _takes(TOLERATIONS)
     pod: Json | None = _takes("the metadata and spec of a Kubernetes pod")
@@ -185,7 +185,7 @@ class PricedMachine(Machine):
     price: Price | None = _takes(PRICE)
     "Price of one pod per hour, in any currency."
     on_demand_price: Price | None = _takes(PRICE)
-    "Price per hour of the same pod on an on-demand node. The savings from spot nodes are computed from it."
+    "Price per hour of the same pod on an on-demand node. It determines the savings from spot nodes."
 
 
 class Head(PricedMachine):
@@ -207,17 +207,17 @@ class Worker(PricedMachine):
     gpus: Annotated[int, Field(ge=0)] | None = _takes("an integer >= 0")
     "Number of GPUs per pod. Each GPU gets its own training worker."
     per_gpu: Sizes | None = _takes(SIZES)
-    "A pod's resources for each of its GPUs. A size for the whole pod, such as `cpu`, takes precedence."
+    "A pod's resources for each of its GPUs. A resource of the whole pod, such as `cpu`, takes precedence."
     gpu_resource: Annotated[Key, Field(pattern="/")] | None = _takes("a resource name, e.g. nvidia.com/gpu")
-    "Resource name that counts as one GPU, also used as the key of the tolerated taint."
+    "Name of the resource that counts as one GPU. Taints with this key are tolerated."
     gpu_claim: ObjectName | None = _takes("the name of a ResourceClaimTemplate")
-    "GPU claim template for dynamic resource allocation, used instead of `gpu_resource`. It must claim `gpus` GPUs."
+    "Claim template for dynamic resource allocation, instead of `gpu_resource`. The template must claim `gpus` GPUs."
     gpu_selector: dict[Key, LabelValue] | None = _takes(LABELS)
     "Labels of the nodes that have the required GPU."
     gpu_tolerations: list[Toleration] | None = _takes(TOLERATIONS)
     "Additional tolerations for GPU nodes. The taint of `gpu_resource` is always tolerated."
     placement: Literal["spread", "pack", "zone"] | None = _takes("spread, pack or zone")
-    "Placement of pods: `spread` over nodes, `pack` into one zone if possible, or only in one `zone`."
+    "Placement of pods: `spread` them over nodes, `pack` them into one zone if possible, or require one `zone`."
 
     def with_sizes(self) -> Self:
         """Return a copy in which each missing pod size is `per_gpu` times the number of GPUs."""
@@ -236,7 +236,7 @@ class WorkerGroup(Worker):
     spot: bool | None = _takes("true or false")
     "True requires spot nodes, and false forbids them. Defaults to true if the profile has `spot`."
     max: Annotated[int, Field(ge=1)] | None = _takes("an integer >= 1")
-    "Largest number of pods in the group. Defaults to as many as NUM_WORKERS can need."
+    "Maximum number of pods in the group. Defaults to the number that NUM_WORKERS can need."
     after_s: Annotated[int, Field(ge=0)] = _takes("an integer >= 0", 300)
     "Seconds for which earlier groups must lack nodes before this group starts, or have enough nodes before it stops."
 
@@ -275,7 +275,7 @@ class Profile(_Part):
     """The differences between one environment and k8s/rayjob.yaml. All keys are optional."""
 
     extends: Text | None = _takes("a profile's name, or a path relative to this file")
-    "The profile that this one extends. Set one of its keys to null to remove the value."
+    "The profile that this one extends. To remove a value of that profile, set its key to null."
     notice_s: Annotated[int, Field(ge=MIN_NOTICE_S)] | None = _takes(f"an integer >= {MIN_NOTICE_S}")
     "Seconds between a pod's notice and the end of its node."
     namespace: Annotated[str, Field(pattern=f"^{NAMESPACE_PATTERN}$")] | None = _takes("a namespace's name")

@@ -13,9 +13,12 @@ from sunspot.submitter.runs import find_run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument(
-        "--keep", metavar="N", type=count, help="number of best checkpoints to keep; default: the run's own number"
+        "--keep",
+        metavar="N",
+        type=count,
+        help="number of best checkpoints to keep; default: CHECKPOINTS_TO_KEEP of the run",
     )
-    parser.add_argument("--yes", action="store_true", help="remove them")
+    parser.add_argument("--yes", action="store_true", help="remove these checkpoints and uploads")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Finds causes of lost time, such as a CPU quota, a slow rank, slow reading or incidents, and growing memory use."""
+"""Finds growing memory use, and causes of lost time: a CPU quota, a slow rank, slow reads or incidents."""
 
 import statistics
 from collections import Counter
@@ -218,7 +218,7 @@ def _slowest(window: Mapping[str, Any]) -> int:
 
 
 def find_memory_growth(case: Case) -> Iterator[Finding]:
-    """Find ranks with growing memory or GPU memory."""
+    """Find ranks whose use of memory or GPU memory keeps growing."""
     windows = rank_windows(case.windows)[1:]
     if len(windows) < MIN_WINDOWS:
         return
