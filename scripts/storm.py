@@ -3,7 +3,8 @@
 Three workers train in double precision with SURVIVORS=auto. No step may be repeated, no row may be missing, and the
 weights must equal those of an undisturbed run. One worker is spared in the first half, and its open files and threads
 are counted. `--task teacher` moves frozen weights in each forward pass, and `--task gan` has two optimizers. They must
-not repeat a step, either. With --gpu, all workers share one GPU, and NCCL sums their gradients.
+not repeat a step, either. With --gpu, all workers share one GPU, and NCCL sums their gradients. With --parallel hsdp,
+six workers hold three replicas of the model, and at least one worker with each shard survives every loss.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from scripts.cluster import until
 from scripts.ray_processes import ray_processes
 from scripts.storm_task import SHARED_MEMORY, moment_of
+from sunspot.checkpoint.parts import load_model
 from sunspot.errors import SunspotError, run_and_exit
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import IN_PLACE, read_attempts
@@ -41,7 +42,8 @@ from sunspot.run.incidents import Receipt, read_receipts
 from sunspot.run.requests import request_stop
 from sunspot.submitter.proof import prove
 
-WORKERS = 3
+WORKERS = {"ddp": 3, "hsdp": 6}
+SHARD_DEGREE = {"ddp": 1, "hsdp": 2}
 BATCH = 30
 ROWS = 10 * BATCH
 """Number of training rows. An epoch takes three seconds, so that losses also hit its end and its evaluation."""
@@ -74,7 +76,7 @@ os.environ["NCCL_HOSTID"] = str(os.getpid())
 """
 """Code that each process runs first. NCCL wants a GPU for each rank of a host, so each rank pretends to be a host."""
 
-ON_GPU = {"USE_GPU": "true", "RESOURCES_PER_WORKER": json.dumps({"CPU": 0.5, "GPU": 0.9 / WORKERS})}
+ON_GPU = {"USE_GPU": "true", "RESOURCES_PER_WORKER": json.dumps({"CPU": 0.5, "GPU": 0.15})}
 
 
 class Loss:
@@ -102,9 +104,16 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="number of SIGKILLs; default: 200")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers; default: 0")
     parser.add_argument("--task", choices=TASKS, default="plain", help="task to train; default: plain")
+    parser.add_argument("--parallel", choices=WORKERS, default="ddp", help="distribution of the model; default: ddp")
     parser.add_argument("--gpu", action="store_true", help="train on this machine's GPU")
     arguments = parser.parse_args()
     SETTINGS["TASK"] = TASKS[arguments.task]
+    workers = WORKERS[arguments.parallel]
+    SETTINGS["NUM_WORKERS"] = str(workers)
+    if arguments.parallel == "hsdp":
+        SETTINGS["PARALLEL"] = "hsdp"
+        SETTINGS["SHARD_DEGREE"] = str(SHARD_DEGREE["hsdp"])
+        SETTINGS["RESOURCES_PER_WORKER"] = '{"CPU": 0.3}'
     if arguments.task == "teacher":  # each pass moves the teacher, so every worker must make one pass per step
         SETTINGS["MICRO_BATCH_SIZE"] = str(BATCH)
     if arguments.gpu:
@@ -116,7 +125,8 @@ def main() -> int:
             (folder / "sitecustomize.py").write_text(OWN_HOST)
         run = open_run(str(folder / "runs"), "storm")
         with training(folder, run, PAUSE_S) as process:
-            losses = strike(run, process, arguments.kills, random.Random(arguments.seed))
+            storm = Storm(run, process, arguments.parallel, random.Random(arguments.seed))
+            losses = storm.strike(arguments.kills)
             request_stop(run, "the storm")
             process.wait(WAIT_S)
         calm = open_run(str(folder / "runs"), "calm")
@@ -124,7 +134,7 @@ def main() -> int:
         with training(folder, calm, 0, MAX_STEPS=steps, AUDIT="false") as process:
             process.wait()
         print(f"{steps} steps; weights differ by {difference(run, calm):.1e} from those of a calm run")
-        report(run, losses)
+        report(run, losses, workers)
     return 0
 
 
@@ -145,7 +155,6 @@ def training(folder: Path, run: Run, pause_s: float, **settings: object) -> Iter
         "STORAGE_PATH": folder / "runs",
         "RUN_NAME": run.name,
         "DATASET": folder / "data",
-        "NUM_WORKERS": WORKERS,
         "TASK_ARGS": json.dumps({"pause_s": pause_s}),
     }
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
@@ -172,36 +181,57 @@ def training(folder: Path, run: Run, pause_s: float, **settings: object) -> Iter
                 process.kill()
 
 
-def strike(run: Run, process: subprocess.Popen[bytes], kills: int, chance: random.Random) -> list[Loss]:
-    """Kill one or two workers at a time until the number is reached, and return the losses.
+class Storm:
+    """Kills the workers of one run."""
 
-    In half of the cases, do not wait until the previous victims have been replaced.
-    """
-    losses: list[Loss] = []
-    spared: psutil.Process | None = None
-    while (killed := sum(len(loss.moments) for loss in losses)) < kills:
-        wanted = 2 if losses and chance.random() < 0.5 else WORKERS
-        until(f"group of {wanted} workers", WAIT_S, partial(has_size, run, process, wanted))
-        time.sleep(chance.uniform(0, 6 * PAUSE_S))
-        workers = ray_processes("RayTrain", psutil.Process(process.pid))  # includes workers that are still starting
-        members = [worker for worker in workers if moment_of(worker.pid).exists()]
-        if not losses:
-            spared = members[0]
-        if killed >= kills / 2:
-            spared = None
-        if spared:
-            shared = sum(1 for _ in SHARED_MEMORY.iterdir())
-            print(f"   spared: {spared.num_fds()} files, {spared.num_threads()} threads; {shared} in {SHARED_MEMORY}")
-        others = [member for member in members if member != spared]
-        number = min(chance.choice([1, 1, 1, 2]), len(members) - 1, len(others))
-        joining = [worker for worker in workers if worker not in members]
-        if not number:
-            continue
-        loss = Loss(run, chance.sample(others, number) + (joining if chance.random() < 0.2 else []))
-        losses.append(loss)
-        pause_s = until("next step", WAIT_S, partial(next_step, run, process, loss))
-        print(f"{killed + len(loss.moments)}: {', '.join(loss.moments)}: {pause_s:.2f} s", flush=True)
-    return losses
+    def __init__(self, run: Run, process: subprocess.Popen[bytes], parallel: str, chance: random.Random) -> None:
+        self._run, self._process = run, process
+        self._workers = WORKERS[parallel]
+        self._degree = SHARD_DEGREE[parallel]
+        self._chance = chance
+
+    def strike(self, kills: int) -> list[Loss]:
+        """Kill one or two workers at a time until the number is reached, and return the losses.
+
+        In half of the cases, do not wait until the previous victims have been replaced.
+        """
+        run, process, chance = self._run, self._process, self._chance
+        losses: list[Loss] = []
+        spared: psutil.Process | None = None
+        while (killed := sum(len(loss.moments) for loss in losses)) < kills:
+            wanted = 2 if losses and chance.random() < 0.5 else self._workers
+            until(f"group of {wanted} workers", WAIT_S, partial(has_size, run, process, wanted))
+            time.sleep(chance.uniform(0, 6 * PAUSE_S))
+            workers = ray_processes("RayTrain", psutil.Process(process.pid))  # includes workers that are still starting
+            members = [worker for worker in workers if moment_of(worker.pid).exists()]
+            if not losses:
+                spared = members[0]
+            if killed >= kills / 2:
+                spared = None
+            if spared:
+                shared = sum(1 for _ in SHARED_MEMORY.iterdir())
+                print(
+                    f"   spared: {spared.num_fds()} files, {spared.num_threads()} threads; {shared} in {SHARED_MEMORY}"
+                )
+            joining = [worker for worker in workers if worker not in members]
+            victims = self._choose(members, spared)
+            if not victims:
+                continue
+            loss = Loss(run, victims + (joining if chance.random() < 0.2 else []))
+            losses.append(loss)
+            pause_s = until("next step", WAIT_S, partial(next_step, run, process, loss))
+            print(f"{killed + len(loss.moments)}: {', '.join(loss.moments)}: {pause_s:.2f} s", flush=True)
+        return losses
+
+    def _choose(self, members: list[psutil.Process], spared: psutil.Process | None) -> list[psutil.Process]:
+        """Return one or two members to kill. A worker with each shard stays in the group."""
+        names = read_attempts(self._run)[-1].metadata.processes
+        ranks = {int(name.rpartition("-")[2]): rank for rank, name in enumerate(names)}
+        others = [member for member in members if member != spared and member.pid in ranks]
+        number = min(self._chance.choice([1, 1, 1, 2]), len(ranks) - 1, len(others))
+        victims = self._chance.sample(others, number)
+        left = {rank % self._degree for pid, rank in ranks.items() if pid not in {victim.pid for victim in victims}}
+        return victims if len(left) == self._degree else []
 
 
 def receipts_of(run: Run, process: subprocess.Popen[bytes]) -> list[Receipt]:
@@ -231,13 +261,12 @@ def newest(run: Run) -> Checkpoint:
 
 def difference(run: Run, other: Run) -> float:
     """Return the largest difference between the parameters of two runs."""
-    paths = [each.storage.locate(each.key("checkpoints", newest(each).name, "model.pt")) for each in (run, other)]
-    ours, theirs = [torch.load(path, weights_only=True) for path in paths]
+    ours, theirs = (load_model(each, newest(each)) for each in (run, other))
     assert ours.keys() == theirs.keys()
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-def report(run: Run, losses: list[Loss]) -> None:
+def report(run: Run, losses: list[Loss], workers: int) -> None:
     """Print the costs of the losses. Raises `SunspotError` if a step was repeated or a row is missing."""
     receipts = read_receipts(read_journal(run, "events"))
     pauses = sorted(pause for loss in losses if (pause := loss.pause_s(receipts)) is not None)
@@ -245,10 +274,10 @@ def report(run: Run, losses: list[Loss]) -> None:
     print(f"{moments.total()} killed in {len(losses)} losses: {dict(moments.most_common())}")
     most = f"90 % of them {pauses[int(0.9 * len(pauses))]:.2f} s, the longest {pauses[-1]:.2f} s"
     print(f"to the next step: median {median(pauses):.2f} s, {most}")
-    full = [receipt.first_step for receipt in receipts[1:] if receipt.world_after == WORKERS]
+    full = [receipt.first_step for receipt in receipts[1:] if receipt.world_after == workers]
     joins = [at - max(loss.at for loss in losses if loss.at < at) for at in full]
     if joins:
-        print(f"to the first step of {WORKERS} workers again: median {median(joins):.1f} s of {len(joins)}")
+        print(f"to the first step of {workers} workers again: median {median(joins):.1f} s of {len(joins)}")
     print(f"receipts: {dict(Counter((str(receipt.cause), receipt.tier) for receipt in receipts))}")
     again = sum(receipt.replayed for receipt in receipts)
     faults = prove(run).summary

@@ -146,6 +146,28 @@ def test_workers_with_sharded_state_are_not_restarted_if_another_worker_is_lost(
 
 
 @pytest.mark.slow
+def test_a_replica_leaves_and_returns_without_a_repeated_step(
+    program: Program, make_data: MakeData, ray_address: str
+) -> None:
+    run = the_run(program)
+    replicas = {**SURVIVING, "PARALLEL": "hsdp", "SHARD_DEGREE": 2, "NUM_WORKERS": 4}
+    replicas["RESOURCES_PER_WORKER"] = '{"CPU": 0.4}'
+    training = program.begin(**replicas, DATASET=make_data(40_000, row_group=1000, test_rows=100))
+    wait_for_reported_step(run, 60, training)
+    first, *others = worker_processes()
+    first.kill()
+    lost = wait_for_receipts(run, 2, training)[-1]
+    assert (lost.cause, lost.tier, lost.replayed, lost.world_after) == (Cause.WORKER_LOST, IN_PLACE, 0, 2)
+    joined = wait_for_receipts(run, 3, training)[-1]
+    assert (joined.cause, joined.tier, joined.replayed, joined.world_after) == (Cause.JOINED, IN_PLACE, 0, 4)
+    assert all(process.is_running() for process in others)
+    training.result(240)
+    assert newest(run).step == 2000
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
 def test_a_run_finishes_without_a_preempted_node(program: Program, make_data: MakeData, ray_address: str) -> None:
     run = the_run(program)
     workers = {"NUM_WORKERS": 2, "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}'}

@@ -53,12 +53,16 @@ SHARD_BYTES = 100_000
 
 
 DDP, FSDP = {"parallel": "ddp"}, {"parallel": "fsdp"}
+REPLICATED = {"parallel": "hsdp", "shard_degree": 2}
+ONE_REPLICA = {"parallel": "hsdp", "shard_degree": 3}
 
 RUNS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "ddp": [(2, DDP), (2, DDP)],
     "fsdp": [(2, FSDP), (1, FSDP), (3, FSDP)],
     "to-ddp": [(2, FSDP), (2, {**DDP, "weights": "safetensors"})],
     "to-fsdp": [(2, DDP), (2, {**FSDP, "weights": "safetensors"})],
+    "hsdp": [(4, REPLICATED), (3, ONE_REPLICA), (2, FSDP)],
+    "to-hsdp": [(2, DDP), (2, FSDP), (4, {**REPLICATED, "weights": "safetensors"})],
 }
 """Ranks and settings of each run's groups. All groups except the last are killed one step after their checkpoint."""
 

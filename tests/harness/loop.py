@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,8 +26,9 @@ from sunspot.data.source import Batch, read_rows, rows_in
 from sunspot.elastic.claim import CheckpointLoaders, LocalState, begin_attempt
 from sunspot.elastic.copies import NodeInventory
 from sunspot.elastic.restore import TrainingState, load_start
-from sunspot.parallel.collectives import WorkerPlace
-from sunspot.parallel.sharding import part_of
+from sunspot.parallel.collectives import WorkerPlace, gather_objects
+from sunspot.parallel.replica_groups import ReplicaGroups
+from sunspot.parallel.sharding import is_dtensor, part_of
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt
@@ -89,11 +91,12 @@ def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Work
     assert start
     state = load_start(run, plan.settings, start, LocalState(None, node, NodeParts(group, nodes)), group)
 
-    def keep(model: torch.nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage) -> CheckpointManager:
+    def keep(
+        model: torch.nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage, place: WorkerPlace
+    ) -> CheckpointManager:
         task = load_task(plan.settings)
         more_files = task.checkpoint_files
         saved = SavedObjects(model, optimizer, average, functools.partial(more_files, model) if more_files else None)
-        place = WorkerPlace(group, dist.get_rank(group), len(nodes))
         return CheckpointManager(run, start.attempt, plan, saved, place=place, windows=state.ledger)
 
     return _make_worker(plan, group, start.attempt, state, keep)
@@ -137,10 +140,18 @@ def _take_part(plan: Plan, run: Run, killed_at: int, group: dist.ProcessGroup) -
     return QuietWorker.losses
 
 
+def find_place(settings: Settings, group: dist.ProcessGroup) -> WorkerPlace:
+    """Return this rank's place in a group. All ranks must call this together."""
+    replicas = ReplicaGroups(settings.shard_degree) if settings.parallel == "hsdp" else None
+    if replicas:
+        replicas.form(timedelta(seconds=30))
+    return WorkerPlace(group, dist.get_rank(group), dist.get_world_size(group), replicas=replicas)
+
+
 def _make_worker(
     plan: Plan, group: dist.ProcessGroup, attempt: Attempt, state: TrainingState, keep: Callable[..., CheckpointManager]
 ) -> Worker:
-    place = WorkerPlace(group, dist.get_rank(group), dist.get_world_size(group))
+    place = find_place(plan.settings, group)
     task = load_task(plan.settings)
     model = build_model(plan, task, state, attempt, place)
     optimizer, average = build_optimizer(plan.settings, task, model)
@@ -150,7 +161,7 @@ def _make_worker(
     idle.paused = contextlib.nullcontext
     loader: Any = Shares(plan, place.world_size, place.rank)
     learner = Learner(plan, task, place, model, optimizer, average, loader, rates)
-    checkpoints = keep(model, optimizer, average)
+    checkpoints = keep(model, optimizer, average, place)
     return QuietWorker(learner, GroupStart(attempt.step, True, {}), checkpoints, idle, idle, idle, None, ExitStack())
 
 
@@ -189,5 +200,8 @@ def train_rank(plan: Plan, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
 
 
 def gather(tensor: torch.Tensor) -> np.ndarray:
-    """Return the full tensor of a tensor that can be sharded."""
-    return (tensor.full_tensor() if part_of(tensor) is not tensor else tensor).numpy()
+    """Return the whole tensor of a tensor that can be sharded. Under hsdp, this uses the first replica's parts."""
+    if not is_dtensor(tensor):
+        return tensor.numpy()
+    parts = gather_objects(part_of(tensor).numpy(), dist.group.WORLD)
+    return np.concatenate(parts[: tensor.device_mesh.size()])

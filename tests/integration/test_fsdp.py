@@ -105,6 +105,7 @@ def test_fsdp_trains_the_same_weights_as_ddp(groups: Path) -> None:
     ddp = load_model(*of(groups, "ddp"))
     assert_close(load_model(*of(groups, "to-fsdp")), ddp, rtol=0, atol=1e-7)
     assert_close(load_model(*of(groups, "to-ddp")), ddp, rtol=0, atol=1e-7)
+    assert_close(load_model(*of(groups, "to-hsdp")), ddp, **TOLERANCE)
     before, after = load_model(*of(groups, "ddp", 2)), ddp
     assert not torch.allclose(before["head.weight"], after["head.weight"], atol=1e-3), "the weights have changed"
 
@@ -120,6 +121,22 @@ def test_sharded_checkpoints_can_be_loaded_at_any_world_size(groups: Path) -> No
     for number, values in theirs["state"].items():
         assert ours["state"][number]["step"] == values["step"] == STEPS
         torch.testing.assert_close(ours["state"][number]["exp_avg"], values["exp_avg"], **TOLERANCE)
+
+
+def test_checkpoints_can_be_loaded_with_any_number_of_replicas(groups: Path) -> None:
+    """Two replicas of two ranks write a checkpoint, from which one replica of three continues, and then two shards."""
+    run, final = of(groups, "hsdp")
+    assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [4, 3, 2]
+    assert_close(load_model(run, final), load_model(*of(groups, "ddp")), **TOLERANCE)
+
+
+def test_each_replica_writes_a_share_of_a_shard(groups: Path) -> None:
+    run, early = of(groups, "hsdp", 2)
+    pieces = read_index(run, early)
+    by_rank = [{piece.name for piece in pieces if piece.file.startswith(f"__{rank}_")} for rank in range(4)]
+    assert all(by_rank)
+    assert not by_rank[0] & by_rank[2]
+    assert not by_rank[1] & by_rank[3]
 
 
 def test_the_last_checkpoint_also_contains_the_whole_model(groups: Path) -> None:

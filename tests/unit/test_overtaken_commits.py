@@ -30,6 +30,7 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import IN_PLACE, Attempt, Metadata, checkpoint_name, claim, new_nonce, read_attempts
 from sunspot.run.checkpoints import ABANDONED_S, MANIFEST, Checkpoint, find_faults, list_checkpoints, list_directories
 from sunspot.settings import Settings
+from sunspot.storage.limits import refuse_if_given_up
 from tests.harness.constants import SetConstants
 from tests.harness.waiting import wait_until
 
@@ -320,39 +321,28 @@ def test_a_process_that_becomes_rank_0_again_knows_the_commits_of_other_ranks(ru
     assert not survivor.is_due()
 
 
-def test_a_rank_adds_its_shard_to_a_commit_begun_before_the_group_ended(run: Run, set_constants: SetConstants) -> None:
-    set_constants(sunspot.checkpoint.commit, POLL_S=2.0)
+def test_a_commit_of_shards_is_stopped_when_its_group_ends(run: Run) -> None:
+    """The other ranks may no longer add their shards. Waiting for them would block the next group's commits."""
     attempt = Attempt(1, "job", None, 0, nonce=new_nonce())
     assert claim(run, [], attempt)
-    coordinator = Mock(leads=False)
-    writer = Mock()
-    snapshots = {step: Mock(torn=False, state={}, extra_state={}) for step in (4, 5)}
-    coordinator.replaces_newest.return_value, coordinator.last_step.return_value = False, -math.inf
-    committer = CheckpointCommitter(run, attempt, Settings(), writer, coordinator, None, None)
-    for step, snapshot in snapshots.items():
-        snapshot.manifest.configure_mock(step=step, name=checkpoint_name(step, attempt.number, attempt.nonce))
-        committer.commit(snapshot)
-    wait_until(lambda: coordinator.last_step.called)
-    coordinator.last_step.return_value = 4
+    coordinator, snapshot = Mock(leads=True, in_parts=True), Mock(torn=False, state={}, extra_state={})
+    snapshot.manifest.configure_mock(step=4, name=checkpoint_name(4, attempt.number, attempt.nonce))
+    coordinator.replaces_newest.return_value, coordinator.last_step.return_value = False, math.inf
+    waiting = threading.Event()
+
+    def await_shards(_: Any) -> None:
+        waiting.set()
+        while True:
+            refuse_if_given_up("a shard")
+            time.sleep(0.01)
+
+    committer = CheckpointCommitter(run, attempt, Settings(), Mock(files=await_shards), coordinator, None, None)
+    committer.commit(snapshot)
+    assert waiting.wait(10)
     committer.abandon()
     wait_until(lambda: not committer.busy)
-    committer.raise_if_failed()
-    writer.files.assert_called_once_with(snapshots[4])
-    for snapshot in snapshots.values():
-        snapshot.release.assert_called_once_with()
-
-
-def test_a_waiting_shard_is_not_written_after_its_group_loses_a_process(run: Run) -> None:
-    metadata = Metadata(processes=("a", "b"))
-    attempt = Attempt(1, "job", None, 0, metadata=metadata, nonce=new_nonce())
-    coordinator, snapshot = Mock(leads=False, in_parts=True), Mock()
-    snapshot.manifest.step = 4
-    coordinator.replaces_newest.return_value, coordinator.last_step.return_value = False, -math.inf
-    committer = CheckpointCommitter(run, attempt, Settings(), Mock(), coordinator, None, None)
-    committer.commit(snapshot)
-    alone = Attempt(2, "job", None, 4, metadata=Metadata(processes=("a",)), nonce=new_nonce())
-    assert committer.stop_if_overtaken([attempt, alone])
-    committer.abandon()
+    snapshot.release.assert_called_once_with()
+    assert committer.stop_if_overtaken([attempt]), "the interval to the next commit does not begin with this commit"
 
 
 def test_file_ages_are_measured_with_the_clock_of_the_storage(

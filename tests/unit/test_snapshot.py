@@ -36,7 +36,7 @@ from sunspot.checkpoint.memory_files import (
     find_snapshot,
     list_snapshots,
 )
-from sunspot.checkpoint.replicas import PartExchange
+from sunspot.checkpoint.part_exchange import PartExchange
 from sunspot.checkpoint.snapshot import OptimizerOnlyParameters, SavedObjects, Snapshot, Snapshots
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of, tensors_in
 from sunspot.run.attempts import checkpoint_name

@@ -125,20 +125,20 @@ def test_workers_do_not_join_or_leave_during_an_evaluation(group: dist.ProcessGr
     assert evaluate(evaluating(group, 1), lambda: Command(regroup=True), lambda _: None).results
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_sharded_state_is_copied_before_the_group_changes(
-    sharded: bool, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("parallel", "copied"), [("ddp", False), ("fsdp", True), ("hsdp", False)])
+def test_a_state_without_replicas_is_copied_before_the_group_changes(
+    parallel: str, copied: bool, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds even while the previous copy is running, because all workers return to the newest copy."""
-    worker = make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", global_batch_size=8)), group)
+    settings = Settings(task="tests.tasks.tiny", global_batch_size=8, parallel=parallel, shard_degree=1)
+    worker = make_worker(plan_without_evaluation(settings), group)
     saved: list[dict[str, Any]] = []
     worker.checkpoints.save = lambda step, metrics, **how: saved.append(how)
     worker.checkpoints.close = lambda finished: None
     monkeypatch.setattr(worker._decisions, "agree", lambda decide: StepActions(regroup=True))
-    monkeypatch.setattr(sunspot.train.worker, "is_fsdp", lambda model: sharded)
     with pytest.raises(RegroupError):
         train(worker)
-    assert [how["needed"] for how in saved] == ([True] if sharded else [])
+    assert [how["needed"] for how in saved] == ([True] if copied else [])
 
 
 @pytest.mark.parametrize("command", [Command(restart=True), Command(stop=True)])

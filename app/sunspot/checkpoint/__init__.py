@@ -9,7 +9,7 @@ training thread   `save` gathers the consumed rows (ledger.py) and calls `Snapsh
 copy thread       `Snapshots._copy` copies the tensors to the slot.
 seal thread       `NodeMemory.complete` writes the sidecar and the marker (memory_files.py). From now on, a restart can
                   resume from this copy. Under FSDP, where each rank has a part (shard) of the state,
-                  `PartExchange.complete` (replicas.py) also sends this part to the next node.
+                  `PartExchange.complete` (part_exchange.py) also sends this part to the next node.
 commit thread     `CheckpointCommitter` (commit.py) runs on rank 0, or under FSDP on every rank, and commits the newest
                   snapshot. It checks that this process may still commit (`ensure_committer`). A `SnapshotWriter`
                   uploads and verifies the files (`WholeStateWriter` in files.py, or under FSDP `ShardWriter` in

@@ -196,17 +196,11 @@ class CheckpointCommitter:
     def stop_if_overtaken(self, attempts: list[Attempt]) -> bool:
         """Stop the commit in progress, or the next one, if it is no longer allowed. Return True if it is stopped.
 
-        `attempts` are all attempts of the run. Committing a sharded state requires all processes of the group. This
-        method does not wait for the commit to end.
+        `attempts` are all attempts of the run. This method does not wait for the commit to end.
         """
         snapshot = self._committing or next(iter(self._waiting), None)
-        if not snapshot:
-            return False
-        left = set(self._attempt.metadata.processes) - set(attempts[-1].metadata.processes)
-        lacks_parts = self._coordinator.in_parts and bool(left)
-        if lacks_parts or not may_commit(snapshot.manifest.name, self._attempt, attempts):
-            self._stopped = True
-            self._outage.give_up()
+        if snapshot and not may_commit(snapshot.manifest.name, self._attempt, attempts):
+            self._stop()
         return self._stopped
 
     def commit(self, snapshot: Snapshot) -> None:
@@ -252,17 +246,20 @@ class CheckpointCommitter:
     def abandon(self) -> None:
         """Stop starting commits, because the group has ended. A commit in progress still finishes.
 
-        If rank 0 has already begun a commit, this rank adds its part even if it had not started on that commit.
+        If the state is sharded, a commit in progress is stopped, because other ranks may no longer add their parts.
         """
-        begun = -math.inf if self._coordinator.leads else self._coordinator.last_step()
+        if self._coordinator.in_parts:
+            self._stop()
         with self._changed:
-            kept = self._waiting_up_to(begun)
             for snapshot in self._waiting:
-                if snapshot not in kept:
-                    snapshot.release()
-            self._waiting = kept
+                snapshot.release()
+            self._waiting = []
             self._closing = True
             self._changed.notify_all()
+
+    def _stop(self) -> None:
+        self._stopped = True
+        self._outage.give_up()
 
     # ------------------------------------------------------------------------------------------ commit thread
 

@@ -18,8 +18,8 @@ from sunspot.checkpoint.commit import CheckpointCommitter, CommitCoordinator
 from sunspot.checkpoint.files import SnapshotWriter, WholeStateWriter, refuse_other_than_tensors, refuse_unloadable
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.checkpoint.memory import NodeMemory
+from sunspot.checkpoint.part_exchange import PartExchange
 from sunspot.checkpoint.parts import ShardWriter
-from sunspot.checkpoint.replicas import PartExchange
 from sunspot.checkpoint.snapshot import OptimizerOnlyParameters, SavedObjects, Snapshots
 from sunspot.checkpoint.tensors import parameter_names
 from sunspot.data.order import share
@@ -73,11 +73,12 @@ class CheckpointManager:
         self._settings = plan.settings
         self._saved = saved
         self._place = place
-        self._sharded = self._settings.parallel == "fsdp"
+        self._sharded = self._settings.sharded
         self._memory = memory or NodeMemory(None)
         exchange: PartExchange | None = None
         if self._sharded and place.group and place.nodes and self._settings.snapshot_cost:
-            exchange = PartExchange(self._memory, place.nodes, place.group)
+            shards = place.shards if place.replicas else place.world_size
+            exchange = PartExchange(self._memory, place.nodes, place.group, shards)
         self._exchanges = exchange is not None
         self._optimizer_only = saved.optimizer_only or OptimizerOnlyParameters(saved.optimizer)
         self._snapshots = Snapshots(self._memory, saved, self._optimizer_only, exchange, place.sums)

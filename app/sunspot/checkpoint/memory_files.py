@@ -5,7 +5,7 @@ Each process of a run has its own directory, which it locks until it exits. The 
 directory that is not locked, with the files of the previous process:
 
     slot-0.data      the tensors of a copy, one after the other (peer-0.data contains a part from another node,
-                     replicas.py)
+                     part_exchange.py)
     slot-0.sidecar   the rest of the state (`Sidecar`)
     slot-0.json      the marker, which is written last (a copy only counts if the marker's checksums match)
     heartbeat        the last step that the process has taken

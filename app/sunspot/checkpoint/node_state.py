@@ -19,9 +19,9 @@ import torch.distributed as dist
 from sunspot.background import map_parallel
 from sunspot.checkpoint.files import load_checked
 from sunspot.checkpoint.memory_files import LoadedSnapshot, MemorySnapshot, Sidecar, as_bytes, read_if_intact
+from sunspot.checkpoint.part_exchange import CHUNK, TIMEOUT_S
 from sunspot.checkpoint.parts import ShardedContents, is_sharded, load_pieces
 from sunspot.checkpoint.pieces import Piece, ReadPlan, extent_of
-from sunspot.checkpoint.replicas import CHUNK, TIMEOUT_S
 from sunspot.checkpoint.tensors import keys_of, make_outline, padded, tensors_in
 from sunspot.machine.shared_pages import Pages, map_pages
 from sunspot.parallel.collectives import gather_objects, run_on_all_ranks

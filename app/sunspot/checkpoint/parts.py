@@ -1,4 +1,4 @@
-"""Writes and reads sharded checkpoints (PARALLEL=fsdp). Each rank writes its part, and rank 0 commits all parts.
+"""Writes and reads sharded checkpoints (PARALLEL=fsdp or hsdp). Each rank writes its part, and rank 0 commits them.
 
 The files have the format of torch.distributed.checkpoint, so any PyTorch program can read the directory with its
 `FileSystemReader`:
@@ -11,7 +11,8 @@ The files have the format of torch.distributed.checkpoint, so any PyTorch progra
     model.pt                    the whole model (only in the last checkpoint of a finished run); with
                                 WEIGHTS=safetensors, all ranks write safetensors files and weights-00000.json instead
 
-Only rank 0 writes the tensors that are not sharded (buffers, the optimizer's step counts).
+Only rank 0 writes the tensors that are not sharded (buffers, the optimizer's step counts). Under hsdp, several ranks
+have the same shard, and each of them writes a share of its tensors.
 
 Rank 0 checks in storage which files the other ranks have written. If a rank dies, no other rank waits for it in a
 collective, and the directory gets no manifest. All ranks commit the snapshots that rank 0 begins to commit
@@ -103,6 +104,7 @@ class ShardWriter:
         self._more_files = more_files
         self._rank = worker.rank
         self._world_size = worker.world_size
+        self._shards = worker.shards if worker.replicas else worker.world_size
         self._timeout_s = settings.storage_timeout_s + PEER_TIMEOUT_S
         self._safetensors = settings.weights == "safetensors"
         self._took_s = 0.0
@@ -132,9 +134,12 @@ class ShardWriter:
         # Tensors that are not sharded come first, because every rank reads rank 0's copy of them, in one request.
         in_order = sorted(tensors, key=lambda item: item[2] is not None)
         # Rank 0 writes the tensors that are not sharded. The last ranks have no part of a tensor with few rows.
-        mine = [
-            (key, tensor, place) for key, tensor, place in in_order if self._rank == 0 or (place and tensor.numel())
-        ]
+        whole = [item for item in in_order if not item[2] and self._rank == 0]
+        sharded = [item for item in in_order if item[2] and item[1].numel()]
+        # The ranks with the same shard take turns, beginning with the largest tensors, so that the shares are similar.
+        largest = sorted(sharded, key=lambda item: -item[1].nbytes)
+        own = {key for key, _, _ in largest[self._rank // self._shards :: self._world_size // self._shards]}
+        mine = whole + [item for item in sharded if item[0] in own]
         for number, kind in enumerate(KINDS):
             file = f"__{self._rank}_{number}.distcp"
 

@@ -24,7 +24,7 @@ from sunspot.background import start_thread
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.memory import NodeMemory, Slot, Use
 from sunspot.checkpoint.memory_files import Sidecar
-from sunspot.checkpoint.replicas import PartExchange
+from sunspot.checkpoint.part_exchange import PartExchange
 from sunspot.checkpoint.tensors import ALIGNMENT, in_buffer, map_tensors, parameter_names, size_of, tensors_in
 from sunspot.parallel.collectives import sum_of_bits
 from sunspot.parallel.sharding import TensorSlice, find_slices, parameters_of, part_of

@@ -165,7 +165,7 @@ def agree_on_start(
             return inventories
         found = run_on_all_ranks(group, lambda: find_snapshot(location) if state.reads else None)  # reads the copy
         held = found.snapshot if found else None
-        parts_here = find_parts(location) if state.reads and settings.parallel == "fsdp" else ()
+        parts_here = find_parts(location) if state.reads and settings.sharded else ()
         return gather_objects(inventory._replace(snapshot=held, parts=parts_here), group)
 
     loaders = CheckpointLoaders(state.read, parts.read, find_copies)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from sunspot.checkpoint.memory_files import MemorySnapshot
 from sunspot.checkpoint.node_state import PartCopy
-from sunspot.checkpoint.replicas import ranks_by_node
+from sunspot.checkpoint.part_exchange import ranks_by_node
 from sunspot.run.attempts import Attempt, attempt_of, attempts_with_start, lineage, step_of
 from sunspot.run.checkpoints import leads_to_newest
 
@@ -20,6 +20,10 @@ class LiveState(NamedTuple):
     "Name that a checkpoint of this state would have."
     evaluated: bool
     "True if an epoch that ends at this step has been evaluated."
+    shard: int = 0
+    "Shard of the state that the process has, or 0 if it has the whole state."
+    shards: int = 1
+    "Number of shards of the state."
 
 
 class NodeInventory(NamedTuple):
@@ -58,31 +62,35 @@ class SurvivingState(NamedTuple):
     evaluated: bool
     "True if all `ranks` have evaluated the epoch that ends at this step."
     ranks: tuple[int, ...]
-    """Ranks that have the state. Ranks that have not evaluated it come first, because all ranks take the first rank's
-    metrics."""
+    """Ranks that have the state, or their shard of it. Ranks that have not evaluated it come first, because all ranks
+    take the first rank's metrics."""
+    shards: int = 1
+    "Number of shards of the state. Rank r has shard r % shards."
 
 
 def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> SurvivingState | None:
-    """Return the newest live state among the survivors, or None if no survivor has one.
+    """Return the newest live state among the survivors, or None if the survivors do not have all shards of a state.
 
     The survivors' states differ by at most one step, because some survivors may have completed their step before the
     loss. The state of a process that missed a group is ignored, because the other processes may have continued without
-    it, and deleted the state's checkpoint.
+    it, and deleted the state's checkpoint. So is a shard that is not the one of the process's new rank.
     """
     spans = lineage(attempts)
     live = {
         rank: inventory.live
         for rank, inventory in enumerate(inventories)
         if inventory.live
+        and inventory.live.shard == rank % inventory.live.shards
         and leads_to_newest(inventory.live.checkpoint, spans)
         and was_in_every_group(inventory, attempts)
     }
-    if not live:
-        return None
-    furthest = max((state.checkpoint for state in live.values()), key=step_of)
-    ranks = [rank for rank, state in live.items() if step_of(state.checkpoint) == step_of(furthest)]
-    ranks.sort(key=lambda rank: live[rank].evaluated)
-    return SurvivingState(furthest, live[ranks[0]].evaluated, tuple(ranks))
+    for step in sorted({step_of(state.checkpoint) for state in live.values()}, reverse=True):
+        ranks = [rank for rank, state in live.items() if step_of(state.checkpoint) == step]
+        ranks.sort(key=lambda rank: live[rank].evaluated)
+        first = live[ranks[0]]
+        if {live[rank].shard for rank in ranks} == set(range(first.shards)):
+            return SurvivingState(first.checkpoint, first.evaluated, tuple(ranks), first.shards)
+    return None
 
 
 def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> bool:

@@ -10,12 +10,17 @@ cannot reach the server is therefore in no group, and ends.
 
 The newest state is never left behind. If only members on draining nodes have it, they stay in the group, hand the state
 over, and leave at the next change.
+
+Under PARALLEL=hsdp, a group consists of whole replicas (`replicas.arrange`). If one of a replica's workers is lost, its
+other workers keep their processes, and wait until a new process completes a replica.
 """
 
 import math
 from collections.abc import Collection, Set
 from dataclasses import dataclass
 from functools import cached_property
+
+from sunspot.elastic.replicas import arrange
 
 SETTLE_S = 0.05
 """Seconds that the server waits for more losses before a generation forms, because nodes often go together."""
@@ -103,9 +108,12 @@ class MembershipSnapshot:
 class Membership:
     """State of the membership server. All times are in seconds of one monotonic clock."""
 
-    def __init__(self, size: int) -> None:
-        """Create the state for `size` processes that were started."""
+    def __init__(self, size: int, degree: int = 1) -> None:
+        """Create the state for `size` processes that were started, with `degree` processes in each replica."""
         self._size = size
+        self._degree = degree
+        self._shards: dict[str, int] = {}
+        "Shard that each process has held, by process name or uid."
         self._members: dict[str, Member] = {}
         "All live processes keyed by uid, in order of arrival."
         self._requests: dict[str, int | None] = {}
@@ -254,16 +262,19 @@ class Membership:
         if now < self._settled_at or (living | self._returned()) - self._requests.keys() or not chosen:
             return []
         wait_s = NEXT_WAIT_S if self.generation.members else FIRST_WAIT_S
-        if not living and len(chosen) < self._size and now < self._first_request + wait_s:
+        whole = self._size - self._size % self._degree
+        if not living and len(chosen) < whole and now < self._first_request + wait_s:
             return []
         self.generation = Generation(self.generation.number + 1, chosen)
         self._open, self._first_request = True, math.inf
-        for member in chosen:
+        for rank, member in enumerate(chosen):
             del self._requests[member.uid]
+            self._shards[member.process or member.uid] = rank % self._degree
         return [(member.uid, self.generation) for member in chosen]
 
     def _choose(self, candidates: Set[str]) -> tuple[Member, ...]:
-        """Choose the next members. Members of the last generation keep their order, and newcomers follow.
+        """Choose the next members, in whole replicas. Members of the last generation keep their order, and newcomers
+        follow.
 
         A candidate on a draining node is excluded if a member on a staying node has a state at least as new. A newcomer
         on a draining node is also excluded if it has no state and any candidate is on a staying node. The state of a
@@ -273,9 +284,26 @@ class Membership:
         living = [member for uid, member in self._members.items() if uid in candidates]
         living.sort(key=lambda member: order.get(member.process or member.uid, len(order)))
         staying = [member for member in living if member.node not in self._draining]
-        held = [self._step_of(member) if self._is_member(member.uid) else NO_STATE for member in staying]
-        newest = max(held, default=-math.inf)
-        return tuple(member for member in living if member.node not in self._draining or self._step_of(member) > newest)
+        newest = self._newest_held(staying)
+        kept = [member for member in living if member.node not in self._draining or self._step_of(member) > newest]
+        return tuple(self._arrange(kept))
+
+    def _arrange(self, members: list[Member]) -> list[Member]:
+        """Return the members of as many whole replicas as possible, by rank."""
+        shards = {
+            member: self._shards[name] for member in members if (name := member.process or member.uid) in self._shards
+        }
+        last = {member.process or member.uid for member in self.generation.members}
+        bound = {member for member in members if (member.process or member.uid) in last}
+        return arrange(members, shards, bound, self._degree)
+
+    def _newest_held(self, members: list[Member]) -> float:
+        """Return the newest step of which these members hold all shards, or -inf if they form no replica."""
+        newest = [-math.inf] * self._degree
+        for rank, member in enumerate(self._arrange(members)):
+            held = self._step_of(member) if self._is_member(member.uid) else NO_STATE
+            newest[rank % self._degree] = max(newest[rank % self._degree], held)
+        return min(newest)
 
     def _step_of(self, member: Member) -> float:
         """Return the step of a process's state. A member that is training has the newest state."""

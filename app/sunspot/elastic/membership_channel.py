@@ -110,10 +110,13 @@ class JoinRequest:
 class MembershipServer:
     """Context manager that runs a `Membership` in the driver."""
 
-    def __init__(self, size: int, control: ControlClient) -> None:
-        """Create a server for `size` processes. It reports through `control` why groups end."""
+    def __init__(self, size: int, control: ControlClient, degree: int = 1) -> None:
+        """Create a server for `size` processes, with `degree` processes in each replica of the model.
+
+        It reports through `control` why groups end.
+        """
         self._control = control
-        self._membership = Membership(size)
+        self._membership = Membership(size, degree)
         self._lock = threading.Lock()
         self._connected: dict[MemberConnection, Member] = {}
         "Live processes, by their connections."

@@ -224,17 +224,18 @@ def wait_for_nodes(
 
 @contextmanager
 def asked_nodes(
-    resources_per_worker: dict[str, float], workers: WorkerRange, one_machine: bool = False
+    resources_per_worker: dict[str, float], workers: WorkerRange, one_machine: bool = False, degree: int = 1
 ) -> Iterator[WorkerRange]:
     """Request nodes for the maximum number of workers, and yield the number of workers to start in survivor mode.
 
     Ray replaces these workers, but adds none. If the run began with the minimum number, it would soon restart with more
     workers. This function therefore waits for a first node, and then until no other node has joined for
-    FIRST_SETTLED_S. With `one_machine`, it does not wait, because no other node can join.
+    FIRST_SETTLED_S. With `one_machine`, it does not wait, because no other node can join. The number of workers is a
+    multiple of `degree`.
     """
     if one_machine:
         found = min(sum(find_room(staying_nodes(), resources_per_worker).values()), workers.most)
-        room = max(found, workers.least)
+        room = max(found - found % degree, workers.least)
         print(f"  this machine has room for {plural(room, 'worker')}", flush=True)
         yield WorkerRange(room, room)
         return
@@ -248,7 +249,7 @@ def asked_nodes(
             if found != room:
                 room, since = found, now
             time.sleep(NODE_CHECK_EVERY_S)
-        chosen = max(room, workers.least)
+        chosen = max(room - room % degree, workers.least)
         print(f"there are nodes for {room} of {workers} workers; starting with {chosen}", flush=True)
         yield WorkerRange(chosen, chosen)
     finally:

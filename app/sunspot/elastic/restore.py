@@ -21,6 +21,7 @@ from sunspot.elastic.claim import LocalState, StartPoint
 from sunspot.elastic.copies import ChosenCopy, SurvivingState
 from sunspot.errors import ConflictError, NotFoundError, SettingsError
 from sunspot.parallel.collectives import WorkerPlace, broadcast_from_rank0, gather_objects, run_on_all_ranks
+from sunspot.parallel.sharding import part_of
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import IN_PLACE, read_attempts
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
@@ -74,19 +75,20 @@ def hand_over(
 ) -> TrainingState:
     """Return the state from which the group continues. All workers of the group call this together.
 
-    Ranks without the state are divided among those that have it. Each rank that has the state sends the tensors in
-    `saved` to the ranks assigned to it, and its own result contains no tensors. All ranks use the `metadata` of the
-    first rank that has the state, because the loss of a member may have left these ranks with different values.
+    Ranks without the state are divided among those that have it, or that have the same shard of it. Each rank that has
+    the state sends the tensors in `saved` to the ranks assigned to it, and its own result contains no tensors. All
+    ranks use the `metadata` of the first rank that has the state, because the loss of a member may have left these
+    ranks with different values.
     """
     assert place.group
-    source, rank = surviving.ranks[0], place.rank
-    lacking = [other for other in range(place.world_size) if other not in surviving.ranks]
-    senders = dict(zip(lacking, cycle(surviving.ranks), strict=False))
-    sends = rank == source or rank in senders.values()
+    rank = place.rank
+    senders = assign_senders(surviving, place.world_size)
+    sends = rank == surviving.ranks[0] or rank in senders.values()
     state = saved.with_average(saved.state()) if saved and sends else None
-    structure = map_tensors(state, lambda tensor: torch.empty_like(tensor, device="meta"))
-    structure, metadata = gather_objects((structure, metadata) if rank == source else None, place.group)[source]
-    assert metadata
+    structure = map_tensors(state, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
+    described = gather_objects((structure, metadata) if sends else None, place.group)
+    structure = described[senders[rank]][0] if rank in senders else {}
+    metadata = described[surviving.ranks[0]][1]
     known = TrainingState(
         evaluated=surviving.evaluated,
         metrics=metadata.metrics,
@@ -98,7 +100,7 @@ def hand_over(
     work: list[Any] = []
     if rank in senders.values():
         receivers = [other for other, sender in senders.items() if sender == rank]
-        own = [tensor.detach().cpu().contiguous() for tensor in tensors_in(state)]
+        own = [part_of(tensor.detach()).cpu().contiguous() for tensor in tensors_in(state)]
         sent = [(tag, tensor, other) for tag, tensor in enumerate(own) if tensor.numel() for other in receivers]
         work = [dist.isend(tensor, other, place.group, tag) for tag, tensor, other in sent]
     elif rank in senders:
@@ -112,6 +114,14 @@ def hand_over(
     for each in work:
         each.wait(timedelta(seconds=SEND_LIMIT_S))
     return known
+
+
+def assign_senders(surviving: SurvivingState, world_size: int) -> dict[int, int]:
+    """Return which rank sends its state to each rank that lacks it. Both ranks have the same shard."""
+    lacking = [rank for rank in range(world_size) if rank not in surviving.ranks]
+    shards = surviving.shards
+    holders = [cycle([rank for rank in surviving.ranks if rank % shards == shard]) for shard in range(shards)]
+    return {rank: next(holders[rank % shards]) for rank in lacking}
 
 
 def load_start(
@@ -156,7 +166,7 @@ def _load_sharded(
     def load(*into: Any) -> None:
         run_on_all_ranks(group, lambda: patiently(lambda: load_parts(run, checkpoint, contents, *into)))
 
-    if settings.parallel == "fsdp":
+    if settings.sharded:
         return {"load_parts": load}
     return run_on_all_ranks(group, lambda: patiently(lambda: load_whole(run, checkpoint, contents)))
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from sunspot.background import start_thread
+from sunspot.parallel.replica_groups import ReplicaGroups
+from sunspot.parallel.sharding import part_of
 from sunspot.parallel.sum_guard import SumGuard
 
 Result = TypeVar("Result")
@@ -38,6 +40,18 @@ class WorkerPlace:
     "Ray's node ID of each rank. Empty if unknown."
     sums: SumGuard | None = None
     "The guard of the sums on `device`. None if the process ends with its group."
+    replicas: ReplicaGroups | None = None
+    "The groups of this worker's replica and shard. None unless PARALLEL is hsdp."
+
+    @property
+    def shards(self) -> int:
+        """The number of workers that hold one replica of the model under hsdp. It is 1 otherwise."""
+        return self.replicas.degree if self.replicas else 1
+
+    @property
+    def shard(self) -> int:
+        """The number of this worker's shard under hsdp. It is 0 otherwise."""
+        return self.rank % self.shards
 
 
 ALONE = WorkerPlace()
@@ -85,17 +99,25 @@ def unflatten(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         tensor.copy_(values.view_as(tensor))
 
 
-def same_parameters(model: torch.nn.Module, group: dist.ProcessGroup) -> bool:
-    """Return True if all workers' parameters have the same bit sums. All workers must call this together."""
+def same_parameters(model: torch.nn.Module, place: WorkerPlace) -> bool:
+    """Return True if all workers' parameters have the same bit sums. All workers must call this together.
+
+    Under hsdp, this compares workers with the same shard.
+    """
     with torch.no_grad():
         sums = [sum_of_bits(parameter) for parameter in model.parameters()]
         mine = torch.stack(sums).tolist() if sums else []
-    return all(sums == mine for sums in gather_objects(mine, group))
+    everyone = gather_objects(mine, place.group)
+    return all(sums == everyone[rank % place.shards] for rank, sums in enumerate(everyone))
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's values, whose bits are read as integers. Does not wait for the device."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    """Return the sum of a tensor's values, whose bits are read as integers. Does not wait for the device.
+
+    If the tensor is sharded, only this worker's part is summed.
+    """
+    part = part_of(tensor)
+    real = torch.view_as_real(part) if part.is_complex() else part
     return real.view(INTEGER_OF_SIZE[real.element_size()]).sum()
 
 

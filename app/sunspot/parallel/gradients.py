@@ -12,8 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from sunspot.parallel.data_parallel import DataParallel
-from sunspot.parallel.sharding import has_several, is_dtensor, is_fsdp
+from sunspot.parallel.replica_groups import ReplicaGroups
+from sunspot.parallel.sharding import has_several, is_dtensor, is_fsdp, part_of
 from sunspot.settings import Settings
+
+CLIP_EPSILON = 1e-6
+"""Number that `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides (torch 2.15)."""
 
 
 def prepare(model: nn.Module, settings: Settings, name: str = "", **options: bool) -> nn.Module:
@@ -108,11 +112,19 @@ def _without_infinite(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> None:
+def clip_gradients(model: nn.Module, max_norm: float, replicas: ReplicaGroups | None = None) -> None:
     """Clip the norm of all averaged gradients to `max_norm`, or do nothing if it is 0.
 
-    All workers must call this together, once per step. Under fsdp, the norm covers all workers' parts. This does not
-    wait for the device.
+    All workers must call this together, once per step. Under fsdp and hsdp, the norm covers all parts of the model.
+    `replicas` are the worker's groups under hsdp. This does not wait for the device.
     """
-    if max_norm:
+    if not max_norm:
+        return
+    if not replicas:
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return
+    parts = [part_of(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    norm = replicas.sum_in_replica(nn.utils.get_total_norm(parts).square()).sqrt()
+    scale = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1)
+    for part in parts:
+        part.mul_(scale)

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from sunspot.parallel.replica_groups import ReplicaGroups
 from sunspot.parallel.sum_guard import SumGuard
 
 FORM_LIMIT_S = 20
@@ -40,17 +41,24 @@ NCCL_SETTINGS = {
 
 
 class ProcessGroups:
-    """The newest generation's process groups: the default group for gradients, and a gloo group for decisions."""
+    """The newest generation's process groups: those for gradients, and a gloo group for decisions."""
 
-    def __init__(self, device: torch.device, limit_s: float, server: tuple[str, int] = ("", 0)) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        limit_s: float,
+        server: tuple[str, int] = ("", 0),
+        replicas: ReplicaGroups | None = None,
+    ) -> None:
         """Prepare groups that sum gradients on `device`. CPU collectives time out after `limit_s` seconds.
 
         Connections to `server`, the membership server's address, are never cut, even if they were opened while a group
-        formed.
+        formed. `replicas` are formed and broken together with the default group.
         """
         self._device = device
         self._limit = timedelta(seconds=limit_s)
         self._server = server
+        self.replicas = replicas
         self._ending = threading.Lock()
         self._before: set[str] | None = None
         "The sockets that existed before a group began to form, or None while no group is forming."
@@ -90,10 +98,13 @@ class ProcessGroups:
         store = open_store()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=self._limit)
         agreements = dist.new_group(backend="gloo", timeout=self._limit)
+        if self.replicas:
+            self.replicas.form(self._limit)
         self._of_gloo = {name for _, name in _sockets()} - (self._before or set())
         if self._device.type == "cuda":  # NCCL connects during its first collective
             self._form_by = time.monotonic() + NCCL_LIMIT_S
-            dist.all_reduce(torch.zeros(1, device=self._device))
+            for group in self._gradient_groups():
+                dist.all_reduce(torch.zeros(1, device=self._device), group=group)
             await_device(self._device)
             if self.overdue:  # an aborted collective raises no error
                 raise RuntimeError(f"NCCL did not connect within {NCCL_LIMIT_S} s")
@@ -117,8 +128,13 @@ class ProcessGroups:
             before = self._before  # read once, because another thread can change it
             appeared = {name for _, name in _sockets()} - before if before is not None else set()
             _shut_down(self._own | appeared, self._server)
-            if self._device.type == "cuda" and dist.group.WORLD:
-                dist.group.WORLD._get_backend(self._device).abort()  # torch has no public API for this (2.15)
+            for group in self._gradient_groups() if self._device.type == "cuda" else ():
+                cast(Any, group)._get_backend(self._device).abort()  # torch has no public API for this (2.15)
+
+    def _gradient_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups whose collectives run on the device."""
+        world = dist.group.WORLD
+        return [world, *(self.replicas.all if self.replicas else ())] if world else []
 
     def leave(self) -> None:
         """Discard the groups after the end of their generation."""

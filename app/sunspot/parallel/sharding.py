@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sunspot.errors import SettingsError
+from sunspot.parallel.replica_groups import ReplicaGroups
 from sunspot.settings import Settings
 
 if TYPE_CHECKING:
@@ -83,29 +85,32 @@ def _outside_of_state(model: nn.Module) -> Iterator[torch.Tensor]:
         yield from (item for item in held if isinstance(item, torch.Tensor))
 
 
-def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
-    """Move a model from the CPU to the worker's device. Under fsdp, each worker gets only a part of it.
+def shard_model(
+    model: nn.Module, settings: Settings, device: torch.device, replicas: ReplicaGroups | None = None
+) -> nn.Module:
+    """Move a model from the CPU to the worker's device. Under fsdp and hsdp, each worker gets only a part of it.
 
-    The model must be identical on all workers. Call this before creating the optimizer. Under fsdp (FSDP2,
+    The model must be identical on all workers. Call this before creating the optimizer. Under fsdp and hsdp (FSDP2,
     `fully_shard`), the model changes in place: parameters become DTensors, sharded along their first dimension, with
     the same names. Each block is gathered before it computes, and freed afterwards. Parameters on the meta device get
-    uninitialized memory.
+    uninitialized memory. `replicas` are the worker's groups under hsdp.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if settings.parallel == "fsdp":
+    if settings.sharded:
         if has_several(model):
             raise SettingsError(
-                f"SUNSPOT_PARALLEL=fsdp does not support several models, but {settings.task} has a "
+                f"SUNSPOT_PARALLEL={settings.parallel} does not support several models, but {settings.task} has a "
                 f"{type(model).__name__} of models; set SUNSPOT_PARALLEL=ddp"
             )
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         assert dist.group.WORLD
-        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-        travel = torch.bfloat16 if settings.gradient_precision == "bf16" else torch.float32
-        whole = MixedPrecisionPolicy(reduce_dtype=travel)
+        mesh = replicas.mesh(device.type) if replicas else DeviceMesh.from_group(dist.group.WORLD, device.type)
+        doubles = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+        exact = torch.float64 if doubles else torch.float32
+        whole = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if settings.gradient_precision == "bf16" else exact)
         # This halves the communication. Results match ddp, where autocast rounds the same weights after gathering.
         rounded = replace(whole, param_dtype=torch.bfloat16, cast_forward_inputs=False)
         kept = {weight for module in model.modules() if is_norm(module) for weight in module.parameters()}
@@ -121,6 +126,8 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
         if is_fsdp(model) and hasattr(model, "set_reduce_scatter_unused_params"):  # new in torch 2.15
             # Otherwise, ranks that use different parameters of a block would sum unrelated gradients.
             model.set_reduce_scatter_unused_params(True)
+        if replicas:
+            replicas.connect(module for module in model.modules() if is_fsdp(module))
     if any(parameter.is_meta for parameter in model.parameters()):
         # The public `to_empty` would discard the values of all other tensors too.
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
@@ -163,6 +170,13 @@ def is_fsdp(model: object) -> TypeIs[FSDPModule]:
     return isinstance(model, _class("torch.distributed.fsdp", "FSDPModule"))
 
 
+def discard_pass(model: nn.Module) -> None:
+    """Free what an interrupted forward or backward pass of a sharded model has gathered or reduced."""
+    if is_fsdp(model):
+        with suppress(AttributeError):  # torch 2.15 raises it before the first pass, when there is nothing to discard
+            model.reset_iter_state()
+
+
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     """Return True if a tensor is sharded."""
     return isinstance(tensor, _class("torch.distributed.tensor", "DTensor"))
@@ -198,20 +212,42 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def shard_like(value: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor that is sharded like another one. `value` is the whole tensor or only this worker's part of it.
+
+    Nothing is sent.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements
+    if value.shape == like.shape:
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def shard_model_state(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Shard each tensor of a model's state_dict like the model's own tensor. The tensors may already be parts."""
+    own = model.state_dict()
+    return {
+        name: shard_like(value, own[name]) if name in own and is_dtensor(own[name]) else value
+        for name, value in state.items()
+    }
+
+
 def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Shard each tensor of an optimizer's state_dict like its parameter. Under ddp, only adapt the memory layout."""
+    """Shard each tensor of an optimizer's state_dict like its parameter. Under ddp, only adapt the memory layout.
+
+    A tensor may also be this worker's part, as another worker with the same shard sends it.
+    """
     parameters = parameters_of(optimizer)
 
     def shard(value: Any, parameter: torch.Tensor) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        if not isinstance(value, torch.Tensor) or value.shape not in (parameter.shape, part_of(parameter).shape):
             return value
         if not is_dtensor(parameter):  # fused optimizers need the same layout
             same = value.stride() == parameter.stride()
             return value if same else torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-        from torch.distributed.tensor import distribute_tensor
-
-        # Every worker has the whole tensor, so nothing has to be sent.
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return shard_like(value, parameter)
 
     sharded = {
         number: {name: shard(value, parameters[number]) for name, value in values.items()}

@@ -210,8 +210,11 @@ class Settings(BaseModel):
     "Precision in which workers exchange gradients."
     compile: Literal["off", "default", "max-autotune"] = setting("off", "off, default or max-autotune")
     "Mode of torch.compile, which needs a C or C++ compiler."
-    parallel: Literal["ddp", "fsdp"] = setting("ddp", "ddp or fsdp")
-    "Distribution of the model. ddp keeps a copy on each worker, and fsdp splits the model among the workers."
+    parallel: Literal["ddp", "fsdp", "hsdp"] = setting("ddp", "ddp, fsdp or hsdp")
+    """Distribution of the model. ddp keeps a copy on each worker, and fsdp splits the model among all workers. hsdp
+    keeps several copies, and splits each of them among SUNSPOT_SHARD_DEGREE workers."""
+    shard_degree: int = setting(0, "an integer >= 0", ge=0)
+    "Number of workers that hold one copy of the model under hsdp, or 0 for the workers of one node."
 
     checkpoint_every_steps: int = setting(0, "an integer >= 0", ge=0)
     "Number of optimizer steps between checkpoints. 0 turns this off. The end of each epoch adds a checkpoint."
@@ -271,6 +274,11 @@ class Settings(BaseModel):
 
     job: JobContext = JobContext()
     "Values that the job's manifest sets, not the user."
+
+    @property
+    def sharded(self) -> bool:
+        """True if each worker holds only a part of the model (fsdp and hsdp)."""
+        return self.parallel != "ddp"
 
     def environment(self) -> dict[str, str]:
         """Return all settings and the values of `job` as environment variables, in the order of definition."""

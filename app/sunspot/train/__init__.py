@@ -38,10 +38,13 @@ In survivor mode, the step is then handled as follows (`Worker.leave`, `undo.Ste
 
 - If the step was complete, it counts. Survivors can differ by this one step; all of them continue with the newer state.
 - If it was not complete, its gradients are discarded, and none of its rows count. The parameters, optimizer states and
-buffers are those from before the step, because the optimizer had not changed them, or because StepUndo restores them.
-The next group takes the same step again, with the rows divided among its members. - If StepUndo cannot restore them,
-this process gets the state from another worker. If no worker has it, and always under PARALLEL=fsdp, all workers return
-to the newest copy in memory or to the newest checkpoint.
+  buffers are those from before the step, because the optimizer had not changed them, or because StepUndo restores them.
+  The next group takes the same step again, with the rows divided among its members.
+- If StepUndo cannot restore them, this process gets the state from another worker. If no worker has it, and always
+  under PARALLEL=fsdp, all workers return to the newest copy in memory or to the newest checkpoint.
+
+Under PARALLEL=hsdp, a worker has only its shard of the state, and gets it from a worker with the same shard. In step 6,
+the workers of a replica agree that all of them have complete gradients, so that their shards belong to the same step.
 
 In restart mode, all processes end, and the next group starts from the newest copy or checkpoint (`sunspot.elastic`).
 

@@ -44,6 +44,7 @@ from sunspot.parallel.sharding import (
     has_several,
     is_fsdp,
     shard_model,
+    shard_model_state,
     shard_optimizer_state,
 )
 from sunspot.plan import Plan
@@ -110,14 +111,15 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
         if setup.survivor and learner:
             learner.move(place)
             if state.model is not None:
-                load_weights(learner.model, state.model, str(attempt.starts_from))
+                weights = shard_model_state(learner.model, state.model)
+                load_weights(learner.model, weights, str(attempt.starts_from))
                 load_rest(state, learner.model, learner.optimizer)
                 setup.survivor.keep(attempt, state)
         else:
             learner = build_learner(plan, place, attempt, state, make_loader)
     survivor = setup.survivor
     in_place = state.tier == IN_PLACE
-    if survivor and in_place and place.group and not same_parameters(learner.model, place.group):
+    if survivor and in_place and place.group and not same_parameters(learner.model, place):
         if place.rank == 0:
             text = (
                 "the workers' parameters differ, which happens with processors of different kinds; "
@@ -195,15 +197,24 @@ def build_learner(
     return Learner(plan, task, place, model, optimizer, average, open_rows(plan, task, place), rates)
 
 
-def prepare_learner(plan: Plan, control: ControlClient) -> Learner:
-    """Build a replacement's learner while the other workers train. The learner does not have their state yet."""
-    place = WorkerPlace(device=ray.train.torch.get_device())
-    if place.device.type == "cuda":
-        await_device_memory(place.device, ray.get_runtime_context().get_node_id(), control)
+def prepare_learner(plan: Plan, control: ControlClient, place: WorkerPlace | None = None) -> Learner:
+    """Build a replacement's learner without the other workers. The learner does not have their state yet.
+
+    Under hsdp, the process needs a `place` in a group first, which determines its shard.
+    """
+    alone = WorkerPlace(device=ray.train.torch.get_device())
+    if alone.device.type == "cuda":
+        await_device_memory(alone.device, ray.get_runtime_context().get_node_id(), control)
+    state = TrainingState(load_parts=leave_empty if place else None)
     newest = Attempt(0, "", None, 0)
-    learner = build_learner(plan, place, newest, TrainingState(), make_loader)
-    learner.warm_up()
+    learner = build_learner(plan, place or alone, newest, state, lambda plan, task, _: make_loader(plan, task, alone))
+    if not place:
+        learner.warm_up()  # a sharded model cannot compute alone
     return learner
+
+
+def leave_empty(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Load nothing into a sharded model and its optimizer."""
 
 
 def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
@@ -232,7 +243,7 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
     if fixed:
         print(f"model: {plural(fixed, 'module')} will stay in evaluation mode, as returned by build_model")
     refuse_small_micro_batches(model, settings)
-    model = shard_model(model, settings, place.device)
+    model = shard_model(model, settings, place.device, place.replicas)
     compile_model(model, plan, place.world_size, place.device)
     return model
 

@@ -49,7 +49,7 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
     scores = HeldOutScores(learner) if learner.task.compute_metrics else None
     assert group
     settings = learner.plan.settings
-    together = settings.parallel == "fsdp"
+    together = settings.sharded
     end = EvaluationEnd(group, together=together)
     # Use no more rows at once than a training pass.
     plan = learner.plan

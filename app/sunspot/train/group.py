@@ -38,7 +38,7 @@ from sunspot.elastic.watchdog import FIRST_STEP_S
 from sunspot.errors import SunspotError
 from sunspot.observe.progress import News, shown_progress
 from sunspot.observe.prometheus import exported_run
-from sunspot.plan import Plan, Resources, choose_resources
+from sunspot.plan import Plan, Resources, choose_resources, choose_shard_degree
 from sunspot.ray_internals.backend import BackendConfig, SurvivorConfig
 from sunspot.ray_internals.controller import end_groups_at_once, replace_lost_alone
 from sunspot.ray_internals.coordinator import install_coordinator
@@ -94,6 +94,8 @@ class TrainingContext:
     resources: Resources
     scratch: str
     "A folder for Ray's own files."
+    shard_degree: int = 0
+    "Number of workers that hold one replica of the model, or 0 unless PARALLEL is hsdp."
 
 
 @contextmanager
@@ -114,6 +116,7 @@ def open_context(
         refuse_lack(settings, resources.per_worker, ray.cluster_resources())
     print(f"  {resources.reason}", flush=True)
     left_out = leave_out_at_start(nodes, required_resources(plan, resources)) if resources.use_gpu else []
+    degree = choose_shard_degree(settings, find_room(nodes, resources.per_worker))
     survivor_mode = can_outlive(plan)
     lag_s = install_coordinator() if given.elastic and not (survivor_mode or choice) else 0.0
     with ExitStack() as stack:
@@ -122,15 +125,15 @@ def open_context(
         control.send(ControlChannel.add_left_out, left_out)
         workers, membership = given, None
         if survivor_mode:
-            workers = stack.enter_context(asked_nodes(resources.per_worker, given, plan.one_machine))
-            membership = stack.enter_context(MembershipServer(workers.least, control))
+            workers = stack.enter_context(asked_nodes(resources.per_worker, given, plan.one_machine, degree or 1))
+            membership = stack.enter_context(MembershipServer(workers.least, control, degree or 1))
         fetch = functools.partial(fetch_news, control, note_end)
         stack.enter_context(shown_progress(fetch, plan.total_steps, plan.steps.per_epoch))
         usable = stack.enter_context(new_nodes_checked(control, nodes)) if resources.use_gpu else reachable_nodes
         monitor = NodeMonitor(resources.per_worker, given, usable, lag_s, choice)
         stack.enter_context(supervised(control, stop_request, monitor, membership))
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
-        yield TrainingContext(plan, claimant, stop_request, control, membership, workers, resources, scratch)
+        yield TrainingContext(plan, claimant, stop_request, control, membership, workers, resources, scratch, degree)
 
 
 def choose_node_groups(settings: Settings) -> GroupChoice | None:
@@ -254,6 +257,7 @@ def make_worker_config(context: TrainingContext) -> WorkerConfig:
         collective_timeout_s=max(COLLECTIVE_TIMEOUT_S, plan.settings.hang_timeout_s + WATCHDOG_GRACE_S),
         membership=context.membership.address if context.membership else None,
         folder=os.getcwd(),
+        shard_degree=context.shard_degree,
     )
 
 

@@ -31,6 +31,7 @@ from sunspot.log import print_logs, sent_warnings
 from sunspot.observe.prometheus import EXPORT_EVERY_S
 from sunspot.parallel.collectives import WorkerPlace, listening_to_rounds
 from sunspot.parallel.nccl_log import begin_log, own_log
+from sunspot.parallel.replica_groups import ReplicaGroups
 from sunspot.plan import Plan
 from sunspot.ray_internals.backend import processes_up
 from sunspot.ray_internals.controller import GroupRestartError
@@ -67,6 +68,8 @@ class WorkerConfig:
     collective_timeout_s: float
     membership: MembershipAddress | None = None
     "Address at which surviving workers form their groups. None if Ray Train forms the groups and ends them together."
+    shard_degree: int = 0
+    "Number of workers that hold one replica of the model, or 0 unless PARALLEL is hsdp."
     folder: str = ""
     "Working directory of the driver, to which relative paths in TASK_ARGS refer."
 
@@ -79,6 +82,10 @@ class WorkerConfig:
     def run(self) -> Run:
         """The run. This process uses the same storage connection in all of its groups."""
         return open_run(self.plan.settings.storage_path, self.plan.settings.run_name)
+
+    def replica_groups(self) -> ReplicaGroups | None:
+        """Return groups that have not formed yet, or None unless PARALLEL is hsdp."""
+        return ReplicaGroups(self.shard_degree) if self.shard_degree else None
 
     def claimant(self) -> Claimant:
         """Return a new claimant of the run. Each group needs its own."""
@@ -122,7 +129,10 @@ class Joining:
             device = ray.train.torch.get_device()
             self._phases = Phases(launched=launch_time(), up=processes_up(), formed=time.time())
             group = cast(dist.ProcessGroup, carrier)
-            return WorkerPlace(group, context.get_world_rank(), context.get_world_size(), device)
+            replicas = config.replica_groups()
+            if replicas:
+                replicas.form(timedelta(seconds=config.limit_s))
+            return WorkerPlace(group, context.get_world_rank(), context.get_world_size(), device, replicas=replicas)
         settings = config.plan.settings
         if settings.parallel == "ddp" and survivor.others_train:  # a model in parts is built by all workers together
             survivor.prepare_alone(self._prepare_learner, settings.hang_timeout_s)
@@ -133,8 +143,8 @@ class Joining:
             self._phases = Phases(formed=time.time())
         return place
 
-    def _prepare_learner(self) -> Learner:
-        return prepare_learner(self._config.plan, self._config.control)
+    def _prepare_learner(self, place: WorkerPlace | None = None) -> Learner:
+        return prepare_learner(self._config.plan, self._config.control, place)
 
     # ----------------------------------------------------------------------------------------------------------- claim
 
@@ -202,7 +212,8 @@ class Joining:
         place = setup.place
         if survivor:
             with setup.watchdog.paused():
-                survivor.align(bool(start.live), self._prepare_learner)
+                prepare = self._prepare_learner
+                survivor.align(bool(start.live), partial(prepare, place) if place.replicas else prepare, place.shard)
         if survivor and start.live:
             state = survivor.hand_over(place, start.live, setup.plan.total_steps)
         else:

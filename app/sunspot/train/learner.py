@@ -17,6 +17,7 @@ from sunspot.data.torch_loader import TorchLoader
 from sunspot.errors import SettingsError
 from sunspot.metric_names import refuse_names
 from sunspot.parallel.collectives import WorkerPlace
+from sunspot.parallel.sharding import discard_pass
 from sunspot.plan import Plan
 from sunspot.tasks import Task
 from sunspot.tasks.signatures import place_of_function
@@ -103,8 +104,9 @@ class Learner:
         self.undo.put_back_moving()
 
     def move(self, place: WorkerPlace) -> None:
-        """Move to another group, with the same model, optimizer and rows."""
+        """Move to another group, with the same model, optimizer and rows. The worker must have the same shard there."""
         self.place = place
+        discard_pass(self.model)
         self._opaque_model = None  # the previous group's model has its own buffers for gradients
         cast(TorchLoader, self.loader).move(place.world_size, place.rank)
         self.undo.stepped.begin_group()

@@ -20,7 +20,7 @@ def train_loop(config: WorkerConfig) -> None:
     if config.membership is None:
         train_in_group(config)
         return
-    survivor = Survivor(config.membership, config.limit_s)
+    survivor = Survivor(config.membership, config.limit_s, config.replica_groups())
     try:
         with survivor:
             train_in_groups(config, survivor)

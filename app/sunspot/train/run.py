@@ -201,7 +201,8 @@ class TrainingRun:
 
     def clip(self, model: torch.nn.Module | None = None) -> None:
         complete_gradients(self.model)
-        clip_gradients(self.model if model is None else model, self.settings.clip_norm)
+        replicas = self._worker.learner.place.replicas
+        clip_gradients(self.model if model is None else model, self.settings.clip_norm, replicas)
 
     def before_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Complete the gradients, and block until parameters may change (`Worker.wait_before_change`).

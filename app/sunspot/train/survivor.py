@@ -41,7 +41,7 @@ from sunspot.formatting import plural
 from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.process_group import FORM_LIMIT_S, NCCL_LIMIT_S, ProcessGroups
-from sunspot.parallel.sharding import is_fsdp
+from sunspot.parallel.replica_groups import ReplicaGroups
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, checkpoint_name, step_of
 from sunspot.run.failures import LOST_PEER
@@ -71,11 +71,14 @@ class NoGroupError(RuntimeError):
 class Survivor:
     """A worker process, with the state that it keeps from one group to the next."""
 
-    def __init__(self, address: MembershipAddress, limit_s: float) -> None:
-        """Prepare to join groups. Each wait in a collective is limited to `limit_s` seconds."""
+    def __init__(self, address: MembershipAddress, limit_s: float, replicas: ReplicaGroups | None = None) -> None:
+        """Prepare to join groups. Each wait in a collective is limited to `limit_s` seconds.
+
+        `replicas` are formed together with each group (PARALLEL=hsdp).
+        """
         self._address = address
         self._device = ray.train.torch.get_device()
-        self._groups = ProcessGroups(self._device, limit_s, (address.host, address.port))
+        self._groups = ProcessGroups(self._device, limit_s, (address.host, address.port), replicas)
         context = ray.get_runtime_context()
         name = f"{context.get_actor_id()}-{process_name()}"  # `replace_lost_alone` looks for the actor id
         member = Member(name, context.get_node_id(), host=socket.gethostname())
@@ -138,12 +141,15 @@ class Survivor:
         self._memory = self._memory or NodeMemory(location, warns=first)
         return self._memory
 
-    def align(self, live: bool, build: Callable[[], Learner]) -> None:
+    def align(self, live: bool, build: Callable[[], Learner], shard: int = 0) -> None:
         """Make sure that either all members of a group have a learner, or none of them does.
 
         If the group continues a `live` state, members keep their learners, and a member without a learner builds one
-        alone. Otherwise, all members forget their learners, and build new ones together later.
+        alone. So does a member whose `shard` has changed (hsdp). Otherwise, all members forget their learners, and
+        build new ones together later.
         """
+        if self.learner and self.learner.place.shard != shard:
+            self.forget()
         if live:
             self.prepare(build)
         elif self.learner:
@@ -189,7 +195,7 @@ class Survivor:
                     self._note_unformed(generation, took_s, error)
                 continue
             nodes = [member.node for member in generation.members]
-            return WorkerPlace(group, rank, len(nodes), self._device, nodes, self._groups.sums)
+            return WorkerPlace(group, rank, len(nodes), self._device, nodes, self._groups.sums, self._groups.replicas)
 
     def _form(self, generation: Generation, rank: int) -> dist.ProcessGroup:
         size = len(generation.members)
@@ -284,8 +290,8 @@ class Survivor:
             self.window = self._worker.window
             self.committer = self._worker.checkpoints.committer
             self._worker = None
-        if self.learner and is_fsdp(self.learner.model):  # the next group loads other parts, from the copies in memory
-            self.forget()
+        if self.learner and self.learner.plan.settings.parallel == "fsdp":
+            self.forget()  # the next group loads other parts, from the copies in memory
         else:
             self._free_memory()
 

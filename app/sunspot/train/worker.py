@@ -30,7 +30,6 @@ from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
-from sunspot.parallel.sharding import is_fsdp
 from sunspot.parallel.sum_guard import SumGuard
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.settings import PREFIX
@@ -170,7 +169,8 @@ class Worker:
         "True if this process outlives its group and joins the next group."
         self._saved_for_head = False
         "True once this worker has saved because the head node is being reclaimed."
-        self._undo = learner.undo if self.outlives_groups and not is_fsdp(learner.model) else None
+        keeps_state = self.outlives_groups and learner.plan.settings.parallel != "fsdp"
+        self._undo = learner.undo if keeps_state else None
         if self._undo:
             self._undo.keep()
 
@@ -212,7 +212,7 @@ class Worker:
         stop = agreed.stop
         restart = agreed.restart and has_more
         regroup = agreed.regroup and has_more
-        parts_move = regroup and is_fsdp(self.learner.model)
+        parts_move = regroup and plan.settings.parallel == "fsdp"
         by_interval = agreed.save or (every > 0 and step % every == 0)
         save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
         self._leave_closed_group()
@@ -298,6 +298,10 @@ class Worker:
         callbacks of libraries' Trainers. `optimizer` is the optimizer that is about to take its step, if there is one.
         """
         self.wait_for_copy()
+        if self._undo and self.learner.place.replicas:
+            # Either all workers of a replica have complete gradients, or none changes its shard. The state of the
+            # replica's workers would otherwise belong to different steps.
+            self.learner.place.replicas.sum_in_replica(torch.zeros(1, device=self.learner.place.device))
         if self._sums and self._undo:  # without `_undo`, the next group does not use this process's state
             self._guard_change(self._sums, self._undo, optimizer)
         if self._undo and optimizer:
@@ -337,7 +341,8 @@ class Worker:
         windows = self.checkpoints.leave_group(self.step)
         if not self._undo or not self._undo.put_back(cancelled):
             return None
-        live = LiveState(self.checkpoints.name_at(self.step), self._evaluation_done)
+        place = self.learner.place
+        live = LiveState(self.checkpoints.name_at(self.step), self._evaluation_done, place.shard, place.shards)
         return live, StateMetadata(self._metrics(self._record), self.step_ended, windows)
 
     def _metrics(self, record: MetricRecord) -> MetricRecord:

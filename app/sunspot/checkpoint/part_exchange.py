@@ -1,7 +1,8 @@
-"""Keeps each part of a sharded state (PARALLEL=fsdp) in the memory of two nodes, so that losing a node loses no part.
+"""Keeps each part of a sharded state in the memory of two nodes, so that losing a node loses no part.
 
-Each worker's seal thread sends its part to a worker on the next node while training continues. It uses a separate
-process group, and waits at most TIMEOUT_S for an unresponsive worker.
+Each worker's seal thread sends its part to a worker on the next node while training continues, unless another node
+already has the same part in another replica (PARALLEL=hsdp). It uses a separate process group, and waits at most
+TIMEOUT_S for an unresponsive worker.
 """
 
 import itertools
@@ -35,26 +36,27 @@ class PartExchange:
     On a single node, the workers only agree that all parts have been copied.
     """
 
-    def __init__(self, memory: NodeMemory, nodes: Sequence[str], group: dist.ProcessGroup) -> None:
-        """Create the exchange. All workers must call this together.
+    def __init__(self, memory: NodeMemory, nodes: Sequence[str], group: dist.ProcessGroup, parts: int) -> None:
+        """Create the exchange of a state with this number of `parts`. All workers must call this together.
 
-        `nodes` identifies each rank's machine. The workers use `group` to agree on whether to copy.
+        `nodes` identifies each rank's machine. Rank r has part r % parts. The workers use `group` to agree on whether
+        to copy.
         """
         self._memory = memory
         self._control = group
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)))
         self._rank = dist.get_rank(self._group)
-        self._world_size = len(nodes)
-        replicas = find_replica_ranks(nodes)
+        self._parts = parts
+        backups = find_backup_ranks(nodes, parts)
         here = nodes[self._rank]
-        self._replica_rank = replicas[self._rank]
-        self._peers = [rank for rank, replica in enumerate(replicas) if replica == self._rank != rank]
+        self._backup_rank = backups[self._rank]
+        self._peers = [rank for rank, backup in enumerate(backups) if backup == self._rank != rank]
         "The ranks on another node for which this worker also keeps the parts."
         self._newest: dict[int, Slot] = {}
         "The slots with each peer's newest part that belongs to a complete state, keyed by rank."
         self._next: dict[int, Slot] = {}
         "The slots for each peer's next part, keyed by rank."
-        kept = sum(nodes[replica] == here != node for node, replica in zip(nodes, replicas, strict=True))
+        kept = sum(nodes[backup] == here != node for node, backup in zip(nodes, backups, strict=True))
         self.cost_s = 0.0
         "Seconds for which the newest transfer delayed training."
         memory.expect_copies(2 * (nodes.count(here) + kept))  # the newest and the next copy of each part
@@ -76,8 +78,8 @@ class PartExchange:
         threads.
         """
         try:
-            snapshot, problem = slot.mark(manifest, sidecar, changed, self._rank, self._world_size)
-            if not self.replicate(slot, snapshot, sidecar):
+            snapshot, problem = slot.mark(manifest, sidecar, changed, self._rank % self._parts, self._parts)
+            if not self.back_up(slot, snapshot, sidecar):
                 problem = problem or "a worker could not keep its part, or another node's part"
             self._memory.finish_copy(slot, manifest.step, problem)
         except RuntimeError as error:
@@ -85,7 +87,7 @@ class PartExchange:
         finally:
             slot.uses.discard(Use.SEALING)
 
-    def replicate(self, slot: Slot, snapshot: MemorySnapshot | None, sidecar: bytes) -> bool:
+    def back_up(self, slot: Slot, snapshot: MemorySnapshot | None, sidecar: bytes) -> bool:
         """Send the part in `slot` to the next node, receive the peers' parts, and return True if every part arrived.
 
         All workers must call this together. `snapshot` describes this worker's part, or is None if it could not be
@@ -122,13 +124,13 @@ class PartExchange:
 
     def _transfer(self, sent: Sequence[Any], received: Mapping[int, Sequence[Any]]) -> None:
         """Send buffers to the next node, and fill the buffers in `received`, which are keyed by the peers' ranks."""
-        to_replica = _messages(sent) if self._replica_rank != self._rank else []
+        to_backup = _messages(sent) if self._backup_rank != self._rank else []
         from_peers = [[(rank, message) for message in _messages(buffers)] for rank, buffers in received.items()]
-        together: Iterator[tuple[Any, ...]] = itertools.zip_longest(to_replica, *from_peers)
+        together: Iterator[tuple[Any, ...]] = itertools.zip_longest(to_backup, *from_peers)
         for mine, *theirs in together:
             work = [dist.irecv(message[1], group=self._group, group_src=message[0]) for message in theirs if message]
             if mine is not None:
-                work.append(dist.isend(mine, group=self._group, group_dst=self._replica_rank))
+                work.append(dist.isend(mine, group=self._group, group_dst=self._backup_rank))
             for each in work:
                 cast(dist.Work, each).wait()
 
@@ -141,19 +143,22 @@ def ranks_by_node(nodes: Iterable[str]) -> dict[str, list[int]]:
     return ranks
 
 
-def find_replica_ranks(nodes: Sequence[str]) -> list[int]:
-    """Return, for each rank, the rank that stores the copy of its part.
+def find_backup_ranks(nodes: Sequence[str], parts: int) -> list[int]:
+    """Return, for each rank, the rank that stores the copy of its part. Rank r has part r % parts.
 
-    It is a rank on the next node, or the rank itself if there is only one node.
+    It is a rank on the next node, or the rank itself if there is only one node, or if another node has the same part.
     """
     ranks = ranks_by_node(nodes)
     following = dict(zip(ranks, [*list(ranks)[1:], *list(ranks)[:1]], strict=True))
     positions = {rank: position for on_node in ranks.values() for position, rank in enumerate(on_node)}
-    replicas = []
+    backups = []
     for rank, node in enumerate(nodes):
+        if len(set(nodes[rank % parts :: parts])) > 1:
+            backups.append(rank)
+            continue
         candidates = ranks[following[node]]
-        replicas.append(candidates[positions[rank] % len(candidates)])
-    return replicas
+        backups.append(candidates[positions[rank] % len(candidates)])
+    return backups
 
 
 def _messages(buffers: Sequence[Any]) -> list[torch.Tensor]:

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sunspot.checkpoint.node_state
-import sunspot.checkpoint.replicas
+import sunspot.checkpoint.part_exchange
 from sunspot.checkpoint.memory import NodeMemory, Slot
 from sunspot.checkpoint.memory_files import LoadedSnapshot, MemorySnapshot, Sidecar, list_snapshots
 from sunspot.checkpoint.node_state import NodeState
-from sunspot.checkpoint.replicas import PartExchange, find_replica_ranks
+from sunspot.checkpoint.part_exchange import PartExchange, find_backup_ranks
 from sunspot.machine.shared_pages import Pages
 from sunspot.run import open_run
 from sunspot.run.attempts import checkpoint_name
@@ -29,19 +29,24 @@ SIZES = [2500, 700, 1000]
 """The sizes of the parts in bytes. A message has at most a thousand bytes."""
 
 
-@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
-def test_losing_any_node_loses_no_shard_of_the_state(nodes: list[str]) -> None:
-    replicas = find_replica_ranks(nodes)
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), st.integers(1, 12))
+def test_losing_any_node_loses_no_shard_of_the_state(nodes: list[str], parts: int) -> None:
+    backups = find_backup_ranks(nodes, parts)
     for lost in set(nodes) if len(set(nodes)) > 1 else ():
-        for rank, replica in enumerate(replicas):
-            assert nodes[rank] != lost or nodes[replica] != lost
+        kept = {rank % parts for rank, backup in enumerate(backups) if nodes[rank] != lost or nodes[backup] != lost}
+        assert kept == {rank % parts for rank in range(len(nodes))}
     if len(set(nodes)) == 1:
-        assert replicas == list(range(len(nodes)))
+        assert backups == list(range(len(nodes)))
 
 
-def test_replicas_are_spread_over_the_ranks_of_a_node() -> None:
-    assert find_replica_ranks(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
-    assert find_replica_ranks(["a", "b", "b", "b"]) == [1, 0, 0, 0]
+def test_copies_are_spread_over_the_ranks_of_a_node() -> None:
+    assert find_backup_ranks(["a", "a", "b", "b", "c", "c"], 6) == [2, 3, 4, 5, 0, 1]
+    assert find_backup_ranks(["a", "b", "b", "b"], 4) == [1, 0, 0, 0]
+
+
+def test_a_part_that_another_node_has_in_another_replica_is_not_sent() -> None:
+    assert find_backup_ranks(["a", "a", "b", "b"], 2) == [0, 1, 2, 3]
+    assert find_backup_ranks(["a", "b", "a", "b"], 2) == [1, 0, 3, 2], "both replicas' shards are on the same node"
 
 
 class Worker(NodeMemory):
@@ -55,7 +60,7 @@ class Worker(NodeMemory):
         self.room = True
         self.folder = folder / str(self.rank)
         self.folder.mkdir()
-        self.exchange = PartExchange(self, ["a", "b", "c"], world)
+        self.exchange = PartExchange(self, ["a", "b", "c"], world, 3)
         self.own = [Slot(SIZES[self.rank], self.folder / f"slot-{number}.data") for number in range(2)]
 
     def make_peer_slot(self, size: int, others: Sequence[Slot]) -> Slot:
@@ -70,7 +75,7 @@ class Worker(NodeMemory):
         manifest = Checkpoint(checkpoint_name(step, 1), step, 1, 10, 10, 1)
         sidecar = f"sidecar {self.rank}".encode()
         marked = slot.mark(manifest, sidecar, part=self.rank, parts=3)[0] if own else None
-        return self.exchange.replicate(slot, marked, sidecar)
+        return self.exchange.back_up(slot, marked, sidecar)
 
     def held(self) -> set[tuple[int, int, int, str]]:
         """Return the step, the part, the value of all bytes and the sidecar of each copy."""
@@ -90,7 +95,7 @@ def expected(step: int, *parts: int) -> set[tuple[int, int, int, str]]:
 
 @pytest.fixture
 def small_messages(set_constants: SetConstants) -> None:
-    set_constants(sunspot.checkpoint.replicas, CHUNK=1000)
+    set_constants(sunspot.checkpoint.part_exchange, CHUNK=1000)
 
 
 def test_a_copy_is_complete_when_all_shards_are_on_two_nodes(tmp_path: Path, small_messages: None) -> None:

@@ -1,0 +1,64 @@
+"""Arranges processes in whole replicas, each of which holds one copy of the model (PARALLEL=hsdp)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sunspot.elastic.membership import Member
+
+
+def arrange(members: Sequence[Member], shards: Mapping[Member, int], bound: Set[Member], degree: int) -> list[Member]:
+    """Return the members of as many whole replicas of `degree` members as possible, by rank.
+
+    The member with rank r gets shard r % degree of replica r // degree. `shards` contains the shard that each member
+    held last. The `bound` members keep it, because they hold that shard of the newest state. The others can take any
+    shard, but building their old shard's model again would take time.
+
+    Members of the same node form replicas first, because a node's own network is the fastest. Replicas of bound members
+    precede the other replicas, and each of the two sorts keeps the order of `members`.
+    """
+    if degree == 1:
+        return list(members)
+    pools: dict[str, list[Member]] = {}
+    for member in members:
+        pools.setdefault(member.node, []).append(member)
+    replicas: list[list[Member]] = []
+    left: list[Member] = []
+    for pool in pools.values():
+        whole, others = _split(pool, shards, bound, degree)
+        replicas += whole
+        left += others
+    replicas += _split(left, shards, bound, degree)[0]
+    position = {member: number for number, member in enumerate(members)}
+    replicas.sort(key=lambda replica: (not bound >= set(replica), min(position[member] for member in replica)))
+    return [member for replica in replicas for member in replica]
+
+
+def _split(
+    pool: Sequence[Member], shards: Mapping[Member, int], bound: Set[Member], degree: int
+) -> tuple[list[list[Member]], list[Member]]:
+    """Return the whole replicas that the members of a pool can form, and the other members."""
+    free = [member for member in pool if member not in bound]
+    held: list[list[Member]] = [[] for _ in range(degree)]
+    for member in pool:
+        if member in bound:
+            held[shards[member]].append(member)
+    replicas = []
+    while sum(not holders for holders in held) <= len(free):
+        replica = []
+        for shard, holders in enumerate(held):
+            if not holders:
+                holders.append(min(free, key=lambda each: _rank_for(shard, shards.get(each))))
+                free.remove(holders[0])
+            replica.append(holders.pop(0))
+        replicas.append(replica)
+    return replicas, [*(member for holders in held for member in holders), *free]
+
+
+def _rank_for(shard: int, before: int | None) -> int:
+    """Return a sort key of a process for a shard, given the shard that it held before."""
+    if before == shard:
+        return 0
+    return 1 if before is None else 2

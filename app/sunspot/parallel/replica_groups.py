@@ -1,0 +1,133 @@
+"""Process groups of PARALLEL=hsdp, which shards a model within a replica and replicates it between replicas.
+
+A replica is a set of `degree` workers that together hold one copy of the model. Rank r holds shard r % degree of
+replica r // degree:
+
+              shard 0   shard 1
+  replica 0   rank 0    rank 1     gather parameters and reduce gradients with each other (`own`)
+  replica 1   rank 2    rank 3
+                  average the gradients of their shard with each other (`across`)
+
+FSDP2 is written for process groups that last as long as the model. Here, a model outlives its groups, because a loss
+closes them and the survivors form new ones. FSDP2 therefore communicates through the objects that `connect` gives to
+its modules, which always use the newest groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+
+class ReplicaGroups:
+    """The groups of this worker's replica and of this worker's shard, which are replaced after each loss."""
+
+    def __init__(self, degree: int) -> None:
+        """Prepare groups with `degree` workers in each replica."""
+        import torch.distributed.fsdp  # noqa: F401 - takes seconds; registers the `fake` backend, too (torch 2.15)
+
+        self.degree = degree
+        self._own: dist.ProcessGroup | None = None
+        self._across: dist.ProcessGroup | None = None
+        self._shape: dist.ProcessGroup | None = None
+        "The group that `mesh` uses, which has the members of this replica and no connections."
+
+    def form(self, timeout: timedelta) -> None:
+        """Form both groups from the members of the default group. All workers must call this together."""
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        replica, shard = divmod(rank, self.degree)
+        first = replica * self.degree
+        self._own = _new_group(range(first, first + self.degree), timeout=timeout)
+        self._shape = _new_group(range(first, first + self.degree), backend=dist.Backend.FAKE)
+        self._across = _new_group(range(shard, world_size, self.degree), timeout=timeout)
+
+    @property
+    def all(self) -> list[dist.ProcessGroup]:
+        """Both groups, or an empty list before the first `form`."""
+        return [group for group in (self._own, self._across) if group]
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """Return a mesh that tells FSDP2 which shard this worker holds. Call `connect` once the model is sharded.
+
+        The mesh keeps the group with which it was created. That group therefore has torch's `fake` backend, which never
+        connects or communicates.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        assert self._shape
+        return DeviceMesh.from_group(self._shape, device_type)
+
+    def connect(self, modules: Iterable[FSDPModule]) -> None:
+        """Make FSDP2 modules communicate through the newest groups.
+
+        From now on, a collective of a single DTensor raises an error, because the group of its mesh is destroyed.
+        Without that, the `fake` backend would return a wrong result.
+        """
+        dist.destroy_process_group(self._shape)
+        gather, scatter = Gather(self), Scatter(self)
+        for module in modules:
+            module.set_custom_all_gather(cast(Any, gather))
+            module.set_custom_reduce_scatter(cast(Any, scatter))
+            module.set_all_reduce_hook(self.average_across)
+
+    def gather(self, output: torch.Tensor, part: torch.Tensor, async_op: bool) -> dist.Work | None:
+        """Fill `output` with the parts of all workers of this replica, in order of their shards."""
+        return dist.all_gather_into_tensor(output, part, group=self._own, async_op=async_op)
+
+    def scatter(self, part: torch.Tensor, whole: torch.Tensor, op: Any, async_op: bool) -> dist.Work | None:
+        """Reduce `whole` over this replica's workers, and store this worker's part of the result in `part`."""
+        return dist.reduce_scatter_tensor(part, whole, op=op, group=self._own, async_op=async_op)
+
+    def average_across(self, gradient: torch.Tensor) -> None:
+        """Average the gradient of this worker's shard over all replicas, in place."""
+        assert self._across
+        replicas = dist.get_world_size(self._across)
+        if replicas > 1:
+            dist.all_reduce(gradient, group=self._across)
+            gradient /= replicas
+
+    def sum_in_replica(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over this replica's workers, in place, and return it."""
+        dist.all_reduce(value, group=self._own)
+        return value
+
+
+class Gather:
+    """Gathers parameters for FSDP2 (torch's interface `AllGather`, which torch 2.15 does not export)."""
+
+    def __init__(self, groups: ReplicaGroups) -> None:
+        self._groups = groups
+
+    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialized tensor."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: object, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fill `output_tensor`. The `group` of the mesh is ignored."""
+        return self._groups.gather(output_tensor, input_tensor, async_op)
+
+
+class Scatter(Gather):
+    """Reduces gradients for FSDP2 (torch's interface `ReduceScatter`, which torch 2.15 does not export)."""
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: object, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fill `output_tensor`. The `group` of the mesh is ignored."""
+        return self._groups.scatter(output_tensor, input_tensor, op, async_op)
+
+
+def _new_group(ranks: range, **options: Any) -> dist.ProcessGroup:
+    """Form a group that only its own members take part in forming."""
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True, **options))

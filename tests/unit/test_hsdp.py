@@ -1,0 +1,48 @@
+"""PARALLEL=hsdp trains the same weights as ddp and fsdp, for any number of replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sunspot.settings import Settings
+from tests.harness.loop import make_worker, plan_without_evaluation, train_ranks
+from tests.harness.process_group import in_processes
+
+GPT: dict[str, Any] = {
+    "task": "tests.tasks.double",
+    # The width is odd, so that the shards have different sizes, and a block has more than `MIN_BLOCK_PARAMETERS`.
+    "task_args": {"layers": 2, "width": 51, "heads": 3, "context": 16},
+    "global_batch_size": 13,
+    "max_steps": 3,
+    "learning_rate": 0.01,
+}
+
+
+def test_all_layouts_train_the_same_weights(tmp_path: Path) -> None:
+    """The ranks have different numbers of rows. Gradients are accumulated, averaged and clipped."""
+    more = {"micro_batch_size": 2, "clip_norm": 0.05, "ema": 0.9}
+    plain = train_ranks(tmp_path / "ddp", 4, **GPT, **more)
+    sharded = train_ranks(tmp_path / "fsdp", 4, **GPT, **more, parallel="fsdp")
+    for degree in (1, 2):
+        replicated = train_ranks(tmp_path / f"{degree}", 4, **GPT, **more, parallel="hsdp", shard_degree=degree)
+        for name, weights in plain.items():
+            np.testing.assert_allclose(replicated[name], weights, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(sharded[name], weights, rtol=0, atol=1e-12)
+
+
+def test_torchs_own_clipping_raises_an_error_instead_of_using_a_wrong_norm(tmp_path: Path) -> None:
+    plan = plan_without_evaluation(Settings(**GPT, parallel="hsdp", shard_degree=2))
+
+    def clip(group: Any) -> None:
+        worker = make_worker(plan, group)
+        for parameter in worker.learner.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with pytest.raises(RuntimeError, match="process group"):
+            torch.nn.utils.clip_grad_norm_(worker.learner.model.parameters(), 1.0)
+
+    in_processes(tmp_path, 2, clip)
