@@ -76,6 +76,7 @@ def test_the_workers_save_once_for_a_preempted_head_and_keep_training() -> None:
         commands=SimpleNamespace(poll=lambda: next(commands)),
         checkpoints=SimpleNamespace(due=lambda step, step_s: due[step]),
         reporter=SimpleNamespace(due=lambda: False),
+        profiler=SimpleNamespace(is_due=lambda step: False),
         _saved_for_head=False,
     )
     steps: Any = [SimpleNamespace(number=step, seconds=0.1) for step in range(len(due))]

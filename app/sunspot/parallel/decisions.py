@@ -38,6 +38,8 @@ class StepActions(NamedTuple):
     "Save and exit, so that Ray starts a new worker group."
     regroup: bool = False
     "Form a new group of the current members, in the same processes."
+    profile: bool = False
+    "Begin a profile, whose request rank 0 then broadcasts."
     busy: bool = False
     "Under fsdp, postpone optional checkpoints, because another checkpoint is being committed."
     next_in: int = MAX_STEPS_BETWEEN

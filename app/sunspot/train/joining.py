@@ -45,6 +45,7 @@ from sunspot.run.logs import shipped_worker_output
 from sunspot.settings import Settings
 from sunspot.train.build import WorkerSetup, build_worker, prepare_learner
 from sunspot.train.learner import Learner
+from sunspot.train.profiler import LOOK_EVERY_S
 from sunspot.train.reporter import first_status, show_claim
 from sunspot.train.survivor import Survivor
 from sunspot.train.worker import RegroupError, Worker
@@ -229,6 +230,8 @@ class Joining:
             setup.outputs.enter_context(worker.reporter.publisher)
             setup.outputs.callback(worker.reporter.end)
             self._contexts.enter_context(worker.commands)
+            look = partial(worker.profiler.look_for_request, setup.run, start.attempt.number)
+            self._contexts.enter_context(Background(LOOK_EVERY_S, look))
         self._contexts.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
         return worker
 

@@ -36,6 +36,7 @@ from sunspot.settings import PREFIX
 from sunspot.train.evaluate import Evaluation, Patience, evaluate
 from sunspot.train.learner import Learner
 from sunspot.train.nan_watch import NanWatch
+from sunspot.train.profiler import StepProfiler
 from sunspot.train.reporter import Reporter
 from sunspot.train.undo import StepUndo
 
@@ -156,6 +157,7 @@ class Worker:
         "Metrics of the state at `step`, or empty if no record ends there."
         self._patience = Patience(learner.plan.settings, group_start.metrics)
         checked = group_start.weights_checked or group_start.step == 0
+        self.profiler = StepProfiler(learner.plan, learner.place)
         self._nan_watch = NanWatch(learner.plan.settings, self._group, group_start.metrics, learner.model, checked)
         self._reported = 0.0
         self.step = group_start.step
@@ -250,6 +252,8 @@ class Worker:
             if parts_move:
                 self.checkpoints.close(finished=False)
             raise RegroupError
+        if agreed.profile:
+            self.profiler.begin(step)
         return stop
 
     def _end_if_diverged(self, record: MetricRecord, last: bool) -> None:
@@ -338,6 +342,7 @@ class Worker:
         cancelled = self._sums is not None and not self._sums.leave()
         if not cancelled:
             self._count_step()
+        self.profiler.drop()
         windows = self.checkpoints.leave_group(self.step)
         if not self._undo or not self._undo.put_back(cancelled):
             return None
@@ -374,6 +379,7 @@ class Worker:
     def _record_step(self, taken: Step, epoch_ends: bool) -> None:
         self.watchdog.heartbeat(taken.number)
         self.telemetry.took_step(taken.number, taken.seconds)
+        self.profiler.end_step(taken.number)
         self.checkpoints.took_step(taken.number, taken.rows)
         if self.reporter:
             self.reporter.took_step(taken.number, self.window, epoch_ends)
@@ -392,6 +398,7 @@ class Worker:
             stop=command.stop,
             restart=command.restart,
             regroup=command.regroup,
+            profile=self.profiler.is_due(taken.number),
         )
 
     def report(self, record: MetricRecord) -> None:

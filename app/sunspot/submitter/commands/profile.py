@@ -1,0 +1,152 @@
+"""`sunspot profile`: lets chosen ranks of a live run record a few steps, and shows what took the time in them."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sunspot.errors import ConflictError, DamageError, GaveUpError, NotFoundError, SettingsError
+from sunspot.formatting import brief, plural
+from sunspot.run import Run
+from sunspot.run.profiles import (
+    MAX_STEPS,
+    ProfileRequest,
+    RankProfile,
+    read_rank_profile,
+    read_request,
+    request_profile,
+    trace_key,
+    withdraw_request,
+)
+from sunspot.run.seen import look
+from sunspot.run.status import RunState, Status
+from sunspot.submitter.commands.arguments import add_run, count, seconds
+from sunspot.submitter.printing import print_json, print_table, print_text, warn
+from sunspot.submitter.runs import find_run
+from sunspot.submitter.trace_summary import CPU, GPU, read_summary
+
+POLL_S = 1.0
+"""Seconds between two looks for the traces."""
+
+SHOWN = 5
+"""Number of operations to show for each device."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--steps", metavar="N", type=count, default=3, help="number of steps to record; default: 3")
+    parser.add_argument(
+        "--ranks", metavar="N,N", type=_ranks, default=(0,), help="ranks that record, such as 0,1; default: 0"
+    )
+    parser.add_argument(
+        "--timeout", metavar="S", type=seconds, default=600, help="seconds to wait for the traces; default: 600"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Ask for a profile, wait until the chosen ranks have written their traces, and sum them up."""
+    run = find_run(args.run, args.storage)
+    status = _require_training(run)
+    if args.ranks[-1] >= status.world_size:
+        workers = plural(status.world_size, "worker")
+        raise SettingsError(f"--ranks {args.ranks[-1]}: the run has {workers}, and ranks count from 0")
+    most = min(MAX_STEPS, status.steps_per_epoch - 1)  # the step before them must be in the same epoch
+    if args.steps > most:
+        epoch = f"its epochs have {plural(status.steps_per_epoch, 'step')}"
+        raise SettingsError(f"--steps {args.steps}: a profile of this run can record at most {most}, because {epoch}")
+    request = request_profile(run, status.attempt, args.steps, args.ranks)
+    pace = f" of about {status.step_time_s:.2g} s" if status.step_time_s else ""
+    warn(f"waiting until {run.name} has recorded {plural(args.steps, 'step')}{pace} on {_name(args.ranks)}")
+    try:
+        profiles = _await_profiles(run, request, time.monotonic() + args.timeout)
+    finally:
+        withdraw_request(run, request)
+    records = [_describe(run, request, profile) for profile in profiles]
+    if args.json:
+        print_json({"run": run.name, "attempt": request.attempt, "steps": request.steps, "ranks": records})
+    else:
+        _print(request, records)
+
+
+def _require_training(run: Run) -> Status:
+    """Return the status of a run that trains. Raises `NotFoundError` or `ConflictError` if it does not."""
+    seen = look(run)
+    if seen.status and seen.state is RunState.RUNNING:
+        return seen.status
+    if seen.state in (RunState.STARTING, RunState.FINISHING, RunState.STOPPING):
+        raise ConflictError(f"{run.name} is {seen.state}: {seen.reason}; a profile needs a run that takes steps")
+    raise NotFoundError(f"{run.name} is not live but {seen.state}: {seen.reason}; a profile needs a live run")
+
+
+def _await_profiles(run: Run, request: ProfileRequest, until: float) -> list[RankProfile]:
+    """Wait until all ranks have reported. Raises `GaveUpError` if they no longer can, or have not in time."""
+    while True:
+        found = {rank: read_rank_profile(run, request, rank) for rank in request.ranks}
+        profiles = [profile for profile in found.values() if profile]
+        for profile in profiles:
+            if profile.error:
+                raise GaveUpError(f"rank {profile.rank} could not record the steps: {profile.error}; the run trains on")
+        if len(profiles) == len(found):
+            return profiles
+        seen = look(run)
+        if seen.state.terminal:
+            raise GaveUpError(f"the profile was dropped, because {run.name} is {seen.state}: {seen.reason}")
+        if seen.status and seen.status.attempt != request.attempt:
+            raise GaveUpError(
+                f"the profile was dropped, because a worker was lost or joined (`sunspot events {run.name}`). The run "
+                "goes on as after any such change; repeat the command for another profile"
+            )
+        if read_request(run) != request:
+            raise ConflictError(f"another request has replaced this profile of {run.name}; repeat the command later")
+        if time.monotonic() > until:
+            late = f"{_name(sorted(found.keys() - {each.rank for each in profiles}))} wrote no trace in time"
+            raise GaveUpError(
+                f"{late} (the run is {seen.state}); the request was withdrawn. A longer --timeout may help"
+            )
+        time.sleep(POLL_S)
+
+
+def _describe(run: Run, request: ProfileRequest, profile: RankProfile) -> dict[str, Any]:
+    """Return where a rank's trace is, what it cost, and which operations took longest."""
+    key = trace_key(run, request, profile.rank)
+    try:
+        operations = read_summary(run.storage, key)
+    except DamageError as error:
+        warn(str(error))
+        operations = []
+    longest = [each for device in (CPU, GPU) for each in [one for one in operations if one.device == device][:SHOWN]]
+    cost_s = max(0.0, profile.recorded_s - profile.usual_s) + profile.overhead_s
+    found = {"cost_s": cost_s, "trace": run.storage.locate(key), "operations": [each._asdict() for each in longest]}
+    return {name: value for name, value in asdict(profile).items() if name != "error"} | found
+
+
+def _print(request: ProfileRequest, records: list[dict[str, Any]]) -> None:
+    rows = []
+    for record in records:
+        rank, first = record["rank"], record["first_step"]
+        recorded_s = record["recorded_s"]
+        print_text(f"rank {rank}, steps {first} to {first + request.steps - 1}: {record['trace']}")
+        print_text(
+            f"  {recorded_s:.3g} s with the profiler, and {record['usual_s']:.3g} s without it before; with its start, "
+            f"end and file, the profile cost {record['cost_s']:.3g} s"
+        )
+        for each in record["operations"]:
+            share = each["seconds"] / (recorded_s or 1)
+            rows.append(
+                [rank, each["device"], brief(each["operation"]), each["calls"], each["seconds"], f"{share:.0%}"]
+            )
+    print_table(["rank", "device", "operation", "calls", "seconds", "of the steps"], rows)
+    print_text("open a trace in https://ui.perfetto.dev, which does not upload it, or in chrome://tracing")
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """Parse a list of ranks, such as `0,1`."""
+    ranks = text.split(",")
+    if not all(map(str.isdecimal, ranks)):
+        raise argparse.ArgumentTypeError(f"{text}: must be ranks, such as 0 or 0,1")
+    return tuple(sorted({int(rank) for rank in ranks}))
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
