@@ -113,7 +113,7 @@ class Membership:
         self._size = size
         self._degree = degree
         self._shards: dict[str, int] = {}
-        "Shard that each process has held, by process name or uid."
+        "Shard that each process holds or prepares, by process name or uid."
         self._members: dict[str, Member] = {}
         "All live processes keyed by uid, in order of arrival."
         self._requests: dict[str, int | None] = {}
@@ -145,9 +145,15 @@ class Membership:
         )
 
     def enter(self, member: Member) -> None:
-        """Add a new process, which is in no group yet."""
+        """Add a new process, which is in no group yet. Under hsdp, it should prepare the shard `shard_of(member)`."""
+        waiting = [self.shard_of(each) for uid, each in self._members.items() if not self._is_member(uid)]
+        self._shards.setdefault(member.process or member.uid, min(range(self._degree), key=waiting.count))
         self._members[member.uid] = member
         self._changed = True
+
+    def shard_of(self, member: Member) -> int:
+        """Return the shard that a process holds or should prepare, so that the waiting processes form replicas."""
+        return self._shards[member.process or member.uid]
 
     def request_to_join(self, uid: str, now: float, step: int | None = None) -> None:
         """Record a process's request to be in the next generation. A member's request closes the current generation.
@@ -290,9 +296,7 @@ class Membership:
 
     def _arrange(self, members: list[Member]) -> list[Member]:
         """Return the members of as many whole replicas as possible, by rank."""
-        shards = {
-            member: self._shards[name] for member in members if (name := member.process or member.uid) in self._shards
-        }
+        shards = {member: self.shard_of(member) for member in members}
         last = {member.process or member.uid for member in self.generation.members}
         bound = {member for member in members if (member.process or member.uid) in last}
         return arrange(members, shards, bound, self._degree)

@@ -168,7 +168,7 @@ class MembershipServer:
                 connection.silence_limit_s = PROCESS_LIMIT_S
                 self._connected[connection], self._connections[message.uid] = message, connection
                 self._membership.enter(message)
-                connection.send(encode(self._membership.trains))
+                connection.send(encode((self._membership.trains, self._membership.shard_of(message))))
             elif isinstance(message, HeartbeatLimit):
                 connection.silence_limit_s = message.limit_s
             elif isinstance(message, JoinRequest):
@@ -276,6 +276,8 @@ class MembershipClient:
         self.connections = 0
         "Number of connections so far, which is one plus the number of times that this process was presumed lost."
         self._others_train = False
+        self.shard = 0
+        "Shard that this process should prepare under hsdp."
         self._heartbeat_limit_s = PROCESS_LIMIT_S
         self._generation = 0
         "Number of the generation that this process is in, or 0."
@@ -305,7 +307,7 @@ class MembershipClient:
             try:
                 connection = open_connection(address.host, address.port, address.key, ANSWER_S)
                 connection.send(replace(self._identity, uid=uid, process=self._identity.uid))
-                self._others_train = connection.receive()
+                self._others_train, self.shard = connection.receive()
                 connection.limit_wait(None)
                 connection.send(HeartbeatLimit(self._heartbeat_limit_s))
                 break

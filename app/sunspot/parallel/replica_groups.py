@@ -15,7 +15,8 @@ its modules, which always use the newest groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,6 +66,17 @@ class ReplicaGroups:
 
         assert self._shape
         return DeviceMesh.from_group(self._shape, device_type)
+
+    @contextmanager
+    def pretend(self, shard: int) -> Iterator[None]:
+        """Context manager inside which this process can shard a model before it is in any group."""
+        dist.init_process_group(dist.Backend.FAKE, rank=shard, world_size=self.degree)
+        self._shape = dist.group.WORLD
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def connect(self, modules: Iterable[FSDPModule]) -> None:
         """Make FSDP2 modules communicate through the newest groups.

@@ -200,7 +200,7 @@ def build_learner(
 def prepare_learner(plan: Plan, control: ControlClient, place: WorkerPlace | None = None) -> Learner:
     """Build a replacement's learner without the other workers. The learner does not have their state yet.
 
-    Under hsdp, the process needs a `place` in a group first, which determines its shard.
+    Under hsdp, `place` determines the learner's shard.
     """
     alone = WorkerPlace(device=ray.train.torch.get_device())
     if alone.device.type == "cuda":

@@ -135,14 +135,23 @@ class Joining:
                 replicas.form(timedelta(seconds=config.limit_s))
             return WorkerPlace(group, context.get_world_rank(), context.get_world_size(), device, replicas=replicas)
         settings = config.plan.settings
-        if settings.parallel == "ddp" and survivor.others_train:  # a model in parts is built by all workers together
-            survivor.prepare_alone(self._prepare_learner, settings.hang_timeout_s)
+        if settings.parallel != "fsdp" and survivor.others_train:  # under fsdp, all workers build their parts together
+            survivor.prepare_alone(partial(self._prepare_alone, survivor), settings.hang_timeout_s)
         place = survivor.form()
         if place:
             # Otherwise the output of the previous attempt would arrive once another attempt owns the run.
             survivor.await_outputs()
             self._phases = Phases(formed=time.time())
         return place
+
+    def _prepare_alone(self, survivor: Survivor) -> Learner:
+        """Build a learner while the other workers train. Under hsdp, it has the shard that the driver chose."""
+        replicas = survivor.replicas
+        if not replicas:
+            return self._prepare_learner()
+        device = ray.train.torch.get_device()
+        with replicas.pretend(survivor.shard):
+            return self._prepare_learner(WorkerPlace(None, survivor.shard, replicas.degree, device, replicas=replicas))
 
     def _prepare_learner(self, place: WorkerPlace | None = None) -> Learner:
         return prepare_learner(self._config.plan, self._config.control, place)

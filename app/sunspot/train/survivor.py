@@ -78,6 +78,7 @@ class Survivor:
         """
         self._address = address
         self._device = ray.train.torch.get_device()
+        self.replicas = replicas
         self._groups = ProcessGroups(self._device, limit_s, (address.host, address.port), replicas)
         context = ray.get_runtime_context()
         name = f"{context.get_actor_id()}-{process_name()}"  # `replace_lost_alone` looks for the actor id
@@ -117,6 +118,11 @@ class Survivor:
     def building(self, limit_s: float) -> AbstractContextManager[None]:
         """Return a context in which the driver waits up to `limit_s` seconds for a heartbeat (0 for no limit)."""
         return self._client.heartbeat_limit(limit_s)
+
+    @property
+    def shard(self) -> int:
+        """The shard that this process should prepare under hsdp."""
+        return self._client.shard
 
     def prepare(self, build: Callable[[], Learner]) -> None:
         """Build this process's learner without the other workers, unless it already has a learner."""
@@ -195,7 +201,7 @@ class Survivor:
                     self._note_unformed(generation, took_s, error)
                 continue
             nodes = [member.node for member in generation.members]
-            return WorkerPlace(group, rank, len(nodes), self._device, nodes, self._groups.sums, self._groups.replicas)
+            return WorkerPlace(group, rank, len(nodes), self._device, nodes, self._groups.sums, self.replicas)
 
     def _form(self, generation: Generation, rank: int) -> dist.ProcessGroup:
         size = len(generation.members)
