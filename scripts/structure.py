@@ -35,7 +35,7 @@ BUDGETS = {
     "elastic": 2530,
     "machine": 230,
     "observe": 450,
-    "parallel": 730,
+    "parallel": 770,
     "predict": 830,
     "ray_internals": 410,
     "ray_session": 180,
@@ -51,7 +51,7 @@ BUDGETS = {
     "tasks": 1040,
     "templates": 90,
     "tracking": 700,
-    "train": 3930,
+    "train": 3935,
     "tune": 560,
     "ui": 850,
 }

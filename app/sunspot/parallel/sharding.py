@@ -158,6 +158,11 @@ def has_several(model: nn.Module) -> TypeIs[nn.ModuleDict | nn.ModuleList]:
     return type(model) in (nn.ModuleDict, nn.ModuleList)
 
 
+def models_in(model: nn.Module) -> list[nn.Module]:
+    """Return the models in a container of several models, or a list with the model itself."""
+    return list(model.children()) if has_several(model) else [model]
+
+
 def is_fsdp(model: object) -> TypeIs[FSDPModule]:
     """Return True if `shard_model` has sharded the model."""
     return isinstance(model, _class("torch.distributed.fsdp", "FSDPModule"))

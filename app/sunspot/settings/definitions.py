@@ -212,6 +212,8 @@ class Settings(BaseModel):
     "Mode of torch.compile, which needs a C or C++ compiler."
     parallel: Literal["ddp", "fsdp"] = setting("ddp", "ddp or fsdp")
     "Distribution of the model. ddp keeps a copy on each worker, and fsdp splits the model among the workers."
+    recompute: Literal["off", "blocks"] = setting("off", "off or blocks")
+    "Activations to compute again in the backward pass instead of keeping them: none, or those inside the blocks."
 
     checkpoint_every_steps: int = setting(0, "an integer >= 0", ge=0)
     "Optimizer steps between checkpoints, or 0 for none. The end of each epoch adds a checkpoint."

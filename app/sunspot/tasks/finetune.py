@@ -8,7 +8,6 @@ TASK_ARGS:
   `rank`      rank of LoRA's matrices; 0 (default) trains all weights
   `alpha`     LoRA's scale (twice the rank)
   `targets`   layers that LoRA adapts: "all-linear" (default) or a list of names
-  `recompute` true computes activations again in the backward pass, which saves memory
 
 Without LoRA, the weights are float32, and PRECISION=bf16 rounds them as they are used. With LoRA and PRECISION=bf16,
 the frozen weights of the base are bfloat16, and the trained weights stay float32.
@@ -60,7 +59,6 @@ class Arguments(BaseModel):
     rank: int = Field(0, ge=0)
     alpha: int = Field(0, ge=0)
     targets: Literal["all-linear"] | Annotated[list[Any], Field(min_length=1)] = "all-linear"
-    recompute: bool = False
 
 
 class FineTuned(PretrainedModel):
@@ -109,8 +107,6 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
     model = _load(base, arguments, source.classes, dtype)
     if lora:
         model = _adapt(model, base, arguments)
-    if arguments.recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return FineTuned(model, base, arguments, ModelData.of(source))
 
 
@@ -209,8 +205,7 @@ def read_arguments(settings: Settings) -> Arguments:
         wrong = ", ".join(f"{name}={settings.task_args[name]!r}" for name in names)
         raise SettingsError(
             f"{PREFIX}TASK_ARGS: {wrong}; sunspot.tasks.finetune takes base and column (text), head (text or classes), "
-            "context (at least 2), rank and alpha (at least 0), targets (all-linear or a list), and recompute (true or "
-            "false)"
+            "context (at least 2), rank and alpha (at least 0), and targets (all-linear or a list)"
         ) from error
     return given.model_copy(update={"alpha": given.alpha or 2 * given.rank})
 

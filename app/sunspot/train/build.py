@@ -38,11 +38,12 @@ from sunspot.formatting import plural
 from sunspot.log import warn_once
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks, same_parameters
+from sunspot.parallel.recompute import recompute_blocks
 from sunspot.parallel.sharding import (
     build_without_values,
     find_blocks,
-    has_several,
     is_fsdp,
+    models_in,
     shard_model,
     shard_optimizer_state,
 )
@@ -225,13 +226,15 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
         load_weights(model, state.model, attempt.starts_from)
     elif state.model is not None:
         load_weights(model, fit_names(model, state.model, settings.init_from), settings.init_from)
-    for part in model.children() if has_several(model) else [model]:
+    for part in models_in(model):
         if not part.training:  # as `from_pretrained` returns it; otherwise its modules keep their modes
             part.train()
     fixed = sum(not module.training for module in model.modules())
     if fixed:
         print(f"model: {plural(fixed, 'module')} will stay in evaluation mode, as returned by build_model")
     refuse_small_micro_batches(model, settings)
+    if settings.recompute == "blocks":
+        recompute_blocks(model)
     model = shard_model(model, settings, place.device)
     compile_model(model, plan, place.world_size, place.device)
     return model
@@ -309,8 +312,7 @@ def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: t
     if mode == "max-autotune" and (is_fsdp(model) or plan.passes(fewest) > 1):
         # CUDA graphs need parameters at fixed addresses, and gradients that are used before the next pass.
         mode = "max-autotune-no-cudagraphs"
-    parts = list(model.children()) if has_several(model) else [model]
-    for part in parts:
+    for part in models_in(model):
         blocks = list(find_blocks(part))
         alone = is_fsdp(part) or (mode == "default" and are_repeated(blocks))
         for module in blocks if alone and blocks else [part]:
