@@ -6,7 +6,7 @@ Modules that only fsdp needs are imported on use, because importing them takes s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -203,23 +203,33 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def shard_like(value: Any, parameter: Any) -> Any:
+    """Shard a tensor like a parameter of the same shape. Under ddp, only adapt the memory layout.
+
+    The result may share memory with `value`. Anything but such a tensor is returned unchanged.
+    """
+    if not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    if not is_dtensor(parameter):  # fused optimizers need the same layout
+        same = value.stride() == parameter.stride()
+        return value if same else torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every worker has the whole tensor, so nothing has to be sent.
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def shard_model_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Shard each tensor of a state_dict like the model's own tensor of this name."""
+    own = model.state_dict()
+    return {name: shard_like(value, own.get(name)) for name, value in state.items()}
+
+
 def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Shard each tensor of an optimizer's state_dict like its parameter. Under ddp, only adapt the memory layout."""
     parameters = parameters_of(optimizer)
-
-    def shard(value: Any, parameter: torch.Tensor) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-            return value
-        if not is_dtensor(parameter):  # fused optimizers need the same layout
-            same = value.stride() == parameter.stride()
-            return value if same else torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-        from torch.distributed.tensor import distribute_tensor
-
-        # Every worker has the whole tensor, so nothing has to be sent.
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
     sharded = {
-        number: {name: shard(value, parameters[number]) for name, value in values.items()}
+        number: {name: shard_like(value, parameters[number]) for name, value in values.items()}
         for number, values in state["state"].items()
     }
     return {**state, "state": sharded}

@@ -145,7 +145,7 @@ class Settings(BaseModel):
     task_args: Arguments = setting({}, """a JSON object, e.g. {"width": 64}""")
     "The task's own hyperparameters, passed to it unchanged."
     init_from: Origin = setting(
-        "", "run:NAME, or the path or URL of a state_dict saved by torch.save or as safetensors"
+        "", "run:NAME, or the path or URL of weights from torch.save, safetensors or torch.distributed.checkpoint"
     )
     "Initial weights for a run without a checkpoint."
 
