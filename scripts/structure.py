@@ -48,7 +48,7 @@ BUDGETS = {
     "submitter/commands": 1570,
     "submitter/doctor": 1560,
     "submitter/manifest": 1680,
-    "tasks": 1110,
+    "tasks": 1115,
     "templates": 90,
     "tracking": 700,
     "train": 3945,
