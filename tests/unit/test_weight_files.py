@@ -15,6 +15,8 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 
 import sunspot.checkpoint.weight_files
+from sunspot.checkpoint.dcp import write_dcp
+from sunspot.checkpoint.tensors import parameter_names
 from sunspot.elastic.restore import find_init_files, load_init_files, load_initial
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.run.attempts import Attempt
@@ -67,14 +69,14 @@ def save_not_in_order(model: nn.Module, folder: Path) -> Path:
 
 
 def save_dcp(model: nn.Module, folder: Path) -> Path:
-    return write_dcp({"model": model.state_dict(), "optimizer": {"state": torch.ones(2)}, "step": 3}, folder)
+    return save_in_folder({"model": model.state_dict(), "optimizer": {"state": torch.ones(2)}, "step": 3}, folder)
 
 
 def save_only_weights_with_dcp(model: nn.Module, folder: Path) -> Path:
-    return write_dcp(model.state_dict(), folder)
+    return save_in_folder(model.state_dict(), folder)
 
 
-def write_dcp(state: dict[str, Any], folder: Path) -> Path:
+def save_in_folder(state: dict[str, Any], folder: Path) -> Path:
     import torch.distributed.checkpoint  # imported on use, because it takes seconds
 
     torch.distributed.checkpoint.save(state, checkpoint_id=folder / "dcp", no_dist=True)
@@ -153,6 +155,29 @@ def test_ddp_also_begins_with_the_weights_in_a_folder_of_dcp(
     assert all(torch.equal(value, found[name]) for name, value in saved.state_dict().items())
 
 
+def test_torch_and_a_new_run_load_a_checkpoint_in_the_format_of_dcp(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    saved = Tied()
+    optimizer = torch.optim.Adam([*saved.parameters()][::-1])
+    sum(parameter.sum() for parameter in saved.parameters()).backward()
+    optimizer.step()
+    names = {"parameters": parameter_names(saved, optimizer)}
+    for name, state in [("model", saved.state_dict()), ("optimizer", optimizer.state_dict()), ("extra_state", names)]:
+        torch.save(state, tmp_path / f"{name}.pt")
+    for _ in range(2):  # the second time, the files are there
+        write_dcp(tmp_path)
+
+    averages = {"layers.0.weight": {"exp_avg": torch.zeros(3, 3)}, "norm.bias": {"exp_avg": torch.zeros(3)}}
+    weights = {name: torch.zeros_like(value) for name, value in saved.state_dict().items()}
+    dcp.load({"model": weights, "optimizer": {"state": averages}}, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(value, weights[name]) for name, value in saved.state_dict().items())
+    assert all(torch.allclose(each["exp_avg"], torch.tensor(0.1)) for each in averages.values())
+
+    begun = begin(tmp_path, None, "ddp").state_dict()
+    assert all(torch.equal(value, begun[name]) for name, value in saved.state_dict().items())
+
+
 def test_weights_that_do_not_fit_the_model_are_rejected(tmp_path: Path) -> None:
     saved = Tied()
     saved.layers[1] = nn.Linear(3, 5)
@@ -162,7 +187,7 @@ def test_weights_that_do_not_fit_the_model_are_rejected(tmp_path: Path) -> None:
 
 
 def test_tied_weights_with_different_values_are_rejected(tmp_path: Path) -> None:
-    file = write_dcp({**Tied().state_dict(), "head.weight": torch.zeros(7, 3)}, tmp_path)
+    file = save_in_folder({**Tied().state_dict(), "head.weight": torch.zeros(7, 3)}, tmp_path)
     with pytest.raises(
         SettingsError, match=r"/dcp: embedding\.weight and head\.weight differ, but the model ties them"
     ):
