@@ -35,7 +35,7 @@ from sunspot.checkpoint.pieces import Piece, group_adjacent, read_index, read_in
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource, read_rows, rows_in
 from sunspot.data.text import REFERENCE, open_text, read_text
-from sunspot.elastic.restore import read_init
+from sunspot.elastic.restore import find_init_files, load_init_files, read_init
 from sunspot.errors import ConflictError, DamageError, DataError, SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.gradients import gradient_sync
@@ -230,8 +230,13 @@ def test_a_new_run_can_start_from_a_sharded_checkpoint(copied: Run) -> None:
     copied.storage.delete(copied.key("checkpoints", list_checkpoints(copied)[-1].name, MANIFEST))
     early = list_checkpoints(copied)[-1]
     assert early.step == 4
-    given = read_init(Settings(storage_path=copied.storage.locate(""), init_from="run:run"), None)
+    settings = Settings(storage_path=copied.storage.locate(""), init_from="run:run", parallel="fsdp")
+    given = read_init(settings, None)
     assert_close(given, load_model(copied, early), rtol=0, atol=0)
+    files, begun = find_init_files(settings), gpt.build_model(settings_of(), SimpleNamespace(classes=256))
+    assert files
+    load_init_files(settings, files, begun)
+    assert_close(begun.state_dict(), given, rtol=0, atol=0)
     model = nn.Linear(2, 2)
     with pytest.raises(ConflictError, match="do not fit"):
         load_parts(copied, early, read_contents(copied, early), model, torch.optim.SGD(model.parameters()))

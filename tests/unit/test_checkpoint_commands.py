@@ -553,7 +553,7 @@ def test_an_interrupted_download_stops_promptly_and_keeps_its_partial_file(
 
     monkeypatch.setattr(checkpoints_get.Download, "_continue", interrupted)
     output, storage = str(tmp_path / "out"), run.storage.locate("")
-    newest = Namespace(run="run", storage=storage, name="newest", output=output, json=False)
+    newest = Namespace(run="run", storage=storage, name="newest", format="sunspot", output=output, json=False)
     with pytest.raises(KeyboardInterrupt):
         checkpoints_get.run(newest)
     assert read(tmp_path / "out")["optimizer.pt.part"] == b"opt"

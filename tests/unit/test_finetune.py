@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +14,19 @@ import torch
 
 from sunspot.checkpoint.files import load_weights
 from sunspot.data.source import EmptySource, read_rows
+from sunspot.elastic.restore import TrainingState
 from sunspot.errors import ConflictError, DataError, SettingsError
 from sunspot.machine.private_folder import private_folder
 from sunspot.predict.for_report import to_parts
+from sunspot.run.attempts import Attempt
 from sunspot.settings import Settings
 from sunspot.storage import open_storage
 from sunspot.tasks import finetune, load_task
 from sunspot.tasks.pretrained import open_base
+from sunspot.train.build import build_model
 from tests.harness.datasets import refusal
 from tests.harness.language_models import write_base, write_texts
+from tests.harness.process_group import in_processes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,8 +76,8 @@ def train(settings: Settings, steps: int = 30) -> tuple[Any, list[float]]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"rank": 4}, {"rank": 4, "recompute": True}, {"head": "classes"}, {"head": "classes", "rank": 2}],
-    ids=["all weights", "lora", "recomputed", "classes", "classes with lora"],
+    [{}, {"rank": 4}, {"head": "classes"}, {"head": "classes", "rank": 2}],
+    ids=["all weights", "lora", "classes", "classes with lora"],
 )
 def test_a_pretrained_model_learns(base: str, texts: str, arguments: dict[str, Any]) -> None:
     before = open_base(base).sha256
@@ -82,6 +87,34 @@ def test_a_pretrained_model_learns(base: str, texts: str, arguments: dict[str, A
     assert open_base(base).sha256 == before
     saved, weights = len(model.state_dict()), len(list(model.parameters()))
     assert saved < weights if arguments.get("rank") else saved == weights
+
+
+@pytest.mark.parametrize("arguments", [{}, {"rank": 4}, {"head": "classes"}], ids=["text", "lora", "classes"])
+def test_each_worker_reads_its_parts_of_the_base(base: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    settings = settings_of(base, **arguments)
+    torch.manual_seed(settings.seed)
+    expected = dict(finetune.build_model(settings, EmptySource((32,), 2)).named_parameters())
+
+    def compare(_: object) -> bool:
+        plan: Any = SimpleNamespace(
+            settings=settings.model_copy(update={"parallel": "fsdp"}), source=EmptySource((32,), 2)
+        )
+        place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
+        model = build_model(plan, load_task(plan.settings), TrainingState(), Attempt(1, "own", None, 0), place)
+        found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        assert bool(model.positions) == (arguments.get("head") != "classes")
+        return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+    assert in_processes(tmp_path, 2, compare) == [True, True]
+
+
+def test_a_model_without_values_is_rejected_if_nothing_fills_it() -> None:
+    plan: Any = SimpleNamespace(settings=Settings(), source=None)
+    task = load_task(Settings())
+    task.build_model = lambda *_: torch.nn.Linear(2, 2, device="meta")
+    place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    with pytest.raises(SettingsError, match=r"parameters on the meta device.*define load_pretrained"):
+        build_model(plan, task, TrainingState(), Attempt(1, "own", None, 0), place)
 
 
 def test_texts_packed_into_one_row_do_not_attend_to_each_other(base: str, texts: str) -> None:

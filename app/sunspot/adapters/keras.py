@@ -30,7 +30,10 @@ from sunspot.tasks.task import RATE_FUNCTIONS, Task, TrainingRun
 sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 UNREAD_SETTINGS = dict.fromkeys(
-    ("micro_batch_size", "weight_decay", "clip_norm", "precision", "parallel", "compile", "ema", "weights"),
+    (
+        *("micro_batch_size", "weight_decay", "clip_norm", "precision", "parallel", "recompute", "compile", "ema"),
+        "weights",
+    ),
     "has a Keras model, which ignores this setting; unset it",
 )
 """Reasons, keyed by the settings that Keras ignores."""

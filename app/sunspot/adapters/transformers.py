@@ -27,13 +27,13 @@ from sunspot.tasks.pretrained import ADAPTER, PretrainedModel
 from sunspot.tasks.task import LOOP_FUNCTIONS, RATE_FUNCTIONS, Task
 
 IN_ARGUMENTS = (
-    "has a Trainer, which ignores this setting; unset it, and see max_grad_norm, torch_compile and bf16 among its own "
-    "arguments"
+    "has a Trainer, which ignores this setting; unset it, and see max_grad_norm, torch_compile, bf16 and "
+    "gradient_checkpointing among its own arguments"
 )
 
 UNREAD_SETTINGS = {
     **unread_without_defaults(("build_optimizer", "schedule")),
-    **dict.fromkeys(("clip_norm", "compile", "gradient_precision", "loader", "parallel"), IN_ARGUMENTS),
+    **dict.fromkeys(("clip_norm", "compile", "gradient_precision", "loader", "parallel", "recompute"), IN_ARGUMENTS),
     "test_share": "has a Trainer; return a dict of train and test from build_dataset",
 }
 """Reasons, keyed by the settings that a Trainer ignores."""

@@ -261,6 +261,11 @@ def read_weights(storage: Storage, file: str, content: bytearray) -> Any:
         return _load(bytes(content))
     if not file.endswith(INDEX_SUFFIX):
         return unpack(io.BytesIO(content))
+    return {key: tensor for name in files_in_index(content) for key, tensor in _load(storage.read(name)).items()}
+
+
+def files_in_index(content: bytes | bytearray) -> list[str]:
+    """Return the names of the safetensors files in an index. Raises `ValueError` if the index is invalid."""
     try:
         files = sorted(set(json.loads(content)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -268,7 +273,7 @@ def read_weights(storage: Storage, file: str, content: bytearray) -> Any:
     outside = [name for name in files if "/" in name or not name.endswith(SUFFIX)]
     if outside:
         raise ValueError(f"the index lists {outside[0]}, which is not a safetensors file in the same folder")
-    return {key: tensor for name in files for key, tensor in _load(storage.read(name)).items()}
+    return files
 
 
 def _load(content: bytes) -> dict[str, torch.Tensor]:

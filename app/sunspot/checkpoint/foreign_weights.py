@@ -1,19 +1,25 @@
-"""Renames weights saved by another program to match the names in the task's model.
+"""Loads weights saved by another program, and renames them to match the names in the task's model.
 
 Some programs store tied weights under only one of their names (safetensors' `save_model` and transformers'
-`save_pretrained`). Others prefix the names (`DistributedDataParallel` and `torch.compile`).
+`save_pretrained`). Others prefix the names (`DistributedDataParallel` and `torch.compile`), or store the weights
+together with an optimizer's state (torch.distributed.checkpoint).
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from sunspot.checkpoint.files import load_weights
 from sunspot.errors import SettingsError
+from sunspot.parallel.sharding import part_of
 
 WRAPPER_PREFIX = "module."
 """Prefix that DistributedDataParallel and DataParallel add to names."""
+
+OPTIMIZERS = ("optim", "optimizer", "optimizers")
+"""First parts of the names of an optimizer's tensors in a larger state."""
 
 COMPILED_PREFIX = "_orig_mod."
 """Prefix that torch.compile adds to names."""
@@ -27,6 +33,35 @@ def fit_names(model: torch.nn.Module, state: dict[str, Any], origin: str) -> dic
     own = model.state_dict(keep_vars=True)
     refuse_nested(own, state, origin)
     return with_tied(own, without_wrappers(own, state), origin)
+
+
+def load_by_name(
+    model: torch.nn.Module,
+    shapes: Mapping[str, Sequence[int]],
+    origin: str,
+    read: Callable[[dict[str, torch.Tensor]], None],
+) -> None:
+    """Load weights from `origin`, which has tensors of these shapes, directly into the model's own tensors.
+
+    `read` fills the given tensors, which are keyed by their names in `origin`. In a sharded model, they are DTensors,
+    so that each worker reads only its parts. Raises `ConflictError` if the weights do not fit the model.
+    """
+    own = model.state_dict(keep_vars=True)
+    sources = without_wrappers(own, {name: name for name in shapes})
+    wanted: dict[str, torch.Tensor] = {}
+    state: dict[str, Any] = {}
+    filled = set[int]()
+    for name, source in sources.items():
+        like = own.get(name)
+        if isinstance(like, torch.Tensor) and list(like.shape) == list(shapes[source]):
+            # The second name of a tied weight gets its own tensor, to be compared with the first.
+            state[name] = torch.empty_like(like.detach()) if id(like) in filled else like.detach()
+            filled.add(id(like))
+            wanted[source] = state[name]
+        else:
+            state[name] = torch.empty(shapes[source], device="meta")  # only for the message of `load_weights`
+    read(wanted)
+    load_weights(model, with_tied(own, state, origin), origin)
 
 
 def refuse_nested(own: Mapping[str, Any], state: Mapping[str, Any], origin: str) -> None:
@@ -53,6 +88,17 @@ def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str,
     return best
 
 
+def without_prefix(own: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Return a mapping from a model's names to their names in a larger state, which prefixes them, with `model.` say.
+
+    Names with another prefix, and names of an optimizer's state, are omitted.
+    """
+    names = {name for name in names if name.partition(".")[0] not in OPTIMIZERS}
+    prefixes = {"", *(name.removesuffix(each) for each in own for name in names if name.endswith(f".{each}"))}
+    best = max(sorted(prefixes, key=len), key=lambda prefix: sum(prefix + name in names for name in own))
+    return {name.removeprefix(best): name for name in sorted(names) if name.startswith(best)}
+
+
 def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dict[str, Any]:
     """Return a copy of `state` in which each tied weight that is present under one name is present under all names.
 
@@ -75,6 +121,6 @@ def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dic
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Return True if two values of a state_dict are the same tensor, or equal tensors."""
+    """Return True if two values of a state_dict are the same tensor, or equal tensors (in this worker's parts)."""
     are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return one is other or (are_tensors and torch.equal(one, other))
+    return one is other or (are_tensors and torch.equal(part_of(one), part_of(other)))

@@ -316,6 +316,8 @@ class CheckpointManager:
             "loader": {"name": self._settings.loader, **dataclasses.asdict(self._plan.steps)},
             "rng": {"seed": self._settings.seed, "step": manifest.step},
             "settings": self._settings.environment(),
+            # Other programs need the names of the parameters in optimizer.pt.
+            "parameters": parameter_names(self._saved.model, self._saved.optimizer),
             # With this record, the task can build its model (EmptySource), so prediction only needs the checkpoint.
             "data": ModelData.of(self._plan.source).record(),
             "versions": versions(),

@@ -50,7 +50,7 @@ from sunspot.checkpoint.files import (
     upload_shard,
     upload_state,
 )
-from sunspot.checkpoint.pieces import INDEX, Piece, extent_of, make_metadata, read_index, read_into
+from sunspot.checkpoint.pieces import INDEX, METADATA, Piece, extent_of, make_metadata, read_index, read_into
 from sunspot.checkpoint.snapshot import MoreFiles, Snapshot
 from sunspot.checkpoint.tensors import fill, keys_of, leaves_of, make_outline, tensors_in
 from sunspot.errors import DamageError
@@ -69,8 +69,6 @@ KINDS = ("model", "optimizer")
 
 WEIGHTS = "weights-{:05d}.json"
 """Name of the file that lists a rank's safetensors files. It is written after these files were verified."""
-
-METADATA = ".metadata"
 
 PEER_TIMEOUT_S = 60.0
 """Seconds beyond STORAGE_TIMEOUT_S that rank 0 waits for parts, so that the failing rank reports its error first."""

@@ -1,4 +1,4 @@
-"""Reads only the needed pieces of tensors from a sharded checkpoint, and verifies their checksums.
+"""Reads only the needed pieces of tensors from a sharded checkpoint or from files of weights.
 
 Torch modules that only sharded checkpoints need are imported on use, because importing them takes seconds.
 """
@@ -9,8 +9,8 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from sunspot.errors import DamageError
 from sunspot.parallel.sharding import TensorSlice
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
+from sunspot.storage import Storage
 from sunspot.storage.base import CHUNK
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 INDEX = "part-{:05d}.json"
 """File name of the index of a rank's part."""
+
+METADATA = ".metadata"
+"""Name of the file in which torch.distributed.checkpoint lists the tensors of a directory. The file is a pickle."""
 
 REQUEST_BYTES = 64 << 20
 """Maximum number of bytes per request, unless a single piece is larger. Larger requests would not be faster."""
@@ -51,8 +55,8 @@ class Piece(NamedTuple):
     begin: int
     "The position of the piece's first byte in the file."
     size: int
-    crc32: int
-    "The checksum of the piece's bytes, which `torch.save` wrote."
+    crc32: int | None
+    "The checksum of the piece's bytes. None if another program wrote them."
 
     def allocate(self, device: str = "cpu") -> torch.Tensor:
         """Allocate the whole tensor without initializing it."""
@@ -108,29 +112,56 @@ def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:
 
 
 def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
+    """Read pieces of a checkpoint into whole tensors or DTensors, keyed by name, like `read_pieces`."""
+    located = [piece._replace(file=run.key("checkpoints", checkpoint.name, piece.file)) for piece in pieces]
+    read_pieces(run.storage, located, into, decode_archive)
+
+
+def read_pieces(storage: Storage, pieces: Sequence[Piece], into: dict[str, torch.Tensor], decode: Decode) -> None:
     """Read pieces into whole tensors or DTensors, keyed by name. Torch's planner finds the needed pieces.
 
-    Only verified bytes are loaded. Apart from small gaps, no other bytes are read.
+    `Piece.file` is the file's key in `storage`. Apart from small gaps, no other bytes are read. Raises `DamageError` if
+    `decode` rejects the bytes of a piece.
     """
     plan = ReadPlan(pieces, into)
 
     def load(adjacent: list[Piece]) -> None:
-        key = run.key("checkpoints", checkpoint.name, adjacent[0].file)
+        key = adjacent[0].file
         at = adjacent[0].begin
-        with run.storage.open(key, at) as stream:
+        with storage.open(key, at) as stream:
             for piece in adjacent:
                 stream.read(piece.begin - at)
                 data = stream.read(piece.size)
                 at = piece.begin + piece.size
-                if zlib.crc32(data) != piece.crc32:
-                    where = run.storage.locate(key)
-                    raise DamageError(f"{where}: {piece.name} does not match the index of its part")
                 try:
-                    plan.copy_piece(piece, unpack(io.BytesIO(data)))
+                    plan.copy_piece(piece, decode(piece, data))
                 except ValueError as error:
-                    raise DamageError(f"{run.storage.locate(key)}: {piece.name} is {error}") from error
+                    raise DamageError(f"{storage.locate(key)}: {piece.name} {error}") from error
 
     map_parallel(load, group_adjacent(plan.wanted), REQUESTS_AT_ONCE)
+
+
+Decode = Callable[[Piece, bytes], torch.Tensor]
+"""A function that returns the tensor in the bytes of a piece. It raises `ValueError` if they are invalid."""
+
+
+def decode_archive(piece: Piece, data: bytes) -> torch.Tensor:
+    """Return a tensor that `torch.save` wrote. If the piece has a checksum, its bytes must match."""
+    if piece.crc32 is not None and zlib.crc32(data) != piece.crc32:
+        raise ValueError("does not match the index of its part")
+    try:
+        return cast(torch.Tensor, unpack(io.BytesIO(data)))
+    except ValueError as error:
+        raise ValueError(f"is {error}") from error
+
+
+def decode_values(piece: Piece, data: bytes) -> torch.Tensor:
+    """Return a tensor whose values are stored in row-major order."""
+    if len(data) != piece.size:
+        raise ValueError("is truncated")
+    dtype = getattr(torch, piece.dtype)
+    values = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return values.view(piece.lengths)
 
 
 class ReadPlan:
@@ -141,18 +172,17 @@ class ReadPlan:
 
         self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(into, make_metadata(pieces))
-        by_offset = {(piece.name, tuple(piece.offset)): piece for piece in pieces}
-        self._items: dict[tuple[str, int], list[ReadItem]] = {}
+        self._items: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         for item in self._planner.create_local_plan().items:
-            piece = by_offset[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
-            self._items.setdefault((piece.file, piece.begin), []).append(item)
-        wanted = (piece for piece in pieces if (piece.file, piece.begin) in self._items)
+            place = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+            self._items.setdefault(place, []).append(item)
+        wanted = (piece for piece in pieces if (piece.name, tuple(piece.offset)) in self._items)
         self.wanted = sorted(wanted, key=lambda piece: (piece.file, piece.begin))
         "The pieces to read, in file order."
 
     def copy_piece(self, piece: Piece, content: torch.Tensor) -> None:
         """Copy the needed elements from a piece's `content` to the tensors."""
-        for item in self._items[piece.file, piece.begin]:
+        for item in self._items[piece.name, tuple(piece.offset)]:
             tensor = content
             for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 tensor = tensor.narrow(dimension, offset, length)
@@ -167,7 +197,8 @@ def group_adjacent(pieces: Iterable[Piece]) -> list[list[Piece]]:
     groups: list[list[Piece]] = []
     for piece in pieces:
         group = groups[-1] if groups else []
-        near = group and piece.file == group[-1].file and piece.begin - (group[-1].begin + group[-1].size) <= CHUNK
+        gap = piece.begin - (group[-1].begin + group[-1].size) if group else 0
+        near = group and piece.file == group[-1].file and 0 <= gap <= CHUNK  # tied weights are in the same place
         if near and piece.begin + piece.size - group[0].begin <= REQUEST_BYTES:
             group.append(piece)
         else:

@@ -79,9 +79,12 @@ def in_buffer(structure: Any, buffer: Any) -> Any:
 
 
 def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order of its state_dict."""
+    """Return the names of the optimizer's parameters, in the order of its state_dict.
+
+    A parameter that does not belong to the model has an empty name.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for parameter in parameters_of(optimizer)]
+    return [names.get(id(parameter), "") for parameter in parameters_of(optimizer)]
 
 
 def keys_of(state: Mapping[str, Any], names: list[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Loads the state from which a worker group continues: from survivors, a node's memory, a checkpoint, or INIT_FROM."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,10 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sunspot.checkpoint.files import read_weights
+from sunspot.checkpoint.foreign_weights import load_by_name, without_prefix
 from sunspot.checkpoint.memory_files import as_bytes
 from sunspot.checkpoint.parts import ShardedContents, is_sharded, load_model, load_parts, load_whole, read_contents
+from sunspot.checkpoint.pieces import METADATA
 from sunspot.checkpoint.snapshot import SavedObjects
-from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of, tensors_in
+from sunspot.checkpoint.tensors import in_buffer, leaves_of, map_tensors, size_of, tensors_in
+from sunspot.checkpoint.weight_files import WeightFiles, find_in_folder, find_weights
 from sunspot.elastic.claim import LocalState, StartPoint
 from sunspot.elastic.copies import ChosenCopy, SurvivingState
 from sunspot.errors import ConflictError, NotFoundError, SettingsError
@@ -140,7 +144,7 @@ def load_start(
     if start.copy:
         return _load_copy(start.copy, found)
     if not start.checkpoint:
-        return TrainingState(model=read_init(settings, group)) if settings.init_from else TrainingState()
+        return load_initial(settings, group)
     checkpoint = start.checkpoint
     state = _load_sharded(run, settings, checkpoint, group) if is_sharded(checkpoint) else found.state.load(checkpoint)
     return TrainingState(
@@ -191,6 +195,69 @@ def _load_copy(copy: ChosenCopy, found: LocalState) -> TrainingState:
     )
 
 
+def load_initial(settings: Settings, group: dist.ProcessGroup | None) -> TrainingState:
+    """Return the state in which a new run begins: INIT_FROM's weights, if it is set. All workers call this together.
+
+    If the model is sharded, each worker later reads only its parts. Raises the errors of `read_init`.
+    """
+    if not settings.init_from:
+        return TrainingState()
+    limit_s, what = settings.storage_timeout_s, f"reading SUNSPOT_INIT_FROM={settings.init_from}"
+    files = broadcast_from_rank0(group, lambda: retry_storage(limit_s, what, find_init_files, settings))
+    if not files:
+        return TrainingState(model=read_init(settings, group))
+
+    def load(model: nn.Module, _: Optimizer) -> None:
+        run_on_all_ranks(group, lambda: retry_storage(limit_s, what, load_init_files, settings, files, model))
+
+    return TrainingState(load_parts=load)
+
+
+def find_init_files(settings: Settings) -> WeightFiles | None:
+    """Return the positions of the tensors in INIT_FROM, or None if every worker reads the whole state_dict.
+
+    Raises `SettingsError` if INIT_FROM is not usable.
+    """
+    wanted = settings.init_from
+    if not wanted.startswith("run:"):
+        storage, file = _init_file(settings)
+        try:
+            folder = find_in_folder(storage, file)
+            if not folder and any(entry.key.startswith(f"{file}/") for entry in storage.list(file)):
+                raise ValueError(f"it is a folder without {METADATA}")
+        except ValueError as error:
+            raise SettingsError(
+                f"SUNSPOT_INIT_FROM={wanted}: {error}; use a folder that torch.distributed.checkpoint wrote, or a "
+                "file of weights"
+            ) from error
+        return folder or (find_weights(storage, file) if settings.parallel != "ddp" else None)
+    if settings.parallel == "ddp":
+        return None
+    run = _init_run(settings)
+    chosen = choose_init(settings)
+    assert isinstance(chosen, tuple)
+    checkpoint, contents = chosen
+    if not contents:
+        return find_weights(run.storage, run.key("checkpoints", checkpoint.name, "model.pt"))
+    stored = {piece.name for piece in contents.pieces}
+    if not all(value in stored for _, value in leaves_of(contents.outline["model"])):
+        return None  # the state_dict also contains plain values
+    located = [each._replace(file=run.key("checkpoints", checkpoint.name, each.file)) for each in contents.pieces]
+    return WeightFiles(located, {}, archives=True)
+
+
+def load_init_files(settings: Settings, files: WeightFiles, model: nn.Module) -> None:
+    """Load this worker's parts of the files that `find_init_files` found into the model."""
+    wanted = settings.init_from
+    storage = _init_run(settings).storage if wanted.startswith("run:") else _init_file(settings)[0]
+    if files.archives:
+        files = files.rename(without_prefix(model.state_dict(), files.shapes))
+    try:
+        load_by_name(model, files.shapes, wanted, functools.partial(files.read_into, storage))
+    except NotFoundError as error:
+        raise ConflictError(_replaced(wanted)) from error
+
+
 def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
     """Return the state_dict of INIT_FROM, which is a file or the newest intact checkpoint of a run.
 
@@ -225,7 +292,7 @@ def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None]
 def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | None] | str) -> Any:
     """Return the state_dict that `choose_init` chose. Raises `ConflictError` if the source has changed since."""
     wanted, content = settings.init_from, bytearray()
-    replaced = f"SUNSPOT_INIT_FROM={wanted} was replaced while it was read; use a source that nobody writes to"
+    replaced = _replaced(wanted)
     try:
         if isinstance(chosen, tuple):
             return load_model(_init_run(settings), *chosen)
@@ -239,7 +306,8 @@ def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | No
         state = read_weights(storage, file, content)
     except ValueError as error:
         raise SettingsError(
-            f"SUNSPOT_INIT_FROM={wanted}: {error}; use a state_dict saved with torch.save, or a safetensors file"
+            f"SUNSPOT_INIT_FROM={wanted}: {error}; use a state_dict saved with torch.save, a safetensors file, or a "
+            "folder of torch.distributed.checkpoint"
         ) from error
     if not isinstance(state, dict):
         raise SettingsError(
@@ -248,10 +316,14 @@ def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | No
     return state
 
 
+def _replaced(wanted: str) -> str:
+    return f"SUNSPOT_INIT_FROM={wanted} was replaced while it was read; use a source that nobody writes to"
+
+
 def _init_run(settings: Settings) -> Run:
     return open_run(settings.storage_path, settings.init_from.removeprefix("run:"))
 
 
 def _init_file(settings: Settings) -> tuple[Storage, str]:
-    folder, slash, file = settings.init_from.rpartition("/")
+    folder, slash, file = settings.init_from.rstrip("/").rpartition("/")
     return open_storage(folder or slash or ".", follow_links=True), file

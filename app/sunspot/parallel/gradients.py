@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sunspot.parallel.data_parallel import DataParallel
 from sunspot.parallel.replica_groups import ReplicaGroups
-from sunspot.parallel.sharding import has_several, is_dtensor, is_fsdp, part_of
+from sunspot.parallel.sharding import has_several, is_dtensor, is_fsdp, models_in, part_of
 from sunspot.settings import Settings
 
 CLIP_EPSILON = 1e-6
@@ -64,7 +64,7 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
         yield
     else:
         with ExitStack() as stack:
-            for part in model.children() if has_several(model) else [model]:
+            for part in models_in(model):
                 if isinstance(part, DistributedDataParallel) and not now:
                     stack.enter_context(part.no_sync())
             yield
@@ -72,7 +72,7 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
 
 def complete_gradients(model: nn.Module) -> None:
     """Average a prepared model's gradients after the backward pass of a loss that did not use the model's output."""
-    for part in model.children() if has_several(model) else [model]:
+    for part in models_in(model):
         if isinstance(part, DataParallel):
             part.complete()
 

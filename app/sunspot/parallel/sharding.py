@@ -6,7 +6,7 @@ Modules that only fsdp needs are imported on use, because importing them takes s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -165,6 +165,11 @@ def has_several(model: nn.Module) -> TypeIs[nn.ModuleDict | nn.ModuleList]:
     return type(model) in (nn.ModuleDict, nn.ModuleList)
 
 
+def models_in(model: nn.Module) -> list[nn.Module]:
+    """Return the models in a container of several models, or a list with the model itself."""
+    return list(model.children()) if has_several(model) else [model]
+
+
 def is_fsdp(model: object) -> TypeIs[FSDPModule]:
     """Return True if `shard_model` has sharded the model."""
     return isinstance(model, _class("torch.distributed.fsdp", "FSDPModule"))
@@ -212,26 +217,32 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def shard_like(value: torch.Tensor, like: DTensor) -> DTensor:
-    """Return a DTensor that is sharded like another one. `value` is the whole tensor or only this worker's part of it.
+def shard_like(value: Any, parameter: Any) -> Any:
+    """Shard a tensor like a parameter. Under ddp, only adapt the memory layout.
 
-    Nothing is sent.
+    `value` is the whole tensor or only this worker's part of it. Nothing is sent, and the result may share memory with
+    `value`. Anything but such a tensor is returned unchanged.
     """
+    if not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.Tensor):
+        return value
+    if value.shape not in (parameter.shape, part_of(parameter).shape):
+        return value
+    if not is_dtensor(parameter):  # fused optimizers need the same layout
+        same = value.stride() == parameter.stride()
+        return value if same else torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    mesh, placements = like.device_mesh, like.placements
-    if value.shape == like.shape:
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if value.shape == parameter.shape:
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
-    return DTensor.from_local(value, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def shard_model_state(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Shard each tensor of a model's state_dict like the model's own tensor. The tensors may already be parts."""
+def shard_model_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Shard each tensor of a state_dict like the model's own tensor of this name."""
     own = model.state_dict()
-    return {
-        name: shard_like(value, own[name]) if name in own and is_dtensor(own[name]) else value
-        for name, value in state.items()
-    }
+    return {name: shard_like(value, own.get(name)) for name, value in state.items()}
 
 
 def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -240,17 +251,8 @@ def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any
     A tensor may also be this worker's part, as another worker with the same shard sends it.
     """
     parameters = parameters_of(optimizer)
-
-    def shard(value: Any, parameter: torch.Tensor) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape not in (parameter.shape, part_of(parameter).shape):
-            return value
-        if not is_dtensor(parameter):  # fused optimizers need the same layout
-            same = value.stride() == parameter.stride()
-            return value if same else torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-        return shard_like(value, parameter)
-
     sharded = {
-        number: {name: shard(value, parameters[number]) for name, value in values.items()}
+        number: {name: shard_like(value, parameters[number]) for name, value in values.items()}
         for number, values in state["state"].items()
     }
     return {**state, "state": sharded}

@@ -209,7 +209,8 @@ def refuse_foreign_task(task: str, own: str, where: str) -> None:
 
 def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
     """Build a checkpoint's model on the CPU. Raises `ConflictError` if the weights do not fit the model."""
-    model = load_task(loaded.settings).build_model(loaded.settings, EmptySource(**vars(loaded.data)))
+    settings = loaded.settings.model_copy(update={"parallel": "ddp"})  # this process needs the whole model
+    model = load_task(settings).build_model(settings, EmptySource(**vars(loaded.data)))
     load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
     return model
 

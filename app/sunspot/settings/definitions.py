@@ -145,7 +145,7 @@ class Settings(BaseModel):
     task_args: Arguments = setting({}, """a JSON object, e.g. {"width": 64}""")
     "The task's own hyperparameters, passed to it unchanged."
     init_from: Origin = setting(
-        "", "run:NAME, or the path or URL of a state_dict saved by torch.save or as safetensors"
+        "", "run:NAME, or the path or URL of weights from torch.save, safetensors or torch.distributed.checkpoint"
     )
     "Initial weights for a run without a checkpoint."
 
@@ -215,6 +215,8 @@ class Settings(BaseModel):
     keeps several copies, and splits each of them among SUNSPOT_SHARD_DEGREE workers."""
     shard_degree: int = setting(0, "an integer >= 0", ge=0)
     "Number of workers that hold one copy of the model under hsdp, or 0 for the workers of one node."
+    recompute: Literal["off", "blocks"] = setting("off", "off or blocks")
+    "Activations to compute again in the backward pass instead of keeping them: none, or those inside the blocks."
 
     checkpoint_every_steps: int = setting(0, "an integer >= 0", ge=0)
     "Number of optimizer steps between checkpoints. 0 turns this off. The end of each epoch adds a checkpoint."

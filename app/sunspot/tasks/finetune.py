@@ -8,7 +8,6 @@ TASK_ARGS:
   `rank`      rank of LoRA's matrices; 0 (default) trains all weights
   `alpha`     LoRA's scale (twice the rank)
   `targets`   layers that LoRA adapts: "all-linear" (default) or a list of names
-  `recompute` true computes activations again in the backward pass, which saves memory
 
 Without LoRA, the weights are float32, and PRECISION=bf16 rounds them as they are used. With LoRA and PRECISION=bf16,
 the frozen weights of the base are bfloat16, and the trained weights stay float32.
@@ -31,8 +30,19 @@ from sunspot.data.source import Batch, ModelData, Source
 from sunspot.data.table import open_table
 from sunspot.data.tokens import Tokenizer, load_tokenizer
 from sunspot.errors import SettingsError, shorten
+from sunspot.parallel.sharding import build_without_values
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.pretrained import ADAPTER, Base, PretrainedModel, base_error, open_base
+from sunspot.tasks.pretrained import (
+    ADAPTER,
+    Base,
+    PretrainedModel,
+    WeightPositions,
+    base_error,
+    find_values,
+    open_base,
+    read_values,
+    replace_parameters,
+)
 from sunspot.tasks.texts import by_loss
 
 for package in ("peft", "tokenizers", "transformers"):  # fail in the driver if the extra is missing, not in a worker
@@ -60,7 +70,6 @@ class Arguments(BaseModel):
     rank: int = Field(0, ge=0)
     alpha: int = Field(0, ge=0)
     targets: Literal["all-linear"] | Annotated[list[Any], Field(min_length=1)] = "all-linear"
-    recompute: bool = False
 
 
 class FineTuned(PretrainedModel):
@@ -73,6 +82,8 @@ class FineTuned(PretrainedModel):
         self.arguments = arguments
         self.data = data
         self.config = model.config
+        self.positions: WeightPositions = {}
+        "Positions of the values that `load_pretrained` reads. The parameters are on the meta device until then."
 
     def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
         """Return the scores of the next token, [B, T, vocabulary], or of the classes, [B, classes].
@@ -106,12 +117,29 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
             f"{PREFIX}WEIGHTS to pt"
         )
     dtype = torch.bfloat16 if lora and settings.precision == "bf16" else torch.float32
-    model = _load(base, arguments, source.classes, dtype)
-    if lora:
+    model = _build_empty(base, arguments, dtype) if settings.parallel != "ddp" else None
+    positions = (find_values(base, model) if model else None) or {}
+    if model is None or not positions:  # a classifier's new head has no values in the files
+        model = _load(base, arguments, source.classes, dtype)
+    own = dict(model.named_parameters())
+    values = {own[name]: position for name, position in positions.items()}
+    if lora and values:
+        # peft moves its own weights to the base's device, so they would lose their initial values on the meta device.
+        values = replace_parameters(
+            model, values, lambda weight: torch.empty((), dtype=weight.dtype).expand(weight.shape)
+        )
         model = _adapt(model, base, arguments)
-    if arguments.recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return FineTuned(model, base, arguments, ModelData.of(source))
+        values = replace_parameters(model, values, lambda weight: weight.new_empty(weight.shape, device="meta"))
+    elif lora:
+        model = _adapt(model, base, arguments)
+    tuned = FineTuned(model, base, arguments, ModelData.of(source))
+    tuned.positions = {name: values[each] for name, each in tuned.named_parameters() if each in values}
+    return tuned
+
+
+def load_pretrained(model: FineTuned) -> None:
+    """Read this worker's parts of the base's weights, if `build_model` did not load them."""
+    read_values(model, model.positions)
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
@@ -209,8 +237,7 @@ def read_arguments(settings: Settings) -> Arguments:
         wrong = ", ".join(f"{name}={settings.task_args[name]!r}" for name in names)
         raise SettingsError(
             f"{PREFIX}TASK_ARGS: {wrong}; sunspot.tasks.finetune takes base and column (text), head (text or classes), "
-            "context (at least 2), rank and alpha (at least 0), targets (all-linear or a list), and recompute (true or "
-            "false)"
+            "context (at least 2), rank and alpha (at least 0), and targets (all-linear or a list)"
         ) from error
     return given.model_copy(update={"alpha": given.alpha or 2 * given.rank})
 
@@ -229,10 +256,27 @@ def _load(base: Base, arguments: Arguments, classes: int, dtype: torch.dtype) ->
         raise base_error(base.location, f"transformers cannot load the model: {shorten(error)}") from error
     if arguments.head == "text" and loaded["missing_keys"]:  # only a classifier's head may start from random weights
         raise base_error(base.location, f"the weights lack {min(loaded['missing_keys'])}")
-    model.train()  # transformers returns a loaded model in evaluation mode
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = _first(model.config.eos_token_id) or 0
+    return _prepare(model)
+
+
+def _prepare(model: Any) -> Any:
+    """Return a model with the settings that training needs."""
+    if model is not None:
+        model.train()  # transformers returns a loaded model in evaluation mode
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = _first(model.config.eos_token_id) or 0
     return model
+
+
+def _build_empty(base: Base, arguments: Arguments, dtype: torch.dtype) -> Any:
+    """Build the base model with its parameters on the meta device. Returns None if it cannot be built in this way."""
+    import transformers
+
+    if arguments.head != "text":
+        return None
+    config = transformers.AutoConfig.from_pretrained(base.folder, local_files_only=True)
+    kind = getattr(transformers, HEADS[arguments.head])
+    return _prepare(build_without_values(lambda: kind.from_config(config, dtype=dtype)))
 
 
 def _adapt(model: Any, base: Base, arguments: Arguments) -> Any:

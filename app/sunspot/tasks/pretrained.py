@@ -6,7 +6,7 @@ the hash of the base.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import nn
 from sunspot.background import map_parallel
 from sunspot.errors import ConflictError, SettingsError, shorten
 from sunspot.machine.private_folder import private_folder
+from sunspot.parallel.sharding import find_slices, part_of
 from sunspot.settings import PREFIX
 from sunspot.storage import open_storage
 
@@ -109,6 +110,57 @@ def base_error(location: str, problem: str) -> SettingsError:
         "config.json, tokenizer.json and *.safetensors as transformers saves them, or to the name of a model on the "
         "hub if it can be reached"
     )
+
+
+WeightPositions = Mapping[str, tuple[Path, str]]
+"""A mapping from the names of a model's parameters to the file and the name there of their values."""
+
+
+def find_values(base: Base, model: nn.Module) -> WeightPositions | None:
+    """Return where the base's files have the values of a model's parameters, or None if a parameter is not there."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[Path, list[int]]] = {}
+    for path in base.weights:
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: (path, file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    aliases: dict[nn.Parameter, list[str]] = {}  # tied weights can be stored under any of their names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(parameter, []).append(name)
+    found = {
+        names[0]: (shapes[name][0], name)
+        for parameter, names in aliases.items()
+        for name in names
+        if name in shapes and shapes[name][1] == list(parameter.shape)
+    }
+    return found if len(found) == len(aliases) else None
+
+
+def replace_parameters(
+    model: nn.Module, values: Mapping[nn.Parameter, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[nn.Parameter, Any]:
+    """Replace the parameters in `values` by changed ones, and return `values` with the new parameters as keys."""
+    new = {each: nn.Parameter(change(each.detach()), requires_grad=each.requires_grad) for each in values}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter in new:
+                setattr(module, name, new[parameter])
+    return {new[each]: value for each, value in values.items()}
+
+
+def read_values(model: nn.Module, positions: WeightPositions) -> None:
+    """Read the values of a model's parameters, or of this worker's parts of them, from safetensors files."""
+    from safetensors import safe_open
+
+    own = dict(model.named_parameters())
+    parameters = [own[name].detach() for name in positions]
+    for (path, name), parameter, place in zip(positions.values(), parameters, find_slices(parameters), strict=True):
+        part = part_of(parameter)
+        if part.numel():
+            begins = place.offset if place else (0,) * part.ndim
+            rows = tuple(slice(begin, begin + length) for begin, length in zip(begins, part.shape, strict=True))
+            with safe_open(path, framework="pt") as file:  # closed after each tensor, to unmap its pages
+                part.copy_(file.get_slice(name)[rows])
 
 
 def _download(location: str) -> Path:

@@ -9,6 +9,7 @@ from sunspot.settings import PREFIX
 
 CALLED_WITH = {
     "build_model": ("settings", "source"),
+    "load_pretrained": ("model",),
     "loss": ("model", "batch"),
     "build_dataset": ("settings",),
     "find_sources": ("settings",),

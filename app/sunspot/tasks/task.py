@@ -21,7 +21,7 @@ RATE_FUNCTIONS = ("build_optimizer", "build_scheduler", "schedule")
 """Functions that set the learning rates of a PyTorch task."""
 
 FUNCTIONS = (
-    *("build_model", "loss", "build_dataset", "find_sources", "compute_metrics", "checkpoint_files"),
+    *("build_model", "load_pretrained", "loss", "build_dataset", "find_sources", "compute_metrics", "checkpoint_files"),
     *("predict", "answer", "show", *LOOP_FUNCTIONS, *RATE_FUNCTIONS),
 )
 """Functions that a task's module may define."""
@@ -38,6 +38,12 @@ class Task:
     """Builds the model on the CPU and initializes it with torch's default generator.
 
     If the loop uses several models, return them in an `nn.ModuleDict` or `nn.ModuleList`."""
+
+    load_pretrained: Callable[[Any], None] | None = None
+    """Fills the parameters that `build_model` left on the meta device, once the model is on its device.
+
+    Under fsdp, parameters are DTensors by then, so that each worker can read only its parts. Values that a checkpoint
+    contains are loaded later."""
 
     build_optimizer: Callable[[Any, Settings], torch.optim.Optimizer]
     """Builds the optimizer for a model, with each group at its peak learning rate.

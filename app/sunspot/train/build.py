@@ -38,11 +38,12 @@ from sunspot.formatting import plural
 from sunspot.log import warn_once
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks, same_parameters
+from sunspot.parallel.recompute import recompute_blocks
 from sunspot.parallel.sharding import (
     build_without_values,
     find_blocks,
-    has_several,
     is_fsdp,
+    models_in,
     shard_model,
     shard_model_state,
     shard_optimizer_state,
@@ -223,7 +224,9 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
     If the state is sharded (fsdp), the weights are loaded later, by `load_rest`.
     """
     settings = plan.settings
-    model = build_without_values(lambda: task.build_model(settings, plan.source)) if state.load_parts else None
+    empty = settings.parallel != "ddp" and (state.load_parts is not None or state.model is not None)
+    model = build_without_values(lambda: task.build_model(settings, plan.source)) if empty else None
+    restored = model is not None
     if model is None:
         torch.manual_seed(settings.seed)  # the same first weights on every worker and at any world size
         model = task.build_model(settings, plan.source)
@@ -232,20 +235,37 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
             f"SUNSPOT_TASK={settings.task}: its build_model returned a {type(model).__name__}; return a torch.nn.Module"
         )
     refuse_uninitialized(model, settings)
-    if state.model is not None and attempt.starts_from:
-        load_weights(model, state.model, attempt.starts_from)
-    elif state.model is not None:
-        load_weights(model, fit_names(model, state.model, settings.init_from), settings.init_from)
-    for part in model.children() if has_several(model) else [model]:
+    for part in models_in(model):
         if not part.training:  # as `from_pretrained` returns it; otherwise its modules keep their modes
             part.train()
     fixed = sum(not module.training for module in model.modules())
     if fixed:
         print(f"model: {plural(fixed, 'module')} will stay in evaluation mode, as returned by build_model")
     refuse_small_micro_batches(model, settings)
+    if settings.recompute == "blocks":
+        recompute_blocks(model)
+    lacks_values = not restored and any(parameter.is_meta for parameter in model.parameters())
     model = shard_model(model, settings, place.device, place.replicas)
+    if lacks_values:
+        load_pretrained(task, model)
+    if state.model is not None:
+        weights = state.model if attempt.starts_from else fit_names(model, state.model, settings.init_from)
+        load_weights(model, shard_model_state(model, weights), attempt.starts_from or settings.init_from)
     compile_model(model, plan, place.world_size, place.device)
     return model
+
+
+def load_pretrained(task: Task, model: torch.nn.Module) -> None:
+    """Fill the parameters that `build_model` left on the meta device.
+
+    Raises `SettingsError` if the task cannot fill them.
+    """
+    if not task.load_pretrained:
+        raise task.error(
+            "its build_model returned parameters on the meta device, which have no values; build them on the CPU, or "
+            "define load_pretrained(model), which fills them"
+        )
+    task.load_pretrained(model)
 
 
 def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> tuple[Optimizer, WeightAverage]:
@@ -271,11 +291,11 @@ def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> t
 def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer) -> None:
     """Load the optimizer's state. If the state is sharded (fsdp), also load the model's weights."""
     if state.optimizer:
-        values = state.optimizer
+        values = shard_optimizer_state(optimizer, state.optimizer)
         if optimizer.param_groups[0]["params"][0].is_cpu and state.tier != IN_PLACE:
             # On the CPU, the optimizer keeps the tensors that it is given, and with them the pages of a whole file.
             values = map_tensors(values, torch.clone)
-        optimizer.load_state_dict(shard_optimizer_state(optimizer, values))
+        optimizer.load_state_dict(values)
     elif state.load_parts:
         state.load_parts(model, optimizer)
 
@@ -320,8 +340,7 @@ def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: t
     if mode == "max-autotune" and (is_fsdp(model) or plan.passes(fewest) > 1):
         # CUDA graphs need parameters at fixed addresses, and gradients that are used before the next pass.
         mode = "max-autotune-no-cudagraphs"
-    parts = list(model.children()) if has_several(model) else [model]
-    for part in parts:
+    for part in models_in(model):
         blocks = list(find_blocks(part))
         alone = is_fsdp(part) or (mode == "default" and are_repeated(blocks))
         for module in blocks if alone and blocks else [part]:

@@ -29,7 +29,7 @@ from sunspot.checkpoint.files import load_state
 from sunspot.data.order import locate_rows
 from sunspot.data.source import Batch, Source, notes_on, rows_in
 from sunspot.elastic.messages import Command
-from sunspot.elastic.restore import TrainingState, read_init
+from sunspot.elastic.restore import TrainingState, load_initial
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SunspotError
 from sunspot.formatting import plural, some_of
@@ -194,8 +194,7 @@ def check_plan(plan: Plan, checked: TaskCheck) -> None:
         attempt = Attempt(1, "check", None, 0, nonce="00000000")
         claim(rows.run, [], attempt)
         with checked.part("model and optimizer"):
-            state = TrainingState(model=read_init(plan.settings, None) if plan.settings.init_from else None)
-            worker = build(rows, attempt, state)
+            worker = build(rows, attempt, load_initial(plan.settings, None))
             checked.learning_rates = describe_rates(worker.learner)
         with checked.part("first step and save"):
             saved = take_step(worker)

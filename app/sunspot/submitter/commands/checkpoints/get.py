@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import importlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from sunspot.run import Run
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, choose, find_faults_in_listing, list_directories
 from sunspot.storage.base import CHUNK
 from sunspot.submitter.commands.arguments import add_run
+from sunspot.submitter.local_training import refuse_without_training
 from sunspot.submitter.printing import print_json, print_text, progress_note, warn
 from sunspot.submitter.runs import find_run
 
@@ -35,11 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="newest",
         help="a name from `sunspot checkpoints ls`, newest or best; default: newest",
     )
+    parser.add_argument(
+        "--format",
+        choices=("sunspot", "dcp"),
+        default="sunspot",
+        help="dcp also writes the state as torch.distributed.checkpoint loads it; default: sunspot",
+    )
     parser.add_argument("--output", metavar="DIR", help="the directory to write to; default: the checkpoint's name")
 
 
 def run(args: argparse.Namespace) -> None:
     """Download a checkpoint. Complete files are kept, partial files are resumed, and the manifest is written last."""
+    if args.format == "dcp":
+        refuse_without_training("--format dcp")
     run = find_run(args.run, args.storage)
     checkpoint, notes = choose(run, args.name)
     for note in notes:
@@ -53,6 +63,10 @@ def run(args: argparse.Namespace) -> None:
             manifest = _begin(run, checkpoint, directory)
             kept = Download(run, checkpoint, directory).fetch_all()
             os.replace(manifest, directory / MANIFEST)
+        if args.format == "dcp":
+            with progress_note("writing the files of torch.distributed.checkpoint"):
+                # Imported through importlib, because the module needs torch.
+                importlib.import_module("sunspot.checkpoint.dcp").write_dcp(directory)
     except OSError as error:
         why = f"cannot be written: {error.strerror or error}"
         raise StorageError(f"{error.filename or 'the directory'}: {why}") from error
