@@ -8,6 +8,7 @@
         status/attempt-0001-3f2a9c1e-ended.json
                                           the run's state when that driver ended
         stop.json                         exists as long as the run must not train
+        scale.json                        the number of workers that a user has asked for, within NUM_WORKERS
         delete.json                       exists while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.json
                                           a RayJob as it was applied, and the cluster to which it was applied
@@ -48,7 +49,7 @@ chain. Only the steps that led to the newest attempt are part of the run's linea
 
 The life of a run, with the module for each part:
 
-    requests.py      a user submits a RayJob, asks the run to stop, or deletes it
+    requests.py      a user submits a RayJob, asks the run to stop or to change its size, or deletes it
     outcome.py       a driver begins, and writes the status (status.py) while no worker writes it
     identity.py      the driver records the run's identity, or raises an error if it has changed
     attempts.py      a worker group claims an attempt, and records the checkpoint that it starts from
@@ -77,7 +78,7 @@ __all__ = ["Claimant", "Run", "open_run"]
 RECORDS = ("run.json", "status", "submissions")
 """Names of the files and folders that identify a run. A deletion removes them last."""
 
-FILES = ("stop.json", "delete.json", "search.json", "predictions.json", "shown.json", "report.html")
+FILES = ("stop.json", "scale.json", "delete.json", "search.json", "predictions.json", "shown.json", "report.html")
 """Names of the other files at the top of a run's folder."""
 
 FOLDERS = (
