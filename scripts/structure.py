@@ -27,12 +27,12 @@ ALLOWED = {
 """Lists that are longer than allowed. Shorten them, and remove them here."""
 
 BUDGETS = {
-    ".": 1170,
+    ".": 1180,
     "adapters": 780,
     "baseline": 90,
     "checkpoint": 2575,
     "data": 3370,
-    "elastic": 2585,
+    "elastic": 2620,
     "machine": 230,
     "observe": 450,
     "parallel": 770,

@@ -29,6 +29,7 @@ VERBS = {
     "wait": "show progress until the run ends; the exit code is the outcome",
     "stop": "let the run save and stop, then remove its cluster",
     "resume": "continue a stopped run: apply the last submitted manifest again",
+    "scale": "let a live elastic run give workers back, or ask for more",
     "list": "list all runs, most recently updated first",
     "ui": "serve a live web page of all runs, from storage alone",
     "logs": "print the output of the driver or of one rank, from storage, with a few seconds' delay",

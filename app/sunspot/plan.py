@@ -37,6 +37,8 @@ class Plan:
     "Checksum of the row order on the driver, or an empty string if unknown."
     one_machine: bool = False
     "True if the driver starts Ray itself, so that no other machine can join."
+    outlives: bool = False
+    "True if workers keep training after another worker is lost (survivor mode)."
 
     @property
     def data(self) -> DataPlan:
@@ -148,8 +150,18 @@ def make_plan(settings: Settings, task: Task) -> Plan:
             f"only {settings.global_batch_size // MIN_ROWS} of {settings.num_workers.most} workers get rows: "
             f"SUNSPOT_GLOBAL_BATCH_SIZE={settings.global_batch_size} is too small for {MIN_ROWS} rows each"
         )
-    plan = Plan(settings, source, test, steps, total, reasons)
+    plan = Plan(settings, source, test, steps, total, reasons, outlives=can_outlive(settings, task))
     return replace(plan, order=plan.find_order())
+
+
+def can_outlive(settings: Settings, task: Task) -> bool:
+    """Return True if workers keep training after another worker is lost.
+
+    Each worker needs access to all rows, and the task must allow it.
+    """
+    if settings.survivors == "off" or task.needs_all_workers:
+        return False
+    return settings.loader == "torch" and not settings.job.node_groups
 
 
 def describe_batch(steps: Steps) -> str:

@@ -16,6 +16,9 @@ from sunspot.run.attempts import IN_PLACE, read_attempts
 from sunspot.run.checkpoints import find_newest_good
 from sunspot.run.failures import read_failures
 from sunspot.run.incidents import Cause
+from sunspot.settings import WorkerRange
+from sunspot.submitter.cluster.observation import RunAccess
+from sunspot.submitter.cluster.scaling import Scaled, scale_run
 from tests.end_to_end.test_spot import SLOW
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
@@ -54,6 +57,30 @@ def test_the_other_workers_keep_training_and_a_killed_worker_is_replaced(
     training.result(240)
     assert newest(run).step == 2000
     assert "test_accuracy" in newest(run).metrics
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
+def test_a_worker_is_given_back_and_returns_on_request_without_a_restart(
+    program: Program, make_data: MakeData, ray_address: str
+) -> None:
+    run = the_run(program)
+    both = WorkerRange(1, 2)
+    training = program.begin(**SURVIVING, NUM_WORKERS="1..2", DATASET=make_data(40_000, row_group=1000))
+    wait_for_reported_step(run, 60, training)
+    processes = worker_processes()
+    assert scale_run(RunAccess(run), WorkerRange(1, 1), 60) == Scaled(WorkerRange(1, 1), both, training=1)
+    left = wait_for_receipts(run, 2, training)[-1]
+    assert (left.cause, left.tier, left.replayed) == (Cause.SCALE_DOWN, IN_PLACE, 0)
+    assert (left.world_before, left.world_after) == (2, 1)
+    assert "asked for 1 (`sunspot scale`)" in left.detail
+    assert scale_run(RunAccess(run), both, 60).wanted == both
+    joined = wait_for_receipts(run, 3, training)[-1]
+    assert (joined.cause, joined.tier, joined.replayed, joined.world_after) == (Cause.JOINED, IN_PLACE, 0, 2)
+    assert all(process.is_running() for process in processes)
+    training.result(240)
+    assert newest(run).step == 2000
     assert_complete(run)
     assert_audit_clean(program)
 

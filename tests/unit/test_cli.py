@@ -48,6 +48,7 @@ WITH_A_CLUSTER = {
     "wait",
     "stop",
     "resume",
+    "scale",
     "list",
     "logs",
     "events",

@@ -90,6 +90,8 @@ class Decisions(RuleBasedStateMachine):
         "Living processes by name."
         self.started = 0
         self.draining: set[str] = set()
+        self.most = 2 * SIZE
+        "Largest number of members that a group should have."
         self.stopped = False
         "True while the driver is stopped."
         self.unheard: list[Callable[[], None]] = []
@@ -305,7 +307,9 @@ class Decisions(RuleBasedStateMachine):
         if not process.inbox:
             return
         message = process.inbox.pop(0)
-        if isinstance(message, Generation):
+        if isinstance(message, Generation) and process.uid not in message.ranks:
+            process.steps = process.attempt = None
+        elif isinstance(message, Generation):
             process.trains_in, process.waits_to_join = message.number, False
         elif message.number == process.trains_in:
             if isinstance(message, Change):
@@ -355,7 +359,10 @@ class Decisions(RuleBasedStateMachine):
         left_out = {member.uid for member in last.members} & {p.uid for p in by_uid.values() if not p.cut} - set(
             members
         )
-        assert {by_uid[uid].node for uid in left_out} <= self.draining, "the group waits for a living member"
+        given_back = {by_uid[uid].node for uid in left_out} - self.draining
+        assert not given_back or len(last.members) > self.most, "the group waits for a living member"
+        assert len(given_back) <= 1, "only one node is given back at a time"
+        assert not given_back or len(group) >= self.most, "no more members leave than asked"
         back = [process for process in self.processes.values() if process.breaks_off and not process.cut]
         known = {name for name in (process.name for process in back) if any(m.process == name for m in last.members)}
         assert self.unheard or not known, "the group waits for a reconnected member"
@@ -419,8 +426,19 @@ class Decisions(RuleBasedStateMachine):
         staying = [process for process in self.processes.values() if process.node not in self.draining]
         may = staying or list(self.processes.values())
         newest = self.membership.generation.number
-        assert all(process.trains_in == newest for process in may)
-        assert not staying or set(self.groups[newest]) == set(staying), "members on draining nodes have left"
+        size = min(len(may), self.most)
+        assert sum(process.trains_in == newest for process in may) == size
+        assert not staying or set(self.groups[newest]) <= set(staying), "members on draining nodes have left"
+        assert not may or len(self.groups[newest]) == size
+
+
+class Limited(Decisions):
+    """A model in which the number of members is limited, and the limit changes."""
+
+    @rule(most=st.integers(1, 2 * SIZE))
+    def limit(self, most: int) -> None:
+        self.most = most
+        self.membership.limit(most)
 
 
 class CopiesHidden(Decisions):
@@ -438,6 +456,9 @@ def choose_staying_members(self: Membership, candidates: Collection[str]) -> tup
 
 TestDecisions = Decisions.TestCase
 TestDecisions.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+TestLimited = Limited.TestCase
+TestLimited.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def expect_counterexample(machine: type[Decisions], text: str) -> None:
@@ -540,3 +561,28 @@ def test_the_group_waits_for_a_member_that_reconnects_during_a_step() -> None:
 def test_the_model_checker_detects_a_group_that_ignores_a_reconnected_member(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "_returned", lambda self: set())
     expect_counterexample(Decisions, "the group waits for a reconnected member")
+
+
+def test_a_member_with_the_newest_state_leaves_only_after_the_others_have_it() -> None:
+    """Rank 0 has completed its step, and shares its node with the last rank, which is to leave."""
+    membership = Membership(3)
+    for name, node in (("first", "a"), ("second", "b"), ("third", "a")):
+        membership.enter(Member(name, node, name))
+        membership.request_to_join(name, 0.0)
+    assert membership.decide(1.0)
+    membership.limit(1)
+    assert dict(membership.decide(2.0)) == dict.fromkeys(["first", "second", "third"], Change(1))
+    for name, step in (("first", 6), ("second", 5), ("third", 5)):
+        membership.request_to_join(name, 3.0, step)
+    membership.decide(4.0)
+    assert list(membership.generation.ranks) == ["first", "second", "third"], "rank 0 hands its state over first"
+    assert dict(membership.decide(5.0)) == dict.fromkeys(["first", "second", "third"], Change(2))
+    for name in ("first", "second", "third"):
+        membership.request_to_join(name, 6.0, 6)
+    formed = dict(membership.decide(7.0))
+    assert list(membership.generation.ranks) == ["second"]
+    assert formed == dict.fromkeys(["first", "second", "third"], membership.generation), "those outside are told, too"
+    membership.limit(2)
+    assert dict(membership.decide(8.0)) == {"second": Change(3)}
+    assert [member.uid for member in membership.leavers] == []
+    assert membership.newcomers == 1

@@ -92,7 +92,7 @@ def test_a_process_that_received_a_state_can_offer_it_before_its_group_trains() 
         StateMetadata({"loss": 1.0}, 7.0, ("window",)),
     )
     stood = list[int | None]()
-    survivor._client = Mock(join_next=stood.append)
+    survivor._client = Mock(join_next=lambda step, left_out: stood.append(step))
     survivor.form()
     assert stood == [5], "the decider learns the step"
 
@@ -142,7 +142,7 @@ def test_a_group_closed_before_it_has_a_socket_stops_forming(set_constants: SetC
     survivor = on_device("cpu", MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
     ours, lost = Member("ours", "node"), Member("lost", "node")
     stood = [(Generation(7, (ours, lost)), 0), None]
-    survivor._client = Mock(join_next=lambda step: stood.pop(0), closed=lambda wait_s: True)
+    survivor._client = Mock(join_next=lambda step, left_out: stood.pop(0), closed=lambda wait_s: True)
     assert survivor.form() is None
 
 

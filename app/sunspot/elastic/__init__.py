@@ -1,6 +1,6 @@
 """Survives preempted nodes, lost workers and hung ranks, and adds workers when there is room for more.
 
-There are two modes; `train.group.can_outlive` chooses one for a run. In survivor mode, a loss does not stop the other
+There are two modes; `plan.can_outlive` chooses one for a run. In survivor mode, a loss does not stop the other
 workers: they repeat the interrupted step without the lost one, and Ray replaces only that process. Survivor mode
 needs LOADER=torch, our training loop or a task's `train(run)`, and a single node group; SURVIVORS=off disables it. In
 restart mode, a loss ends the whole worker group, and Ray Train starts a new one from the newest state.
@@ -38,8 +38,9 @@ A loss in survivor mode, from the last packet of a process to the repeated step
  6. restore.hand_over                     sends that state to the ranks that lack it; the step is repeated
  7. receipts.make_receipt                 records what the loss cost (train.reporter.Reporter.took_step)
 
-If a node is preempted with a notice, or another worker is ready to join, steps 1 and 2 do not happen. Instead, the
-membership server asks for a change between two steps, and `Worker.finish_step` raises RegroupError. If a replacement
+If a node is preempted with a notice, another worker is ready to join, or a user wants fewer workers
+(wanted_workers.WantedWorkers), steps 1 and 2 do not happen. Instead, the membership server asks for a change between
+two steps, and `Worker.finish_step` raises RegroupError. If a replacement
 cannot train, only its own process ends (train.replacement.end_replacement).
 
 A restart of the whole group, from the notice to the first step of the new group

@@ -11,11 +11,15 @@ cannot reach the server is therefore in no group, and ends.
 The newest state is never left behind. If only members on draining nodes have it, they stay in the group, hand the state
 over, and leave at the next change.
 
+The size of the group can be limited. Members then leave as they do on a draining node, but keep their processes, and
+are the first to join if the limit rises again.
+
 Under PARALLEL=hsdp, a group consists of whole replicas (`replicas.arrange`). If one of a replica's workers is lost, its
 other workers keep their processes, and wait until a new process completes a replica.
 """
 
 import math
+import sys
 from collections.abc import Collection, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,6 +124,8 @@ class Membership:
         """Step of each process that has requested the next generation, keyed by uid, or None if the process has no
         usable state."""
         self._draining: frozenset[str] = frozenset()
+        self._most = sys.maxsize
+        "Largest number of members that a group should have."
         self.generation = Generation(0, ())
         "Newest generation."
         self._open = False
@@ -193,6 +199,12 @@ class Membership:
         self._changed = self._changed or not self._draining.issuperset(nodes)
         self._draining |= frozenset(nodes)
 
+    def limit(self, most: int) -> None:
+        """Record the largest number of members that a group should have. If it has more, some leave at a change."""
+        most -= most % self._degree
+        self._changed = self._changed or most != self._most
+        self._most = most
+
     def decide(self, now: float) -> list[tuple[str, Message]]:
         """Return the messages to send now, each with its recipient's uid.
 
@@ -220,6 +232,10 @@ class Membership:
             return []
         wanted = self._wanted()
         return [member for member in self.generation.members if member.uid not in wanted]
+
+    def drains(self, member: Member) -> bool:
+        """Return True if a process's node is draining."""
+        return member.node in self._draining
 
     @property
     def trains(self) -> bool:
@@ -268,15 +284,18 @@ class Membership:
         if now < self._settled_at or (living | self._returned()) - self._requests.keys() or not chosen:
             return []
         wait_s = NEXT_WAIT_S if self.generation.members else FIRST_WAIT_S
-        whole = self._size - self._size % self._degree
-        if not living and len(chosen) < whole and now < self._first_request + wait_s:
+        whole = min(self._size, self._most)
+        if not living and len(chosen) < whole - whole % self._degree and now < self._first_request + wait_s:
             return []
-        self.generation = Generation(self.generation.number + 1, chosen)
+        before = self.generation
+        self.generation = Generation(before.number + 1, chosen)
         self._open, self._first_request = True, math.inf
         for rank, member in enumerate(chosen):
             del self._requests[member.uid]
             self._shards[member.process or member.uid] = rank % self._degree
-        return [(member.uid, self.generation) for member in chosen]
+        over = before.members if len(self._members) > self._most else ()
+        left_out = [one for one in over if one.uid in self._requests and not self.drains(one)]
+        return [(member.uid, self.generation) for member in (*chosen, *left_out)]
 
     def _choose(self, candidates: Set[str]) -> tuple[Member, ...]:
         """Choose the next members, in whole replicas. Members of the last generation keep their order, and newcomers
@@ -289,9 +308,11 @@ class Membership:
         order = {member.process or member.uid: rank for rank, member in enumerate(self.generation.members)}
         living = [member for uid, member in self._members.items() if uid in candidates]
         living.sort(key=lambda member: order.get(member.process or member.uid, len(order)))
-        staying = [member for member in living if member.node not in self._draining]
-        newest = self._newest_held(staying)
-        kept = [member for member in living if member.node not in self._draining or self._step_of(member) > newest]
+        staying = [member for member in living if not self.drains(member)]
+        surplus = self._over_limit(staying or living)
+        newest = self._newest_held([member for member in staying if member not in surplus])
+        chosen = [member for member in living if member not in surplus]
+        kept = [member for member in chosen if not self.drains(member) or self._step_of(member) > newest]
         return tuple(self._arrange(kept))
 
     def _arrange(self, members: list[Member]) -> list[Member]:
@@ -308,6 +329,24 @@ class Membership:
             held = self._step_of(member) if self._is_member(member.uid) else NO_STATE
             newest[rank % self._degree] = max(newest[rank % self._degree], held)
         return min(newest)
+
+    def _over_limit(self, candidates: list[Member]) -> list[Member]:
+        """Return the candidates beyond the limit. Members of the newest generation stay rather than newcomers.
+
+        All members that leave at one change are on the same node, because the node of a shard and the node of its copy
+        must not leave together. No member leaves after a loss, or while the others lack the newest state. The next
+        change then excludes it.
+        """
+        members = [member for member in candidates if self._is_member(member.uid)]
+        newcomers = [member for member in candidates if not self._is_member(member.uid)]
+        excess = len(members) - self._most
+        if excess <= 0:
+            return newcomers[-excess:]
+        leaving = [member for member in members if member.node == members[-1].node][-excess:]
+        held = [self._step_of(member) for member in members if member not in leaving]
+        after_loss = self.generation.ranks.keys() - self._members.keys()
+        lacks_state = max(held, default=-math.inf) < max(map(self._step_of, leaving))
+        return newcomers if after_loss or lacks_state else [*newcomers, *leaving]
 
     def _step_of(self, member: Member) -> float:
         """Return the step of a process's state. A member that is training has the newest state."""

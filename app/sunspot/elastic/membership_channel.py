@@ -118,6 +118,8 @@ class MembershipServer:
         self._control = control
         self._membership = Membership(size, degree)
         self._lock = threading.Lock()
+        self._limited_because = ""
+        "The reason for the limit on the number of members."
         self._connected: dict[MemberConnection, Member] = {}
         "Live processes, by their connections."
         self._connections: dict[str, MemberConnection] = {}
@@ -158,6 +160,12 @@ class MembershipServer:
         """Exclude these nodes from the group as soon as their members complete the current step."""
         with self._lock:
             self._membership.drain(nodes)
+
+    def limit(self, most: int, why: str) -> None:
+        """Limit the number of members. If there are more, some leave between two steps. `why` explains it to people."""
+        with self._lock:
+            self._limited_because = why
+            self._membership.limit(most)
 
     def receive(self, connection: MemberConnection, message: Any) -> None:
         """Handle a message from a process."""
@@ -226,9 +234,14 @@ class MembershipServer:
 
     def _incident_of_change(self) -> Incident:
         """Return why the members are asked to change their group: some leave it with their nodes, or others join."""
-        leaving = sorted({member.display_name for member in self._membership.leavers})
-        if leaving:
-            return Incident(Cause.PREEMPTED, ", ".join(leaving), time.time())
+        leavers = self._membership.leavers
+        if leavers:
+            preempted = [member for member in leavers if self._membership.drains(member)]
+            names = ", ".join(sorted({member.display_name for member in preempted or leavers}))
+            if preempted:
+                return Incident(Cause.PREEMPTED, names, time.time())
+            left = f"{plural(len(leavers), 'worker')} on {names}, {self._limited_because}"
+            return Incident(Cause.SCALE_DOWN, left, time.time())
         return Incident(Cause.JOINED, f"{plural(self._membership.newcomers, 'worker')} more", time.time())
 
     def _forget_meetings(self, newest: int) -> None:
@@ -327,10 +340,11 @@ class MembershipClient:
         start_thread(lambda: self._stay_connected(link), "membership")
         start_thread(lambda: self._beat(link), "heartbeat")
 
-    def join_next(self, step: int | None) -> tuple[Generation, int] | None:
-        """Leave the current generation, wait for the next one, and return it with this process's rank.
+    def join_next(self, step: int | None, left_out: Callable[[], None] = lambda: None) -> tuple[Generation, int] | None:
+        """Leave the current generation, wait for one that includes this process, and return it with its rank.
 
-        `step` is the step of this process's state, or None if it has no usable state. Returns None if no next
+        `step` is the step of this process's state, or None if it has no usable state. `left_out` is called when the
+        others form a group without this process, because the number of members is limited. Returns None if no next
         generation will form. Raises `DriverUnreachableError`.
         """
         self._leave()
@@ -344,6 +358,9 @@ class MembershipClient:
                     generation = link.formed.get(timeout=0.1)
                     if generation is None:
                         return None
+                    if link.uid not in generation.ranks:
+                        left_out()
+                        continue
                     self._generation = generation.number
                     self._closed.clear()
                     if self._newest_closed >= generation.number or self._link is not link:

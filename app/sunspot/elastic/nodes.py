@@ -53,6 +53,11 @@ class NodeEvent:
     "Nodes to release, by Ray's id."
 
 
+def ask_for_nodes(resources_per_worker: dict[str, float], workers: int) -> None:
+    """Request nodes for a number of workers from Ray's autoscaler. The newest request replaces earlier ones."""
+    request_resources(bundles=[resources_per_worker] * workers)
+
+
 class NodeMonitor:
     """Finds at most one event for each worker group, because an event ends the group.
 
@@ -81,6 +86,10 @@ class NodeMonitor:
         self._room: dict[str, int] = {}
         self._since = 0.0
         self._tries = 0
+
+    def limit(self, most: int) -> None:
+        """Change the largest number of workers."""
+        self._most = most
 
     def check(
         self,
@@ -239,7 +248,7 @@ def asked_nodes(
         print(f"  this machine has room for {plural(room, 'worker')}", flush=True)
         yield WorkerRange(room, room)
         return
-    request_resources(bundles=[resources_per_worker] * workers.most)
+    ask_for_nodes(resources_per_worker, workers.most)
     try:
         room = 0
         began = time.monotonic()
@@ -253,7 +262,7 @@ def asked_nodes(
         print(f"there are nodes for {room} of {workers} workers; starting with {chosen}", flush=True)
         yield WorkerRange(chosen, chosen)
     finally:
-        request_resources(bundles=[])
+        ask_for_nodes(resources_per_worker, 0)
 
 
 def describe_asked(asked: dict[str, int]) -> str:

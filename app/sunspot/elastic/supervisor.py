@@ -1,8 +1,9 @@
 """Checks twice a second for node changes and stop requests, and passes them on to the workers. It runs in the driver.
 
 It waits for the control channel and for Ray, but never for storage, because storage that hangs must not delay a notice
-or a SIGTERM. A thread of `run.outcome` reads storage for the driver, including the stop marker. Because a terminal may
-block a process that prints to it, lines about nodes go to `observe.progress`, which prints in a thread of its own.
+or a SIGTERM. A thread of `run.outcome` reads storage for the driver, including the stop marker. Another thread reads
+how many workers are wanted (wanted_workers.py). Because a terminal may block a process that prints to it, lines about
+nodes go to `observe.progress`, which prints in a thread of its own.
 """
 
 import logging
@@ -14,25 +15,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import ray
 
 from sunspot.background import Background
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.membership_channel import MembershipServer
-from sunspot.elastic.messages import Incident
-from sunspot.elastic.nodes import NODE_CHECK_EVERY_S, NodeMonitor, describe_asked
+from sunspot.elastic.messages import Incident, WorkerGroup
+from sunspot.elastic.nodes import NODE_CHECK_EVERY_S, NodeMonitor, ask_for_nodes, describe_asked
+from sunspot.elastic.wanted_workers import WantedWorkers
 from sunspot.errors import EndAtOnceError, shorten
 from sunspot.machine.stop_signals import end_signals
 from sunspot.ray_internals.coordinator import ask_of_groups
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
+from sunspot.settings import WorkerRange
 
 log = logging.getLogger(__name__)
 
 WARN_AFTER_S = 30.0
 """Seconds for which node checks can fail before the user is warned. An occasional failure does no harm."""
+
+SHORT_S = 60.0
+"""Seconds for which a run that has given workers back may be too small before a restart replaces a lost worker.
+
+Ray places all of its lost processes together, so it may never place one while it waits for those given back."""
 
 INTERRUPTED = (
     "interrupted: saving and ending; the same command continues from there. Press Ctrl-C again to end without saving"
@@ -48,14 +57,22 @@ class Supervisor:
         stop_request: StopRequest,
         monitor: NodeMonitor | None = None,
         membership: MembershipServer | None = None,
+        wanted: WantedWorkers | None = None,
     ) -> None:
         """Create a supervisor. Without a `monitor`, it does not check nodes. In survivor mode, it gets a `membership`
-        server.
+        server and the number of workers that are `wanted`.
         """
         self._control = control
         self._stop_request = stop_request
         self._monitor = monitor
         self._membership = membership
+        self._wanted = wanted
+        self._range: WorkerRange | None = None
+        "The number of workers that the group was last told."
+        self._gave_back = False
+        "True once the group was told to have fewer workers than Ray has started."
+        self._unchanged: tuple[object, float] = (None, 0.0)
+        "The newest group and the live nodes, and the time since which they have been the same."
         self._stopping = False
         "True once a signal has arrived and the user was told its effect."
         self._leaving = False
@@ -70,6 +87,7 @@ class Supervisor:
         self._pass_on_stop()
         if self._monitor:
             try:
+                self._pass_on_size(self._monitor)
                 self._look_at_nodes(self._monitor)
                 self._looked = time.monotonic()
             except Exception as error:  # the next check may succeed
@@ -96,6 +114,31 @@ class Supervisor:
         else:
             print(f"{why}: the run saves and ends", flush=True)
 
+    def _pass_on_size(self, monitor: NodeMonitor) -> None:
+        """Pass a new number of wanted workers on to the members and to Ray's autoscaler."""
+        if not (self._wanted and self._membership) or self._wanted.range == self._range:
+            return
+        before, self._range = self._range, self._wanted.range
+        why = self._wanted.describe()
+        self._membership.limit(self._range.most, why)
+        monitor.limit(self._range.most)
+        self._gave_back = self._gave_back or self._range.most < self._membership.snapshot().size
+        if before or self._wanted.narrowed:
+            self._control.send(ControlChannel.log, f"workers wanted: {self._range}, {why}")
+        ask_for_nodes(monitor.per_worker, self._range.most)
+
+    def _size_of(self, group: WorkerGroup, size: int, nodes: list[dict[str, Any]]) -> int:
+        """Return a group's size for the decision whether a restart would add workers.
+
+        `size` is the number of workers that Ray has started. Lost workers count, because Ray replaces them, unless the
+        group has given workers back and has been too small for SHORT_S.
+        """
+        seen = group.attempt, [node["NodeID"] for node in nodes if node["Alive"]]
+        if self._unchanged[0] != seen:
+            self._unchanged = seen, time.monotonic()
+        lasts = self._gave_back and time.monotonic() - self._unchanged[1] > SHORT_S
+        return group.world_size if lasts else max(group.world_size, size)
+
     def _look_at_nodes(self, monitor: NodeMonitor) -> None:
         """Restart the worker group if nodes are preempted or added.
 
@@ -105,9 +148,10 @@ class Supervisor:
         group, draining = self._control.call(ControlChannel.group), draining_nodes()
         if self._membership:  # the server may have formed a group that the control channel does not know yet
             self._membership.drain(draining)
+        nodes = ray.nodes()
         if self._membership and group:  # Ray replaces lost workers, so that only room for more workers counts
-            group = replace(group, world_size=max(group.world_size, self._membership.snapshot().size))
-        event = monitor.check(group, ray.nodes(), draining, time.monotonic())
+            group = replace(group, world_size=self._size_of(group, self._membership.snapshot().size, nodes))
+        event = monitor.check(group, nodes, draining, time.monotonic())
         if event:  # handled before anything that may fail, because the monitor finds each event only once
             drain_nodes(event.spare)
             incident = Incident(event.cause, event.detail, noticed=time.time())
@@ -137,6 +181,7 @@ def supervised(
     stop_request: StopRequest,
     monitor: NodeMonitor | None = None,
     membership: MembershipServer | None = None,
+    wanted: WantedWorkers | None = None,
 ) -> Iterator[None]:
     """Context manager that supervises the workers. SIGINT, SIGTERM and SIGHUP request a stop.
 
@@ -152,7 +197,7 @@ def supervised(
     handled = [signal.SIGINT, *end_signals()] if is_main else []
     before = {number: signal.signal(number, ask_to_stop) for number in handled}
     try:
-        with Background(NODE_CHECK_EVERY_S, Supervisor(control, stop_request, monitor, membership).tick):
+        with Background(NODE_CHECK_EVERY_S, Supervisor(control, stop_request, monitor, membership, wanted).tick):
             yield
     finally:
         for number, handler in before.items():

@@ -11,6 +11,7 @@
         profile.json                      exists while `sunspot profile` waits for a profile
         profiles/20261129T141013Z3f2a9c1e/rank-0000.json.gz
                                           the trace of a rank, with its costs next to it (profiles.py)
+        scale.json                        the number of workers that a user has asked for, within NUM_WORKERS
         delete.json                       exists while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.json
                                           a RayJob as it was applied, and the cluster to which it was applied
@@ -51,7 +52,7 @@ chain. Only the steps that led to the newest attempt are part of the run's linea
 
 The life of a run, with the module for each part:
 
-    requests.py      a user submits a RayJob, asks the run to stop, or deletes it
+    requests.py      a user submits a RayJob, asks the run to stop or to change its size, or deletes it
     profiles.py      a user asks some ranks for traces of a few steps
     outcome.py       a driver begins, and writes the status (status.py) while no worker writes it
     identity.py      the driver records the run's identity, or raises an error if it has changed
@@ -82,7 +83,7 @@ RECORDS = ("run.json", "status", "submissions")
 """Names of the files and folders that identify a run. A deletion removes them last."""
 
 FILES = (
-    *("stop.json", "delete.json", "profile.json", "search.json", "predictions.json", "shown.json"),
+    *("stop.json", "scale.json", "delete.json", "profile.json", "search.json", "predictions.json", "shown.json"),
     "report.html",
 )
 """Names of the other files at the top of a run's folder."""

@@ -28,6 +28,8 @@ class Cause(enum.StrEnum):
     "A node was reclaimed with notice."
     SCALE_UP = "scale_up"
     "More nodes became available."
+    SCALE_DOWN = "scale_down"
+    "Workers were given back, as a user asked."
     JOINED = "joined"
     "A replacement joined the workers that had kept training."
     MOVED = "moved"
@@ -55,7 +57,7 @@ class Cause(enum.StrEnum):
         return self not in (Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER)
 
 
-NOTICED = (Cause.PREEMPTED, Cause.SCALE_UP, Cause.JOINED, Cause.MOVED)
+NOTICED = (Cause.PREEMPTED, Cause.SCALE_UP, Cause.SCALE_DOWN, Cause.JOINED, Cause.MOVED)
 """Causes that are known before the previous worker group ends."""
 
 

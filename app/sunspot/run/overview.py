@@ -17,7 +17,7 @@ from sunspot.run.attempts import CLAIM, attempt_of, step_of
 from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.logs import SEGMENT, STREAM
 from sunspot.run.objects import CHECKPOINT, RUN
-from sunspot.run.requests import DELETION, STOP, SUBMISSION, deletion_begun, list_submissions
+from sunspot.run.requests import DELETION, SCALE, STOP, SUBMISSION, deletion_begun, list_submissions
 from sunspot.run.status import SILENT_AFTER_S, STATUS_EVERY_S, RunState, Status, is_alive, list_statuses, newest_status
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.bucket import READ_TIMEOUT_S, REQUEST_TRIES
@@ -119,7 +119,7 @@ def summarize_run(name: str, entries: Collection[Entry]) -> RunSummary:
         size += entry.size
         if folder == "submissions":
             submitted = entry.modified if SUBMISSION.fullmatch(file) else submitted
-        elif path not in (STOP, DELETION):
+        elif path not in (STOP, SCALE, DELETION):
             last_active = max(last_active, entry.modified)
         if folder == "checkpoints" and file.endswith(f"/{MANIFEST}"):
             checkpoint = file.partition("/")[0]

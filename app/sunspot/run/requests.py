@@ -1,6 +1,6 @@
-"""Requests by users to stop a run or to delete it, and records of submitted RayJobs.
+"""Requests by users to stop a run, to change its size or to delete it, and records of submitted RayJobs.
 
-A request to stop or delete is a small object that exists as long as the request is in force. The record of a submission
+A request is a small object that exists as long as the request is in force. The record of a submission
 tells users what was submitted and where. A record is never applied to a cluster, because anyone who can write to
 storage could have written it.
 """
@@ -12,14 +12,20 @@ import signal
 import socket
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sunspot.errors import SunspotError, SupersededError, TerminatedError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import Timestamp, read, read_if_exists, read_or_default
+from sunspot.run.objects import Timestamp, read, read_if_exists, read_if_usable, read_or_default
+
+if TYPE_CHECKING:
+    from sunspot.settings import WorkerRange
 
 STOP, DELETION = "stop.json", "delete.json"
 """Names of the requests to stop and to delete a run."""
+
+SCALE = "scale.json"
+"""Name of the request to train with another number of workers."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,47 @@ def stop_requested(run: Run) -> bool:
 def clear_stop(run: Run) -> None:
     """Delete the request to stop, so that the run can train again."""
     run.storage.delete(run.key(STOP))
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """A request to train with a number of workers within NUM_WORKERS."""
+
+    workers: str
+    "The number or range of workers, such as `2..4`."
+    num_workers: str
+    "The setting NUM_WORKERS of the run at that time. With any other NUM_WORKERS, the request has no effect."
+    by: str = ""
+    "The user and host that made the request (`describe_requester`)."
+    time: Timestamp = 0.0
+
+
+def request_scale(run: Run, request: ScaleRequest) -> None:
+    """Ask the run to train with another number of workers, now and after each restart."""
+    run.storage.write(run.key(SCALE), to_json(asdict(request)))
+
+
+def read_scale(run: Run) -> ScaleRequest | None:
+    """Return the request to change the run's size, or None. A damaged request has no effect."""
+    return read_if_usable(lambda: read(run, ScaleRequest, SCALE))
+
+
+def clear_scale(run: Run) -> None:
+    """Delete the request to change the run's size, so that NUM_WORKERS alone counts again."""
+    run.storage.delete(run.key(SCALE))
+
+
+def narrowed(given: "WorkerRange", request: ScaleRequest | None) -> "WorkerRange":
+    """Return the number of workers that a run with NUM_WORKERS `given` should have, considering a request."""
+    from sunspot.settings import parse_workers  # pydantic is slow to import, and most verbs do not need it
+
+    if request is None or request.num_workers != str(given):
+        return given
+    try:
+        workers = parse_workers(request.workers)
+    except ValueError:
+        return given
+    return workers if given.least <= workers.least and workers.most <= given.most else given
 
 
 def resume_hint(arguments: str, on_cluster: bool) -> str:

@@ -35,7 +35,7 @@ from sunspot.run.incidents import Receipt, goodput, read_receipts
 from sunspot.run.objects import parse, read_if_exists, read_or_default
 from sunspot.run.overview import RunSummary, state_from_storage, summarize_run
 from sunspot.run.owner import Owner
-from sunspot.run.requests import deletion_begun, stop_requested
+from sunspot.run.requests import ScaleRequest, deletion_begun, read_scale, stop_requested
 from sunspot.run.status import FOLDER, SILENT_AFTER_S, RunState, Status, is_alive, load_usable_status, read_status
 from sunspot.storage.base import Storage
 
@@ -55,6 +55,8 @@ class RunSeen:
     "The error that prevented the last read, or an empty string if the values are current."
     refused: bool = False
     "True if this user has no access to the storage. The run's own processes might still have access."
+    scale: ScaleRequest | None = None
+    "The request to train with another number of workers, if there is one. It is not read for lists of runs."
 
     @property
     def exists(self) -> bool:
@@ -108,14 +110,16 @@ class RunSeen:
 def look(run: Run) -> RunSeen:
     """Return a run as seen in storage. Raises `StorageError`.
 
-    If the status is recent, this takes a small listing, a read, and two checks for requests to stop or delete.
+    If the status is recent, this takes a small listing, a read, and three checks for requests.
     """
-    status, stop_wanted, deleting = read_in_parallel(
-        lambda: _refreshed(run, read_status(run)), lambda: stop_requested(run), lambda: deletion_begun(run)
+    (status, scale), stop_wanted, deleting = read_in_parallel(
+        lambda: (_refreshed(run, read_status(run)), read_scale(run)),
+        lambda: stop_requested(run),
+        lambda: deletion_begun(run),
     )
     now = time.time()
     summary = RunSummary() if status and is_alive(status, now) else _list_parts(run, status)
-    return RunSeen(run, replace(summary, stop_requested=stop_wanted, deleting=deleting), status, now)
+    return RunSeen(run, replace(summary, stop_requested=stop_wanted, deleting=deleting), status, now, scale=scale)
 
 
 def _list_parts(run: Run, status: Status | None) -> RunSummary:

@@ -115,6 +115,8 @@ class Status:
     driver: str = "00000000"
     "The ID of the driver that the status belongs to (`new_driver`)."
     world_size: SmallCount = 0
+    scalable: str = ""
+    "The setting NUM_WORKERS if workers can leave and join while the others train, or an empty string."
     step: Count = 0
     "The number of optimizer steps taken."
     heartbeat: Timestamp | None = None

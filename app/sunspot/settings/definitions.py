@@ -74,7 +74,8 @@ class WorkerRange(NamedTuple):
         return f"{self.least}..{self.most}" if self.elastic else str(self.least)
 
 
-def _parse_workers(value: Any) -> WorkerRange:
+def parse_workers(value: Any) -> WorkerRange:
+    """Return a number of workers, or a range such as `2..8`. Raises `ValueError` if the value is neither."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(value))
     if not match:
         raise ValueError("not a number or a range")
@@ -112,7 +113,7 @@ TaskName = Annotated[str, AfterValidator(_check_task)]
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
 
-WorkerCount = Annotated[WorkerRange, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
+WorkerCount = Annotated[WorkerRange, BeforeValidator(parse_workers), PlainSerializer(str, return_type=str)]
 
 
 def _parse_steps_or_share(value: Any) -> float:

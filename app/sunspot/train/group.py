@@ -23,7 +23,7 @@ from ray.exceptions import OutOfMemoryError
 from ray.train import LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer
 
-from sunspot.background import start_thread
+from sunspot.background import Background, start_thread
 from sunspot.data.ray_loader import StepStreams
 from sunspot.data.source import rows_in
 from sunspot.elastic.control import ControlChannel, ControlClient, open_control
@@ -34,6 +34,7 @@ from sunspot.elastic.membership import MembershipSnapshot
 from sunspot.elastic.membership_channel import MembershipServer, ask_living
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
 from sunspot.elastic.supervisor import supervised
+from sunspot.elastic.wanted_workers import SCALE_CHECK_EVERY_S, WantedWorkers
 from sunspot.elastic.watchdog import FIRST_STEP_S
 from sunspot.errors import SunspotError
 from sunspot.observe.progress import News, shown_progress
@@ -47,6 +48,7 @@ from sunspot.run import Claimant, open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.requests import StopRequest
 from sunspot.settings import Settings, WorkerRange
+from sunspot.storage.limits import retry_storage
 from sunspot.tasks import load_task
 from sunspot.train.broken_gpus import BrokenInTraining, RequiredResources, leave_out_at_start, new_nodes_checked
 from sunspot.train.group_outcome import GroupOutcome, TrainerStart, find_reason
@@ -117,21 +119,25 @@ def open_context(
     print(f"  {resources.reason}", flush=True)
     left_out = leave_out_at_start(nodes, required_resources(plan, resources)) if resources.use_gpu else []
     degree = choose_shard_degree(settings, find_room(nodes, resources.per_worker))
-    survivor_mode = can_outlive(plan)
-    lag_s = install_coordinator() if given.elastic and not (survivor_mode or choice) else 0.0
+    lag_s = install_coordinator() if given.elastic and not (plan.outlives or choice) else 0.0
+    wanted: WantedWorkers | None = None
     with ExitStack() as stack:
         stack.enter_context(exported_run(settings.run_name))
         control = stack.enter_context(open_control())
         control.send(ControlChannel.add_left_out, left_out)
         workers, membership = given, None
-        if survivor_mode:
-            workers = stack.enter_context(asked_nodes(resources.per_worker, given, plan.one_machine, degree or 1))
+        if plan.outlives:
+            wanted = WantedWorkers(claimant.run, given)
+            retry_storage(settings.storage_timeout_s, "reading how many workers are wanted", wanted.read)
+            stack.enter_context(Background(SCALE_CHECK_EVERY_S, wanted.read))
+            asked = asked_nodes(resources.per_worker, wanted.range, plan.one_machine, degree or 1)
+            workers = stack.enter_context(asked)
             membership = stack.enter_context(MembershipServer(workers.least, control, degree or 1))
         fetch = functools.partial(fetch_news, control, note_end)
         stack.enter_context(shown_progress(fetch, plan.total_steps, plan.steps.per_epoch))
         usable = stack.enter_context(new_nodes_checked(control, nodes)) if resources.use_gpu else reachable_nodes
         monitor = NodeMonitor(resources.per_worker, given, usable, lag_s, choice)
-        stack.enter_context(supervised(control, stop_request, monitor, membership))
+        stack.enter_context(supervised(control, stop_request, monitor, membership, wanted))
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         yield TrainingContext(plan, claimant, stop_request, control, membership, workers, resources, scratch, degree)
 
@@ -195,18 +201,6 @@ def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:
     news = control.call(ControlChannel.fetch_news)
     note_end(news.ended)
     return news
-
-
-def can_outlive(plan: Plan) -> bool:
-    """Return True if workers keep training after another worker is lost.
-
-    Each worker needs access to all rows, and the task must allow it.
-    """
-    settings = plan.settings
-    if settings.survivors == "off":  # checked first, so that the task need not be loaded
-        return False
-    task = load_task(settings)
-    return not task.needs_all_workers and settings.loader == "torch" and not settings.job.node_groups
 
 
 def only_driver_remains(

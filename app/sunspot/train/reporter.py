@@ -377,6 +377,7 @@ def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> 
         driver=attempt.driver,
         attempt=attempt.number,
         world_size=0,
+        scalable=str(plan.settings.num_workers) if plan.outlives and plan.settings.num_workers.elastic else "",
         step=attempt.step,
         heartbeat=None,
         checkpoint=start.checkpoint.name if start.checkpoint else before.checkpoint,

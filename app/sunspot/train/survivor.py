@@ -179,14 +179,14 @@ class Survivor:
         `NoGroupError` after GROUP_TRIES consecutive groups without a step. A replacement gets only one attempt, because
         the others wait for it.
         """
-        step = step_of(self.kept[0].checkpoint) if self.kept else None
         while True:
+            step = step_of(self.kept[0].checkpoint) if self.kept else None
             with ended_after(FORM_LIMIT_S + STUCK_AFTER_S, "it left its group"):
                 self._groups.leave()
             if len(self._failed_groups) >= GROUP_TRIES:
                 count = plural(len(self._failed_groups), "group")
                 raise NoGroupError(f"{count} in a row took no step: {self._failed_groups[-1]}")
-            stood = self._client.join_next(step)
+            stood = self._client.join_next(step, self._wait_outside)
             if not stood:
                 return None
             generation, rank = stood
@@ -202,6 +202,11 @@ class Survivor:
                 continue
             nodes = [member.node for member in generation.members]
             return WorkerPlace(group, rank, len(nodes), self._device, nodes, self._groups.sums, self.replicas)
+
+    def _wait_outside(self) -> None:
+        """Free this process's learner and state, because the others train without it until more workers are wanted."""
+        print("this worker was given back: it waits, in case more workers are wanted again", flush=True)
+        self.forget()
 
     def _form(self, generation: Generation, rank: int) -> dist.ProcessGroup:
         size = len(generation.members)

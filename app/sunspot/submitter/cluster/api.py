@@ -48,6 +48,7 @@ PATHS = {
     "PriorityClass": "/apis/scheduling.k8s.io/v1/priorityclasses/{name}",
     "jobs": "/apis/ray.io/v1/namespaces/{namespace}/rayjobs",
     "job": "/apis/ray.io/v1/namespaces/{namespace}/rayjobs/{name}",
+    "RayCluster": "/apis/ray.io/v1/namespaces/{namespace}/rayclusters/{name}",
     "pods": "/api/v1/namespaces/{namespace}/pods",
     "pod": "/api/v1/namespaces/{namespace}/pods/{name}",
     "port": "/api/v1/namespaces/{namespace}/pods/{name}/portforward",
@@ -176,6 +177,11 @@ class Cluster:
     def delete_job(self, job: JobView) -> None:
         """Delete this RayJob and its cluster. Does nothing if the RayJob is already gone."""
         self._delete("job", job.name, {"preconditions": {"uid": job.uid}})
+
+    def change_ray_cluster(self, name: str, operations: Sequence[Mapping[str, Any]], dry_run: bool = False) -> None:
+        """Change a RayCluster with a JSON patch (RFC 6902). The operations should test that it is still the same."""
+        query = [("fieldManager", "sunspot-scale"), *([("dryRun", "All")] if dry_run else [])]
+        self._ask(Request("PATCH", "RayCluster", name, query, list(operations), kind="json-patch+json"))
 
     # -------------------------------------------------------------------------------------------------- pods and events
 

@@ -63,7 +63,7 @@ class RunSnapshot:
         status, job = self.storage.status, self.job
         if not (status and job and self.driver_began):
             return False
-        fewer = status.state is RunState.RUNNING and find_unmet_request(status, job)
+        fewer = status.state is RunState.RUNNING and find_unmet_request(job, self.storage)
         return bool(fewer) or status.state is RunState.STARTING
 
     @property

@@ -18,7 +18,7 @@ from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.gone_jobs import find_gone_job
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
-from sunspot.submitter.cluster.state import NUM_WORKERS, ClusterSeen, count_workers, judge
+from sunspot.submitter.cluster.state import ClusterSeen, count_workers, judge, wanted_workers
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -90,7 +90,7 @@ class StatusRecord(Record):
     notice_s: Number | None = None
     memory_every: int | None = None
     workers_wanted: str | None = None
-    "The setting NUM_WORKERS of the newest RayJob."
+    "The number of workers that the run should have: NUM_WORKERS of the newest RayJob, narrowed by `sunspot scale`."
     workers_running: int | None = None
     pods_wanted: int | None = None
     pods_running: int | None = None
@@ -165,7 +165,8 @@ def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDet
         record.pods_wanted, running = count_workers(snapshot.cluster, job)
         record.pods_running = None if snapshot.cluster.unseen_pods else running
         record.job = job.name
-        record.workers_wanted = settings_of(job.raw).get(NUM_WORKERS)
+        wanted = wanted_workers(job, snapshot.storage)
+        record.workers_wanted = str(wanted) if wanted else None
         record.try_number = min(job.failed + 1, job.tries)
         record.tries = job.tries
         record.namespace = access.cluster.namespace

@@ -9,18 +9,19 @@ run's processes write a further state to storage (`sunspot.run.status`). Three r
    the run over.
 """
 
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from sunspot.formatting import plural
 from sunspot.run.overview import HALF_DELETED, describe_silence, describe_work
 from sunspot.run.owner import Owner
+from sunspot.run.requests import narrowed
 from sunspot.run.seen import RunSeen
 from sunspot.run.status import SILENT_AFTER_S, RunState, Status
-from sunspot.settings import PREFIX, Settings, WorkerRange
+from sunspot.settings import PREFIX, Settings, WorkerRange, parse_workers
 from sunspot.submitter.cluster.pod_problems import HEAD, find_problems
 from sunspot.submitter.cluster.views import JobView, Nodes, Pods, PodView, WarningEvent, Warnings
 from sunspot.submitter.manifest.render import JOB_ID, settings_of
@@ -246,7 +247,7 @@ def _running(seen: ClusterSeen, job: JobView, own: Status | None, stored: RunSee
         return RunState.SILENT, f"{silence}, although its Ray job runs; it might be frozen, cut off or gone{and_why}"
     several_groups = len(job.training_groups) > 1  # one group can wait for pods while another one trains
     default = (
-        describe_work(own, find_unmet_request(own, job))
+        describe_work(own, find_unmet_request(job, stored))
         if state is RunState.RUNNING and (several_groups or not why)
         else ""
     )
@@ -345,15 +346,24 @@ def summarize_pod_problems(seen: ClusterSeen, job: JobView) -> str:
     return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {reason}"
 
 
-def parse_workers(text: str) -> WorkerRange | None:
+def read_workers(text: str) -> WorkerRange | None:
     """Parse the setting NUM_WORKERS. Returns None if it is not a number or a range, for example in a search."""
-    match = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", text)
-    return WorkerRange(int(match[1]), int(match[2] or match[1])) if match else None
+    with suppress(ValueError):
+        return parse_workers(text)
+    return None
 
 
-def find_unmet_request(own: Status, job: JobView) -> WorkerRange | None:
+def wanted_workers(job: JobView, stored: RunSeen) -> WorkerRange | None:
+    """Return the number of workers that a run should have now: NUM_WORKERS, unless `sunspot scale` has narrowed it."""
+    given = read_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
+    return narrowed(given, stored.scale) if given else None
+
+
+def find_unmet_request(job: JobView, stored: RunSeen) -> WorkerRange | None:
     """Return the requested number of workers if fewer are training, or None otherwise."""
-    requested = parse_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
+    own, requested = stored.status, wanted_workers(job, stored)
+    if own is None:
+        return None
     return requested if requested and 0 < own.world_size < requested.most else None
 
 

@@ -9,7 +9,7 @@ from sunspot.run.owner import Owner
 from sunspot.run.seen import RunDetails
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
 from sunspot.submitter.cluster.records import StatusRecord, make_status_record, read_run
-from sunspot.submitter.cluster.state import parse_workers
+from sunspot.submitter.cluster.state import read_workers
 from sunspot.submitter.commands.arguments import add_run_and_cluster, run_target
 from sunspot.submitter.printing import clear_screen, print_json, print_json_line, print_text, warn
 
@@ -68,7 +68,7 @@ def _print(record: StatusRecord, details: RunDetails | None) -> None:
         line("pods", f"{record.pods_running} of {record.pods_wanted} worker pods running")
     if record.attempt:
         workers = record.workers_running
-        asked = parse_workers(record.workers_wanted or "")
+        asked = read_workers(record.workers_wanted or "")
         train = f", {plural(workers, 'worker')} training" if workers else ""
         if workers and asked and workers < asked.most:
             train = f", {workers} of {asked} workers training"

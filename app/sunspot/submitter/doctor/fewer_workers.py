@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from sunspot.formatting import as_time, in_words, plural
+from sunspot.run.requests import narrowed
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.pod_problems import find_problem, find_refusal
-from sunspot.submitter.cluster.state import ClusterSeen, parse_workers
+from sunspot.submitter.cluster.state import ClusterSeen, read_workers
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import summarize_figures
@@ -19,7 +20,8 @@ MAX_NAMED = 3
 def find_fewer_workers(case: Case, seen: ClusterSeen) -> Iterator[Finding]:
     """Yield a finding if a run trains with fewer workers than requested."""
     status = case.seen.status
-    requested = parse_workers(case.setting("num_workers"))
+    given = read_workers(case.setting("num_workers"))
+    requested = narrowed(given, case.seen.scale) if given else None
     if case.state is not RunState.RUNNING or not (status and requested and 0 < status.world_size < requested.most):
         return
     since = _find_beginning(case, requested.most)
