@@ -27,7 +27,7 @@ ALLOWED = {
 """Lists that are longer than allowed. Shorten them, and remove them here."""
 
 BUDGETS = {
-    ".": 1180,
+    ".": 1190,
     "adapters": 780,
     "baseline": 90,
     "checkpoint": 2350,

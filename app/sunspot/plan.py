@@ -182,8 +182,10 @@ def describe_ways_to_evaluate(task: Task) -> str:
 def describe_share(settings: Settings, test: Source) -> str:
     """Return a note about TEST_SHARE for the line about held-out rows, or an empty string."""
     share = f"SUNSPOT_TEST_SHARE={settings.test_share:g}"
-    if isinstance(test, RowSubset):
-        return f" ({share} of the data)"
+    parts = test.sources if isinstance(test, MixedSource) else (test,)
+    held_out = [isinstance(part, RowSubset) for part in parts]
+    if any(held_out):
+        return f" ({share} of the {'data' if all(held_out) else 'sources that have no held-out rows'})"
     return f" (from the data; {share} has no effect)" if settings.test_share else ""
 
 

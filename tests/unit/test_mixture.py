@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from sunspot.errors import ConflictError, DataError, SettingsError
 from sunspot.plan import Plan, make_plan, with_absolute_paths
 from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts
-from sunspot.run.epochs import EpochLayout
-from sunspot.run.identity import SourceRows, record_identity
+from sunspot.run.epochs import EpochLayout, find_layout
+from sunspot.run.identity import Identity, Rows, SourceRows, record_identity
 from sunspot.run.seen import look, read_details
 from sunspot.settings import IDENTITY, Settings, load_settings
 from sunspot.settings.mixture import count_by_source, parse_mixture
@@ -268,6 +268,14 @@ def test_the_audit_finds_a_row_that_a_pass_repeats_although_the_next_pass_misses
     assert found["b", 1] == (0, 0)
 
 
+def test_an_identity_with_an_empty_source_has_no_layout() -> None:
+    settings = {"SUNSPOT_GLOBAL_BATCH_SIZE": "5"}
+    rows = Rows("", 20, 4, "", "", LAYOUT.sources)
+    assert find_layout(Identity(settings, rows)) == LAYOUT
+    assert find_layout(Identity(settings, replace(rows, sources=(SourceRows("a", 0, 1),)))) is None
+    assert find_layout(Identity(settings, replace(rows, rows=0))) is None
+
+
 def test_the_audit_finds_a_row_of_the_wrong_source() -> None:
     consumed = record(LAYOUT, ORDER, 8).to_pylist()
     consumed[0]["row"] = 19 if consumed[0]["row"] < 12 else 0
@@ -342,6 +350,7 @@ def test_held_out_rows_of_a_mixture_come_from_each_source(mixture: str, tmp_path
     assert [rows_in(each) for each in train.sources] == [32, 20, 9]
     assert [rows_in(each) for each in test.sources] == [8, 5, 2]
     assert all(isinstance(each, RowSubset) for each in (*train.sources, *test.sources))
+    assert plan_of(settings).reasons[0].endswith("15 held-out rows (SUNSPOT_TEST_SHARE=0.2 of the data)")
     given = table_settings(mixture, TEST_SHARE="0.2", TEST_DATASET=write_source(tmp_path / "test.parquet", 13, 300))
     train, test = open_rows_of_task(given, load_task(given))
     assert test

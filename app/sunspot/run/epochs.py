@@ -77,4 +77,6 @@ def find_layout(identity: Identity) -> EpochLayout | None:
     batch = identity.settings.get(f"{PREFIX}GLOBAL_BATCH_SIZE", "")
     if not (rows and rows.steps_per_epoch and batch.isdecimal() and len(batch) < MAX_DIGITS and int(batch)):
         return None
+    if not (rows.rows and all(source.rows and source.weight for source in rows.sources)):
+        return None
     return EpochLayout(rows.rows, rows.steps_per_epoch, int(batch), rows.sources)
