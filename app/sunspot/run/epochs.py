@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from sunspot.run.identity import Identity, SourceRows
-from sunspot.settings.definitions import PREFIX
-from sunspot.settings.mixture import count_by_source
 
 MAX_DIGITS = 16
 """Number of digits at which a batch size is certainly wrong."""
@@ -49,6 +47,10 @@ class EpochLayout:
 
     def count(self, step: int) -> list[int]:
         """Return the number of rows that the run has consumed from each source after a step."""
+        from sunspot.settings.mixture import (
+            count_by_source,
+        )  # pydantic is slow to import, and most verbs do not need it
+
         return count_by_source([source.weight for source in self.sources] or [1], self.position(step))
 
     @property
@@ -74,7 +76,7 @@ class EpochLayout:
 def find_layout(identity: Identity) -> EpochLayout | None:
     """Return the layout of a run's epochs, or None if its identity lacks the rows or the batch size."""
     rows = identity.rows
-    batch = identity.settings.get(f"{PREFIX}GLOBAL_BATCH_SIZE", "")
+    batch = identity.settings.get("SUNSPOT_GLOBAL_BATCH_SIZE", "")
     if not (rows and rows.steps_per_epoch and batch.isdecimal() and len(batch) < MAX_DIGITS and int(batch)):
         return None
     if not (rows.rows and all(source.rows and source.weight for source in rows.sources)):
