@@ -7,12 +7,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from sunspot.data.held_out import RowSubset
-from sunspot.data.order import MIN_ROWS, Steps, forward_passes, largest_pass, run_order
+from sunspot.data.mixed_source import MixedSource, order_of
+from sunspot.data.order import MIN_ROWS, Steps, forward_passes, largest_pass
 from sunspot.data.source import DataPlan, ModelData, Source, notes_on, rows_in
 from sunspot.data.task_rows import open_rows_of_task
 from sunspot.errors import DataError, SettingsError
 from sunspot.formatting import plural
+from sunspot.run.epochs import EpochLayout
+from sunspot.run.identity import SourceRows
 from sunspot.settings import READING_SHARE, Settings
+from sunspot.settings.mixture import map_locations
 from sunspot.storage.local import local_path
 from sunspot.tasks.task import Task
 
@@ -72,7 +76,7 @@ class Plan:
 
     def find_order(self) -> str:
         """Return the checksum of the row order in this process, which depends on NumPy's version."""
-        return run_order(self.settings.loader, self.source.row_groups, self.settings.seed).checksum()
+        return order_of(self.source, self.settings.loader, self.settings.seed).checksum()
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,10 @@ def make_plan(settings: Settings, task: Task) -> Plan:
     if total < by_epochs:
         length = f"SUNSPOT_MAX_STEPS, of {by_epochs} by SUNSPOT_EPOCHS"
     reasons = [f"data: {rows} training rows of {shape}{scaled}, {classes}; {evaluated}"]
+    reasons += [
+        f"mixture: {each.share:.3g} of each step from {each.source}, {each.rows} rows, {each.epochs:.3g} epochs in all"
+        for each in lay_out(source, steps).progress(total)
+    ]
     reasons += [*notes_on(source, test), f"steps: {total} = {length}"]
     if settings.parallel == "hsdp":
         reasons.append(
@@ -164,6 +172,13 @@ def can_outlive(settings: Settings, task: Task) -> bool:
     return settings.loader == "torch" and not settings.job.node_groups
 
 
+def lay_out(source: Source, steps: Steps) -> EpochLayout:
+    """Return the division of a run's epochs into steps and, in a mixture, into sources."""
+    mixed = zip(source.sources, source.mixture, strict=True) if isinstance(source, MixedSource) else ()
+    sources = tuple(SourceRows(each.location, rows_in(part), each.weight) for part, each in mixed)
+    return EpochLayout(steps.rows, steps.per_epoch, steps.batch, sources)
+
+
 def describe_batch(steps: Steps) -> str:
     """Return a description of a step's rows. A small dataset has fewer rows than GLOBAL_BATCH_SIZE."""
     if steps.rows >= steps.batch:
@@ -185,8 +200,10 @@ def describe_ways_to_evaluate(task: Task) -> str:
 def describe_share(settings: Settings, test: Source) -> str:
     """Return a note about TEST_SHARE for the line about held-out rows, or an empty string."""
     share = f"SUNSPOT_TEST_SHARE={settings.test_share:g}"
-    if isinstance(test, RowSubset):
-        return f" ({share} of the data)"
+    parts = test.sources if isinstance(test, MixedSource) else (test,)
+    held_out = [isinstance(part, RowSubset) for part in parts]
+    if any(held_out):
+        return f" ({share} of the {'data' if all(held_out) else 'sources that have no held-out rows'})"
     return f" (from the data; {share} has no effect)" if settings.test_share else ""
 
 
@@ -274,7 +291,13 @@ def choose_shard_degree(settings: Settings, room: Mapping[str, int]) -> int:
 def with_absolute_paths(settings: Settings) -> Settings:
     """Return the settings with absolute local paths, because workers run in a different directory."""
     paths = {name: getattr(settings, name) for name in ("storage_path", "test_dataset", "data_root", "init_from")}
-    if settings.dataset not in ("sample", "mnist"):
-        paths["dataset"] = settings.dataset
-    local = {name: path for name, path in paths.items() if path and "://" not in path and not path.startswith("run:")}
-    return settings.model_copy(update={name: str(local_path(path)) for name, path in local.items()})
+    local = {name: _absolute(path) for name, path in paths.items() if path}
+    return settings.model_copy(update={**local, "dataset": map_locations(settings.dataset, _absolute_dataset)})
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path or path.startswith("run:") else str(local_path(path))
+
+
+def _absolute_dataset(location: str) -> str:
+    return location if location in ("sample", "mnist") else _absolute(location)

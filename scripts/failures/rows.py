@@ -16,9 +16,10 @@ from typing import NamedTuple
 from scripts.subjects import Stock, Subject, Torchft, starts_over
 from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError
+from sunspot.run.epochs import EpochLayout
 from sunspot.storage import Storage, open_storage
 from sunspot.storage.base import Entry
-from sunspot.submitter.proof import Epoch, EpochLayout, count_rows, prove
+from sunspot.submitter.proof import Epoch, count_rows, prove
 
 NAME = re.compile(r".*/rows/(?P<start>[0-9.]+)-after-(?P<parent>none|[0-9.]+)-at-(?P<at>\d+)/\d+-\d+\.json")
 
@@ -90,7 +91,7 @@ def count(steps: list[Taken], records: list[WorkerRecord]) -> list[Epoch]:
     # Pretend that an epoch has two steps. count_rows considers it finished when the second step is reached.
     numbers = [2 * step.epoch - 1 for step in steps for _ in step.rows]
     table = pa.table({"step": pa.array(numbers, pa.int32()), "row": [row for step in steps for row in step.rows]})
-    return list(count_rows([table], EpochLayout(records[0].rows, 2, records[0].rows), 2 * end - 1))
+    return list(count_rows([table], EpochLayout(records[0].rows, 2, 1), 2 * end - 1))
 
 
 def _find(storage: Storage, folder: str) -> list[tuple[Entry, re.Match[str]]]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.node_state import NodeParts, NodeState
+from sunspot.data.mixed_source import order_of
 from sunspot.data.source import Batch, read_rows, rows_in
 from sunspot.elastic.claim import CheckpointLoaders, LocalState, begin_attempt
 from sunspot.elastic.copies import NodeInventory
@@ -29,7 +30,7 @@ from sunspot.elastic.restore import TrainingState, load_start
 from sunspot.parallel.collectives import WorkerPlace, gather_objects
 from sunspot.parallel.replica_groups import ReplicaGroups
 from sunspot.parallel.sharding import is_dtensor, part_of
-from sunspot.plan import Plan, make_plan
+from sunspot.plan import Plan, lay_out, make_plan
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt
 from sunspot.run.identity import Rows, record_identity
@@ -54,21 +55,23 @@ class QuietWorker(Worker):
 
 
 class Shares:
-    """A loader of a rank's rows for the steps of the first epoch, in the source's order."""
+    """A loader of a rank's rows: in the run's order if the plan has one, otherwise in the source's order."""
 
     ids = None
 
     def __init__(self, plan: Plan, world_size: int, rank: int) -> None:
-        _, end = plan.steps.bounds(plan.total_steps - 1)
-        self._rows = {name: torch.from_numpy(column) for name, column in read_rows(plan.source, 0, end).items()}
+        rows = read_rows(plan.source, 0, plan.steps.rows)
+        self._rows = {name: torch.from_numpy(column) for name, column in rows.items()}
+        self._order = order_of(plan.source, "torch", plan.settings.seed) if plan.order else None
         self._steps = plan.steps
         self._world_size = world_size
         self._rank = rank
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
+        ids = torch.from_numpy(self._order.row_ids(epoch)) if self._order else torch.arange(self._steps.rows)
         for step in range(first, last):
-            begin, end = self._steps.share(step, self._world_size, self._rank)
-            yield {name: column[begin:end] for name, column in self._rows.items()}
+            mine = ids[slice(*self._steps.share(step, self._world_size, self._rank))]
+            yield {name: column[mine] for name, column in self._rows.items()}
 
 
 def make_worker(plan: Plan, group: dist.ProcessGroup) -> Worker:
@@ -105,7 +108,8 @@ def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Work
 def keep_run(plan: Plan) -> Run:
     """Return the stored run of a plan, with its identity."""
     run = open_run(plan.settings.storage_path, plan.settings.run_name)
-    rows = Rows("", rows_in(plan.source), plan.steps.per_epoch, "", "")
+    sources = lay_out(plan.source, plan.steps).sources
+    rows = Rows("", rows_in(plan.source), plan.steps.per_epoch, "", "", sources)
     record_identity(run, plan.settings.environment(), IDENTITY, rows)
     return run
 

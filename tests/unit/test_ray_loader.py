@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sunspot.data.order import Order, Steps, locate_rows
+from sunspot.data.order import Order, RunOrder, Steps, locate_rows
 from sunspot.data.ray_loader import RayLoader, RoundPlanner, RoundReader, cut_evenly, read_pieces
 
 row_groups = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda groups: sum(groups) >= 2)
@@ -41,7 +41,8 @@ def test_each_worker_gets_its_rows_and_each_row_group_is_read_once(
     steps = Steps(sum(groups), batch)
     total = 3 * steps.per_epoch - 1
     start = data.draw(st.integers(0, total - 1))
-    order = Order(tuple(groups), 7, window_rows)
+    passes = Order(tuple(groups), 7, window_rows)
+    order = RunOrder((passes,))
     source = CountingSource(tuple(groups))
     planner = RoundPlanner(order, steps, total, round_rows)
     reader = RoundReader(source, order, steps, world_size, steps.workers(world_size))
@@ -57,7 +58,7 @@ def test_each_worker_gets_its_rows_and_each_row_group_is_read_once(
             streams[rank] += rows.tolist()
 
     expected: list[list[int]] = [[] for _ in range(world_size)]
-    ids = [visited(order, epoch) for epoch in (1, 2, 3)]
+    ids = [visited(passes, epoch) for epoch in (1, 2, 3)]
     for step in range(start, total):
         epoch, in_epoch = divmod(step, steps.per_epoch)
         for rank in range(world_size):
@@ -88,7 +89,7 @@ def test_held_out_rows_are_divided_evenly_for_any_group_size(groups: list[int], 
 def test_a_stream_that_begins_at_the_wrong_step_is_rejected(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage can list an older attempt when the stream is created."""
     steps = Steps(40, 10)
-    order = Order((20, 20), 7, 20)
+    order = RunOrder((Order((20, 20), 7, 20),))
     reader = RoundReader(CountingSource((20, 20)), order, steps, 1, 1)
 
     def stream(**_: Any) -> Iterator[dict[str, torch.Tensor]]:

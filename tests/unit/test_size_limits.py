@@ -22,6 +22,7 @@ from sunspot.report.search import render_stored
 from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
+from sunspot.run.epochs import EpochLayout
 from sunspot.run.history import Journal, iter_records, newest_record
 from sunspot.run.logs import LogWriter, read_stream, read_tail
 from sunspot.run.predictions import MAX_PARTS, Exhibit, Predictions, TaskExhibit, read_shown, write_shown
@@ -38,7 +39,7 @@ from sunspot.run.size_limits import (
 )
 from sunspot.run.status import RunState
 from sunspot.run.streams import SIZES, first_few, list_segments, new_stream
-from sunspot.submitter.proof import EpochLayout, count_rows, find_foreign_rows
+from sunspot.submitter.proof import count_rows, find_foreign_rows
 from tests.harness.commands import Command
 from tests.harness.constants import SetConstants
 from tests.harness.runs import begin, report, seen_as, start

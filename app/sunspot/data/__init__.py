@@ -10,9 +10,10 @@ rows by row group.
 3. `dataset_files.list_files` lists a dataset's files on disk or in a bucket. `table_files.open_table_file` opens a
 file of any supported format, and `columns.Column` converts its values to arrays. `labels` numbers the classes.
 
-4. `held_out.hold_out` holds out rows if TEST_SHARE is set.
+4. `held_out.hold_out` holds out rows if TEST_SHARE is set. `mixed_source.open_mixture` does the same as 1 to 4 for each
+source of a mixture, and joins them.
 
-5. `order.Order` and `order.Steps` assign rows to steps and to workers.
+5. `order.RunOrder` and `order.Steps` assign rows to steps and to workers.
 
 6. `torch_loader.TorchLoader` (LOADER=torch) keeps all rows in memory, and `ray_loader.RayLoader` (LOADER=ray) streams
 them with Ray Data.

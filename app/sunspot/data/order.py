@@ -1,19 +1,29 @@
 """Assigns rows to optimizer steps, and each step's rows to workers.
 
-Everything here is a pure function of the seed, the epoch and the dataset's row groups. The world size only decides how
-a step is divided among the workers. A run therefore takes the same steps with any number of workers, and the number of
-steps taken is its position in the data. For example, ten rows with a global batch size of 4 on two workers:
+Everything here is a pure function of the seed, the epoch, and the sources' row groups and weights. The world size only
+decides how a step is divided among the workers. A run therefore takes the same steps with any number of workers, and
+the number of steps taken is its position in the data. For example, ten rows with a global batch size of 4 on two
+workers:
 
-    the epoch's order (`Order`)        7 2 9 0   4 1 8 3   5 6
+    the epoch's order (`RunOrder`)     7 2 9 0   4 1 8 3   5 6
     cut into steps (`Steps`)          |   0    |    1    |  2  |
     rank 0 takes (`share`)             7 2       4 1       5 6
     rank 1 takes                           9 0       8 3            too few rows for both
 
 Each worker then takes its rows in one or more forward passes (`micro_batches`).
+
+An epoch has as many rows as all sources together. With a single source, it is a pass through that source (`Order`). In
+a mixture, `RunOrder` first decides which source each position of the run takes its row from. Each source then gives its
+rows in passes of its own, which continue across epochs:
+
+    row of a, of weight 2, pass by pass      2 0   1 2   1 0   0 1
+    row of b, of weight 1, pass by pass    1     0     0     1
 """
 
 import functools
+import itertools
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sunspot.data.fingerprint import digest, digest_array
+from sunspot.settings.mixture import count_by_source
 
 MIN_ROWS = 2
 """Smallest number of rows in a forward pass, because batch norm needs two."""
@@ -31,6 +42,9 @@ WINDOW_ROWS = 8192
 
 CHECKSUM_ROWS = 1 << 20
 """Largest number of rows that `Order.checksum` permutes."""
+
+MIXED_AT_ONCE = 1 << 16
+"""Number of positions whose sources are computed together. It bounds the memory that this takes."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +141,19 @@ class ShuffleWindow(NamedTuple):
     last: int
 
 
+class Visit(NamedTuple):
+    """A window of one pass through a source."""
+
+    source: int
+    epoch: int
+    "The number of the pass, counted from 1."
+    window: ShuffleWindow
+    "The window, with positions that count on across the source's passes."
+
+
 @dataclass(frozen=True)
 class Order:
-    """The order in which each epoch visits the rows.
+    """The order in which each pass through a source visits its rows. Here, an epoch is such a pass.
 
     Row groups are permuted and gathered into windows of at least `window_rows` rows, and the rows of each window are
     permuted. A reader therefore holds at most one window in memory.
@@ -138,10 +162,17 @@ class Order:
     row_groups: tuple[int, ...]
     seed: int
     window_rows: int
+    source: int = 0
+    "The number of the source in a mixture, so that each source is shuffled differently."
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """The number of rows in all groups."""
+        return sum(self.row_groups)
 
     def windows(self, epoch: int) -> list[ShuffleWindow]:
         """Return the windows of an epoch, in order. Epochs count from 1."""
-        shuffled = np.random.default_rng([self.seed, epoch]).permutation(len(self.row_groups))
+        shuffled = self._random(epoch).permutation(len(self.row_groups))
         windows: list[ShuffleWindow] = []
         groups: list[int] = []
         first = last = 0
@@ -156,13 +187,22 @@ class Order:
             windows.append(ShuffleWindow(len(windows), tuple(groups), first, last))
         return windows
 
+    def visits(self, begin: int) -> Iterator[Visit]:
+        """Yield the windows of all passes without end, beginning with the window that contains the row `begin`."""
+        for epoch in itertools.count(begin // self.rows + 1):
+            before = (epoch - 1) * self.rows
+            for window in self.windows(epoch):
+                if before + window.last > begin:
+                    shifted = window._replace(first=before + window.first, last=before + window.last)
+                    yield Visit(self.source, epoch, shifted)
+
     def permutation(self, epoch: int, window: ShuffleWindow, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
         """Return a window's row numbers in the order in which the epoch visits them, `dtype` [last - first].
 
         Rows are numbered across the concatenated `window.groups`. `locate_rows` finds their groups.
         """
         rows = np.arange(window.last - window.first, dtype=dtype)
-        np.random.default_rng([self.seed, epoch, window.number]).shuffle(rows)
+        self._random(epoch, window.number).shuffle(rows)
         return rows
 
     def checksum(self) -> str:
@@ -175,11 +215,123 @@ class Order:
         groups = json.dumps([window.groups for window in windows])
         return digest(groups.encode(), digest_array(self.permutation(1, first)).encode())
 
+    def _random(self, epoch: int, window: int = 0) -> np.random.Generator:
+        return np.random.default_rng([self.seed, epoch, window, self.source])  # zeros at the end change nothing
 
-def run_order(loader: str, row_groups: Sequence[int], seed: int) -> Order:
-    """Return the order for a run's LOADER. With `torch`, all rows are in memory and form a single window."""
-    rows = sum(row_groups)
-    return Order((rows,), seed, rows) if loader == "torch" else Order(tuple(row_groups), seed, WINDOW_ROWS)
+
+@dataclass(frozen=True)
+class RunOrder:
+    """The order in which a run visits the rows of all its sources. Positions count from 0 at the run's first row."""
+
+    orders: tuple[Order, ...]
+    weights: tuple[int, ...] = (1,)
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """The ID of each source's first row, and the number of all rows, which are an epoch of the run."""
+        return [0, *itertools.accumulate(order.rows for order in self.orders)]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows in all sources. An epoch of the run has as many."""
+        return self.starts[-1]
+
+    def count(self, position: int) -> list[int]:
+        """Return the number of rows that each source has given before a position."""
+        return count_by_source(self.weights, position)
+
+    def sources(self, first: int, last: int) -> np.ndarray:
+        """Return the number of the source at each of the positions `first` .. `last` - 1, int16 [last - first]."""
+        found = np.zeros(last - first, np.int16)
+        if len(self.orders) > 1:
+            for begin in range(first, last, MIXED_AT_ONCE):
+                positions = np.arange(begin, min(begin + MIXED_AT_ONCE, last) + 1)
+                counts = np.stack(count_by_source(self.weights, positions))
+                found[begin - first :][: len(positions) - 1] = np.argmax(np.diff(counts), axis=0)
+        return found
+
+    def rounds(self, first: int, last: int, rows: int) -> Iterator[tuple[int, int, list[Visit]]]:
+        """Cut the positions `first` .. `last` - 1 into rounds of at least `rows` positions, except for the last round.
+
+        Yield each round's bounds and the visits that contain its rows. A round ends with a window of the source that
+        has the largest weight, so that no window of this source is in two rounds.
+        """
+        main = int(np.argmax(self.weights))
+        ahead = [order.visits(begin) for order, begin in zip(self.orders, self.count(first), strict=True)]
+        newest = [next(visits) for visits in ahead]
+
+        def take(source: int, begin: int, end: int) -> Iterator[Visit]:
+            """Yield a source's visits that contain any of its rows `begin` .. `end` - 1."""
+            while begin < end:
+                if newest[source].window.last <= begin:
+                    newest[source] = next(ahead[source])
+                yield newest[source]
+                begin = newest[source].window.last
+
+        while first < last:
+            begins = self.count(first)
+            least = self.count(min(first + rows, last))[main]
+            visits = list(take(main, begins[main], max(begins[main] + 1, least)))
+            end = min(self._position_after(main, visits[-1].window.last), last)
+            for source, until in enumerate(self.count(end)):
+                if source != main:
+                    visits += take(source, begins[source], until)
+            yield first, end, visits
+            first = end
+
+    def _position_after(self, source: int, given: int) -> int:
+        """Return the first position before which a source has given `given` rows."""
+        # A count differs from the exact share by less than the number of sources.
+        around = (given - len(self.weights), given + len(self.weights))
+        low, high = (max(0, each * sum(self.weights) // self.weights[source]) for each in around)
+        return low + bisect_left(range(low, high), given, key=lambda position: self.count(position)[source])
+
+    def row_ids(self, epoch: int, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
+        """Return the row IDs of an epoch of the run in order, `dtype` [rows].
+
+        This is for LOADER=torch, whose windows contain all rows of a source.
+        """
+        first, last = (epoch - 1) * self.rows, epoch * self.rows
+        sources = self.sources(first, last)
+        ids = np.empty(self.rows, dtype)
+        for order, begin, end in zip(self.orders, self.count(first), self.count(last), strict=True):
+            parts = [np.empty(0, dtype)]
+            for _, number, window in order.visits(begin):
+                if window.first >= end:
+                    break
+                rows = order.permutation(number, window, dtype)
+                parts.append(rows[max(begin - window.first, 0) : end - window.first])
+            if len(self.orders) == 1:
+                return parts[-1]  # a pass is an epoch
+            ids[sources == order.source] = self.starts[order.source] + np.concatenate(parts)
+        return ids
+
+    def checksum(self) -> str:
+        """Return a digest of the weights and of the sources' orders (`Order.checksum`)."""
+        checksums = [order.checksum() for order in self.orders]
+        return checksums[0] if len(checksums) == 1 else digest(repr((self.weights, checksums)).encode())
+
+
+def mixed_order(loader: str, row_groups: Sequence[Sequence[int]], weights: tuple[int, ...], seed: int) -> RunOrder:
+    """Return the order for a run's LOADER, given the row groups and the weight of each source.
+
+    With `torch`, all rows are in memory, and those of a source form a single window. With `ray`, a window of each
+    source of a mixture makes WINDOW_ROWS rows together, so reading them takes as much memory as for a single source.
+    """
+    orders = []
+    for source, (groups, weight) in enumerate(zip(row_groups, weights, strict=True)):
+        rows = sum(groups)
+        window_rows = max(1, WINDOW_ROWS * weight // sum(weights))
+        order = (
+            Order((rows,), seed, rows, source) if loader == "torch" else Order(tuple(groups), seed, window_rows, source)
+        )
+        orders.append(order)
+    return RunOrder(tuple(orders), weights)
+
+
+def run_order(loader: str, row_groups: Sequence[int], seed: int) -> RunOrder:
+    """Return the order of a run with a single source."""
+    return mixed_order(loader, [row_groups], (1,), seed)
 
 
 def locate_rows(lengths: Sequence[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

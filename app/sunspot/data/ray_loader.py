@@ -2,7 +2,8 @@
 
 One stream serves all workers until the end of the run, in rounds of a few shuffle windows. A task reads each round and
 cuts it into one part per worker. Each row is therefore read once, regardless of the number of workers, and
-each worker gets exactly its own rows, in the order of its steps:
+each worker gets exactly its own rows, in the order of its steps. (In a mixture, a round can end within a window of any
+source except the one with the largest weight. The next round reads the row groups of that window again.)
 
     `RoundPlanner`                       | round 0               | round 1               | ...
     `RoundReader`, in a task per round   | part 0 | part 1 | ... | part 0 | part 1 | ... |
@@ -24,7 +25,8 @@ import ray.data
 import ray.train
 import torch
 
-from sunspot.data.order import Order, ShuffleWindow, Steps, locate_rows, run_order
+from sunspot.data.mixed_source import order_of
+from sunspot.data.order import RunOrder, ShuffleWindow, Steps, locate_rows
 from sunspot.data.source import Batch, DataPlan, Source
 from sunspot.errors import DataError, SunspotError
 
@@ -47,7 +49,7 @@ Columns: TypeAlias = dict[str, np.ndarray]
 class RoundPlanner:
     """Plans a run's rounds on demand, in one Ray Data task. The windows of each epoch are computed once."""
 
-    order: Order
+    order: RunOrder
     steps: Steps
     total_steps: int
     round_rows: int
@@ -55,16 +57,23 @@ class RoundPlanner:
     def __call__(self, start: pa.Table) -> Iterator[pa.Table]:
         """Yield a one-row table for each round, beginning at the step in `start`.
 
-        The table's columns are `epoch`, the positions `first` and `last`, `windows`, and `starts`. For each window,
-        `starts` contains the ID of each group's first row.
+        The table's columns are `epoch`, the positions `first` and `last` in the epoch, and `visits`. A visit has the
+        fields of `Visit` and of its window, and `starts`, the ID of the first row of each of the window's groups.
         """
-        starts = np.cumsum([0, *self.order.row_groups])
+        starts = [
+            first + np.cumsum([0, *order.row_groups])
+            for first, order in zip(self.order.starts, self.order.orders, strict=False)
+        ]
         for epoch, first, last in self._epochs(*start["step"].to_pylist()):
-            for windows in self._rounds(epoch, first, last):
-                bounds = {"first": max(first, windows[0].first), "last": min(last, windows[-1].last)}
-                firsts = [starts[list(window.groups)].tolist() for window in windows]
-                described = [window._asdict() for window in windows]
-                yield pa.Table.from_pylist([{"epoch": epoch, **bounds, "windows": described, "starts": firsts}])
+            before = (epoch - 1) * self.order.rows
+            for begin, end, taken in self.order.rounds(before + first, before + last, self.round_rows):
+                visits = [
+                    {"source": source, "pass": number, **window._asdict()}
+                    | {"starts": starts[source][list(window.groups)].tolist()}
+                    for source, number, window in taken
+                ]
+                bounds = {"first": begin - before, "last": end - before}
+                yield pa.Table.from_pylist([{"epoch": epoch, **bounds, "visits": visits}])
 
     def _epochs(self, step: int) -> Iterator[tuple[int, int, int]]:
         """Yield each epoch's number, start position and end position, beginning at `step`. Epochs count from 1."""
@@ -74,25 +83,13 @@ class RoundPlanner:
             yield epoch + 1, self.steps.bounds(first)[0], self.steps.bounds(last - 1)[1]
             step += last - first
 
-    def _rounds(self, epoch: int, first: int, last: int) -> Iterator[list[ShuffleWindow]]:
-        """Yield the windows that contain positions `first` .. `last` - 1, grouped by round."""
-        together: list[ShuffleWindow] = []
-        for window in self.order.windows(epoch):
-            if window.first < last and first < window.last:
-                together.append(window)
-                if window.last - together[0].first >= self.round_rows:
-                    yield together
-                    together = []
-        if together:
-            yield together
-
 
 @dataclass(frozen=True)
 class RoundReader:
     """Reads rounds and cuts them into parts, in Ray Data tasks."""
 
     source: Source
-    order: Order
+    order: RunOrder
     steps: Steps
     world_size: int
     streams: int
@@ -116,18 +113,26 @@ class RoundReader:
     def _read(self, given: dict[str, Any], places: np.ndarray) -> Columns:
         """Return the rows of a round, each at its position in `places`."""
         columns: Columns = {}
-        for described, starts in zip(given["windows"], given["starts"], strict=True):
-            window = ShuffleWindow(**described)
-            first = max(given["first"], window.first)
-            last = min(given["last"], window.last)
-            wanted = self.order.permutation(given["epoch"], window)[first - window.first : last - window.first]
-            to = places[first - given["first"] : last - given["first"]]
-            which, rows = locate_rows([self.source.row_groups[group] for group in window.groups], wanted)
-            for number, (group, start) in enumerate(zip(window.groups, starts, strict=True)):
+        before = (given["epoch"] - 1) * self.order.rows
+        begins = self.order.count(before + given["first"])
+        ends = self.order.count(before + given["last"])
+        sources = self.order.sources(before + given["first"], before + given["last"])
+        for visit in given["visits"]:
+            source = visit["source"]
+            order = self.order.orders[source]
+            first_group = sum(len(each.row_groups) for each in self.order.orders[:source])
+            window = ShuffleWindow(*(visit[name] for name in ShuffleWindow._fields))
+            first = max(begins[source], window.first)
+            last = min(ends[source], window.last)
+            wanted = order.permutation(visit["pass"], window)[first - window.first : last - window.first]
+            to = places[sources == source][first - begins[source] : last - begins[source]]
+            which, rows = locate_rows([order.row_groups[group] for group in window.groups], wanted)
+            for number, (group, start) in enumerate(zip(window.groups, visit["starts"], strict=True)):
                 mine = np.flatnonzero(which == number)
                 if not len(mine):
                     continue
-                for name, values in {"row": start + rows[mine], **self.source.read(group, rows[mine])}.items():
+                read = self.source.read(first_group + group, rows[mine])
+                for name, values in {"row": start + rows[mine], **read}.items():
                     if name not in columns:
                         columns[name] = np.empty((len(places), *values.shape[1:]), values.dtype)
                     columns[name][to[mine]] = values
@@ -167,7 +172,7 @@ class StepStreams(ray.train.DataConfig):
         self._source = data.train
         self._test = data.test
         self._steps = data.steps
-        self._order = run_order("ray", data.train.row_groups, data.seed)
+        self._order = order_of(data.train, "ray", data.seed)
         self._total_steps = total_steps
         self._start = start
 

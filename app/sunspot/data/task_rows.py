@@ -4,17 +4,30 @@ from typing import Any
 
 from sunspot.data.held_out import hold_out
 from sunspot.data.image_sources import find_sources
+from sunspot.data.mixed_source import open_mixture
 from sunspot.data.source import Source
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, Settings
+from sunspot.settings.mixture import parse_mixture
 
 
 def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | None]:
     """Open the training rows and the held-out rows, if any. TEST_SHARE is applied if nothing else is held out.
 
-    Raises `DataError`, `StorageError`, or `SettingsError` if a function of the task returns anything but rows.
+    Each source of a mixture is opened in this way. Raises `DataError`, `StorageError`, or `SettingsError` if a function
+    of the task returns anything but rows.
     """
-    train, test = open_without_test_share(settings, task)
+    mixture = parse_mixture(settings.dataset)
+    if mixture:
+        if task.build_dataset or task.full_batch:
+            fix = (
+                "mix the rows in build_dataset"
+                if task.build_dataset
+                else "give one dataset, because trees use all rows"
+            )
+            raise SettingsError(f"{PREFIX}DATASET={settings.dataset}: {settings.task} cannot train on a mixture; {fix}")
+        return open_mixture(settings, mixture, lambda alone: open_rows_of_task(alone, task))
+    train, test = _open_dataset(settings, task)
     if test is None and settings.test_share:
         return hold_out(train, settings.test_share, settings.seed)
     return train, test
@@ -22,6 +35,10 @@ def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | N
 
 def open_without_test_share(settings: Settings, task: Any) -> tuple[Source, Source | None]:
     """Open the same rows as `open_rows_of_task`, but ignore TEST_SHARE."""
+    return open_rows_of_task(settings.model_copy(update={"test_share": 0}), task)
+
+
+def _open_dataset(settings: Settings, task: Any) -> tuple[Source, Source | None]:
     if task.find_sources:
         return _check_sources(task.find_sources(settings), settings.task)
     if task.build_dataset:

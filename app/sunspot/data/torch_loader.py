@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from sunspot.background import start_thread
-from sunspot.data.order import Steps, run_order
+from sunspot.data.mixed_source import order_of
+from sunspot.data.order import Steps
 from sunspot.data.shared_rows import LocalWorkers, load_shared
 from sunspot.data.source import Batch, DataPlan, rows_in
 
@@ -34,7 +35,7 @@ class TorchLoader:
         self._rows = loaded[0]
         self._test = loaded[1] if data.test else {}
         self._test_size = rows_in(data.test) if data.test else 0
-        self._order = run_order("torch", data.train.row_groups, data.seed)
+        self._order = order_of(data.train, "torch", data.seed)
         self._steps = data.steps
         self._world_size = workers.world_size
         self._rank = workers.rank
@@ -82,8 +83,7 @@ class TorchLoader:
     def _shuffle(self, epoch: int) -> list[np.ndarray]:
         # int32 saves memory if it can number all rows: an order of 1e8 rows takes 0.4 GB instead of 0.8 GB.
         dtype = np.int32 if self._steps.rows <= np.iinfo(np.int32).max else np.int64
-        order = self._order.permutation(epoch, self._order.windows(epoch)[0], dtype)
-        return cut_shares(order, self._steps, self._world_size, self._rank)
+        return cut_shares(self._order.row_ids(epoch, dtype), self._steps, self._world_size, self._rank)
 
     def _batches(self, rows: Batch, selections: list[np.ndarray]) -> Iterator[Batch]:
         taken = Selections(rows, selections, self._device if self.resident else None)

@@ -27,10 +27,9 @@ import ray.data
 
 from sunspot.background import Timer, map_parallel
 from sunspot.checkpoint.parts import weights_digest
-from sunspot.data.held_out import hold_out
 from sunspot.data.order import MIN_ROWS
 from sunspot.data.source import PredictionSettings, Source, notes_on, read_rows, rows_in
-from sunspot.data.task_rows import open_without_test_share
+from sunspot.data.task_rows import open_rows_of_task, open_without_test_share
 from sunspot.errors import (
     ConflictError,
     DamageError,
@@ -150,8 +149,8 @@ def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -
     chosen = {name: getattr(settings, name) for name in ("dataset", "test_dataset", "data_root")}
     opened = PredictionSettings.of(model.settings.model_copy(update=chosen), model.data)
     train, test = open_without_test_share(opened, task)
-    if test is None and opened.test_share and rows_in(train) > MIN_ROWS:
-        parts = hold_out(train, opened.test_share, opened.seed)
+    if opened.test_share and rows_in(train) > MIN_ROWS:
+        parts = open_rows_of_task(opened, task)
         if trained_on(model, parts[0]):
             train, test = parts
     split = split or ("test" if test else "train")

@@ -14,6 +14,15 @@ FILE = "run.json"
 
 
 @dataclass(frozen=True)
+class SourceRows:
+    """A source of a mixture (`sunspot.settings.mixture`)."""
+
+    name: str
+    rows: Count
+    weight: Count
+
+
+@dataclass(frozen=True)
 class Rows:
     """The identity of a run's rows and of their order."""
 
@@ -25,6 +34,8 @@ class Rows:
     "The checksum of the row order (`sunspot.data.order.Order`)."
     shuffled_by: str
     "The library that shuffled the rows, such as `NumPy 2.1.0`."
+    sources: tuple[SourceRows, ...] = ()
+    "The sources of a mixture, in the order of their row IDs. Empty for a single dataset."
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,9 @@ def refuse_changes(run: Run, changed: list[str]) -> None:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ConflictError(
             f"{run.location} was started with other settings, and continuing would mix two runs:\n{lines}\n"
-            "restore the settings, or choose another SUNSPOT_RUN_NAME"
+            "the run's position has no meaning with other data, weights of a mixture, seeds or batch sizes, nor its "
+            "model with another task; restore the settings, or choose another SUNSPOT_RUN_NAME (which can begin with "
+            f"this model: SUNSPOT_INIT_FROM=run:{run.name})"
         )
 
 

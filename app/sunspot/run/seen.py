@@ -29,6 +29,7 @@ from sunspot.run.checkpoints import (
     retention,
 )
 from sunspot.run.cost import Spending, compute_spending
+from sunspot.run.epochs import SourceProgress, find_layout
 from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
 from sunspot.run.incidents import Receipt, goodput, read_receipts
@@ -192,6 +193,12 @@ class RunDetails(RunSeen):
         """The epoch of the newest step, counted from 1, or 0 before the first step."""
         per_epoch = self.identity.rows.steps_per_epoch if self.identity and self.identity.rows else 0
         return (self.step - 1) // per_epoch + 1 if self.step and per_epoch else 0
+
+    @property
+    def sources(self) -> list[SourceProgress]:
+        """The progress in each source of a mixture, or an empty list for a single dataset."""
+        layout = find_layout(self.identity) if self.identity else None
+        return layout.progress(self.step) if layout else []
 
     @property
     def loss(self) -> float | None:

@@ -33,6 +33,7 @@ from sunspot.errors import SettingsError
 from sunspot.formatting import plural
 from sunspot.settings.fields import DUMPED, PARSED, parse_json, setting
 from sunspot.settings.job_context import JobContext
+from sunspot.settings.mixture import check_dataset
 from sunspot.settings.task_arguments import TaskArguments, plain
 from sunspot.spelling import OTHER_SETTINGS, SUBMIT_OPTIONS, find_meant
 
@@ -109,6 +110,8 @@ Arguments = Annotated[
 
 Labels = Annotated[dict[str, str], PARSED, DUMPED]
 
+Dataset = Annotated[str, BeforeValidator(check_dataset)]
+
 TaskName = Annotated[str, AfterValidator(_check_task)]
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
@@ -157,12 +160,13 @@ class Settings(BaseModel):
     )
     "Directory or bucket that contains the runs."
 
-    dataset: str = setting(
+    dataset: Dataset = setting(
         "sample",
-        "sample, mnist, or a path or URL of Parquet, CSV, JSON lines, image folders, or save_to_disk's output",
+        "sample, mnist, or a path or URL of Parquet, CSV, JSON lines, image folders, or save_to_disk's output; or to "
+        "several of these with weights, e.g. a:0.7,b:0.3",
         min_length=1,
     )
-    "Training data."
+    "Training data. Several sources with weights are a mixture."
     test_dataset: str = setting("", "a path or URL, like SUNSPOT_DATASET, or empty")
     "Held-out rows, if SUNSPOT_DATASET is a path. The default is the folder test/ next to train/, if it exists."
     test_share: float = setting(0, "a fraction >= 0 and < 1, e.g. 0.1", ge=0, lt=1)
@@ -182,7 +186,7 @@ class Settings(BaseModel):
     "Ray resources of one worker. By default, Sunspot chooses them and prints the reason."
 
     epochs: int = setting(2, "an integer >= 1", ge=1)
-    "Number of passes over the training rows."
+    "Number of passes over the training rows. In a mixture, an epoch has as many rows as all sources together."
     max_steps: int = setting(0, "an integer >= 0", ge=0)
     "Number of optimizer steps after which the run ends, even within an epoch. 0 means no limit."
     global_batch_size: int = setting(128, "an integer >= 2, because batch norm needs two rows", ge=2)
@@ -347,7 +351,9 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
     values = {name.removeprefix(PREFIX).lower(): value for name, value in given.items() if value != ""}
 
     problems = [_misspelt(name) for name in given if name.removeprefix(PREFIX).lower() not in FIELDS]
-    if values.get("test_dataset") and values.get("dataset", "sample") in ("sample", "mnist"):
+    if values.get("test_dataset") and not {"sample", "mnist"}.isdisjoint(
+        re.split("[,:]", values.get("dataset", "sample"))
+    ):
         seen = f"{PREFIX}TEST_DATASET={cut(values['test_dataset'])}"
         problems.append(f"{seen}: set {PREFIX}DATASET to a path, too, or leave this setting empty")
     known = {name: value for name, value in values.items() if name in FIELDS}
@@ -443,6 +449,8 @@ def _explain(problem: Any) -> str:
         seen = f"{PREFIX}{field.upper()}={cut(problem['input'])}"
         encoding = sys.getfilesystemencoding()
         return f"{seen}: it contains bytes that are not valid in this process's encoding, {encoding}; {fix}"
+    if field == "dataset" and problem["type"] == "value_error":
+        return f"{PREFIX}DATASET={cut(problem['input'])}: {problem['ctx']['error']}"
     if field == "task" and str(problem["input"]).endswith(".py"):
         module = PurePath(problem["input"]).stem
         return f"{PREFIX}TASK={cut(problem['input'])}: give a module, without .py: {PREFIX}TASK={cut(module)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from sunspot.background import map_parallel
 from sunspot.errors import DamageError, NotFoundError
@@ -18,6 +18,7 @@ from sunspot.run import Run
 from sunspot.run.attempts import Attempt, Span, attempt_of, attempts_with_start, lineage, read_attempts, step_of
 from sunspot.run.audit import read_audit
 from sunspot.run.checkpoints import MANIFEST, classify, list_directories, verify
+from sunspot.run.epochs import EpochLayout, find_layout
 from sunspot.run.history import list_journal, newest_record, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
@@ -33,32 +34,15 @@ NO_ROWS = "no audit was recorded; start a run with another name and SUNSPOT_AUDI
 MAX_NAMED = 5
 """Maximum number of listed faults of one kind. Other faults are only counted."""
 
+Pass: TypeAlias = tuple[int, int]
+"""The number of a source, and of a pass through it, counted from 1. A single dataset has the number 0."""
+
 COLUMNS = ("epoch", "rows", "missing", "repeated")
-
-MAX_DIGITS = 16
-"""Number of digits at which a batch size is certainly wrong."""
-
-
-@dataclass(frozen=True)
-class EpochLayout:
-    """The division of an epoch into optimizer steps, from `run.json`."""
-
-    rows: int
-    steps_per_epoch: int
-    batch: int
-
-    def rows_of(self, step: int) -> int:
-        """Return the number of rows that a step consumes.
-
-        An epoch's last step consumes all remaining rows. It has at most one row more than any other step.
-        """
-        before = (step - 1) % self.steps_per_epoch
-        return self.rows - before * self.batch if before == self.steps_per_epoch - 1 else self.batch
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The rows that one epoch consumed."""
+    """The rows that one epoch consumed. In a mixture, an epoch is a pass through one source."""
 
     epoch: int
     rows: int
@@ -67,10 +51,13 @@ class Epoch:
     repeated: int
     "Number of rows that the epoch consumed more than once."
     finished: bool
+    source: str = ""
+    "The source of a mixture, or an empty string for a single dataset."
 
-    def record(self) -> dict[str, int]:
+    def record(self) -> dict[str, int | str]:
         """Return the JSON record of this epoch."""
-        return {name: getattr(self, name) for name in COLUMNS}
+        record = {name: getattr(self, name) for name in COLUMNS}
+        return {"source": self.source, **record} if self.source else record
 
 
 @dataclass(frozen=True)
@@ -176,41 +163,46 @@ def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list
 
 def read_epoch_layout(run: Run) -> EpochLayout:
     """Read the run's epoch layout. Raises `DamageError` if `run.json` lacks it."""
-    begun = read_identity(run)
-    batch = begun.settings.get("SUNSPOT_GLOBAL_BATCH_SIZE", "")
-    rows = begun.rows
-    if not (rows and rows.steps_per_epoch and batch.isdecimal() and len(batch) < MAX_DIGITS and int(batch)):
+    layout = find_layout(read_identity(run))
+    if layout is None:
         place = run.storage.locate(run.key("run.json"))
         raise DamageError(f"{place} cannot be used: it lacks the rows per step or the steps per epoch")
-    return EpochLayout(rows.rows, rows.steps_per_epoch, int(batch))
+    return layout
 
 
 def count_rows(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> Iterator[Epoch]:
-    """Count the rows that each epoch consumed up to step `end`."""
+    """Count the rows that each epoch consumed up to step `end`. In a mixture, each pass through a source is counted."""
     import pyarrow
     import pyarrow.compute as pc
 
     # Count one epoch at a time, because one epoch's rows fit into the cache. Counting all epochs at once takes ten
     # times as long.
-    last = (end - 1) // layout.steps_per_epoch + 1
+    last = max(layout.begun(end))
     if last > MAX_EPOCHS:
         raise DamageError(
             f"the newest checkpoint (step {end:,}) is in epoch {last:,}, but an audit checks at most {MAX_EPOCHS:,} "
             "epochs"
         )
-    consumed: dict[int, list[pyarrow.Array]] = {epoch: [] for epoch in range(1, last + 1)}
+    consumed: dict[Pass, list[pyarrow.Array]] = {
+        (source, epoch): [] for source, begun in enumerate(layout.begun(end)) for epoch in range(1, begun + 1)
+    }
     for table in tables:
-        for epoch, rows in _split_by_epoch(table, layout):
-            consumed[epoch] += rows.chunks
-    for epoch, chunks in consumed.items():
+        for each, rows in _split_by_pass(table, layout) if layout.sources else _split_by_epoch(table, layout):
+            if len(rows):
+                consumed.setdefault(each, []).extend(rows.chunks)
+    taken = layout.count(end)
+    for (source, epoch), chunks in consumed.items():
         rows = pyarrow.chunked_array(chunks, pyarrow.int64())
-        known = rows.filter(_in_data(rows, layout))
+        first, after = layout.bounds[source]
+        known = rows.filter(_between(rows, first, after))
         distinct = pc.count_distinct(known).as_py()
-        finished = epoch * layout.steps_per_epoch <= end
-        yield Epoch(epoch, len(rows), layout.rows - distinct if finished else 0, len(known) - distinct, finished)
+        finished = epoch * (after - first) <= taken[source]
+        missing = after - first - distinct if finished else 0
+        name = layout.sources[source].name if layout.sources else ""
+        yield Epoch(epoch, len(rows), missing, len(known) - distinct, finished, name)
 
 
-def _split_by_epoch(table: pyarrow.Table, layout: EpochLayout) -> Iterator[tuple[int, pyarrow.ChunkedArray]]:
+def _split_by_epoch(table: pyarrow.Table, layout: EpochLayout) -> Iterator[tuple[Pass, pyarrow.ChunkedArray]]:
     """Yield each epoch and the rows that it consumed. The running time does not depend on the number of epochs."""
     import pyarrow.compute as pc
 
@@ -219,8 +211,35 @@ def _split_by_epoch(table: pyarrow.Table, layout: EpochLayout) -> Iterator[tuple
     rows = table["row"].take(order)
     begin = 0
     for counted in pc.value_counts(epochs.take(order)).to_pylist():
-        yield counted["values"], rows.slice(begin, counted["counts"])
+        yield (0, counted["values"]), rows.slice(begin, counted["counts"])
         begin += counted["counts"]
+
+
+def _split_by_pass(table: pyarrow.Table, layout: EpochLayout) -> Iterator[tuple[Pass, pyarrow.ChunkedArray]]:
+    """Yield each pass through a mixture's sources and the rows that it consumed.
+
+    A pass can begin and end within a step. The ranks take the rows of a step one after the other, and record them in
+    order, so the position of a record in its step determines the pass.
+    """
+    ordered = table.sort_by([("step", "ascending"), ("rank", "ascending")])  # keeps the order of equal ranks
+    for source, (first, after) in enumerate(layout.bounds):
+        mine = ordered.filter(_between(ordered["row"], first, after))
+        begin = end = 0
+        newest = 0
+        for counted in mine["step"].value_counts().to_pylist():
+            position = layout.count(counted["values"] - 1)[source]
+            left = counted["counts"]
+            while left:
+                passed, within = divmod(position, after - first)
+                if passed + 1 != newest:
+                    yield (source, newest), mine["row"].slice(begin, end - begin)
+                    newest = passed + 1
+                    begin = end
+                some = min(left, after - first - within)
+                end += some
+                left -= some
+                position += some
+        yield (source, newest), mine["row"].slice(begin)
 
 
 def find_foreign_rows(tables: list[pyarrow.Table], layout: EpochLayout) -> list[str]:
@@ -228,31 +247,50 @@ def find_foreign_rows(tables: list[pyarrow.Table], layout: EpochLayout) -> list[
     import pyarrow
     import pyarrow.compute as pc
 
-    foreign = pyarrow.concat_tables([table.filter(pc.invert(_in_data(table["row"], layout))) for table in tables])
+    foreign = pyarrow.concat_tables(
+        [table.filter(pc.invert(_between(table["row"], 0, layout.rows))) for table in tables]
+    )
     named = foreign.slice(0, MAX_NAMED).to_pylist()
     lines = (f"step {each['step']}: row {each['row']} is not one of 0..{layout.rows - 1}" for each in named)
     return _shorten(lines, len(foreign))
 
 
 def find_wrong_steps(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> list[str]:
-    """Return a line for each step up to `end` that was not recorded or consumed the wrong number of rows."""
-    import pyarrow
+    """Return a line for each step up to `end` that was not recorded or consumed the wrong number of rows.
 
-    counted = pyarrow.concat_tables(tables).group_by("step").aggregate([([], "count_all")])
-    found = dict(zip(counted["step"].to_pylist(), counted["count_all"].to_pylist(), strict=True))
+    In a mixture, the rows of each source are counted, too.
+    """
+    found = _count_by_step(tables)
     known = sorted(step for step in found if 1 <= step <= end)
     gaps = [(before + 1, step - 1) for before, step in pairwise([0, *known, end + 1]) if step > before + 1]
     wrong = [step for step in sorted(found) if found[step] != layout.rows_of(step)]
-    return [
+    lines = [
         *_shorten((f"steps {first}..{last}: not recorded" for first, last in gaps), len(gaps)),
         *_shorten((f"step {step}: {found[step]} rows instead of {layout.rows_of(step)}" for step in wrong), len(wrong)),
     ]
+    for number, (source, bounds) in enumerate(zip(layout.sources, layout.bounds, strict=False)):
+        given = _count_by_step([table.filter(_between(table["row"], *bounds)) for table in tables])
+        differ = []
+        for step in sorted(found):
+            wanted = layout.count(step)[number] - layout.count(step - 1)[number]
+            if given.get(step, 0) != wanted:
+                differ.append(f"step {step}: {given.get(step, 0)} rows of {source.name} instead of {wanted}")
+        lines += _shorten(differ, len(differ))
+    return lines
 
 
-def _in_data(rows: pyarrow.ChunkedArray, layout: EpochLayout) -> pyarrow.ChunkedArray:
+def _count_by_step(tables: list[pyarrow.Table]) -> dict[int, int]:
+    """Return the number of rows that each step consumed."""
+    import pyarrow
+
+    counted = pyarrow.concat_tables(tables).group_by("step").aggregate([([], "count_all")])
+    return dict(zip(counted["step"].to_pylist(), counted["count_all"].to_pylist(), strict=True))
+
+
+def _between(rows: pyarrow.ChunkedArray, first: int, after: int) -> pyarrow.ChunkedArray:
     import pyarrow.compute as pc
 
-    return pc.and_(pc.greater_equal(rows, 0), pc.less(rows, layout.rows))
+    return pc.and_(pc.greater_equal(rows, first), pc.less(rows, after))
 
 
 def _shorten(lines: Iterable[str], total: int) -> list[str]:

@@ -188,12 +188,15 @@ def identify_rows(plan: Plan) -> Rows:
     """
     import numpy
 
+    from sunspot.plan import lay_out
+
     return Rows(
         data=plan.source.fingerprint,
         rows=plan.steps.rows,
         steps_per_epoch=plan.steps.per_epoch,
         order=plan.order,
         shuffled_by=f"NumPy {numpy.__version__}",
+        sources=lay_out(plan.source, plan.steps).sources,
     )
 
 

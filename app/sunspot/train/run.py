@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from sunspot.data.mixed_source import MixedSource
 from sunspot.data.order import MIN_ROWS, forward_passes, micro_batches, share
 from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
@@ -111,7 +112,9 @@ class TrainingRun:
         batch = step.share if step.own_rows else self._learner.padding_batch
         self._begin_pass(step.own_rows or MIN_ROWS, self.world_size / step.size if step.own_rows else 0.0)
         ids = step.rows if step.own_rows else None
-        batch = augment(self._learner.task, batch, (self.settings.seed, self.epoch), self.draw, ids)
+        # In a mixture, an epoch can repeat a row.
+        when = self.position if isinstance(self._learner.plan.source, MixedSource) else self.epoch
+        batch = augment(self._learner.task, batch, (self.settings.seed, when), self.draw, ids)
         seed_generators(self.settings.seed, self.position, self.rank)
         return batch
 

@@ -15,7 +15,7 @@ import torch
 from scripts.bench import Figure
 from sunspot.data.convert import write_files
 from sunspot.data.image_table import open_images
-from sunspot.data.order import Order, Steps, run_order
+from sunspot.data.order import RunOrder, Steps, run_order
 from sunspot.data.ray_loader import PART_BYTES, RoundPlanner, RoundReader
 from sunspot.data.source import rows_in
 
@@ -39,7 +39,7 @@ def measure() -> Iterator[Figure]:
             yield read(Path(folder), world_size)
 
 
-def plan(order: Order, world_size: int) -> Iterator[Figure]:
+def plan(order: RunOrder, world_size: int) -> Iterator[Figure]:
     """Yield the CPU seconds of an epoch's plan, and the growth of memory up to its peak in MiB.
 
     The plan uses a single thread, so on an idle machine the CPU seconds equal the elapsed time.
@@ -70,7 +70,7 @@ def steps_of(rows: int, world_size: int) -> Steps:
     return Steps(rows, max(128, 8 * world_size))
 
 
-def planner_of(order: Order, steps: Steps, world_size: int) -> RoundPlanner:
+def planner_of(order: RunOrder, steps: Steps, world_size: int) -> RoundPlanner:
     return RoundPlanner(order, steps, steps.per_epoch, PART_BYTES * world_size // ROW_BYTES)
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from sunspot.background import map_parallel
 from sunspot.errors import ClusterError, NotFoundError, StorageError
 from sunspot.run.attempts import step_of
+from sunspot.run.epochs import SourceProgress
 from sunspot.run.history import model_metrics
 from sunspot.run.overview import RunSummary, list_runs
 from sunspot.run.owner import Owner
@@ -67,6 +68,8 @@ class StatusRecord(Record):
     step: int | None = None
     total_steps: int | None = None
     epoch: int | None = None
+    sources: list[SourceProgress] | None = None
+    "The progress in each source of a mixture."
     checkpoint: str | None = None
     "The name of the newest verified checkpoint."
     metrics: dict[str, Number] | None = None
@@ -138,6 +141,7 @@ def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDet
         record.step = details.step
         record.total_steps = details.total_steps or None
         record.epoch = details.epoch
+        record.sources = details.sources or None
         record.checkpoint = details.checkpoint.name if details.checkpoint else None
         record.metrics = model_metrics(details.checkpoint.metrics) if details.checkpoint else None
         record.checkpoint_age_s = details.checkpoint_age_s

@@ -25,6 +25,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def print_epochs(proof: Proof) -> None:
-    """Print a table of the rows that each epoch consumed."""
+    """Print a table of the rows that each epoch consumed, by source in a mixture."""
     rows = [[e.epoch, e.rows, e.missing if e.finished else "unfinished", e.repeated] for e in proof.epochs]
-    print_table(COLUMNS, rows)
+    if any(epoch.source for epoch in proof.epochs):
+        print_table(("source", *COLUMNS), [[e.source, *row] for e, row in zip(proof.epochs, rows, strict=True)])
+    else:
+        print_table(COLUMNS, rows)

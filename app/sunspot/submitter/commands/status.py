@@ -75,6 +75,9 @@ def _print(record: StatusRecord, details: RunDetails | None) -> None:
         line("attempt", f"{record.attempt}{train}")
     if record.total_steps:
         line("step", f"{record.step} of {record.total_steps}, epoch {record.epoch}")
+    for source in record.sources or ():
+        counted = f"{source.epochs:.2f} epochs of {source.rows} rows"
+        line("source", f"{source.source}: {counted}, {source.share:.3g} of the run's rows")
     if record.loss is not None:
         line("loss", f"{record.loss:.4g}")
     if record.rows_per_s:

@@ -17,6 +17,7 @@ from sunspot.credentials import is_credential
 from sunspot.errors import SettingsError, StorageError, shorten
 from sunspot.formatting import plural
 from sunspot.settings import BUCKET_URLS, PREFIX, Settings, refuse, variable_of
+from sunspot.settings.mixture import find_locations
 from sunspot.settings.search_space import Search, load_search
 from sunspot.submitter.code_files import CodeArchive
 from sunspot.submitter.manifest.merge import CREDENTIAL_SHOWN, merge_job
@@ -336,7 +337,8 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
     problems += [
         f"{PREFIX}{name}={path} is a path on this machine, which pods cannot read; set it to a URL such as "
         "s3://bucket/data, or to an absolute path in the image or on a volume"
-        for name, path in (("DATASET", settings.dataset), ("TEST_DATASET", settings.test_dataset))
+        for name, paths in (("DATASET", find_locations(settings.dataset)), ("TEST_DATASET", [settings.test_dataset]))
+        for path in paths
         if path not in ("", "sample", "mnist") and "://" not in path and not path.startswith("/")
     ]
     if settings.num_workers.most > MAX_PODS:
