@@ -96,7 +96,7 @@ def sunspot(*words: str, quiet: bool = False) -> str:
 
 
 def commands_of_the_environment(*needed: str) -> dict[str, str]:
-    """Return the user's commands: reclaim, kill, add and add_head.
+    """Return the user's commands that remove and add nodes: `reclaim`, `kill`, `add` and `add_head`.
 
     Raises `SettingsError` if one of the `needed` commands is missing.
     """

@@ -51,7 +51,7 @@ def make_sample(data_root: str, path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the digits bundled with Sunspot.")
-    parser.add_argument("--data-root", required=True, help="where torchvision keeps MNIST")
+    parser.add_argument("--data-root", required=True, help="directory of torchvision's copy of MNIST")
     parser.add_argument("--out", type=Path, default=SAMPLE)
     given = parser.parse_args()
     make_sample(given.data_root, given.out)

@@ -35,8 +35,8 @@ SETTINGS = {"EPOCHS": "40", "MAX_FAILURES": "100", "AUDIT": "true"}
 def main() -> int:
     """Inject faults, wait for the end, and check the result."""
     parser = argparse.ArgumentParser("soak", description="Injects faults of every kind, and checks the result.")
-    parser.add_argument("--incidents", type=int, default=15, metavar="N", help="smallest number; default: 15")
-    parser.add_argument("--minutes", type=float, default=30, metavar="M", help="shortest time; default: 30")
+    parser.add_argument("--incidents", type=int, default=15, metavar="N", help="minimum number of faults; default: 15")
+    parser.add_argument("--minutes", type=float, default=30, metavar="M", help="minimum minutes of faults; default: 30")
     parser.add_argument("--seed", type=int, help="seed of all random numbers; default: a new one, which is printed")
     add_options(parser, "soak")
     arguments = parser.parse_args()

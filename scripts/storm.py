@@ -133,7 +133,7 @@ def main() -> int:
         steps = newest(run).step
         with training(folder, calm, 0, MAX_STEPS=steps, AUDIT="false") as process:
             process.wait()
-        print(f"{steps} steps; weights differ by {difference(run, calm):.1e} from those of a calm run")
+        print(f"{steps} steps; weights differ by {difference(run, calm):.1e} from those of an undisturbed run")
         report(run, losses, workers)
     return 0
 
@@ -185,7 +185,8 @@ class Storm:
     """Kills the workers of one run."""
 
     def __init__(self, run: Run, process: subprocess.Popen[bytes], parallel: str, chance: random.Random) -> None:
-        self._run, self._process = run, process
+        self._run = run
+        self._process = process
         self._workers = WORKERS[parallel]
         self._degree = SHARD_DEGREE[parallel]
         self._chance = chance
@@ -195,7 +196,8 @@ class Storm:
 
         In half of the cases, do not wait until the previous victims have been replaced.
         """
-        run, process, chance = self._run, self._process, self._chance
+        run, process = self._run, self._process
+        chance = self._chance
         losses: list[Loss] = []
         spared: psutil.Process | None = None
         while (killed := sum(len(loss.moments) for loss in losses)) < kills:
@@ -271,9 +273,9 @@ def report(run: Run, losses: list[Loss], workers: int) -> None:
     receipts = read_receipts(read_journal(run, "events"))
     pauses = sorted(pause for loss in losses if (pause := loss.pause_s(receipts)) is not None)
     moments = Counter(moment for loss in losses for moment in loss.moments)
-    print(f"{moments.total()} killed in {len(losses)} losses: {dict(moments.most_common())}")
-    most = f"90 % of them {pauses[int(0.9 * len(pauses))]:.2f} s, the longest {pauses[-1]:.2f} s"
-    print(f"to the next step: median {median(pauses):.2f} s, {most}")
+    print(f"{moments.total()} workers killed in {len(losses)} losses, by phase: {dict(moments.most_common())}")
+    most = f"90th percentile {pauses[int(0.9 * len(pauses))]:.2f} s, maximum {pauses[-1]:.2f} s"
+    print(f"time to the next step: median {median(pauses):.2f} s, {most}")
     full = [receipt.first_step for receipt in receipts[1:] if receipt.world_after == workers]
     joins = [at - max(loss.at for loss in losses if loss.at < at) for at in full]
     if joins:
@@ -281,7 +283,7 @@ def report(run: Run, losses: list[Loss], workers: int) -> None:
     print(f"receipts: {dict(Counter((str(receipt.cause), receipt.tier) for receipt in receipts))}")
     again = sum(receipt.replayed for receipt in receipts)
     faults = prove(run).summary
-    print(f"{again} steps again; audit: {faults or 'clean'}")
+    print(f"{again} steps repeated; audit: {faults or 'clean'}")
     if again or faults or any(receipt.tier != IN_PLACE for receipt in receipts[1:]):
         raise SunspotError("expected the other workers to keep training after each loss")
 

@@ -80,7 +80,7 @@ class SunspotRun:
         """
         over = self.over()
         if over:
-            raise SunspotError(f"nothing is left to interrupt: {self.run.name} {over}")
+            raise SunspotError(f"cannot inject another fault: {self.run.name} {over}")
         return [
             Group(receipt.attempt, receipt.world_after, receipt.first_step, receipt.replayed, receipt)
             for receipt in self.receipts()
@@ -113,7 +113,7 @@ class SunspotRun:
         """Stop the run so that it commits, and wait until its pods are gone. Its files in storage are kept."""
         stop_run(self._access, timeout=300)
         if not delete_jobs(self._cluster, self._access.observe().cluster.jobs, GONE_WITHIN_S):
-            raise GaveUpError(f"the pods of {self.job} are still there after {GONE_WITHIN_S:.0f} s")
+            raise GaveUpError(f"the pods of {self.job} still exist after {GONE_WITHIN_S:.0f} s")
 
 
 class Stock:

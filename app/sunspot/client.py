@@ -231,7 +231,7 @@ class Run:
         return read_stream(run, find_stream(run, rank, previous)).decode(errors="replace")
 
     def predict(self, images: Images, checkpoint: str = "newest") -> tuple[np.ndarray, np.ndarray]:
-        """Predict images on this machine. Return their classes (int64 [B]) and probabilities (float32 [B, classes]).
+        """Classify images on this machine. Return their classes (int64 [B]) and probabilities (float32 [B, classes]).
 
         `images` are uint8 [C, H, W] or [B, C, H, W], or file names. `checkpoint` is "newest", "best" or a name.
         Requires sunspot-train[train]. Raises `SettingsError` if the model does not accept the images, or if the run's

@@ -77,7 +77,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"error: {word}: no such {kind}; {hint}\n")
 
     def _find_meant(self, word: str) -> str:
-        """Return the option or environment variable that a word probably means, or an empty string."""
+        """Return the option or environment variable that the user probably meant by `word`, or an empty string."""
         known = {name: f"the environment variable {variable}" for name, variable in self._variables.items()}
         if word.startswith("-"):
             options = [option for option in self._option_string_actions if option.startswith("--")]

@@ -167,7 +167,7 @@ def error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def by_name(name: str) -> type[SunspotError]:
-    """Return the error class with this name, which another process has sent. Defaults to `SunspotError`."""
+    """Return the error class with this name, as sent by another process. Defaults to `SunspotError`."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, SunspotError) else SunspotError
 
@@ -232,7 +232,7 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
         if isinstance(error, FileNotFoundError) and _was_folder_deleted():
             _complain("error: the working directory was deleted; change to another one\n")
             return SettingsError.exit_code
-        # Python drops output that does not fit on a full disk. Only another write shows if that was the error.
+        # Python drops output that does not fit on a full disk, so only another write shows whether that was the error.
         failure = flush_output("\n") if isinstance(error, OSError) else None
         if isinstance(failure, BrokenPipeError):  # the code is not 0, because with `| head` the program did not finish
             return 128 + signal.SIGPIPE

@@ -1,4 +1,4 @@
-"""Formats numbers, durations, dates and sizes for people, and makes foreign text safe for a terminal."""
+"""Formats numbers, durations, dates and sizes for readers, and makes untrusted text safe for a terminal."""
 
 import re
 import time
@@ -27,12 +27,12 @@ def plural(number: int, what: str) -> str:
 
 
 def brief(text: str, most: int = 60) -> str:
-    """Return a text for a message, shortened to its first `most` characters."""
+    """Shorten a text to its first `most` characters, for use in a message."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def some_of(names: Sequence[str], most: int = 10) -> str:
-    """Return a list of names for a message, with the first `most` names and the number of the others."""
+    """Return the first `most` names as a list for a message, with the number of omitted names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(brief(name) for name in names[:most]) + more
 

@@ -64,7 +64,7 @@ class Plan:
         return max(largest, min(least, limit or least))
 
     def passes(self, world_size: int) -> int:
-        """Return the maximum number of forward passes that a worker makes in a step."""
+        """Return the maximum number of forward passes that a worker runs in a step."""
         return max(forward_passes(rows, world_size, self.pass_limit) for rows in self.steps.sizes)
 
     @property
@@ -106,8 +106,8 @@ def make_plan(settings: Settings, task: Task) -> Plan:
     if len(data.class_names) == 1 and task.predict:
         raise DataError(
             f"{settings.dataset}: all training rows are in one class, {data.class_names[0]}, so there is nothing to "
-            "classify; put the rows of each class into a separate folder, or give them labels (a task without classes "
-            "declares its columns without `label`, docs/data.md)"
+            "classify; put the rows of each class into a separate folder, or add labels. If the task has no classes, "
+            "omit `label` from its columns (docs/data.md)"
         )
     if settings.early_stop_evaluations and not test:
         raise SettingsError(

@@ -1,10 +1,13 @@
-"""Suggests a valid name for an unknown name: a similar one, or the equivalent of another program's name."""
+"""Suggests a valid command, option or setting for an unknown one.
+
+The suggestion has a similar name, or is the equivalent of a name in another program.
+"""
 
 import difflib
 from collections.abc import Iterable, Mapping
 
 LIKENESS = 0.6
-"""Minimum similarity of a suggested name, as measured by `difflib` (its default). `ps` is not similar to `stop`."""
+"""Minimum similarity of a suggested name. This is the default of `difflib`. `ps` is not similar enough to `stop`."""
 
 MIN_BEGINNING = 3
 """Minimum length of a prefix for which the full name is suggested."""

@@ -3,11 +3,11 @@
 MNIST is read from SUNSPOT_DATA_ROOT, to which torchvision downloads it once. S3 is the server at AWS_ENDPOINT_URL, by
 default a server on this machine. `python -m scripts.bench ingest` runs a single benchmark.
 
-`python -m scripts.bench ways` prints a table of all ways for each benchmark that has more than two, and
-`python -m scripts.bench ways step` for some benchmarks.
+`python -m scripts.bench ways` prints a table of all ways for each benchmark that has more than two ways.
+`python -m scripts.bench ways step` does this only for the named benchmarks.
 
-`python -m scripts.bench scale` prints a table of figures that grow with workers, rows, time and bytes, and
-`python -m scripts.bench scale data history` some subjects of it.
+`python -m scripts.bench scale` prints a table of figures that grow with workers, rows, time and bytes.
+`python -m scripts.bench scale data history` measures only the named subjects.
 """
 
 from __future__ import annotations

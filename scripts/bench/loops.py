@@ -203,7 +203,7 @@ def train_torchft(config: dict[str, Any]) -> None:
 
 
 def resilient(distributed: type) -> type:
-    """Return TorchFT's DDP with another hook. The hook of 0.2 ends the replica after a failed all-reduce."""
+    """Return TorchFT's DDP with a different hook. TorchFT 0.2's hook ends the replica after a failed all-reduce."""
 
     class Resilient(distributed):  # type: ignore[misc]
         @staticmethod

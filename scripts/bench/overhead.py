@@ -36,7 +36,7 @@ def measure(most: int) -> Figures:
 
 
 def measure_two(most: int) -> Figures:
-    """Return the same for the slower one of two workers in each turn."""
+    """Return the microseconds per step as `measure` does, but for the slower of two workers in each turn."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         with context.Pool(2) as pool:

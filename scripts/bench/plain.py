@@ -1,4 +1,4 @@
-"""The plain PyTorch loop beside Sunspot's, with the same model, loss, memory layout and precision."""
+"""A plain PyTorch loop to compare with Sunspot's, with the same model, loss, memory layout and precision."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ WARM_UP = 20
 WORKERS = 2
 
 BESIDE_READING = {"CPU": 0.5}
-"""Resources of a worker whose rows Ray Data reads. If workers took both cores, Ray Data read no rows in 14 minutes."""
+"""Resources of a worker whose rows Ray Data reads. With both cores taken, Ray Data read no rows in 14 minutes."""
 
 
 def measure(most: int) -> Figures:

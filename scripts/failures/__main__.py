@@ -29,7 +29,7 @@ from scripts.subjects import START_S, SUBJECTS, Subject, wait_until_complete
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
 
 LOOK_EVERY_S = 60.0
-"""Seconds between two looks. A look at a run of Sunspot reads its complete history, which takes time from the cores."""
+"""Seconds between two looks. A look at a Sunspot run reads its complete history, which takes CPU time from training."""
 
 END_S = 300.0
 """Seconds for the checkpoint and the rows after the last step."""
@@ -47,10 +47,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--every", type=float, default=240, metavar="S", help="seconds between losses; default: 240")
     parser.add_argument("--away", type=float, default=60, metavar="S", help="seconds until a node returns; default: 60")
     parser.add_argument("--seed", type=int, default=0, help="seed of the schedule; default: 0")
-    parser.add_argument("--nodes", required=True, help="names of the workers' nodes, with commas; never the head's")
-    parser.add_argument("--only", default=",".join(SUBJECTS), help=f"some of {', '.join(SUBJECTS)}, with commas")
-    parser.add_argument("--torchft-image", help="image that contains torchft; without it, TorchFT is left out")
-    parser.add_argument("--output", default="bench-failures", help="folder; default: bench-failures")
+    parser.add_argument("--nodes", required=True, help="the workers' nodes, separated by commas, except the head's")
+    parser.add_argument("--only", default=",".join(SUBJECTS), help="contenders to train; default: %(default)s")
+    parser.add_argument("--torchft-image", help="image that contains torchft; required to train TorchFT")
+    parser.add_argument("--output", default="bench-failures", help="folder for the results; default: bench-failures")
     add_options(parser, "failures")
     return parser
 

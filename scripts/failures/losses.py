@@ -25,7 +25,7 @@ class Loss(NamedTuple):
 
 
 def schedule(seed: int, every_s: float, nodes: Sequence[str]) -> Iterator[Loss]:
-    """Yield losses endlessly, on average `every_s` seconds apart. One of each two losses comes with notice."""
+    """Yield losses endlessly, on average `every_s` seconds apart. One of every two losses comes with notice."""
     chance = random.Random(seed)
     at_s = 0.0
     while True:

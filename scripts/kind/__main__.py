@@ -37,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Create or complete the cluster, or delete it."""
     parser = CommandParser("python -m scripts.kind", __doc__)
     parser.add_argument("what", choices=("up", "down"))
-    parser.add_argument("--image", metavar="REF", default="", help="image for its nodes; built if docker lacks it")
+    parser.add_argument("--image", metavar="REF", default="", help="image to load; built if docker does not have it")
     arguments = parser.parse_args(words)
     refuse_missing_tools()
     if arguments.what == "down":

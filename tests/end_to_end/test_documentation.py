@@ -107,7 +107,7 @@ def test_the_readme_begins_with_three_commands() -> None:
     assert len(ON_A_CLUSTER) >= 12
 
 
-def test_the_readmes_first_command_trains(trained: str) -> None:
+def test_the_first_command_in_the_readme_trains(trained: str) -> None:
     assert "weights: " in trained
     assert "report: " in trained
 

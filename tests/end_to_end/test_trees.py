@@ -46,9 +46,7 @@ def model_of(run: Run) -> bytes:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_trees_equal_those_of_an_uninterrupted_run(
-    program: Program, settings: dict[str, Any]
-) -> None:
+def test_trees_of_a_killed_run_equal_those_of_an_uninterrupted_run(program: Program, settings: dict[str, Any]) -> None:
     del program.settings["LEARNING_RATE"]  # trees do not use this setting
     program.settings |= settings
     program.run(RUN_NAME="whole")

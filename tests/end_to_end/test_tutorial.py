@@ -80,7 +80,7 @@ def test_all_tutorial_cells_before_the_first_training_can_be_executed(
     assert "image/png" in outputs
 
 
-def test_the_tutorials_plain_training_code_equals_the_baseline(functions: dict[str, str]) -> None:
+def test_the_plain_training_code_in_the_tutorial_equals_the_baseline(functions: dict[str, str]) -> None:
     """Compare all code except docstrings and types, which the tutorial explains in words."""
     for node in ast.parse((REPOSITORY / "app/sunspot/baseline/train.py").read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name != "save":

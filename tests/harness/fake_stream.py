@@ -15,10 +15,10 @@ VALUE = torch.ops.aten._local_scalar_dense.default
 
 
 class FakeStream(TorchDispatchMode):
-    """Queues all operations on tensors inside this context. More than `lag` waiting operations make the oldest one run.
+    """Queues all operations on tensors inside this context. If more than `lag` operations wait, the oldest one runs.
 
-    Reading a value waits for all operations. As on a GPU, it does not wait if the value is in main memory, which is
-    assumed of the targets and the sources of non-blocking copies.
+    Reading a value waits for all operations. As on a GPU, reading does not wait if the value is in main memory. The
+    targets and sources of non-blocking copies are assumed to be in main memory.
     """
 
     def __init__(self, lag: float, before: Callable[[str], None]) -> None:

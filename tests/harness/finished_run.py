@@ -58,7 +58,7 @@ class FinishedRun:
     "Output of the start that was stopped in the second epoch."
     state_when_stopped: RunState | None = None
     refused: str = ""
-    "Output of the start in between, which must not train."
+    "Output of the start between the other two, which must not train."
 
     @property
     def run(self) -> Run:

@@ -1,7 +1,7 @@
 """Forks Ray's workers from a process with all imports, because importing takes longer than most tests.
 
-Ray runs this file instead of Python (`executable`). Its process represents the worker: if either ends, so does the
-other.
+Ray runs this file instead of Python (`executable`). The file's process represents the forked worker: if one of the two
+processes ends, so does the other.
 """
 
 import array
@@ -96,7 +96,7 @@ def serve(name: str, modules: list[str]) -> None:
 
 
 def become_worker(connection: socket.socket) -> str:
-    """Use the environment and the arguments that Ray gave the client, and return the script."""
+    """Take over the environment and the arguments that Ray gave the client, and return the script to run."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     head, files, *_ = socket.recv_fds(connection, 4, 3)
@@ -123,7 +123,7 @@ def draw_class_ids_apart() -> None:
     """Let Ray draw the IDs of this process's actor classes from the operating system.
 
     Ray 2.60 draws an ID when `@ray.remote` decorates a class, from a generator that is seeded at its first use in a
-    process, and not again after a fork. So two workers would give their objects the same IDs.
+    process, and not again after a fork. Otherwise, two forked workers would give their objects the same IDs.
     """
     import ray.actor
 

@@ -27,7 +27,7 @@ class HangError(BaseException):
 
 
 def effort(times: int) -> Callable[[Any], Any]:
-    """Return Hypothesis settings with this number of inputs per example of the profile."""
+    """Return Hypothesis settings with `times` as many examples as the profile sets."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=settings.default.max_examples * times, suppress_health_check=checks)
 

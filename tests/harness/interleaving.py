@@ -105,7 +105,7 @@ class _MemoryWriter(Writer):
 
 
 class Effect(enum.Enum):
-    """The effect of an operation. LATER is carried out when the test decides, or never. AGAIN is carried out twice."""
+    """The effect of an operation. With LATER, it comes when the test decides, or never. With AGAIN, it comes twice."""
 
     NOW = enum.auto()
     AGAIN = enum.auto()
@@ -231,7 +231,7 @@ class World:
         self.trace: list[str] = []
         "Trace of the test, with one line per operation."
         self.changed: Callable[[Process, Operation, bool], None] = lambda process, operation, late: None
-        "Function called after each operation that changed an object. Its last argument is True if it was late."
+        "Function called after each operation that changed an object. The last argument is True if it was late."
 
     @property
     def living(self) -> list[Process]:
@@ -244,7 +244,7 @@ class World:
         return process
 
     def may_be_late(self, operation: Operation) -> bool:
-        """Return True if an operation is a single request. An upload starts with its caller or never."""
+        """Return True if an operation is a change that can come late. The start of an upload is never late."""
         return operation.changes and operation.verb != "upload"
 
     def carry_out(self, process: Process, operation: Operation, act: Callable[[], Any], late: bool = False) -> Any:
@@ -254,7 +254,7 @@ class World:
         return result
 
     def land(self, number: int, but: Container[str] = ()) -> None:
-        """Carry out a late operation, or drop a late write of one of some keys. Its result is discarded."""
+        """Carry out a late operation, and discard its result. Drop the operation if it writes a key in `but`."""
         process, operation, act = self.late.pop(number)
         if operation.verb == "write" and operation.key in but:
             return
@@ -268,7 +268,7 @@ class World:
 
 
 class ProcessStorage(Storage):
-    """Shared storage as a process sees it. It waits for its turn before each operation."""
+    """Shared storage as a process sees it. Before each operation, the process waits for its turn."""
 
     def __init__(self, shared: Storage, process: Process) -> None:
         self.shared, self.process = shared, process

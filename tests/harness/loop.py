@@ -115,7 +115,7 @@ def keep_run(plan: Plan) -> Run:
 
 
 def train_group(plan: Plan, ranks: int, killed_at: int = 0) -> list[float]:
-    """Start or continue the run of `plan` on some ranks, to its end or until all are killed in a step.
+    """Start or continue the run of `plan` on some ranks, to its end or until all ranks are killed in a step.
 
     Return the reported mean losses.
     """

@@ -30,7 +30,7 @@ def render(profile: str, overrides: dict[str, str], **options: Any) -> Rendered:
 
 
 def in_pods(profile: str, pods: str) -> dict[str, str]:
-    """Return the setting for this number of training pods, such as 2 or 1..2."""
+    """Return NUM_WORKERS for this number of training pods, such as 2 or 1..2."""
     [machine] = load_profile(profile, {}).groups
     return {"NUM_WORKERS": re.sub(r"\d+", lambda number: str(int(number[0]) * max(1, machine.gpus or 0)), pods)}
 

@@ -1,4 +1,4 @@
-"""Process groups of this process alone, in which collectives return at once, or of several forked processes."""
+"""Creates process groups that consist of this process alone or of several forked processes."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from sunspot.storage.local import LocalStorage
 ROWS, BATCH = 22, 5
 
 STEPS_PER_EPOCH = 5
-"""Number of steps per epoch. Four have 5 rows, and the last one has 2."""
+"""Number of steps per epoch. Four steps have 5 rows, and the last step has 2."""
 
 
 def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int = STEPS_PER_EPOCH) -> Run:

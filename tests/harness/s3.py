@@ -62,7 +62,7 @@ Fault = Callable[["_Handler", Request], None]
 
 
 def answer(status: int, code: str) -> Fault:
-    """Return a fault that answers with S3's XML for an error `code`. A failed Complete can have the status 200."""
+    """Return a fault that answers with S3's XML for an error `code`. A failed completion can have the status 200."""
 
     def act(handler: _Handler, request: Request) -> None:
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>told to fail</Message></Error>".encode()

@@ -31,7 +31,7 @@ PROFILES = sorted(path.stem for path in (manifests() / "profiles").glob("*.yaml"
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/profiles.md").read_text(), re.DOTALL)
 
 FOR_OTHERS = ("priorityClassName", "runtimeClassName")
-"""Fields of pods that name objects of the cluster's owner."""
+"""Pod fields that refer to objects which only the cluster's administrator creates."""
 
 pytestmark = pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
 
@@ -158,7 +158,7 @@ def try_pods(rendered: Rendered) -> str:
     return ask("apply", "--dry-run=server", "-f", "-", text=yaml.safe_dump_all(pods_of(rendered))).stderr
 
 
-def test_the_api_servers_quota_error_is_parsed(namespace: str) -> None:
+def test_the_quota_error_of_the_api_server_is_parsed(namespace: str) -> None:
     rendered = render("kind", {"NUM_WORKERS": "2"}, namespace=namespace)
     with applied(namespace, "ResourceQuota", {"hard": {"requests.memory": "4Gi", "pods": "9"}}):
         said = try_pods(rendered)

@@ -56,7 +56,7 @@ class Trap:
 # ---------------------------------------------------------------------------------------------------------- predictions
 
 
-def test_the_classifiers_accuracy_equals_the_runs_test_accuracy(
+def test_the_accuracy_of_a_classifier_equals_the_test_accuracy_of_its_run(
     classifier: Classifier, finished_run: FinishedRun
 ) -> None:
     rows = finished_run.rows()
@@ -87,7 +87,7 @@ def test_forward_passes_are_no_larger_than_in_the_run() -> None:
     assert max(passes) == 8, "each rank takes 32 rows in four passes"
 
 
-def test_forward_passes_use_the_runs_precision(classifier: Classifier, finished_run: FinishedRun) -> None:
+def test_forward_passes_use_the_precision_of_the_run(classifier: Classifier, finished_run: FinishedRun) -> None:
     images = torch.from_numpy(finished_run.rows()["image"][:7])
     with torch.inference_mode():
         with torch.autocast("cpu", torch.bfloat16):
@@ -230,7 +230,7 @@ def test_the_error_for_a_task_without_predict_includes_its_name(copied_run: Fini
         Classifier("run", newest.name, copied_run.storage, task="tests.tasks.batch_norm")
 
 
-def test_a_missing_gpu_that_is_required_is_reported_at_once(finished_run: FinishedRun) -> None:
+def test_a_required_but_missing_gpu_is_reported_at_once(finished_run: FinishedRun) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     with pytest.raises(SettingsError, match="USE_GPU=true"):

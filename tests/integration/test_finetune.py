@@ -56,7 +56,7 @@ def test_a_model_learns_in_bf16_with_fsdp(adapters: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["killed", "fsdp"])
-def test_the_adapter_equals_that_of_an_uninterrupted_run(adapters: Path, name: str) -> None:
+def test_the_adapter_of_a_killed_run_equals_that_of_an_uninterrupted_run(adapters: Path, name: str) -> None:
     assert [attempt.step for attempt in read_attempts(open_run(str(adapters), name))] == [0, KILLED_AT - 1]
     expected = load_model(open_run(str(adapters), "one"), last_of(adapters, "one"))
     found = load_model(open_run(str(adapters), name), last_of(adapters, name))
@@ -86,7 +86,9 @@ def test_a_checkpoint_holds_only_the_adapter(adapters: Path, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", ["two", "fsdp"])
-def test_a_checkpoints_model_generates_text(adapters: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_model_in_a_checkpoint_generates_text(
+    adapters: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = f"{name} --storage {adapters} --prompt The --prompt if --tokens 4".split()
     assert predict([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -423,7 +423,7 @@ def test_writing_a_shard_can_take_longer_than_writing_rank_0s_shard(
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1]
 
 
-def test_the_commit_waits_for_a_late_shard_that_is_written_once(
+def test_the_commit_waits_for_a_late_shard_and_writes_it_once(
     run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     written, write_part = list[int](), ShardWriter.write_part

@@ -178,7 +178,7 @@ def test_learning_rates_equal_those_in_lightning_itself() -> None:
 
 
 def test_counters_in_parameter_groups_are_kept_when_a_schedule_begins(source: EmptySource) -> None:
-    """Prodigy and optimizers without a schedule do that."""
+    """Prodigy and schedule-free optimizers have such counters."""
     from sunspot.adapters.lightning import LightningTask
     from tests.tasks import spoiled_lightning
 
@@ -264,7 +264,7 @@ def test_self_log_rejects_a_reserved_name(log_value: Callable[..., Any]) -> None
     log_value("train_loss", 1.0)
 
 
-def test_lightnings_x_axis_is_ignored_with_a_warning(
+def test_the_x_axis_of_lightning_is_ignored_with_a_warning(
     log_value: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Check `step` and `epoch`, which modules log to set the x axis of Lightning's own loggers."""

@@ -40,7 +40,7 @@ START_S = 400
 """Seconds for the workers to start on a busy machine, and for their metrics to arrive."""
 
 RAYS_LABELS = r'\b(Component|NodeAddress|SessionName|Version|WorkerId|otel_\w+)="[^"]*",?'
-"""Matches the labels that Ray adds to everything that it exports, with names of its own style."""
+"""Pattern of the labels that Ray adds to all exported metrics. Their names follow Ray's own style."""
 
 FORGOTTEN_S = 40
 """Seconds after which a gauge is gone: two of the agent's intervals, and the time in which a process ends."""
@@ -62,7 +62,7 @@ def promtool(*words: str, text: str = "") -> None:
 
 @pytest.fixture
 def rules(tmp_path: Path) -> Path:
-    """Return the path of the rules as Prometheus reads them, which are the spec of the operator's object."""
+    """Return the path of a file with the rules for Prometheus, which are the spec of the PrometheusRule."""
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump(load("rules.yaml")["spec"], sort_keys=False))
     return path
@@ -135,7 +135,7 @@ def test_the_pod_monitor_selects_every_pod() -> None:
         assert str(ports[endpoint["port"]]) == group["rayStartParams"]["metrics-export-port"]
 
 
-def test_the_operators_pod_monitor_uses_the_label_in_the_network_policy() -> None:
+def test_the_pod_monitor_for_the_operator_uses_the_label_in_the_network_policy() -> None:
     spec = load("operator.yaml")["spec"]
     assert spec["selector"]["matchLabels"] == dict([OPERATOR.split("=")])
     assert spec["namespaceSelector"] == {"any": True}
@@ -257,7 +257,7 @@ def test_the_dashboard_is_valid() -> None:
 
 
 @needs_promtool
-def test_prometheus_can_parse_the_dashboards_queries(tmp_path: Path) -> None:
+def test_prometheus_can_parse_the_queries_of_the_dashboard(tmp_path: Path) -> None:
     expressions = [query.replace("$__rate_interval", "1m") for query in queries()]
     listed = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(expressions)]
     (tmp_path / "panels.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": listed}]}))

@@ -1,4 +1,4 @@
-"""Events of nodes are found exactly once, and Ray Train counts only the nodes that stay."""
+"""Tests that each event of a node is found exactly once, and that Ray Train counts only the nodes that stay."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ DEAD_A, DEAD_B = node("a", alive=False), node("b", alive=False)
         ([HEAD, A, DEAD_B], {"a": 50.0}, NodeEvent(Cause.NODE_LOST, "node b (rank 1)")),
     ],
 )
-def test_each_event_on_a_groups_nodes_is_reported_once(
+def test_each_event_on_the_nodes_of_a_group_is_reported_once(
     nodes: list[dict[str, Any]], draining: dict[str, float | None], found: NodeEvent | None
 ) -> None:
     monitor = NodeMonitor(PER_WORKER, WorkerRange(3, 3), list)
@@ -270,7 +270,7 @@ def next_call(control: LocalControl, within: float) -> tuple[str, Incident, floa
 
 @pytest.fixture
 def no_coordinator(ray_address: str) -> None:
-    """Make it look as if nobody had trained before, asked Ray for its nodes, or been warned."""
+    """Wait until Ray Train has no live controllers, and remove the autoscaling coordinator."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray's keeps the last controller of this process alive
 
     def nobody_trains() -> bool:
@@ -449,7 +449,7 @@ def test_the_resources_of_a_killed_driver_are_freed(no_coordinator: None) -> Non
     assert reserved("train-killed", cpu) == {}
 
 
-def test_the_coordinator_requests_nodes_of_each_group(no_coordinator: None) -> None:
+def test_the_coordinator_of_sunspot_requests_nodes_of_each_node_group(no_coordinator: None) -> None:
     assert install_coordinator() == 0
     per_worker = {"CPU": 1.0, "training-worker": 1.0}
     reserve("train-asking", 3, per_worker)
@@ -487,7 +487,9 @@ def test_a_released_node_stays_until_it_is_idle(ray_address: str) -> None:
 
 
 @pytest.mark.slow
-def test_rays_own_coordinator_is_not_replaced(no_coordinator: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_coordinator_of_ray_itself_is_not_replaced(
+    no_coordinator: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = rays.get_or_create_autoscaling_coordinator()
     assert install_coordinator() == rays._AutoscalingCoordinatorActor.TICK_INTERVAL_S
     assert ray.get(own.get_reserved_resources.remote("someone")) == {}
@@ -496,7 +498,7 @@ def test_rays_own_coordinator_is_not_replaced(no_coordinator: None, capsys: pyte
 
 
 @pytest.mark.slow
-def test_a_run_starts_even_if_rays_internals_have_changed(
+def test_a_run_starts_even_if_the_internals_of_ray_have_changed(
     no_coordinator: None, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     class Other:

@@ -101,7 +101,7 @@ def test_an_actor_that_cannot_load_the_model_reports_why(copied_run: FinishedRun
     ):
         pytest.fail("it has a model")
     assert raised.value.exit_code == 7
-    with pytest.raises(SunspotError, match=r"no run nothing in .*; there are run"):
+    with pytest.raises(SunspotError, match=r"no run nothing in .*; it contains run"):
         get_result(ModelWorker.remote("nothing", "newest", copied_run.storage).describe.remote(), 60, "it")
 
 
@@ -143,7 +143,7 @@ def test_invalid_combinations_of_arguments_are_usage_errors(words: list[str]) ->
 # ------------------------------------------------------------------------------------------------------------ a dataset
 
 
-def test_the_accuracy_on_a_dataset_equals_the_runs_test_accuracy(
+def test_the_accuracy_on_a_dataset_equals_the_test_accuracy_of_the_run(
     predict: Predict, finished_run: FinishedRun, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     set_constants(predict_batch, PART_ROWS=30)

@@ -32,7 +32,7 @@ class WatchedSource:
     folder: str
     row_groups: tuple[int, ...] = GROUPS
     shape: tuple[int, ...] = (1 << 20,)
-    "Size that makes each window a round."
+    "Shape of a row so large that each shuffle window is a separate round."
 
     def read(self, group: int, rows: np.ndarray) -> dict[str, np.ndarray]:
         tempfile.mkstemp(prefix=f"{group}-", dir=self.folder)

@@ -77,7 +77,7 @@ def test_a_checkpoint_is_a_transformers_model_directory(trained: Path) -> None:
     assert all(torch.equal(weights[name.removeprefix("model.")], held[name]) for name in trains)
 
 
-def test_held_out_rows_are_evaluated_with_the_trainers_metrics(trained: Path) -> None:
+def test_held_out_rows_are_evaluated_with_the_metrics_of_the_trainer(trained: Path) -> None:
     checked = read(trained, "checked")
     assert checked["test_loss"] > 0
     assert checked["margins_mean"] == checked["test_margins_mean"] == 2.5

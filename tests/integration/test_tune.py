@@ -299,7 +299,9 @@ def test_a_trial_reports_each_record_of_its_history_once(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("metric", "score"), [("loss", 2.9), ("test_loss", 1.0)])
-def test_a_trial_is_judged_by_its_mean_score_rather_than_a_single_step(run: Run, metric: str, score: float) -> None:
+def test_a_trial_is_judged_by_its_mean_score_rather_than_the_score_of_one_step(
+    run: Run, metric: str, score: float
+) -> None:
     attempt = start(begin(run), "job")
     report(
         run,
@@ -376,7 +378,7 @@ def test_a_search_superseded_during_promotion_keeps_the_previous_checkpoint(
 # -------------------------------------------------------------------------------------------------------------- results
 
 
-def test_a_trials_results_are_read_from_its_run(trial: Run) -> None:
+def test_the_results_of_a_trial_are_read_from_its_run(trial: Run) -> None:
     found = read_trial(trial, {"SEED": 1}, "loss", "min")
     assert (found.state, found.step, found.best, found.checkpoint) == (
         RunState.SUCCEEDED,
@@ -415,7 +417,7 @@ def test_search_results_written_by_a_different_version_are_ignored(run: Run, con
     assert read_results(run) is None
 
 
-def test_a_searchs_report_shows_its_trials(run: Run) -> None:
+def test_the_report_of_a_search_shows_its_trials(run: Run) -> None:
     curves = {f"s-{n:02d}": [(step, 0.1 * n * step / 40) for step in (10, 20, 40)] for n in (1, 2, 3)}
     page = render_search(run, results(), curves, "../{}/report.html").decode()
     assert '<strong><a href="../s-01/report.html">s-01</a> (best)</strong>' in page
@@ -448,7 +450,7 @@ def trials(**settings: Any) -> tuple[Settings, ...]:
         ({}, {"CPU": 1}, 2, 1, {"CPU": 1}),
     ],
 )
-def test_trials_share_the_clusters_resources(
+def test_trials_share_the_resources_of_the_cluster(
     settings: dict[str, Any], there: dict[str, float], nodes: int, at_once: int, each: dict[str, float]
 ) -> None:
     found, given, reason = allocate(trials(**settings), there, nodes)

@@ -178,7 +178,7 @@ def test_a_rank_has_more_time_for_its_first_step(run: Run) -> None:
     assert event["detail"].startswith("rank 1: no step for 4 s")
 
 
-def test_a_rank_that_gets_no_answer_before_training_starts_is_ended(run: Run) -> None:
+def test_a_rank_that_other_ranks_do_not_answer_before_training_starts_is_ended(run: Run) -> None:
     """Such a rank gets no additional time for a first step, and its hang is recorded with the previous attempt."""
     claim(run, [], Attempt(1, "job", None, 0))
     waits = """
@@ -483,7 +483,7 @@ def test_a_process_that_hangs_before_its_first_step_ends_itself() -> None:
     assert "this process ends, because it waited more than 1 s until a group of 3 formed" in ended.stderr
 
 
-def test_the_given_context_is_active_only_while_the_watchdog_is_paused(run: Run) -> None:
+def test_the_context_manager_is_active_only_while_the_watchdog_is_paused(run: Run) -> None:
     pauses = list[str]()
 
     @contextlib.contextmanager

@@ -58,8 +58,8 @@ class Plateau(Whole):
 
 
 class EveryFourthStep(Whole):
-    """A valid module whose learning rate falls after every fourth step, and at the end of each epoch by the epoch's
-    number."""
+    """A valid module whose learning rate falls after every fourth step. It also falls at the end of each epoch, by a
+    factor that depends on the epoch."""
 
     def training_step(self, batch: Any) -> Any:
         self.rates.append(self.optimizers().param_groups[0]["lr"])

@@ -1,4 +1,4 @@
-"""Tests of the all-reduce between two pods: its time between two real processes, and its verdict on given figures."""
+"""Tests of the all-reduce between two pods: its time between two real processes, and the warnings about its results."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_pod_reports_the_address_that_it_cannot_reach(tmp_path: Path, set_cons
         (Timing(0.3, 0.001, "Socket"), 1, False, Result.WARNING, "GPUs wait if it takes more than 0.2 s"),
         (Timing(0.1, 0.001, "Socket"), 8, True, Result.WARNING, "for EFA, the image needs libfabric"),
         (Timing(0.005, 0.001, "IB"), 8, True, Result.OK, "in 5.0 ms (300.0 Gb/s), "),
-        (Timing(0.005, 0.001), 8, True, Result.OK, "by NCCL over a network it did not name, 8 GPUs in each"),
+        (Timing(0.005, 0.001), 8, True, Result.OK, "by NCCL over an unknown network, 8 GPUs per pod"),
     ],
 )
 def test_networks_that_are_slow_or_use_tcp_cause_a_warning(

@@ -34,9 +34,9 @@ def runs(values: list[Any], stored: pa.DataType) -> pa.Array:
 
 
 def read(folder: Path, values: pa.Array, column: Column) -> dict[str, np.ndarray]:
-    """Read a column of a saved dataset, completely and by chosen rows.
+    """Read a column of a saved dataset, both completely and by selected rows.
 
-    If Parquet can hold the type, the column of a Parquet file must read back the same.
+    If Parquet supports the type, a Parquet file with this column must give the same values.
     """
     save_dataset(folder / "saved", [pa.table({"label": values})])
     locations = [folder / "saved"]

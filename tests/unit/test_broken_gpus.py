@@ -144,7 +144,9 @@ def test_a_run_ends_if_it_needs_a_gpu_that_broke(cluster: Cluster, training: Bro
     assert not cluster.done
 
 
-def test_a_required_gpu_is_used_again_if_it_works_or_had_no_error(cluster: Cluster, training: BrokenInTraining) -> None:
+def test_a_gpu_that_the_run_needs_is_used_again_if_it_works_or_had_no_error(
+    cluster: Cluster, training: BrokenInTraining
+) -> None:
     """MAX_FAILURES limits the number of attempts in that case."""
     assert not training({A: 214, B: 220})
     cluster.broken = "ab"  # the GPUs of a node that is about to end might not answer, either

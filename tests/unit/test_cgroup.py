@@ -67,7 +67,7 @@ def test_limits_are_read_if_a_container_sees_only_its_own_cgroup(kernel: tuple[P
     assert read_throttling(groups, process).periods == 40
 
 
-def test_the_machines_memory_is_the_limit_without_cgroups(kernel: tuple[Path, Path]) -> None:
+def test_without_cgroups_the_memory_of_the_machine_is_the_limit(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
     assert read_throttling(groups, process) == Throttling()
     assert Throttling().share == 0

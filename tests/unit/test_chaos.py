@@ -50,7 +50,7 @@ class Training:
             self._lost = True
 
     def go_on(self) -> None:
-        """Recover from a loss. This happens after the fault has been compared with the attempt before it."""
+        """Recover from a loss. This happens after the fault was compared with the attempt before the loss."""
         if self._lost:
             self._lost, before = False, self.attempt
             name = f"step-{before.number:08d}-attempt-{before.number:04d}"

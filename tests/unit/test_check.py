@@ -150,7 +150,7 @@ def test_a_sound_task_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lo
     ]
 
 
-def test_weights_that_change_before_the_optimizers_step_are_reported(
+def test_weights_that_change_before_the_optimizer_step_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clamps = "self.first.weight.data.clamp_(-1, 1); self.head.weight.detach().clamp_(-1, 1); return self.head("
@@ -166,7 +166,7 @@ def test_arguments_that_the_task_never_reads_are_reported(
     assert "SUNSPOT_TASK_ARGS: the task has not read hiden; did you mean hidden?" in caplog.text
 
 
-def test_a_check_runs_compute_metrics_on_the_held_out_rows(
+def test_a_check_calls_compute_metrics_on_the_held_out_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     counts = f"{TASK}\ndef compute_metrics(scores, rows): return {{'sevens': (rows['label'] == 7).sum()}}\n"

@@ -176,7 +176,9 @@ def test_a_learning_rate_computed_with_numpy_is_restored(run: Run) -> None:
     assert load_state(run, newest(run), "optimizer.pt")["param_groups"][0]["lr"] == pytest.approx(0.75e-3)
 
 
-def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_memory_mapped_is_read_without_mapping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.save({"weight": torch.ones(3)}, tmp_path / "model.pt")
 
     def refuse(*_: Any) -> Any:
@@ -257,7 +259,7 @@ class Positive(torch.nn.Linear):
         return super().forward(rows)
 
 
-def test_weights_that_a_pass_changes_through_the_data_attribute_are_copied_at_once(run: Run) -> None:
+def test_weights_that_a_forward_pass_changes_through_the_data_attribute_are_copied_at_once(run: Run) -> None:
     trainee = Trainee(run, model=Positive(40, 40))
     trainee.train(2)
     assert trainee.checkpoints._optimizer_only.ids == {id(trainee.model.bias)}

@@ -180,7 +180,9 @@ def test_the_newest_checkpoint_is_downloaded_to_a_directory_with_its_name(
     assert (again.code, "2 files, 2 of which existed already" in again.out) == (0, True)
 
 
-def test_the_best_checkpoint_is_chosen_by_the_runs_metric(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_chosen_by_the_metric_of_the_run(
+    run: Run, sunspot: StorageCommand, tmp_path: Path
+) -> None:
     measure = {"SUNSPOT_CHECKPOINT_METRIC": "accuracy", "SUNSPOT_CHECKPOINT_ORDER": "max"}
     attempt = Attempt(1, "job", None, 0, metadata=Metadata(measure))
     claim(run, [], attempt)

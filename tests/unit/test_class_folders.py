@@ -187,12 +187,12 @@ def test_a_note_explains_the_class_of_nested_images(tmp_path: Path) -> None:
 
 def test_a_single_class_is_rejected_only_if_the_task_predicts_classes(tmp_path: Path) -> None:
     settings = Settings(dataset=put_files(tmp_path, "images/a.png", "images/b.png"))
-    with refusal(DataError, "one class, images", "a separate folder", "without `label`"):
+    with refusal(DataError, "one class, images", "a separate folder", "omit `label`"):
         make_plan(settings, predicting_task())
     assert rows_in(make_plan(settings, Task(SimpleNamespace(), settings)).source) == 2
 
 
-def test_folders_to_predict_need_not_match_the_models_classes(tmp_path: Path) -> None:
+def test_folders_to_predict_need_not_match_the_classes_of_the_model(tmp_path: Path) -> None:
     location = put_files(tmp_path, "new/today/a.png", "new/yesterday/a.png", "empty/", "old/a.heic")
     model = ModelData((3, 4, 5), 2, ("cat", "dog"), scales=True)
     train, _ = find_sources(PredictionSettings.of(Settings(dataset=location), model))

@@ -157,7 +157,7 @@ def test_an_unknown_word_is_reported_with_a_suggestion(
     assert (ended.value.code, *capsys.readouterr()) == (2, "", f"error: {said}\n")
 
 
-def test_every_command_accepts_storage_and_json_and_cluster_commands_accept_a_context(
+def test_cluster_commands_accept_a_context_and_all_commands_accept_storage_and_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parser = make_parser()
@@ -197,7 +197,7 @@ def test_a_long_operation_is_announced(capsys: pytest.CaptureFixture[str], set_c
 def test_a_missing_run_is_reported(sunspot: StorageCommand, verb: list[str]) -> None:
     answer = sunspot(*verb, "runn", "--json")
     assert (answer.code, answer.out) == (3, "")
-    assert answer.err == f"error: no run runn in {sunspot.storage}; there are run\n"
+    assert answer.err == f"error: no run runn in {sunspot.storage}; it contains run\n"
 
 
 def test_similar_run_names_are_listed_first(sunspot: StorageCommand, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_similar_run_names_are_listed_first(sunspot: StorageCommand, tmp_path: P
 
 def test_storage_without_runs_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = StorageCommand(str(tmp_path / "nowhere"), capsys)("metrics", "run")
-    assert (answer.code, answer.err) == (3, f"error: no run run in {tmp_path}/nowhere; no run is there\n")
+    assert (answer.code, answer.err) == (3, f"error: no run run in {tmp_path}/nowhere; it contains no runs\n")
 
 
 def test_a_missing_run_is_reported_even_if_no_runs_can_be_listed(

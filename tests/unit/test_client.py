@@ -83,7 +83,7 @@ def test_all_invalid_settings_are_reported_in_one_error(settings: dict[str, Any]
 
 def test_submit_raises_an_error_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(ClusterError, match="no cluster: /dev/null does not exist"):
+    with pytest.raises(ClusterError, match="no cluster is configured: /dev/null does not exist"):
         submit("run", storage="s3://bucket/runs")
 
 

@@ -223,7 +223,7 @@ def test_the_error_for_expired_credentials_says_to_sign_in_again(
         open_storage("s3://bucket").read("run.json")
 
 
-def test_google_composes_exactly_the_written_generations() -> None:
+def test_google_composes_an_object_from_the_generations_that_were_uploaded() -> None:
     """Requests include generations, because a part can be replaced. The emulator ignores this condition."""
     asked: dict[str, Any] = {}
     joined = SimpleNamespace(size=7, generation=30, compose=lambda blobs, **more: asked.update(more, blobs=blobs))

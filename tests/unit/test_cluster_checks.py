@@ -389,7 +389,7 @@ def test_invalid_arguments_are_rejected(sunspot: Command, fit: FakeCluster, monk
 # ------------------------------------------------------------------------------------------------------------ the nodes
 
 
-def test_doctor_matches_pods_to_nodes_like_the_scheduler() -> None:
+def test_doctor_matches_pods_to_nodes_as_the_scheduler_does() -> None:
     spot, gpu = {"cloud.google.com/gke-spot": "true"}, "nvidia.com/gpu"
     settings = {"RUN_NAME": "run", "NUM_WORKERS": "2", "STORAGE_PATH": "s3://b/p"}
     cluster = render("gke-spot", settings).manifest["spec"]["rayClusterSpec"]
@@ -445,7 +445,7 @@ def test_doctor_warns_if_a_shared_policy_connects_isolated_runs(fit: FakeCluster
     assert of_cluster("kind")["NetworkPolicy"].result is Result.WARNING
 
 
-def test_doctor_warns_if_pods_would_share_a_nodes_gpus(fit: FakeCluster) -> None:
+def test_doctor_warns_if_several_pods_would_share_the_gpus_of_a_node(fit: FakeCluster) -> None:
     made = node(taints=[{"key": "nvidia.com/gpu", "effect": "NoSchedule"}])
     made["status"]["allocatable"] |= {"nvidia.com/gpu": "8", "cpu": "96"}
     fit.documents["/api/v1/nodes"]["items"].append(made)
@@ -521,7 +521,7 @@ def test_only_lifecycle_rules_for_the_storage_prefix_count(
     assert open_storage(f"s3://{s3_bucket}/runs").drops_unfinished() is drops
 
 
-def test_forbidden_bucket_checks_are_warnings(s3_bucket: str, s3_proxy: FaultProxy) -> None:
+def test_a_bucket_check_without_permission_causes_only_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -> None:
     for query in ("versioning", "lifecycle"):
         s3_proxy.on(lambda request, query=query: query in request.query, s3.answer(403, "AccessDenied"))
     found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}
@@ -530,7 +530,7 @@ def test_forbidden_bucket_checks_are_warnings(s3_bucket: str, s3_proxy: FaultPro
         assert right in found[name].fix
 
 
-def test_slow_storage_and_clock_skew_are_warnings(
+def test_slow_storage_and_clock_skew_cause_warnings(
     s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     set_constants("sunspot.storage.prove", MAX_LATENCY_S=0.02, MIN_MB_PER_S=1e6)
@@ -540,7 +540,8 @@ def test_slow_storage_and_clock_skew_are_warnings(
     found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}
     assert found["storage latency"].result is found["storage throughput"].result is Result.WARNING
     assert found["clock"].result is Result.WARNING
-    assert found["clock"].seen in [f"this clock and the storage's are {apart} s apart" for apart in (99, 100, 101)]
+    clocks = "the clocks of this machine and of the storage"
+    assert found["clock"].seen in [f"{clocks} differ by {apart} s" for apart in (99, 100, 101)]
 
 
 def test_storage_in_a_directory_is_also_checked(tmp_path: Path) -> None:
@@ -567,7 +568,7 @@ def patient(set_constants: SetConstants) -> None:
     set_constants("sunspot.submitter.doctor.probe_pods", POLL_EVERY_S=0.02)
 
 
-def test_probe_pods_resemble_the_runs_pods(fit: FakeCluster, sunspot: Command, patient: None) -> None:
+def test_probe_pods_resemble_the_pods_of_a_run(fit: FakeCluster, sunspot: Command, patient: None) -> None:
     made: list[dict[str, Any]] = []
 
     def end(pod: dict[str, Any]) -> None:

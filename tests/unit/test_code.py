@@ -146,7 +146,7 @@ def test_the_same_files_always_produce_the_same_archive(folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("model.pt", "model.pt has 12 MB, but at most 10 MB"),
+        ("model.pt", "model.pt is 12 MB, but a file may be at most 10 MB"),
         (".env", ".env seems to contain secrets"),
         ("keys/id_ed25519", "keys/id_ed25519 seems to contain secrets"),
         ("gcp/service-account-1.json", "gcp/service-account-1.json seems to contain secrets"),
@@ -356,7 +356,7 @@ def test_the_code_folder_is_made_private_if_other_users_can_write_to_it(
     assert home.stat().st_mode & 0o777 == 0o700
 
 
-def test_another_users_folder_is_not_trusted(node: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_not_trusted(node: Path, folder: Path, tmp_path: Path) -> None:
     (node / f"sunspot-{os.getuid()}").symlink_to("/proc/1/root" if os.getuid() else tmp_path)
     if os.getuid() == 0:
         os.chown(node / "sunspot-0", 12345, 12345, follow_symlinks=False)

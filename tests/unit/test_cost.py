@@ -181,7 +181,7 @@ def test_costs_are_summed_by_label(sunspot: StorageCommand) -> None:
     assert [line.split()[0] for line in lines] == ["team", "text", "vision", "without", "all"]
 
 
-def test_status_events_and_report_show_a_runs_cost(sunspot: StorageCommand) -> None:
+def test_status_events_and_report_show_the_cost_of_a_run(sunspot: StorageCommand) -> None:
     status = sunspot("status", "words", "--json").json
     assert {key: status["cost"][key] for key in WORDS} == pytest.approx(WORDS)
     assert "labels:     team=text" in sunspot("status", "words").out
@@ -263,7 +263,7 @@ def test_prices_and_labels_in_a_profile_are_recorded_in_the_run(tmp_path: Path) 
     assert load_settings(settings_of(dearer.manifest)).job.prices["workers"].price == 1.75
 
 
-def test_submit_shows_a_jobs_highest_possible_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_shows_the_highest_possible_cost_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_pods(rendered(tmp_path, PROFILE).pods)
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["head", "1", "0.2", "0.2"],

@@ -226,7 +226,7 @@ def test_a_client_that_sends_its_request_headers_slowly_is_disconnected(
     assert time.monotonic() - began < 3
 
 
-def test_the_port_listens_on_loopback_only(local: LocalPort) -> None:
+def test_the_dashboard_listens_only_on_the_loopback_address(local: LocalPort) -> None:
     assert local.server_address[0] == "127.0.0.1"
     with pytest.raises(SettingsError, match="choose another --port"):
         LocalPort(local.server_address[1], lambda: Direct(1), {})

@@ -157,7 +157,7 @@ def test_ranks_that_use_different_parameters_match_a_single_process(world_size: 
 
 
 class Words(nn.Module):
-    """A model with an embedding between two layers. Its gradients are sparse, and only one kind of rows uses it."""
+    """A model with an embedding between two layers. The embedding has sparse gradients, from only one kind of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class Scaled(nn.BatchNorm1d):
     ("norm", "sent"),
     [(nn.BatchNorm1d(2), False), (nn.BatchNorm1d(2).eval(), True), (Scaled(2), True), (nn.InstanceNorm1d(2), False)],
 )
-def test_buffers_are_sent_before_each_pass_unless_only_batch_norms_have_any(
+def test_buffers_are_sent_before_each_pass_unless_all_of_them_belong_to_batch_norms(
     norm: nn.Module, sent: bool, tmp_path: Path
 ) -> None:
     """A checkpoint and an evaluation get rank 0's buffers in any case."""

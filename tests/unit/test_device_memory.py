@@ -34,7 +34,7 @@ class Gpu:
         self.now += seconds
 
     def begin_group(self, taken: Callable[[float], float]) -> float:
-        """Return the seconds for which a group waits, given the GB that others use after some seconds."""
+        """Return how many seconds a group waits. `taken` maps waiting seconds to the GB that other processes use."""
         self.taken, self._began = taken, self.now
         await_device_memory(torch.device("cuda:0"), "node", self.control)
         return self.now - self._began
@@ -45,7 +45,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
-def test_a_group_waits_until_the_previous_groups_memory_is_free(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_waits_until_the_memory_of_the_previous_group_is_free(
+    gpu: Gpu, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert gpu.begin_group(lambda waited_s: 0.5) == 0, "the first group on a node does not wait"
     assert not capsys.readouterr().out
     waited_s = gpu.begin_group(lambda waited_s: max(0.5, 60 - 20 * waited_s))

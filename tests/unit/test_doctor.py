@@ -131,7 +131,7 @@ def test_doctor_reports_the_resource_that_a_pending_pod_lacks(cluster: FakeClust
     finding = found["insufficient resources"]
     assert (finding["resource"], finding["asked"], finding["nodes"]) == ("cpu", "64", 2)
     assert "lower worker.cpu in the profile" in finding["advice"]
-    assert "too little cpu left" in finding["evidence"]
+    assert "too little cpu is left" in finding["evidence"]
 
 
 def test_doctor_explains_an_exceeded_quota(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
@@ -265,7 +265,7 @@ def test_doctor_reports_a_missing_operator(cluster: FakeCluster, sunspot: Comman
     assert list(findings(sunspot)) == ["no operator"]
 
 
-def test_doctor_explains_a_missed_deadline_from_past_events(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_uses_past_events_to_explain_a_missed_deadline(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     """The job's pods are gone by then, but their events remain."""
     cluster.set_status(JOB, "Failed", "", reason="PreRunningDeadlineExceeded")
     refused = message(MASTER, "2 Insufficient cpu")
@@ -683,7 +683,7 @@ def test_advice_on_a_nan_loss_in_a_run_of_an_older_version_suggests_a_checkpoint
     assert "with SUNSPOT_INIT_FROM set to model.pt of a checkpoint with a finite loss" in told["advice"]
 
 
-def test_status_reports_a_nan_loss_in_json(run: Run, sunspot: Command) -> None:
+def test_the_json_output_of_status_reports_a_nan_loss(run: Run, sunspot: Command) -> None:
     """JSON has no NaN, so the loss is null."""
     good = diverges(run)
     assert sunspot("status", "run", "--json") == 0
@@ -712,7 +712,7 @@ def test_a_failure_without_a_traceback_is_reported(run: Run, sunspot: Command) -
     assert "sunspot logs run" in found["failed"]["advice"]
 
 
-def test_an_errors_location_is_the_innermost_user_frame() -> None:
+def test_the_location_of_an_error_is_the_innermost_user_frame() -> None:
     def text(*files: str) -> str:
         return "".join(f'  File "{file}", line {n}, in f{n}\n    code\n' for n, file in enumerate(files, 1))
 
@@ -763,7 +763,7 @@ def test_doctor_reports_a_damaged_checkpoint(run: Run, sunspot: Command) -> None
     run.storage.write(run.key("checkpoints", "step-00000005-attempt-0001", "model.pt"), b"?")
     damaged = findings(sunspot)["checkpoint damaged"]
     assert "step-00000005-attempt-0001" in damaged["evidence"]
-    assert damaged["advice"].startswith("the run continues from the checkpoint before")
+    assert damaged["advice"].startswith("the run continues from the previous checkpoint")
 
 
 def ended(run: Run, *steps: int) -> list[Checkpoint]:
@@ -785,7 +785,7 @@ def test_doctor_reports_a_damaged_final_checkpoint(run: Run, sunspot: Command) -
     assert list(found) == ["checkpoint damaged", "low goodput"]
     assert found["checkpoint damaged"]["severity"] == "error"
     assert "starts from step 8, and repeats steps 9 to 10" in found["checkpoint damaged"]["advice"]
-    assert "continues from the checkpoint before" not in found["checkpoint damaged"]["advice"], "it has ended"
+    assert "continues from the previous checkpoint" not in found["checkpoint damaged"]["advice"], "it has ended"
 
 
 def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -> None:
@@ -799,7 +799,7 @@ def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -
     assert sunspot("status", "run") == 0
     assert f"  skipped:    {made[1].name}: gone" in sunspot.out
     assert sunspot("checkpoints", "verify", "run") == 7
-    assert f"{made[1].name}  missing, although the run ended with it" in sunspot.out
+    assert f"{made[1].name}  missing, although it is the run's last checkpoint" in sunspot.out
 
     for name in ("step-00000005-attempt-0001", made[0].name):
         delete_checkpoint(run, name)
@@ -892,7 +892,7 @@ def test_doctor_reports_the_goodput_lost_to_incidents(run: Run, sunspot: Command
     assert low["worker_seconds_lost"] == {"node lost": 20}
     assert low["steps_replayed"] == 2
     assert "1 node lost (20 worker-seconds)" in low["evidence"]
-    assert "2 steps repeated: more frequent checkpoints" in low["advice"]
+    assert "2 steps had to be repeated; more frequent checkpoints" in low["advice"]
 
 
 @pytest.mark.parametrize(
@@ -902,7 +902,7 @@ def test_doctor_reports_the_goodput_lost_to_incidents(run: Run, sunspot: Command
         (Cause.OUT_OF_MEMORY, "give the workers enough memory (worker.memory in the profile)"),
         (Cause.WORKER_FAILED, "fix the error that ends the workers"),
         (Cause.NO_ROWS, BRING_ROWS),
-        (Cause.NODE_LOST, "more stable nodes"),
+        (Cause.NODE_LOST, "reclaimed less often"),
     ],
 )
 def test_advice_on_low_goodput_addresses_the_costliest_cause(

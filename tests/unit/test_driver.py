@@ -156,7 +156,9 @@ def test_a_run_whose_first_driver_fails_exists_only_if_it_was_submitted(tmp_path
         assert (read_status(run) is not None) == bool(list_runs(run.storage)) == submitted
 
 
-def test_a_second_drivers_status_counts_once_the_first_driver_is_gone(run: Run, set_constants: SetConstants) -> None:
+def test_the_status_of_a_second_driver_is_used_after_the_first_driver_is_gone(
+    run: Run, set_constants: SetConstants
+) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
     with recorded_outcome(Claimant(run, "another", new_driver()), None, 10):
         assert state(run)[0] is RunState.RUNNING
@@ -327,7 +329,7 @@ def test_a_stop_request_stays_in_force_until_it_is_cleared(run: Run) -> None:
     assert not stop_requested(run)
 
 
-def test_simultaneous_submissions_get_different_numbers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_submissions_of_a_run_get_different_numbers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     record_submission(run, SubmissionRecord("a", server="1"))
     monkeypatch.setattr(
         "sunspot.run.requests.list_submissions", lambda run: []

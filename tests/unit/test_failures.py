@@ -79,7 +79,7 @@ def test_rows_are_counted_after_losing_one_or_all_replicas(tmp_path: Path) -> No
 
 
 def test_part_exchange_repeat_steps_only_if_all_of_them_restart() -> None:
-    """A worker repeats no step if it prints one after another worker has printed the next."""
+    """A step counts as new even if its worker prints it late, when another worker has printed the next step."""
     torchft = Torchft(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
     for told, again in (([4, 5, 4, 6, 5, 6, 7], 0), ([4, 5, 6, 1, 1, 2, 1, 3], 6), ([9, 1, 2, 1, 2, 3, 1], 12)):
         lines = [f'(pid=1) {{"time": {float(number)}, "step": {step}}}' for number, step in enumerate(told)]
@@ -100,7 +100,7 @@ def test_no_worker_runs_on_the_cpu_of_the_torchft_lighthouse() -> None:
         assert json.loads(environment["SUNSPOT_RESOURCES_PER_WORKER"]) == {"CPU": 2, "worker": 1}
 
 
-def test_a_drivers_log_is_read_from_its_last_complete_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_log_of_a_driver_continues_after_the_last_complete_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also check carriage returns, and that another head's log is read from its beginning."""
     logs, asked = {"a": "one\r\ntwo\rtwo\nthr", "b": "four\n"}, []
 

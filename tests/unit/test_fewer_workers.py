@@ -80,7 +80,7 @@ def test_pods_on_lost_nodes_do_not_count_as_running(job: FakeCluster, run: Run, 
     assert evidence[0] == f"{second} is not ready since 2023-11-14 22:13:20 UTC"
     assert evidence[1] == f"{third} no longer exists"
     assert evidence[2].startswith("1 of 2..3 workers train since ")
-    assert f"for 60 s; waits for: pod {CLUSTER}-worker-2 (its node node-of-{CLUSTER}-worker-2 is not" in evidence[2]
+    assert f"for 60 s; waiting for: pod {CLUSTER}-worker-2 (its node node-of-{CLUSTER}-worker-2 is not" in evidence[2]
     assert (found["fewer workers"]["workers"], found["fewer workers"]["severity"]) == (1, "note")
     assert found["fewer workers"]["step"] == 7
     assert sunspot("status", "run") == 0

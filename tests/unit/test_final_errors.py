@@ -75,7 +75,7 @@ def test_only_errors_that_would_occur_on_any_cluster_are_final(
 
 
 @pytest.mark.parametrize("given", [config("run-1a2b-9fwqz"), '{"metadata": null}'])
-def test_an_error_is_still_raised_if_ray_cannot_record_the_jobs_status(
+def test_an_error_is_still_raised_if_ray_cannot_record_the_status_of_the_job(
     given: str, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     monkeypatch.setenv("RAY_CLUSTER_NAME", "run-1a2b-x7k2p")

@@ -31,7 +31,7 @@ from tests.harness.process_group import in_processes
 
 @pytest.fixture(scope="module", autouse=True)
 def peft() -> object:
-    """Return peft. Only tests that use it import it, because that takes seconds."""
+    """Return peft. Only the tests that use peft import it, because the import takes seconds."""
     return pytest.importorskip("peft", reason="needs the extra hf")
 
 

@@ -55,13 +55,13 @@ def test_different_values_for_tied_tensors_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
-def test_a_wrapped_models_names_are_recognized(prefix: str) -> None:
+def test_the_parameter_names_of_a_wrapped_model_are_recognized(prefix: str) -> None:
     saved, model = Tied(tied=False), Tied(tied=False)
     load(model, {prefix + name: value for name, value in saved.state_dict().items()})
     assert all(torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_a_compiled_modules_names_are_recognized() -> None:
+def test_the_parameter_names_of_a_compiled_module_are_recognized() -> None:
     saved, model = Tied(tied=False), Tied(tied=False)
     names = {"head.weight": "head._orig_mod.weight"}
     load(model, {names.get(name, name): value for name, value in saved.state_dict().items()})

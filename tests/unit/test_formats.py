@@ -206,7 +206,7 @@ def test_decoded_labels_are_counted(tmp_path: Path) -> None:
         open_rows(write_rows(tmp_path / "a.csv", ["up", "left"]), label=Column("int64", decode=number_of))
 
 
-def test_rows_to_predict_can_lack_labels_and_use_the_models_classes(tmp_path: Path) -> None:
+def test_rows_to_predict_can_lack_labels_and_use_the_classes_of_the_model(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.csv", ["down", "up"])
     model = ModelData((1,), 3, ("down", "level", "up"))
 

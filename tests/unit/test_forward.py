@@ -33,7 +33,7 @@ from tests.harness.loop import make_worker, plan_without_evaluation, train_rank
 CPU = torch.device("cpu")
 
 GRAPHS = 3
-"""Graphs of a training pass: the model or each of its blocks, and the task's loss before and after it."""
+"""Graphs of a training pass: the model or each of its blocks, and the task's loss before and after the model."""
 
 
 def plan_of(rows: int, **settings: Any) -> Plan:
@@ -192,7 +192,9 @@ def test_a_lightning_module_is_compiled() -> None:
         (0, "auto", "max-autotune-no-cudagraphs"),
     ],
 )
-def test_accumulated_gradients_are_not_kept_in_a_cuda_graphs_memory(micro: int, survivors: str, mode: str) -> None:
+def test_accumulated_gradients_are_not_kept_in_the_memory_of_a_cuda_graph(
+    micro: int, survivors: str, mode: str
+) -> None:
     """The remaining worker accumulates the gradients of two passes."""
     model, modes = nn.Linear(1, 1), []
     model.compile = lambda mode, dynamic: modes.append(mode)

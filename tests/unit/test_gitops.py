@@ -113,7 +113,7 @@ def test_a_job_is_progressing_before_the_operator_handles_it() -> None:
     assert flux(rayjob("digits-1")) == "unknown"
 
 
-def test_the_health_message_contains_the_operators_reason() -> None:
+def test_the_health_message_contains_the_reason_given_by_the_operator() -> None:
     message = "Job status checks have been failing since 2026-11-20 10:00:00; exceeded timeout of 300s"
     job = a_rayjob("Failed", "RUNNING", reason="JobStatusCheckTimeoutExceeded", message=message)
     assert argo_cd(job) == ("Degraded", f"Failed: RUNNING: JobStatusCheckTimeoutExceeded: {message}")
@@ -173,7 +173,7 @@ def test_gitops_tools_are_recognized_by_their_field_managers() -> None:
     assert RECREATED_WITHIN_S > 600
 
 
-def test_gitops_tools_do_not_revert_kueues_changes() -> None:
+def test_gitops_tools_do_not_revert_changes_made_by_kueue() -> None:
     """The tools ignore only a RayJob's spec, because the name contains the spec's hash."""
     application, kustomization = load("application.yaml")["spec"], load("flux.yaml")["spec"]
     rayjobs = {"group": "ray.io", "kind": "RayJob"}

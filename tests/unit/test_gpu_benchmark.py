@@ -1,4 +1,4 @@
-"""Tests of `make bench-gpu` on the CPU, where it tries itself out with tiny sizes."""
+"""Tests of `make bench-gpu` with tiny sizes on the CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_benchmark_measures_without_ray_and_stores_what_it_prints(tmp_path: 
     assert {line["subject"] for line in turns} == {"digits", "gpt2", "checkpoints"}
 
 
-def test_a_benchmark_turn_does_not_begin_if_it_would_not_end_in_time(tmp_path: Path) -> None:
+def test_a_measurement_does_not_begin_if_it_would_not_end_in_time(tmp_path: Path) -> None:
     seconds = [0.0]
     session = Session(torch.device("cpu"), 100, tmp_path, clock=lambda: seconds[0])
 

@@ -26,7 +26,7 @@ CONTROLLER = ControllerError(ValueError("broken"))
 LOST = Incident(Cause.WORKER_LOST, "rank 0 on node a", 100.0)
 
 TWICE = FailureCounts(charged=2)
-"""The counts of a trainer before which two groups have failed without a new checkpoint."""
+"""Failure counts after two groups have failed without a new checkpoint."""
 
 ONCE = FailureCounts(charged=1)
 

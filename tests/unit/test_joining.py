@@ -52,7 +52,7 @@ def test_a_process_leaves_when_no_further_group_forms(config: WorkerConfig) -> N
     assert not survivor.await_outputs.called
 
 
-def test_the_next_group_forms_before_it_waits_for_the_previous_groups_output(config: WorkerConfig) -> None:
+def test_the_next_group_forms_before_it_waits_for_the_output_of_the_previous_group(config: WorkerConfig) -> None:
     survivor = survivor_that(form=lambda: PLACE)
     with Joining(config, survivor) as joined:
         assert joined.form() is PLACE

@@ -1,4 +1,4 @@
-"""Decisions whether another worker group follows one that failed, and the messages for the user."""
+"""Tests of the decision whether another worker group follows a failed group, and of the messages for the user."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_same_bug_on_all_ranks_before_the_first_step_ends_the_run_at_once(co
     ],
     ids=["one rank", "other places", "from outside", "lost peers", "our code", "installed code", "after steps"],
 )
-def test_the_run_starts_again_after_other_errors(control: Control, errors: list[RankError]) -> None:
+def test_the_run_starts_again_after_an_error_that_might_not_recur(control: Control, errors: list[RankError]) -> None:
     judge = FailureJudge(control, 3)
     control.end = group_end(errors)
     assert judge({0: NameError()})
@@ -340,7 +340,9 @@ def test_groups_that_take_no_step_from_a_copy_in_memory_are_not_counted_as_failu
     [(failed(0, from_memory=True, taken=1), False), (failed(0), False), (failed(0, from_memory=True), True)],
     ids=["took a step", "from storage", "a rank was lost"],
 )
-def test_all_other_failures_count_against_max_failures(control: Control, errors: list[RankError], lost: bool) -> None:
+def test_failures_that_the_copy_in_memory_did_not_cause_count_against_max_failures(
+    control: Control, errors: list[RankError], lost: bool
+) -> None:
     control.end = group_end(errors)
     assert not FailureJudge(control, 0)({0: RuntimeError()} | ({1: LOST} if lost else {}))
 
@@ -362,7 +364,7 @@ def test_the_errors_of_one_group_are_not_attributed_to_the_next_group() -> None:
     assert not control.fetch_news().ended, "another group trains"
 
 
-def test_the_next_group_also_saves_for_a_preempted_head() -> None:
+def test_a_save_requested_for_a_preempted_head_also_reaches_the_next_group() -> None:
     control = ControlChannel()
     control.request_save()
     control.begin_group(worker_group(2, "a"))

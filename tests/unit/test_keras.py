@@ -28,7 +28,7 @@ ROWS = 30
 
 @pytest.fixture
 def keras() -> Any:
-    """Return Keras. Only tests that use it import it, because that takes seconds."""
+    """Return Keras. Only the tests that use Keras import it, because the import takes seconds."""
     return pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
 
 

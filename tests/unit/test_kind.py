@@ -22,7 +22,7 @@ case "$(basename "$0") $*" in
   *"-f -") cat > "$STDIN";;
 esac
 """
-"""A tool's script that records its arguments, and fails if the test asks for that."""
+"""Script of a fake tool that records its arguments, and fails if the test asks for this."""
 
 Kind = Callable[..., list[str]]
 

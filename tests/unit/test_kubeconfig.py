@@ -85,7 +85,7 @@ def test_a_broken_kubeconfig_entry_is_reported_in_one_line(
 def test_an_invalid_kubeconfig_is_reported_in_one_line(cluster: FakeCluster, sunspot: Command, content: bytes) -> None:
     cluster.kubeconfig.write_bytes(content)
     assert sunspot("status", "run", "--context", "fake") == 4
-    assert sunspot.err.startswith(f"error: no cluster: {cluster.kubeconfig}")
+    assert sunspot.err.startswith(f"error: cannot connect to a cluster: {cluster.kubeconfig}")
     assert len(sunspot.err.splitlines()) == 1
 
 

@@ -117,7 +117,7 @@ def test_each_parameter_group_has_the_same_options_as_in_a_plain_loop(kind: str,
 
 
 @pytest.mark.parametrize("kind", ["OneCycleLR", "CosineAnnealingWarmRestarts"])
-def test_a_killed_run_with_a_scheduler_ends_like_a_plain_loop(kind: str, tmp_path: Path) -> None:
+def test_a_killed_run_with_a_scheduler_ends_with_the_weights_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
     settings = Settings(
         **{"storage_path": str(tmp_path), "run_name": "run", "task": "tests.tasks.scheduled", "seed": 3},
         **{"task_args": {"scheduler": kind, "width": 2}, "global_batch_size": 50, "max_steps": 12},
@@ -326,7 +326,7 @@ def test_a_jump_of_the_learning_rate_after_a_changed_run_length_is_reported() ->
 
     cycle = module_of(build_scheduler=lambda optimizer, _, total: PolynomialLR(optimizer, total))
     assert describe(cycle, 81) == (
-        "SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS now give 120 steps, 81 before: "
+        "SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS now give 120 steps instead of 81: "
         "the learning rate continues at 0.00667 instead of 0.000247"
     )
     assert not describe(cycle, 120)

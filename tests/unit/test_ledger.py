@@ -40,7 +40,7 @@ def test_the_ledger_drops_only_rows_that_are_in_storage(group: dist.ProcessGroup
     assert recorded(run, 1) == {step: [10 * step, 10 * step + 1] for step in range(1, 6)}
 
 
-def test_the_next_attempt_writes_the_previous_attempts_missing_rows(group: dist.ProcessGroup, run: Run) -> None:
+def test_the_next_attempt_writes_the_missing_rows_of_the_previous_attempt(group: dist.ProcessGroup, run: Run) -> None:
     before = Ledger(group, "attempt-0001", 0, [], True)
     take(before, 1, 4)
     kept = before.gather(4)

@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_imported_is_rejected(
         find_module(path)
 
 
-def test_a_training_that_fails_to_start_leaves_no_run(
+def test_training_that_fails_to_start_leaves_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "xgboost", None)
@@ -138,7 +138,7 @@ def test_a_training_that_fails_to_start_leaves_no_run(
     assert not [entry.key for entry in storage.list("mnist") if "/logs/" not in entry.key]
 
 
-def test_a_training_that_fails_to_start_still_prints_json(
+def test_training_that_fails_to_start_still_prints_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own handlers

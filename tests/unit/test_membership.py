@@ -54,7 +54,7 @@ class Process:
     "Number of its connections so far, each with another uid."
     inbox: list[Any] = field(default_factory=list)
     trains_in: int = 0
-    "Number of the generation in which it believes to be, or 0."
+    "Number of the generation to which the process believes it belongs, or 0."
     waits_to_join: bool = False
     changes: bool = False
     "True once it was asked to change its generation after a step."
@@ -64,7 +64,7 @@ class Process:
     "Attempt in which the process trained last."
     frozen: bool = False
     cut: bool = False
-    "True if the server has taken it for lost, which it has not noticed."
+    "True if the server presumes that the process is lost, but the process has not noticed this."
     breaks_off: bool = False
     "True if the process has reconnected, and has not yet left its step in the previous group."
 
@@ -322,12 +322,12 @@ class Decisions(RuleBasedStateMachine):
         return process.name in self.processes and process.trains_in == number and not process.frozen
 
     def can_step(self) -> list[Process]:
-        """Return the members of the newest group that claimed, by rank, or nothing if it cannot take a step."""
+        """Return the members of the newest group with a claim, by rank, or nothing if the group cannot take a step."""
         group = self.groups.get(self.claimed, [])
         return group if all(self.forms(process, self.claimed) for process in group) else []
 
     def take_step(self, ends: list[tuple[Process, str]]) -> None:
-        """Let processes complete the group's next step, or take a part of it, or nothing."""
+        """Let each process take the group's next step completely, partly, or not at all."""
         self.taken += 1
         after = (*self.steps, self.taken)
         for process, end in ends:
@@ -406,7 +406,7 @@ class Decisions(RuleBasedStateMachine):
 
     @invariant()
     def one_group_trains(self) -> None:
-        """Check that if two groups could both complete a step, one has lost a member, so that it never can."""
+        """Check that at most one group still has all of its members, because only such a group can complete a step."""
         can_step = [
             number
             for number, group in self.groups.items()
@@ -478,7 +478,7 @@ def expect_counterexample(machine: type[Decisions], text: str) -> None:
         run_state_machine_as_test(seed(0)(machine), settings=chosen)
 
 
-def test_always_preferring_staying_nodes_loses_the_newest_state(
+def test_the_model_checker_detects_that_preferring_staying_nodes_loses_the_newest_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Membership, "_choose", choose_staying_members)
@@ -520,7 +520,7 @@ def test_the_model_checker_detects_a_stale_state_that_is_treated_as_current(
         bring_back_a_stale_process(Decisions())
 
 
-def test_a_new_group_is_asked_to_change_if_members_that_are_to_leave_hand_over_the_state() -> None:
+def test_a_new_group_is_asked_to_change_again_if_it_contains_a_member_on_a_draining_node() -> None:
     """The request follows from how the group was formed, and not from a later event."""
     membership = Membership(1)
     membership.enter(Member("first-1", "old", "first"))

@@ -235,7 +235,7 @@ def test_a_dead_machine_is_reported_as_lost_after_about_a_second(server: Members
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is an option of Linux")
-def test_a_member_notices_after_about_a_second_that_the_drivers_machine_died(server: MembershipServer) -> None:
+def test_a_member_notices_after_about_a_second_that_the_machine_of_the_driver_died(server: MembershipServer) -> None:
     ended = threading.Event()
     client = MembershipClient(server.address, Member("one", "node"), ended.set)
     client.connect()

@@ -94,7 +94,7 @@ def test_a_custom_loop_cannot_log_a_reserved_name(
     assert worker.step == 0
 
 
-def test_the_trainers_own_metrics_are_omitted_and_other_metrics_are_kept() -> None:
+def test_metrics_of_the_trainer_itself_are_omitted_and_other_metrics_are_kept() -> None:
     pytest.importorskip("transformers")
     from sunspot.adapters.transformers import measured as measured_by_trainer
 

@@ -62,7 +62,7 @@ def test_all_workers_get_the_same_means_and_the_numbers_of_every_rank(tmp_path: 
             ]
 
 
-def test_a_record_combines_all_workers_and_keeps_each_ranks_numbers(group: dist.ProcessGroup) -> None:
+def test_a_record_combines_all_workers_and_keeps_the_numbers_of_each_rank(group: dist.ProcessGroup) -> None:
     window = MetricWindow(group, torch.device("cpu"), RecentMeans(EPOCH, {}))
     for step_time in (0.1, 0.3):
         window.add_step([{"loss": torch.tensor([1.0, 2.0])}], step_time, data_wait=0.25)

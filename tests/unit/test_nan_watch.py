@@ -151,7 +151,7 @@ def test_weights_broken_just_before_losing_a_worker_are_rejected(group: dist.Pro
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_large_weights_of_any_type_are_finite(dtype: torch.dtype) -> None:
+def test_large_weights_of_any_type_count_as_finite(dtype: torch.dtype) -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.full((70_000,), 30_000.0, dtype=dtype))
     assert has_finite_weights(model), "the sum does not fit into a float16"

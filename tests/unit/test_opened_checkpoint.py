@@ -142,11 +142,11 @@ def test_a_task_that_is_not_found_is_reported_with_the_fix(job_id: str, fix: str
 def test_a_missing_run_is_reported_with_the_existing_runs(run: Run) -> None:
     begin(run)
     storage = run.storage.locate("")
-    with pytest.raises(NotFoundError, match=f"^no run rum in {storage.rstrip('/')}; there are run$"):
+    with pytest.raises(NotFoundError, match=f"^no run rum in {storage.rstrip('/')}; it contains run$"):
         open_checkpoint("rum", "newest", storage)
     with pytest.raises(NotFoundError, match=r"/runs/run: no checkpoint yet$"):
         open_checkpoint("run", "newest", storage)
-    with pytest.raises(SettingsError, match=r"^SUNSPOT_INIT_FROM=run:rum: no run rum in .*; there are run$"):
+    with pytest.raises(SettingsError, match=r"^SUNSPOT_INIT_FROM=run:rum: no run rum in .*; it contains run$"):
         choose_init(Settings(init_from="run:rum", storage_path=storage))
 
 

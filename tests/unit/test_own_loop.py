@@ -181,7 +181,7 @@ def test_a_loop_cannot_set_learning_rates_that_would_be_overwritten(
     assert len(importlib.import_module(task).rates) == (where != "before")
 
 
-def test_rates_that_a_loop_sets_before_the_optimizers_step_are_kept(
+def test_learning_rates_that_a_loop_sets_before_the_optimizer_step_are_kept(
     group: dist.ProcessGroup, own: Callable[..., str]
 ) -> None:
     task = own(OWN_RATES.format(before="", in_step=CHANGES, after=""))

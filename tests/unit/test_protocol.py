@@ -255,7 +255,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.late)
     @rule(number=st.integers(0, 3))
     def land(self, number: int) -> None:
-        """Perform a delayed operation, unless it commits what retention has deleted, which takes minutes longer."""
+        """Perform a delayed operation. Drop a write whose manifest was deleted since: no real write is that late."""
         self.world.land(number % len(self.world.late), but=self.retired)
 
     @precondition(lambda self: self.committed and self.deletions < self.most_deletions)

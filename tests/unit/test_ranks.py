@@ -84,7 +84,7 @@ def test_records_are_not_combined_if_there_are_few() -> None:
     assert downsample(text) == text
 
 
-def test_a_long_runs_rank_records_are_written_once_a_minute(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_records_of_a_long_run_are_written_once_a_minute(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("sunspot.observe.ranks.TokenBucket", partial(TokenBucket, clock=lambda: now))
     history, spans = RankHistory(run, 1), lineage([start(run, "job")])

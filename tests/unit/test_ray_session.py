@@ -98,7 +98,7 @@ def test_socket_paths_fit_even_if_tmpdir_is_long(
     assert len(os.fsencode(f"{call['_temp_dir']}/{SOCKET}")) <= MAX_SOCKET_PATH_BYTES
 
 
-def test_another_users_folder_is_rejected(started: list[dict[str, Any]], temporary: Path) -> None:
+def test_a_folder_of_another_user_is_rejected(started: list[dict[str, Any]], temporary: Path) -> None:
     (temporary / f"sunspot-{os.getuid()}").symlink_to(temporary)
     with pytest.raises(SettingsError, match=f"sunspot-{os.getuid()} belongs to another user or is a link"):
         begin()
@@ -120,7 +120,7 @@ def refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(raised.value).removeprefix("Ray cannot be started on this machine: ")
 
 
-def test_the_error_for_a_slow_start_mentions_the_load_and_rays_logs(
+def test_the_error_for_a_slow_start_mentions_the_load_and_the_logs_of_ray(
     started: list[dict[str, Any]], temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = "The current node timed out during startup"

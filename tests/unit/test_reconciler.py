@@ -69,7 +69,7 @@ def test_a_local_path_in_a_rayjob_is_not_read(
     )
 
 
-def test_a_rayjob_is_annotated_with_its_runs_state(
+def test_a_rayjob_is_annotated_with_the_state_of_its_run(
     cluster: FakeCluster, run: Run, reconciler: Reconciler, shown: list[tuple[str, str]]
 ) -> None:
     cluster.put_job(rayjob("run-0", created=time.time() - 100))

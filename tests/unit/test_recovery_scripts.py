@@ -153,7 +153,7 @@ def test_a_group_is_complete_once_all_workers_have_trained_for_some_time(set_con
         wait_until_complete(Run(), 0)
 
 
-def test_groups_are_read_from_a_drivers_log() -> None:
+def test_groups_are_read_from_the_log_of_a_driver() -> None:
     """Check logs like those that Ray writes, with prefixes, colours, other lines, and a start without steps."""
     records = [
         {"time": 1.0, "event": "start", "from_step": 0, "world": 2},
@@ -187,7 +187,7 @@ def test_groups_and_rank_0_of_a_sunspot_run_are_read(monkeypatch: pytest.MonkeyP
     assert ours.groups() == [Group(2, 2, 110.0, 2, RECEIPT)]
     assert ours.rank0() == "a"
     states.append((RunState.SUCCEEDED, "at step 94"))
-    with pytest.raises(SunspotError, match="nothing is left to interrupt: mine succeeded, at step 94"):
+    with pytest.raises(SunspotError, match="cannot inject another fault: mine succeeded, at step 94"):
         ours.groups()
     cluster.trouble = "gone"  # then it is not known
     assert ours.groups()

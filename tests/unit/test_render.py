@@ -286,7 +286,7 @@ def test_a_cloud_overlay_changes_only_workload_identity(cloud: str) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_the_component_runs_apart_removes_only_the_policy_within_clusters(tmp_path: Path) -> None:
+def test_the_runs_apart_component_removes_only_the_within_clusters_policy(tmp_path: Path) -> None:
     names = {folder: os.path.relpath(MANIFESTS / folder, tmp_path) for folder in ("base-gke", "runs-apart")}
     text = f"resources: [{names['base-gke']}]\ncomponents: [{names['runs-apart']}]\n"
     (tmp_path / "kustomization.yaml").write_text(text)
@@ -515,7 +515,7 @@ def test_every_job_has_the_fields_that_runs_rely_on(profile: str) -> None:
 
 
 def check_volumes(pod: dict[str, Any]) -> None:
-    """/dev/shm counts against the container's memory, and /tmp against its disk."""
+    """Check volume sizes. /dev/shm counts against the container's memory limit, and /tmp against its disk limit."""
     limits = pod["containers"][0]["resources"]["limits"]
     volumes = empty_volumes(pod)
     assert volumes["shared-mem"] == {"medium": "Memory", "sizeLimit": limits["memory"]}
@@ -736,7 +736,7 @@ def test_an_elastic_run_starts_with_its_minimum_and_has_an_autoscaler() -> None:
     assert not {"enableInTreeAutoscaling", "autoscalerOptions"} & set(fixed)
 
 
-def test_only_the_autoscalers_container_gets_a_kubernetes_token() -> None:
+def test_only_the_container_of_the_autoscaler_gets_a_kubernetes_token() -> None:
     rendered = render("gke-spot", {"NUM_WORKERS": "2..8"})
     head, workers = pods_of(rendered)
     [token] = [volume for volume in head["volumes"] if "projected" in volume]
@@ -1003,7 +1003,7 @@ def test_a_queue_becomes_a_kueue_label() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"NUM_WORKERS": "1..2"}, {"LOADER": "ray"}])
-def test_autoscaled_jobs_have_kueues_elastic_annotation(settings: dict[str, str], tmp_path: Path) -> None:
+def test_autoscaled_jobs_have_the_elastic_annotation_of_kueue(settings: dict[str, str], tmp_path: Path) -> None:
     profile = own_profile(tmp_path, "extends: gke-spot\nqueue: gpus\ndata_workers: {cpu: 4, memory: 8Gi, max: 2}")
     rendered = render(profile, settings)
     assert cluster_of(rendered)["enableInTreeAutoscaling"] is True

@@ -188,7 +188,7 @@ def test_an_older_copy_in_memory_is_used_if_the_checkpoint_is_damaged(run: Run) 
 def test_a_checkpoint_that_any_rank_finds_damaged_is_skipped_by_all_ranks(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 sees other bytes of the newest checkpoint, and this rank, 0, sees other bytes of the one before it."""
+    """Rank 1 reads wrong bytes from the newest checkpoint, and this rank (0) reads them from the previous one."""
     first = start(run, "me")
     names = [commit(run, first, step).name for step in (5, 10, 15)]
     reads: list[str] = []
@@ -553,7 +553,7 @@ def claimed_by(driver: str, attempt: Attempt) -> Attempt:
 def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(
     last_status: float | None, of: str, cause: Cause, detail: str, run: Run
 ) -> None:
-    """The driver begins at 50, while the first start's group takes step 20. The driver claims at 70."""
+    """The new driver begins at 50 s, while the group of the first start takes step 20, and claims the run at 70 s."""
     write_status(run, Status(RunState.STARTING, "new-2", began=50.0, attempt=1, driver="2" * 8))
     if last_status is not None:
         write_status(run, Status(RunState.RUNNING, of, step=20, attempt=1, driver="1" * 8))

@@ -196,9 +196,7 @@ def test_a_lost_run_is_listed_with_the_step_of_its_newest_checkpoint(
     assert on_page.checkpoint == (kept.name if ago > 5 else None)
 
 
-def test_reading_the_state_lists_only_statuses_if_the_status_is_recent(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recent_status_is_enough_to_read_the_state_of_a_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, replace(RUNNING, driver="0123abcd"))
     with monkeypatch.context() as patch:
         listed: list[str] = []

@@ -136,10 +136,10 @@ def test_the_error_for_an_unknown_setting_contains_a_hint(name: str, hint: str) 
 
 
 @pytest.mark.parametrize("file", ["my_task.py", "tasks/my_task.py"])
-def test_the_error_for_a_file_path_as_task_suggests_its_module(file: str) -> None:
+def test_the_error_for_a_task_given_as_a_file_path_suggests_its_module(file: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({"TASK": file})
-    assert str(refused.value).endswith(f"SUNSPOT_TASK={file}: give a module, without .py: SUNSPOT_TASK=my_task")
+    assert str(refused.value).endswith(f"SUNSPOT_TASK={file}: set it to a module, without .py: SUNSPOT_TASK=my_task")
 
 
 BARE = re.compile(rf"(?<![\w.])(?:{'|'.join(name.upper() for name in FIELDS)})(?!\w)")

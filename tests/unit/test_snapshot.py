@@ -671,7 +671,9 @@ def test_a_process_keeps_the_shards_from_which_its_next_group_resumes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["another user's", "a link"])
-def test_another_users_directory_is_never_used(kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_never_used(
+    kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any user could create a directory with this name, and put weights there."""
     planted = Trainee()
     planted.train()

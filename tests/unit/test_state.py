@@ -177,7 +177,7 @@ def test_the_first_matching_rule_determines_the_state(stored: str) -> None:
         assert state_of(stored, deployment, ray) is expected, (rule, deployment, ray)
 
 
-def test_a_stop_request_does_not_hide_the_runs_end() -> None:
+def test_a_stop_request_does_not_hide_the_end_of_the_run() -> None:
     for case in CASES:
         stored, deployment, ray = case
         before, _ = judge(job(deployment, ray), status=in_storage(stored), now=NOW)
@@ -309,7 +309,7 @@ def test_an_exceeded_deadline_is_a_failure_even_if_the_ray_job_runs() -> None:
     )
 
 
-def test_the_programs_message_takes_precedence_over_the_message_of_the_operator() -> None:
+def test_the_message_of_the_program_takes_precedence_over_that_of_the_operator() -> None:
     failed = job("Failed", "FAILED", reason="AppFailed", message="Job entrypoint command failed with exit code 1")
     own = status(RunState.FAILED, reason="row 7 of train.parquet has no label")
     assert judge(failed, status=own, now=NOW)[1] == "row 7 of train.parquet has no label"
@@ -480,7 +480,7 @@ def test_the_reason_names_the_node_of_a_head_being_deleted(ago: float, answers: 
     last = status(RunState.RUNNING, age=100)
     state, reason = judge(job(), [view(ending)], status=last, now=NOW)
     assert state is RunState.SILENT
-    assert "the head pod is being deleted; a new one follows when it has left node node-of-run-1-x-head" in reason
+    assert "the head pod is being deleted, and is replaced once it has left node node-of-run-1-x-head" in reason
     assert ("which does not answer" in reason) is not answers
     new = {**head(), "metadata": {**head()["metadata"], "name": "run-1-x-head-2"}}
     state, reason = judge(job(), [view(ending), view(new)], status=last, now=NOW)

@@ -117,7 +117,7 @@ def test_a_frozen_driver_writes_nothing_after_a_takeover(run: Run, clock: Clock)
     assert [(entry.key, entry.version) for entry in list_statuses(run)] == before
 
 
-def test_each_start_of_a_jobs_driver_has_its_own_status(run: Run) -> None:
+def test_each_driver_start_of_a_job_has_its_own_status(run: Run) -> None:
     """The operator restarts the job's driver if the head does not answer, but the old head can come back."""
     frozen = DriverStatusWriter(run, OLD)
     write_status(run, replace(NEW, owner=OLD.owner))
@@ -210,7 +210,7 @@ def test_a_status_written_by_an_older_version_is_read(run: Run) -> None:
     assert read_status(run).driver == OLD.driver, "the next driver's status counts"
 
 
-def test_a_second_drivers_status_counts_until_it_is_withdrawn(run: Run) -> None:
+def test_the_status_of_a_second_driver_is_used_until_it_is_withdrawn(run: Run) -> None:
     write_status(run, OLD)
     second = replace(OLD, state=RunState.STARTING, driver="cccccccc")
     write_status(run, second)
@@ -275,13 +275,13 @@ def test_only_objects_in_the_status_folder_are_read_as_statuses() -> None:
     assert newest_status([Entry(key, 1, 0.0, "") for key in keys]) is None
 
 
-def test_the_drivers_status_wins_if_both_writes_have_the_same_time() -> None:
+def test_the_status_of_the_driver_wins_if_both_writes_have_the_same_time() -> None:
     """Buckets report modification times in whole seconds."""
     listed = [entry_of(f"0001-{A}-workers"), entry_of(f"0001-{A}")]
     assert [newest_status(order) for order in (listed, listed[::-1])] == [listed[1], listed[1]]
 
 
-def test_newest_status_can_select_or_exclude_a_driver() -> None:
+def test_newest_status_can_be_limited_to_one_driver_or_exclude_it() -> None:
     """A driver's end only hides the driver's own objects."""
     listed = [entry_of(f"0001-{A}-ended", 1.0), entry_of(f"0002-{B}", 2.0), entry_of(f"0001-{A}-workers", 3.0)]
     assert newest_status(listed, driver=A) == newest_status(listed, other_than=B) == listed[0]
@@ -289,7 +289,7 @@ def test_newest_status_can_select_or_exclude_a_driver() -> None:
     assert newest_status(listed, driver="cccccccc") is None
 
 
-def test_a_late_report_does_not_replace_the_new_owners_report(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_report_does_not_replace_the_report_of_the_new_owner(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = replace(OLD, state=RunState.FAILED, reason="the old one")
     write_status(run, ended)
     page = run.key("report.html")
@@ -312,7 +312,9 @@ def test_a_late_report_does_not_replace_the_new_owners_report(run: Run, monkeypa
     assert run.storage.read(page) == b"untouched"
 
 
-def test_late_predictions_do_not_replace_the_new_owners_predictions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_predictions_do_not_replace_the_predictions_of_the_new_owner(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Predictions take up to two minutes, during which another owner can take the run over."""
     write_status(run, OLD)
     made = Predictions("step-00000001-attempt-0001", 1, 1, 1.0, 1, [[1]])

@@ -309,7 +309,7 @@ def test_a_run_ends_after_several_evaluations_without_an_improvement(
 
 
 def test_an_evaluation_uses_the_same_buffers_as_a_checkpoint(tmp_path: Path) -> None:
-    """These are rank 0's buffers, such as batch norm's averages. Before, they differ between ranks."""
+    """These are rank 0's buffers, such as batch norm's averages. Before the evaluation, they differ between ranks."""
 
     def act(group: dist.ProcessGroup) -> tuple[float, dict[str, float] | None]:
         learner = evaluating(group, 2)
@@ -420,7 +420,7 @@ def test_seeds_differ_for_every_step_and_rank() -> None:
 
 @pytest.mark.parametrize("needs_others", [False, True])
 def test_a_warm_up_step_does_not_change_the_model(needs_others: bool) -> None:
-    """Only the optimizer's state remains, until the others' state replaces it. The loss replaces a buffer here."""
+    """Only the optimizer's state remains, until the others' state replaces it. This test's loss replaces a buffer."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model[0].register_buffer("center", torch.zeros(2))
     source: Any = SimpleNamespace(row_groups=(60,), read=lambda group, rows: {"x": np.ones((len(rows), 2), np.float32)})

@@ -200,7 +200,7 @@ def test_a_write_of_the_same_size_changes_the_version(storage: Storage) -> None:
     assert version() != first
 
 
-def test_a_killed_writers_unfinished_write_is_listed_and_discarded(storage: Storage) -> None:
+def test_the_unfinished_write_of_a_killed_writer_is_listed_and_discarded(storage: Storage) -> None:
     storage.write("run/a", b"whole")
     killed = [storage.writer(key) for key in ("run/b", "run2/b")]
     for context in killed:
@@ -657,7 +657,7 @@ def test_a_writer_detects_whether_the_server_verifies_parts(
 
 
 @pytest.mark.parametrize("fault", [s3.answer(403, "AccessDenied"), s3.answer(400, "InvalidRequest"), s3.reset])
-def test_a_rejection_for_a_different_reason_does_not_prove_that_parts_are_verified(
+def test_rejecting_a_part_for_another_reason_does_not_prove_that_parts_are_verified(
     fault: s3.Fault,
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
@@ -731,7 +731,9 @@ def test_uploads_fail_after_a_limited_number_of_attempts(
     assert at_once < tries <= MANY_TRIES * at_once if passes else tries <= at_once
 
 
-def test_an_error_in_a_200_response_to_complete_is_raised(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_an_error_in_a_200_response_to_the_completion_of_an_upload_is_raised(
+    s3_storage: S3Storage, s3_proxy: FaultProxy
+) -> None:
     s3_proxy.on("CompleteMultipartUpload", s3.answer(200, "InternalError"), times=1)
     sha256 = write_parts(s3_storage, 1)
     assert s3_storage.digest("run/model.pt") == (PART + 1, sha256)
@@ -743,7 +745,7 @@ def test_an_error_in_a_200_response_to_complete_is_raised(s3_storage: S3Storage,
     assert_nothing_left(s3_storage)
 
 
-def test_an_upload_succeeds_even_if_the_response_to_complete_was_lost(
+def test_an_upload_succeeds_even_if_the_response_to_its_completion_was_lost(
     s3_storage: S3Storage, s3_proxy: FaultProxy
 ) -> None:
     s3_proxy.on("CompleteMultipartUpload", s3.carry_out_then_reset, times=1)

@@ -87,7 +87,7 @@ def test_a_command_continues_if_stderr_cannot_be_written() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
-def test_characters_outside_the_terminals_encoding_are_escaped(encoding: str) -> None:
+def test_characters_outside_the_encoding_of_the_terminal_are_escaped(encoding: str) -> None:
     code, shown, said = run_with("< /dev/null", PYTHONIOENCODING=encoding)
     assert (code, shown) == (0, "a pod \\u2192 \\u6c49 \\u202e a name\n")
     assert said == "a terminal to ask at: False\n"

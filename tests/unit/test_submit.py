@@ -86,7 +86,7 @@ def test_a_new_run_is_recorded_and_applied(cluster: FakeCluster, sunspot: Comman
     assert Owner.parse(owner(cluster)).job == name
 
 
-def test_the_record_contains_the_arguments_to_submit_again(
+def test_the_record_contains_the_arguments_for_submitting_the_run_again(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SUNSPOT_LEARNING_RATE", "1e-2")
@@ -322,7 +322,7 @@ def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Comman
         "no permission to create rayjobs in namespace sunspot; ask for the Role sunspot-submitter in k8s/base",
         "no permission to list pods",
         "Secret sunspot-storage is not in namespace sunspot; create it: kubectl -n sunspot create secret generic",
-        "ServiceAccount sunspot-train is not in namespace sunspot; create Sunspot's own with `kubectl",
+        "ServiceAccount sunspot-train is not in namespace sunspot; if it is one of Sunspot's, create it with `kubectl",
         "create the bucket, or correct SUNSPOT_STORAGE_PATH",
     ):
         assert part in sunspot.err
@@ -558,7 +558,8 @@ def test_resuming_a_run_that_was_stopped_while_pending_prints_the_submit_command
     assert (sunspot.json["state"], "submit it again" in sunspot.json["reason"]) == ("stopped", True)
     assert cluster.jobs == {}
     assert sunspot("resume", "run") == 3
-    assert f"{name}, as `sunspot submit` applies it, is no longer in namespace sunspot of" in sunspot.err
+    assert f"{name} is no longer in namespace sunspot of" in sunspot.err
+    assert " as `sunspot submit` applied it; submit run again" in sunspot.err
     storage = sunspot.run.storage.locate("")
     command = f"sunspot submit --profile kind --run run --storage {storage} --set SUNSPOT_EPOCHS=3"
     assert command in sunspot.err
@@ -690,7 +691,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("place", ELSEWHERE)
-def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_the_option(
+def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_take_over(
     cluster: FakeCluster, sunspot: Command, place: str
 ) -> None:
     cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
@@ -710,7 +711,7 @@ def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_the_option(
     assert sunspot.json["action"] == "attached"
 
 
-def test_a_run_with_a_silent_owner_is_taken_over_without_the_option(
+def test_a_run_with_a_silent_owner_is_taken_over_without_take_over(
     cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))
@@ -744,7 +745,7 @@ def test_an_ended_rayjob_does_not_hide_a_live_owner_in_another_namespace(
     assert owner(cluster) != before
 
 
-def test_status_and_list_print_the_owners_cluster_and_namespace(cluster: FakeCluster, sunspot: Command) -> None:
+def test_status_and_list_print_the_cluster_and_namespace_of_the_owner(cluster: FakeCluster, sunspot: Command) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))
     where = {"cluster": "ffffffffff", "namespace": "teamb", "job": "run-0"}
     for command in (("status", "run"), ("list",)):
@@ -791,7 +792,7 @@ def test_stop_with_an_expired_credential_says_that_the_stop_marker_is_written(
     assert cluster.jobs
 
 
-def test_a_run_can_be_stopped_by_a_user_without_a_name(
+def test_a_user_without_a_user_name_can_stop_a_run(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A user in a container can have a number but no name."""

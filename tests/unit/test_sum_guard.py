@@ -1,4 +1,4 @@
-"""Tests that sums which an abort has cut short change nothing, although no step waits for its sums."""
+"""Tests that an aborted sum of gradients changes no state, although no step waits for its sums."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class GroupOnDevice:
     """A group that trains on a device which lags behind, until the group is aborted before one of the operations."""
 
     def __init__(self, learner: Learner, lag: float, abort_at: float = math.inf, told: bool = True) -> None:
-        """Abort the group before operation `abort_at`. A process that is not `told` only learns of it by the guard."""
+        """Abort the group before operation `abort_at`. A process that is not `told` learns this only from the guard."""
         self._hooks = ExitStack()
         self._abort_at = abort_at
         self._ran = 0
@@ -144,7 +144,7 @@ class GroupOnDevice:
     ("optimizer", "lag", "told"),
     [("AdamW", math.inf, False), ("Adam", 5, True), ("SGD", 40, False)],
 )
-def test_after_an_abort_at_any_point_the_state_is_that_of_the_last_whole_step(
+def test_after_an_abort_at_any_point_the_state_is_that_of_the_last_complete_step(
     optimizer: str, lag: float, told: bool, group: dist.ProcessGroup
 ) -> None:
     calm = build_learner(group, optimizer=optimizer)
@@ -192,7 +192,7 @@ def test_a_step_that_changes_weights_early_is_never_cancelled(way: str, group: d
     assert None in left
 
 
-def test_a_loop_of_a_task_waits_for_its_sums(group: dist.ProcessGroup) -> None:
+def test_a_custom_training_loop_waits_for_the_sums_of_each_step(group: dist.ProcessGroup) -> None:
     """The loop may change parameters after a step, which the device would not cancel."""
 
     class Waiting(SumGuard):
@@ -218,7 +218,7 @@ def with_gradients(*parameters: torch.nn.Parameter) -> tuple[torch.nn.Parameter,
     return parameters
 
 
-def test_the_first_step_of_a_parameter_is_never_cancelled() -> None:
+def test_the_first_optimizer_step_of_a_parameter_is_never_cancelled() -> None:
     """A cancelled first step of fused SGD would keep a momentum that it has not written."""
     guard = make_guard()
     first, later = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
@@ -236,7 +236,7 @@ class OwnAdam(torch.optim.Adam):
 
 
 @pytest.mark.parametrize("reason", ["not fused", "own class", "own hook", "gloo", ""])
-def test_only_a_step_that_changes_nothing_else_is_cancelled(reason: str) -> None:
+def test_a_step_that_could_have_other_effects_is_not_cancelled(reason: str) -> None:
     guard = make_guard(None if reason == "gloo" else CPU)
     kind = OwnAdam if reason == "own class" else torch.optim.Adam
     optimizer = kind(with_gradients(torch.nn.Parameter(torch.ones(2))), fused=reason != "not fused")
@@ -245,7 +245,7 @@ def test_only_a_step_that_changes_nothing_else_is_cancelled(reason: str) -> None
     assert [guard.can_cancel(optimizer) for _ in range(2)] == [False, not reason]
 
 
-def test_an_optimizer_takes_its_next_step_after_an_error_within_a_step() -> None:
+def test_after_an_error_within_a_step_the_optimizer_can_take_the_next_step() -> None:
     guard = make_guard()
     [parameter] = with_gradients(torch.nn.Parameter(torch.ones(2)))
     optimizer = torch.optim.SGD([parameter], 0.5, fused=True)
@@ -257,7 +257,7 @@ def test_an_optimizer_takes_its_next_step_after_an_error_within_a_step() -> None
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_an_aborted_broadcast_keeps_the_values_before_it(aborted: bool) -> None:
+def test_an_aborted_broadcast_keeps_the_previous_values(aborted: bool) -> None:
     guard = make_guard()
     if aborted:
         guard.trip()
@@ -284,7 +284,7 @@ def test_the_guard_knows_of_an_abort_before_a_connection_is_closed() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_reads_the_word_when_its_queue_gets_there() -> None:
+def test_a_gpu_reads_the_abort_word_only_when_its_queue_reaches_the_copy() -> None:
     device = torch.device("cuda")
     guard = SumGuard(device)
     [parameter] = with_gradients(torch.nn.Parameter(torch.ones(2, device=device)))

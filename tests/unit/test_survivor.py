@@ -45,7 +45,7 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
 
 
 def test_receiving_a_newer_state_clears_the_name_of_the_older_one(tmp_path: Path) -> None:
-    """Otherwise, it would claim the older step with the newer step's parameters if its group ended before training."""
+    """Otherwise, the process would offer the newer parameters under the name of the older step if its group ended."""
 
     def act(group: Any) -> LiveState | None:
         rank = dist.get_rank()
@@ -60,7 +60,7 @@ def test_receiving_a_newer_state_clears_the_name_of_the_older_one(tmp_path: Path
 
 
 @pytest.mark.parametrize(("hang_timeout_s", "limits_s"), [(300.0, [900.0]), (0.0, [])])
-def test_a_process_that_hangs_while_preparing_on_its_own_is_ended(
+def test_a_process_that_hangs_while_it_prepares_alone_is_ended(
     hang_timeout_s: float, limits_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active = list[float]()
@@ -83,7 +83,7 @@ def test_a_process_that_hangs_while_preparing_on_its_own_is_ended(
 
 
 def test_a_process_that_received_a_state_can_offer_it_before_its_group_trains() -> None:
-    """Otherwise, all would return to a copy if the only other process with the state died right then."""
+    """Otherwise, all processes would return to a copy if the only other process with the state died then."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     attempt = Attempt(3, "job", FURTHEST.checkpoint, 5, nonce="11111111")
     survivor.keep(attempt, TrainingState(metrics={"loss": 1.0}, taken=7.0, ledger=("window",), tier=IN_PLACE))

@@ -29,8 +29,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"USE_GPU": "true"},
-            "SUNSPOT_USE_GPU=true: the run needs 2 GPU for 2 workers, but this machine has 0 that torch sees; leave it "
-            "at auto",
+            "SUNSPOT_USE_GPU=true: the run needs 2 GPU for 2 workers, but this machine has 0 that torch sees; set it "
+            "to auto",
         ),
         (
             {"RESOURCES_PER_WORKER": '{"CPU": 4}'},

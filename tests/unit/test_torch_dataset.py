@@ -82,7 +82,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
         (Pair(1, torch.tensor(2.0, requires_grad=True)), {"left": ("int64", 1), "right": ("float32", 2)}),
     ],
 )
-def test_items_become_columns_with_the_same_numbers(item: Any, expected: dict[str, tuple[str, Any]]) -> None:
+def test_dataset_items_become_columns_with_the_same_values(item: Any, expected: dict[str, tuple[str, Any]]) -> None:
     found = to_columns(item, "row 0")
     assert {name: (value.dtype.name, value.tolist()) for name, value in found.items()} == expected
 

@@ -131,7 +131,7 @@ def test_a_final_state_that_is_only_in_memory_is_evaluated_and_saved_again(
 def test_workers_whose_parameters_differ_all_return_to_an_earlier_copy(
     handed_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last bits differ after each change on different kinds of processors, which is not a failure."""
+    """The last bits of the parameters can differ between different kinds of processors, which is not a failure."""
     for name in ("load_weights", "load_rest", "same_parameters"):
         monkeypatch.setattr(build, name, MagicMock(return_value=False))
     survivor, nothing = MagicMock(), cast(Any, None)
@@ -178,7 +178,7 @@ def test_tf32_is_set_for_matrix_products_and_convolutions(rounded: bool) -> None
         ("fp32", "cuda", True, True, False),
     ],
 )
-def test_fp32_products_on_a_gpu_with_tf32_are_reported(
+def test_fp32_matrix_products_on_a_gpu_that_supports_tf32_are_reported(
     precision: str, device: str, supported: bool, library: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_tf32_supported", lambda: supported)
@@ -309,7 +309,7 @@ def test_a_node_that_freezes_while_a_group_starts_counts_as_a_hang(
     assert seen == [True, True]
 
 
-def test_a_workers_warnings_reach_the_driver(
+def test_the_warnings_of_a_worker_reach_the_driver(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def agree_on_start(*_: object) -> Any:

@@ -88,7 +88,7 @@ def test_a_tree_task_learns(library: str) -> None:
     assert sum(trees.importance().get(number, 0) for number in range(4)) > 0.6 * sum(trees.importance().values())
 
 
-def test_the_state_is_the_librarys_model_file(library: str) -> None:
+def test_the_state_is_the_model_file_of_the_library(library: str) -> None:
     rows, trees = make_rows(), build(library)
     trees.begin(rows, 1)
     trees.boost()

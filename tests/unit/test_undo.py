@@ -100,7 +100,7 @@ def follow(model: Any) -> None:
         model.teacher.weight.lerp_(model.student.weight, 0.1)
 
 
-def test_changes_by_an_evaluation_or_a_loop_between_two_steps_are_kept() -> None:
+def test_changes_that_an_evaluation_or_a_loop_makes_between_two_steps_are_kept() -> None:
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
     optimizer = torch.optim.SGD(model["student"].parameters(), 0.1)
     undo = StepUndo(model, optimizer)
@@ -143,7 +143,7 @@ def test_buffers_that_a_loop_changes_between_two_steps_are_kept(replaced: bool) 
     assert torch.equal(model.average, torch.ones(2, 2))
 
 
-def test_a_teacher_model_updated_in_each_pass_is_reported_if_steps_have_more_passes() -> None:
+def test_a_teacher_model_updated_in_each_pass_is_reported_if_some_steps_have_more_passes() -> None:
     """A step has more forward passes if there are fewer workers."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
     undo = StepUndo(model, torch.optim.SGD(model["student"].parameters(), 0.1))

@@ -173,7 +173,7 @@ def test_a_label_missing_on_some_nodes_is_not_reported_for_all_nodes() -> None:
     said = {message(UNNAMED, LABELS): ["w-1"]}
     taint, labels = explain(said, [*PLAIN, node("l4", L4, ["team"])], nodeSelector=L4)
     assert taint.finding is TAINT
-    assert labels.evidence.startswith("2 nodes without what pod w-1 selects (gpu=l4)")
+    assert labels.evidence.startswith("2 nodes lack what pod w-1 selects (gpu=l4)")
 
 
 def test_an_unknown_scheduler_message_is_shown_unchanged() -> None:
@@ -197,7 +197,7 @@ def test_every_reason_has_its_own_advice(reason: str, advice: str) -> None:
 
 def test_advice_on_a_pod_too_large_for_every_node_does_not_say_to_wait() -> None:
     [finding] = explain({message("2 Insufficient cpu", UNNAMED): ["w-1"]}, [MAIN, *PLAIN], cpu="64")
-    assert finding.evidence == ("2 nodes with too little cpu for pod w-1 (cpu 64), even without other pods")
+    assert finding.evidence == ("2 nodes would have too little cpu for pod w-1 (cpu 64), even without other pods")
     assert finding.advice == "lower worker.cpu in the profile, or add larger nodes"
 
 

@@ -104,7 +104,7 @@ def test_a_run_is_followed_to_its_success(
         (None, "ValidationFailed", "", 1, "error: run failed: the operator rejects the manifest: bad name"),
     ],
 )
-def test_wait_exits_with_the_runs_outcome(
+def test_wait_exits_with_the_outcome_of_the_run(
     cluster: FakeCluster,
     run: Run,
     sunspot: Command,
@@ -138,7 +138,7 @@ def test_wait_continues_until_the_cluster_confirms_a_failure(
     assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
 
 
-def test_wait_prints_no_line_if_only_the_age_of_a_sign_of_life_changes(
+def test_wait_prints_no_line_if_only_the_age_of_the_last_status_changes(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show, now = ProgressLines(run), 1000.0
@@ -287,7 +287,9 @@ def test_wait_sees_the_end_of_a_run_in_storage_if_the_api_server_is_down(
     assert sunspot("wait", "run", "--timeout", "60") == 0
 
 
-def test_the_cause_of_a_pending_run_is_shown_while_waiting(cluster: FakeCluster, sunspot: Command, job: str) -> None:
+def test_the_reason_why_a_run_is_pending_is_shown_while_waiting(
+    cluster: FakeCluster, sunspot: Command, job: str
+) -> None:
     waiting = {"reason": "CreateContainerConfigError", "message": 'secret "sunspot-storage" not found'}
     container = {"name": "ray", "image": "i", "state": {"waiting": waiting}}
     cluster.pods = [pod("run-1-x-head", "run-1-x", head=True, phase="Pending", containerStatuses=[container])]
@@ -426,7 +428,7 @@ def test_a_restart_survives_an_api_server_outage(
 
 
 @pytest.mark.parametrize("manager", ["argocd-controller", "kustomize-controller"])
-def test_a_rayjob_from_a_repository_is_deleted_and_recreated_by_gitops(
+def test_wait_deletes_a_rayjob_from_a_repository_and_gitops_recreates_it(
     cluster: FakeCluster, sunspot: Command, uids: list[str], when: Callable[..., None], manager: str
 ) -> None:
     def delete(handler: Any) -> None:
@@ -568,7 +570,7 @@ def test_status_prints_the_total_cost_of_incidents(cluster: FakeCluster, run: Ru
     lines = [line.strip() for line in sunspot.out.splitlines()]
     assert "incidents:  3 (2 preempted, 1 node lost), 7 steps replayed" in lines
     assert f"warning:    {warning}" in lines
-    assert "saves:      40.0 s to commit, of 30 s of notice; copied to memory every 41 steps" in lines
+    assert "saves:      40.0 s to commit (notice: 30 s); copied to memory every 41 steps" in lines
 
 
 @pytest.mark.parametrize("how", ["unreachable", "none", "gone"])
@@ -594,7 +596,7 @@ def test_commands_do_not_mention_a_cluster_for_a_local_run(run: Run, sunspot: Co
     assert sunspot.err == ""
     set_status(run, RunState.STOPPED, step=10)
     assert sunspot("status", "walk") == 3
-    assert sunspot.err == f"error: no run walk in {run.storage.locate('').rstrip('/')}; there are run\n"
+    assert sunspot.err == f"error: no run walk in {run.storage.locate('').rstrip('/')}; it contains run\n"
 
 
 def test_a_submitted_run_is_not_mistaken_for_a_local_run(run: Run, sunspot: Command) -> None:

@@ -25,7 +25,7 @@ RAY_TRAINERS = {
 
 UNCALLED = {
     **dict.fromkeys(LOOP_FUNCTIONS, "trees see all rows unchanged"),
-    **dict.fromkeys(RATE_FUNCTIONS, "trees have one rate, in SUNSPOT_TASK_ARGS"),
+    **dict.fromkeys(RATE_FUNCTIONS, "trees have a single learning rate, which SUNSPOT_TASK_ARGS sets"),
 }
 """Reasons, keyed by the functions that are never called."""
 

@@ -38,7 +38,7 @@ UNREAD_SETTINGS = dict.fromkeys(
 )
 """Reasons, keyed by the settings that Keras ignores."""
 
-UNCALLED = dict.fromkeys(RATE_FUNCTIONS, "its Keras model brings its optimizer, and settings scale the rate")
+UNCALLED = dict.fromkeys(RATE_FUNCTIONS, "its Keras model has its own optimizer, and settings scale the learning rate")
 """Reasons, keyed by the functions that are never called."""
 
 

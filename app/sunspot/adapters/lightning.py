@@ -100,9 +100,9 @@ class LightningTask(Task):
         trainer.strategy.connect(model)
         try:
             trainer.strategy.setup_optimizers(trainer)
-        except Exception as error:  # both Lightning's callbacks and the module's
+        except Exception as error:  # raised by Lightning or by the module
             raise self.error(f"configure_optimizers failed: {shorten(error)}") from error
-        [optimizer] = trainer.strategy.optimizers  # Lightning itself rejects several
+        [optimizer] = trainer.strategy.optimizers  # Lightning itself rejects more than one
         parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if parameters.isdisjoint(model.parameters()):
             raise self.error("configure_optimizers did not return an optimizer for the module's parameters")
@@ -112,7 +112,7 @@ class LightningTask(Task):
                 "its scheduler follows a metric (ReduceLROnPlateau); a run can resume from any step, so its learning "
                 "rates must be a function of the step; choose another scheduler"
             )
-        # Reset only the options that schedulers set or add. An optimizer may count in others, as Prodigy does.
+        # Reset only the options that schedulers set or add. The optimizer may keep state in other options (Prodigy).
         kept = optimizer.defaults.keys() - SET_BY_SCHEDULERS
         self._at_first = [
             {name: value for name, value in group.items() if name != "params" and name not in kept}
@@ -122,7 +122,7 @@ class LightningTask(Task):
 
     def schedule(self, step: int, total_steps: int) -> float:
         """Raise `SettingsError`, because a LightningModule has scheduler objects instead of this function."""
-        raise self.error("only `python -m sunspot.train` trains a LightningModule; choose a task in plain PyTorch here")
+        raise self.error("only `python -m sunspot.train` can train a LightningModule; use a plain PyTorch task")
 
     def begin_schedule(self, model: LightningModule, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Set all scheduled options to their values after `step` optimizer steps.
@@ -162,7 +162,8 @@ class LightningTask(Task):
 
         Returns the loss and the logged metrics, all of shape [rows], and the step's own result.
 
-        Each row gets the batch's mean, so that means over all workers are exact even if their shares differ.
+        Each row gets the batch's mean, so that means over all workers are exact even if workers have different
+        numbers of rows.
         """
         log = cast(LogCapture, model.log)
         log.take()
@@ -221,7 +222,7 @@ class LogCapture:
 
 
 def warn_on_rank_0(text: str) -> None:
-    """Log a warning once, and only on rank 0, because all ranks log the same."""
+    """Log a warning once, and only on rank 0, because all ranks have the same warnings."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         warn_once(log, text)
 

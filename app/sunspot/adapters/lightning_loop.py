@@ -141,7 +141,7 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
 
 
 class StepCallback(Callback):
-    """Steps the schedulers, waits before parameters change, and ends the last step of each epoch.
+    """Steps the schedulers, waits for the copy of the state before parameters change, and ends each epoch's last step.
 
     It replaces Ray's `RayTrainReportCallback`, whose uploads can lose files without an error, and delay the training.
     Sunspot commits its own checkpoints with a manifest (checkpoint/commit.py), and reports only metrics to Ray.

@@ -49,8 +49,8 @@ REFUSED = (
     *("auto_find_batch_size", "deepspeed", "enable_jit_checkpoint", "fp16", "fsdp", "load_best_model_at_end"),
     *("parallelism_config", "push_to_hub", "sync_ref_model"),
 )
-"""Arguments that conflict with Sunspot's checkpoints. They shard the state, change state that checkpoints lack, or save
-other checkpoints."""
+"""Arguments that conflict with Sunspot's checkpoints, because they shard the state, add state that the checkpoints do
+not contain, or save checkpoints of their own."""
 
 ROW_METHODS = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples", "_prepare_inputs", "train")
 """Methods that a Trainer overrides to choose the rows of a step itself, as Trainers that generate text do (GRPO)."""
@@ -156,7 +156,7 @@ class TrainerTask(Task):
         if loss is None:
             raise self.error("the Trainer computes no loss for held-out rows; list their label columns in label_names")
         logs: dict[str, float] = {}
-        trainer.log(logs)  # a Trainer of TRL adds its measurements
+        trainer.log(logs)  # TRL's Trainers add their own metrics here
         del trainer.state.log_history[-1:]
         return loss.expand(rows), {name: loss.new_full((rows,), value) for name, value in measured(logs).items()}
 
@@ -213,7 +213,7 @@ class TrainerTask(Task):
             if count(dataset) != there:
                 raise self.error(
                     f"the {kind}_dataset of its {name} has {max(0, count(dataset))} rows, but build_dataset returned "
-                    f"{there}; pass these rows to the {name}, and pack or omit rows in build_dataset"
+                    f"{there}; pass all of these rows to the {name}, and pack or filter them in build_dataset"
                 )
 
 

@@ -83,9 +83,9 @@ class TrainerRun(LibraryRun):
                 yield inputs
 
     def count_samples(self, iterator: Iterator[Any], number: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Return a step's passes, and the number of items in the step over all workers.
+        """Return a step's passes, and the step's `num_items_in_batch`, summed over all workers.
 
-        The Trainer divides losses by this number.
+        The Trainer divides losses by this sum.
         """
         samples, items = self._count(iterator, number, device)
         if items is not None:
@@ -104,8 +104,8 @@ class TrainerRun(LibraryRun):
     ) -> Any:
         """Return a pass's contribution to the step's loss, multiplied by the number of workers.
 
-        Gradients are averaged over the workers. If the Trainer divides losses by the items of the whole step, its loss
-        already has this value. Otherwise, the pass's mean loss is multiplied by the weights of its rows.
+        Gradients are averaged over the workers. If the Trainer divides losses by `num_items_in_batch`, its loss already
+        has this value. Otherwise, the pass's mean loss is multiplied by the weights of its rows.
         """
         if not self.in_step:  # the mean loss of held-out rows
             return self._loss(model, inputs, return_outputs=return_outputs)
@@ -122,14 +122,16 @@ class TrainerRun(LibraryRun):
         return (loss, outputs) if return_outputs else loss
 
     def _is_divided(self, items: Any) -> bool:
-        """Return True if the Trainer divides losses by a step's items. The rule is that of its `training_step`."""
+        """Return True if the Trainer divides losses by `num_items_in_batch`, by the rule of its `training_step`."""
         scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
         accepts = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
         return items is not None and (accepts if scaled is None else scaled)
 
 
 class StepCallback(TrainerCallback):
-    """A callback that starts at the run's position, waits before parameters change, and ends each epoch's last step."""
+    """Starts the Trainer at the run's position, waits for the copy of the state before parameters change, and ends each
+    epoch's last step.
+    """
 
     def __init__(self, run: TrainerRun, task: TrainerTask) -> None:
         self._run = run

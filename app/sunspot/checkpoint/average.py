@@ -110,7 +110,7 @@ class WeightAverage:
     def _swap(self, model: torch.nn.Module) -> None:
         parameters = self._parameters if self._averages else []
         for number, (average, parameter) in enumerate(zip(self._averages, parameters, strict=True)):
-            weight = parameter.data  # changes through `.data` are not counted, because the value will be restored
+            weight = parameter.data  # not seen by PyTorch's count of changes; the value is restored later
             if number in self._weights:
                 weight.copy_(self._weights.pop(number))
                 continue

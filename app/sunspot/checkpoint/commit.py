@@ -158,7 +158,7 @@ class CheckpointCommitter:
         self._committing: Snapshot | None = None
         self._closing = False
         self._dropped = False
-        "True if the last snapshot that was due for a commit is torn."
+        "True if a tensor changed while it was copied to the last snapshot that was due for a commit."
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._outage = RetryWindow()
@@ -167,7 +167,7 @@ class CheckpointCommitter:
         self._stopped = False
         "True once the commit in progress must stop, because its checkpoint would no longer count."
         self._sent = ""
-        "The name of the newest checkpoint with a manifest that might be in storage."
+        "The name of the newest checkpoint whose manifest might be in storage."
         self._newest: Commit | None = None
         self.begun_at = -math.inf
         "The start of the newest commit, in `time.monotonic` seconds."
@@ -358,7 +358,7 @@ class CheckpointCommitter:
                 self._flush_requested = False
                 self._changed.wait_for(lambda: self._flush_requested, outage.pause_s)
             if self._waiting_up_to(self._coordinator.last_step()):
-                return  # a newer snapshot can begin
+                return  # a newer snapshot can be committed instead
 
     def _commit(self, snapshot: Snapshot) -> None:
         """Write a checkpoint.

@@ -33,7 +33,7 @@ from sunspot.run.checkpoints import Checkpoint, is_out_of_patience
 from sunspot.run.history import Journals
 
 AHEAD_OF_STORAGE = ("memory", IN_PLACE)
-"""Tiers of attempts that start from a newer state than the newest checkpoint in storage."""
+"""Values of `Metadata.tier` for attempts that start from a newer state than the newest checkpoint in storage."""
 
 COPIES_MEASURED = 3
 """Number of copies in memory before their cost is reported."""
@@ -356,7 +356,7 @@ class SnapshotInterval:
         return True
 
     def left(self, step: int) -> int:
-        """Return the number of steps until the next snapshot, or 0 or less if it is due."""
+        """Return the number of steps until the next snapshot, which is 0 or negative if the snapshot is due."""
         return self._last + self.every - step
 
 

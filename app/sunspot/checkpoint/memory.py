@@ -129,7 +129,7 @@ class Slot:
         return snapshot, ""
 
     def accept_copy(self, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
-        """Mark a copy received from another worker.
+        """Write the marker for a copy received from another worker, which makes the copy usable.
 
         Returns False if the checksums do not match, or if the marker cannot be written.
         """
@@ -168,11 +168,11 @@ class NodeMemory:
         self._level = logging.WARNING if warns else logging.INFO
         self._slots: list[Slot] = []
         self._copies = 2
-        "The number of copies, of all processes, for which the node must have memory."
+        "The number of copies for which the node must have memory, including those of other processes."
         self._inherited: set[Path] = set()
         "The files of the previous process's copies, which are kept until there is a newer copy."
         self._making: Future[str] | None = None
-        "The slot that is being created. The result is the reason why there is no memory, or an empty string."
+        "The creation of a slot. Its result is the reason why there is no memory, or an empty string."
         self._failing = False
         "True if the last log message says that copies cannot be kept."
         self._unpinned = False
@@ -344,7 +344,7 @@ class NodeMemory:
             self._log(f"copies in shared memory continue at step {step}")
 
     def pause(self, why: str) -> None:
-        """Stop making copies that outlive this process for RETRY_S seconds. Existing copies are kept."""
+        """Make no copies that outlive this process until RETRY_S seconds have passed. Existing copies are kept."""
         self._paused_until = max(self._paused_until, time.monotonic() + RETRY_S)
         if not self._failing:
             self._failing = True
@@ -390,7 +390,7 @@ class NodeMemory:
             return None
         try:
             with (self.directory / "heartbeat").open("a+b") as file:  # the old heartbeat is kept until the first step
-                os.posix_fallocate(file.fileno(), 0, HEARTBEAT.size)  # reserves the page, like for a slot
+                os.posix_fallocate(file.fileno(), 0, HEARTBEAT.size)  # reserves the page, as a slot does
                 return mmap.mmap(file.fileno(), HEARTBEAT.size)
         except OSError as error:
             self._log(f"steps are not recorded in shared memory, so receipts might count too few lost steps: {error}")

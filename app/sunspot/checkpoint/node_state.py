@@ -134,7 +134,7 @@ class NodeState:
         return [fault for faults in map_parallel(read, mine, FILES_AT_ONCE) for fault in faults]
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Return the `model` and `optimizer` that were read, on the CPU, from pages that the node's ranks share.
+        """Return the states of `model` and `optimizer` that `read` has read, in pages that the node's ranks share.
 
         All workers must call this together. Raises `ConflictError` if an intact file cannot be loaded.
         """

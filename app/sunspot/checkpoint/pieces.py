@@ -41,7 +41,7 @@ REQUESTS_AT_ONCE = 4
 
 
 class Piece(NamedTuple):
-    """A piece of a tensor in a checkpoint file, as listed in the index of the file's shard."""
+    """A piece of a tensor in a checkpoint file, as listed in the index of a rank's part."""
 
     name: str
     dtype: str

@@ -175,7 +175,8 @@ class Snapshots:
     ) -> None:
         """Create the snapshots of one worker.
 
-        If the state is sharded, `exchange` stores each part on two nodes. `sums` guards the sums in the state.
+        If the state is sharded, `exchange` stores each part on two nodes. `sums` tells whether collectives were being
+        aborted when a copy ended.
         """
         self._memory = memory
         self._saved = saved
@@ -208,9 +209,9 @@ class Snapshots:
     ) -> Snapshot | None:
         """Begin to copy the state. Call `wait_for_copy` before parameters change.
 
-        `ledger` is stored with the copy in memory. With `extra_state`, the snapshot is for storage, so all sums in its
-        state must be complete, and its slot stays in use until the snapshot is released. Returns None if the copy is
-        not `needed`, and either no slot is free or the previous copy is not sealed yet.
+        `ledger` is stored with the copy in memory. With `extra_state`, the snapshot is for storage, so the collectives
+        whose results are in its state must be complete, and its slot stays in use until the snapshot is released.
+        Returns None if the copy is not `needed`, and either no slot is free or the previous copy is not sealed yet.
         """
         began = time.perf_counter()
         self.wait_for_copy()

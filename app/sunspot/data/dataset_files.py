@@ -364,7 +364,7 @@ CLIENTS: dict[str, tuple[Callable[..., fs.FileSystem], tuple[str, ...]]] = {
     "az": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
     "abfs": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
 }
-"""A mapping from URL schemes to functions that create a client, and the environment variables that they take.
+"""The function that creates a client for each URL scheme, and the environment variables that the function takes.
 
 A new client is created if a variable changes.
 """

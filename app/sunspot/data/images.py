@@ -70,7 +70,7 @@ TURNS = {
 """
 
 DRAFT_SCALE = 2
-"""Smallest factor by which a JPEG that is reduced while it is decoded remains larger than the result."""
+"""A JPEG may be reduced while it is decoded, but only to a size of at least this many times the final size."""
 
 SCALING = "scaled by torch"
 """Version of the scaling. It is in the fingerprint of scaled images, so a run does not resume with other pixels."""
@@ -206,7 +206,7 @@ def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray
     import torch
     from torch.nn.functional import interpolate
 
-    # JPEG decoders can halve an image at almost no cost. Both sides get the same limit, because it might be turned.
+    # JPEG decoders can halve an image at almost no cost. Both sides get the same limit, as the image may be rotated.
     image.draft(None, (DRAFT_SCALE * max(height, width),) * 2)
     pixels = to_pixels(image, channels)
     found_height, found_width = pixels.shape[1:]

@@ -58,7 +58,7 @@ def describe_inexact(number: object, dtype: str) -> str:
     wider = "int64" if dtype == "float64" else "float64 or int64"
     return (
         f"has the value {number}, but {dtype} represents integers exactly only up to {_most_exact(dtype)}; declare the "
-        f"column as {wider}, and subtract or scale in the task"
+        f"column as {wider}, and shift or scale the values in the task"
     )
 
 

@@ -98,7 +98,7 @@ class Steps:
 
 
 def share(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the start and end of the slice of a step's `rows` rows that `rank` takes.
+    """Return the start and end of `rank`'s slice of a step with `rows` rows.
 
     Slices differ in size by at most one row and have at least MIN_ROWS rows. In a step with too few rows, the last
     ranks get no rows.

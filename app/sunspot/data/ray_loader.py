@@ -93,7 +93,7 @@ class RoundReader:
     steps: Steps
     world_size: int
     streams: int
-    "The number of workers that get a part, because they get rows in any step."
+    "The number of workers that get a part, which are those that have rows in at least one step."
 
     def __call__(self, rounds: pa.Table) -> Iterator[dict[str, np.ndarray]]:
         """Yield the parts of the planned rounds.
@@ -161,7 +161,7 @@ def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[di
 
 
 class StepStreams(ray.train.DataConfig):
-    """Gives each worker the rows of its own steps, which Ray's default split cannot do.
+    """Gives each worker its own rows of each step, which Ray's default split cannot do.
 
     Ray requests new streams for each worker group. `start` returns the step at which the group begins.
     """
@@ -187,7 +187,8 @@ class StepStreams(ray.train.DataConfig):
         planner = RoundPlanner(self._order, self._steps, self._total_steps, round_rows)
         reader = RoundReader(self._source, self._order, self._steps, world_size, streams)
         rounds = ray.data.from_items([{"step": self._start()}])
-        rounds.context.execution_options.preserve_order = True  # otherwise the rank with the fewest parts is next
+        # Otherwise, the next part would go to the rank with the fewest parts.
+        rounds.context.execution_options.preserve_order = True
         rounds.context.target_max_block_size = 1  # a block contains one round, and later one part
         rounds = rounds.map_batches(planner, batch_size=None, batch_format="pyarrow", num_cpus=0)
         parts = rounds.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=self._reading_cpus)

@@ -87,7 +87,7 @@ class TableSource:
     sizes: tuple[int, ...]
     "The size of each file in bytes."
     labels_digest: str
-    "A digest of all labels and of what identifies each file's other content."
+    "A digest of all labels, and of the values that identify each file's other content (`TableFile.identity`)."
     columns: dict[str, Column]
     classes: int
     "The number of classes, or 0 if the rows have no classes."
@@ -335,7 +335,7 @@ class _FileSummary(NamedTuple):
     size: int
     "The size in bytes."
     digest: str
-    "A digest of the labels and of what identifies the other content."
+    "A digest of the labels, and of the values that identify the other content (`TableFile.identity`)."
     labels: ClassLabels | None
     "The file's class labels, or None."
     notes: tuple[str, ...]

@@ -1,9 +1,9 @@
 """The control channel between the driver and the workers.
 
 The channel is a Ray actor on the driver's node, because workers cannot call the driver itself. It carries the driver's
-commands to the workers, and all reports about the run from workers, Ray's controller and the driver. The connections of
-membership_channel.py tell instead which processes are alive, and which form the group. Two channels are needed for the
-reasons in docs/decisions/0019-two-channels.md.
+commands to the workers, and all reports about the run from workers, Ray's controller and the driver. The connections in
+membership_channel.py are separate. They show which processes are alive, and which of them form the group.
+docs/decisions/0019-two-channels.md explains why there are two channels.
 """
 
 from collections import Counter

@@ -10,7 +10,7 @@ from sunspot.run.attempts import Attempt, attempt_of, attempts_with_start, linea
 from sunspot.run.checkpoints import leads_to_newest
 
 RESTORES = 2
-"""Number of groups that can fail before their first step before their in-memory copy is skipped."""
+"""Number of groups in a row that can fail to take a step from an in-memory copy. After that, the copy is skipped."""
 
 
 class LiveState(NamedTuple):
@@ -94,7 +94,7 @@ def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
 
 
 def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
-    """Return True if a survivor was in every group since its last step. Then no step was taken without it."""
+    """Return True if a survivor was in every group since its last step, so no step was taken without it."""
     assert inventory.live
     last = attempt_of(inventory.live.checkpoint)
     since = [attempt for attempt in attempts if attempt.number > last and attempt.chosen]

@@ -19,7 +19,7 @@ from sunspot.ray_internals.controller import GroupRestartError, unwrap_health_ch
 from sunspot.run.incidents import Cause
 
 MAX_DETAIL = 500
-"""Maximum number of characters of all workers' errors that are kept."""
+"""Maximum number of characters kept from the errors of all workers together."""
 
 ALWAYS_CONTINUE = FailureConfig(max_failures=-1)
 """A Ray failure configuration that continues after every failure, unless a `FailureCallback` ends the trainer."""

@@ -303,9 +303,10 @@ def in_user_code_alike(errors: list[RankError]) -> tuple[object, ...] | None:
 
 
 def same_message(errors: list[RankError]) -> tuple[object, ...] | None:
-    """Return the error's type, message and step if all ranks raised the same error in any code, otherwise None.
+    """Return the error's type, message and step if these are the same on all ranks, otherwise None.
 
-    The traceback of an error in the backward pass contains no user code, even if user code caused the error.
+    The place where the error was raised does not matter. The traceback of an error in the backward pass contains no
+    user code, even if user code caused the error.
     """
     return find_only(errors, lambda one: (one.type, NUMBER.sub("#", one.message), one.step))
 

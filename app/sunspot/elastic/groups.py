@@ -19,7 +19,7 @@ class GroupChoice:
         self._groups, self._workers = groups, workers
         self._asked: dict[str, int] = {}
         self._agreed: dict[str, float] = {}
-        "Time at which each group was last asked for exactly the workers that it should have."
+        "Last time at which the number of workers requested from each group was the number needed."
 
     def choose(self, room: Mapping[str, int], now: float) -> dict[str, int]:
         """Return how many workers to request from each group, keyed by its name.

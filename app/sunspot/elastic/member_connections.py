@@ -50,7 +50,7 @@ CONNECTION_ERRORS = (EOFError, OSError, AuthenticationError)
 """Errors raised by reads and writes if the other process is gone, is silent, or does not know the key."""
 
 HEARTBEAT, MESSAGE = b"\0", b"\1"
-"""First byte of a heartbeat, which has no other, and of a message."""
+"""The only byte of a heartbeat, and the first byte of a message."""
 
 HEADER = struct.Struct("!cI")
 """First byte of a message, and the number of bytes that follow this header."""
@@ -103,7 +103,7 @@ class FrameReader:
                 break
             kind, size = HEADER.unpack_from(self._unread)
             if kind != MESSAGE or size > self.most:
-                raise ConnectionError(f"a connection received an invalid message, or one of {size:,} bytes (too large)")
+                raise ConnectionError(f"received a message that is invalid or too large ({size:,} bytes)")
             if len(self._unread) < HEADER.size + size:
                 break
             messages.append(bytes(self._unread[HEADER.size : HEADER.size + size]))
@@ -133,7 +133,7 @@ class MemberConnection:
         return self._socket.fileno()
 
     def send(self, data: bytes) -> None:
-        """Send bytes, as far as possible now. They are not copied, so that many connections can share them."""
+        """Send as many of the bytes as possible now. They are not copied, so that many connections can share them."""
         self._unsent.append(memoryview(data))
         self.flush()
 
@@ -191,7 +191,7 @@ class ConnectionHandler(Protocol):
         """Handle a message from an authenticated process."""
 
     def declare_lost(self, connection: MemberConnection, error: BaseException | None) -> None:
-        """Handle the end of an authenticated connection, and its error, or None if the process was silent."""
+        """Handle the end of an authenticated connection. `error` ended it, or is None if the process was silent."""
 
 
 class MemberConnections:
@@ -393,7 +393,7 @@ def _prove(key: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 def _end_if_unacknowledged(own: socket.socket) -> None:
-    """Send at once, and let the kernel end a connection whose peer acknowledges nothing for MACHINE_LIMIT_S.
+    """Send packets without delay, and let the kernel end a connection that is unacknowledged for MACHINE_LIMIT_S.
 
     See TCP_USER_TIMEOUT in tcp(7).
     """

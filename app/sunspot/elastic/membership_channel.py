@@ -1,14 +1,13 @@
 """Connects the members of a worker group with the membership server in the driver, over one connection for each member.
 
-A member sends that it is alive, asks for the next group, and says that all groups end. The server sends who is in the
-group, and when that changes. All other reports and commands go through the control channel (control.py).
+Members send heartbeats, ask for the next group, and announce the end of all groups. The server sends the group's
+members, and any change to them. All other reports and commands go through the control channel (control.py).
 
 `MembershipServer.declare_lost` is the only place where a process counts as lost. If a process ends, its connection
-ends, so the loss is known at once. A lost node closes no connection, but its kernel no longer answers. Members send
-heartbeats, and the server sends a byte to a member that has sent no heartbeat for a while. Even a busy kernel
-acknowledges these bytes, so a limit of MACHINE_LIMIT_S is enough. Members notice a lost driver in the same way. The
-kernel of a stopped process still answers. Such a process is lost after PROCESS_LIMIT_S without a heartbeat, or later
-while it builds its model.
+ends, so the loss is known at once. A lost node does not close its connections, but its kernel no longer answers. The
+server sends a byte to a member that has sent no heartbeat for a while. Even a busy kernel acknowledges such bytes, so
+a limit of MACHINE_LIMIT_S is enough. Members notice a lost driver in the same way. If a process is stopped, its kernel
+still answers, so the process is lost after PROCESS_LIMIT_S without a heartbeat, or later while it builds its model.
 
 A process that was wrongly presumed lost finds its connection closed, and reconnects at once under another uid. If the
 other members have not formed a group by then, they wait for the process to join. Otherwise, it joins them later.

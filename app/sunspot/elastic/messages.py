@@ -88,15 +88,15 @@ class RankError:
     failure: Failure
     world_size: int
     taken: int
-    "Number of steps that its group had taken."
+    "Number of steps that the rank's group had taken."
     from_outside: bool
     "True for a network, disk, memory or device error, rather than a program error."
     from_memory: bool = False
-    "True if its group began from an in-memory copy."
+    "True if the rank's group began from an in-memory copy."
     node: str = ""
-    "Ray's id of its node."
+    "Ray's id of the rank's node."
     cuda_error: int | None = None
-    "CUDA's error code, if CUDA failed for another reason than too little memory."
+    "CUDA's error code, if CUDA failed for a reason other than too little memory."
     out_of_memory: bool = False
     "True if the machine or its GPU had too little memory."
 
@@ -112,7 +112,7 @@ class FailureCounts:
     restores: int = 0
     "Number of groups that took no step from an in-memory copy."
     kept: int = -1
-    "Step of the newest checkpoint at the time or, in survivor mode, of the newest step."
+    "Step of the newest checkpoint, or the newest step in survivor mode, when the last group failed."
     lost: int = 0
     "Number of workers lost since the newest step, in survivor mode."
     workers: int = 0

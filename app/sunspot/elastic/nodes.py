@@ -29,12 +29,12 @@ FIRST_WAIT_S = 30.0
 
 FIRST_SETTLED_S = 15.0
 """Seconds without a new node after which a start in survivor mode begins, because Ray adds no workers later. With 5 s,
-three of three starts began with one worker (three nodes, two busy cores), and growing cost 41, 50 and 76 s."""
+three of three starts began with one worker (three nodes, two busy cores), and scaling up cost 41, 50 and 76 s."""
 
 BACKOFF_FACTOR = 4
-"""Factor by which the required time grows after each restart in which Ray did not make a larger group, because another
-job may hold those nodes. With a single attempt, the nodes would never be used. With attempts at a constant pace, the
-run would never train."""
+"""Factor by which the required seconds (SETTLED_S) grow after each restart in which Ray did not start a larger group,
+for example because another job uses the new nodes. With a single attempt, the nodes might never be used. With attempts
+at a constant pace, the run would never train."""
 
 HEAD = "node:__internal_head__"
 """Resource that only the head's node has."""

@@ -16,15 +16,15 @@ NODE_MEMORY = re.compile(
 container's."""
 
 PROCESS_MEMORY = re.compile(r"memory used=(?P<used>[\d.]+)GB")
-"""Matches Ray's message about the memory of the process that it has ended."""
+"""Matches Ray's message about the memory of a process that Ray has ended."""
 
 MEMORY_ERRORS = re.compile(
     r"out of (shared )?memory|can't allocate memory|cannot allocate memory|unable to allocate|STATUS_ALLOC_FAILED"
     r"|DataLoader worker .* is killed by signal: (Killed|Bus error)",
     re.IGNORECASE,
 )
-"""Matches the messages of torch, CUDA's libraries, NumPy and the system for too little memory, which torch raises as
-RuntimeError. The shared memory of data loaders is part of a pod's memory."""
+"""Matches messages of torch, CUDA's libraries, NumPy and the system about too little memory. torch raises such errors
+as RuntimeError. The shared memory of data loaders is part of a pod's memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

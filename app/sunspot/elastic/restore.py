@@ -108,8 +108,8 @@ def hand_over(
         sent = [(tag, tensor, other) for tag, tensor in enumerate(own) if tensor.numel() for other in receivers]
         work = [dist.isend(tensor, other, place.group, tag) for tag, tensor, other in sent]
     elif rank in senders:
-        # Each part has its own memory, because the optimizer keeps the tensors. The others wait, so the memory is not
-        # set to zero first.
+        # Each part has its own memory, because the optimizer keeps the tensors. Other ranks are waiting, so no time is
+        # spent on setting the memory to zero first.
         parts = structure.items()
         received = {name: in_buffer(part, np.empty(max(1, size_of(part)), np.uint8)) for name, part in parts}
         targets = [(tag, tensor) for tag, tensor in enumerate(tensors_in(received)) if tensor.numel()]

@@ -89,7 +89,7 @@ WAIT_HELPERS = re.compile(r"/ray/_private/|/(threading|queue)\.py$")
 """Matches the paths of code that only waits on behalf of its caller. The caller shows what the rank waits for."""
 
 OnHang = Callable[[Hang, bool], Any]
-"""Called with the known facts about a rank that hung, and True if the rank belongs to the previous attempt."""
+"""A function that gets the facts about a rank that hung, and whether the rank belongs to the previous attempt."""
 
 
 class Watchdog:

@@ -64,7 +64,7 @@ def reduce(sums: Sums, numbers: Sequence[float], group: dist.ProcessGroup) -> tu
 
 
 class CopyInMemory:
-    """A number of a GPU that is being copied to main memory."""
+    """A number that is being copied from a GPU to main memory."""
 
     def __init__(self, number: torch.Tensor) -> None:
         """Begin the copy. The GPU makes it once it has computed the number."""

@@ -16,7 +16,7 @@ from sunspot.run.streams import SIZES, LineWriter, new_stream
 MIN_RECORDS = 64
 """Smallest number of the newest records that are never combined.
 
-Older records are combined to at most the same number, and at least half of it.
+Older records are combined into at most the same number of records, and at least half that number.
 """
 
 MIN_BYTES = SIZES[-1] // 4
@@ -35,7 +35,7 @@ MAXIMA = {"step_time_p95_s", "memory_mib", "gpu_memory_mib"}
 """Names of numbers that are combined by taking the maximum."""
 
 MEANS = {"step_time_median_s": "steps", "throttled_share": "seconds"}
-"""Names of numbers that are combined to a weighted mean, and the names of their weights.
+"""Names of numbers that are combined into a weighted mean, and the names of their weights.
 
 Of any other number, the last value is kept.
 """

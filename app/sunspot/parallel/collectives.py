@@ -39,7 +39,7 @@ class WorkerPlace:
     nodes: Sequence[str] = ()
     "Ray's node ID of each rank. Empty if unknown."
     sums: SumGuard | None = None
-    "The guard of the sums on `device`. None if the process ends with its group."
+    "The guard against incomplete sums of collectives on `device`. None if the process ends with its group."
     replicas: ReplicaGroups | None = None
     "The groups of this worker's replica and shard. None unless PARALLEL is hsdp."
 
@@ -70,8 +70,8 @@ def sync_buffers(model: torch.nn.Module, sums: SumGuard | None) -> None:
     """Copy rank 0's buffers to every worker, so that all workers have the buffers of a checkpoint.
 
     All workers must call this together. Before this call, each worker's batch norm has averages of only its own rows.
-    DDP also copies the buffers, but not until the next forward pass. If `sums` are guarded, an aborted broadcast
-    changes nothing.
+    DDP also copies the buffers, but not until the next forward pass. With `sums`, an aborted broadcast changes
+    nothing.
     """
     for same, flat in flatten(model.buffers()):  # one message per type instead of one per buffer
         own = flat.clone() if sums else flat

@@ -61,10 +61,10 @@ class DataParallel(DistributedDataParallel):
     def __init__(self, module: nn.Module, name: str = "", in_own_loop: bool = True, **options: Any) -> None:
         """Wrap a model. `options` are those of DDP, and `name` must be unique among the task's models.
 
-        Unless the model trains `in_own_loop` of a task, `complete` is called after each step's last backward pass. Then
-        no hook in that pass has to call it, which would take 20 us.
+        Set `in_own_loop` if the task has its own training loop. A hook then completes the averaging in each backward
+        pass. Otherwise, Sunspot calls `complete` after each step's last backward pass, which saves a hook of 20 us.
         """
-        # DDP averages all buckets after one with a sparse gradient incorrectly (torch 2.15, gloo).
+        # DDP incorrectly averages all buckets after one with a sparse gradient (torch 2.15, gloo).
         sparse = find_sparse(module)
         if sparse:
             if not {each for each in module.parameters() if each.requires_grad} - sparse.keys():
@@ -89,7 +89,7 @@ class DataParallel(DistributedDataParallel):
         self._in_own_loop = in_own_loop
         self._passes = Passes()
         self._unused_before: list[nn.Parameter] | None = None
-        "The parameters without a gradient before the first pass over uncounted rows, or None if rows count."
+        "The parameters that had no gradient before the first pass over uncounted rows, or None while rows count."
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Return the model's output. A backward pass through the output averages the gradients."""
@@ -106,7 +106,7 @@ class DataParallel(DistributedDataParallel):
         return output
 
     def count_rows(self, counted: bool) -> None:
-        """Set whether the rows of later passes count. Rows with weight 0 do not count or mark parameters as used."""
+        """Set whether the rows of later passes count. Rows with weight 0 do not, and mark no parameter as used."""
         if not counted:
             if self._unused_before is None:
                 self._unused_before = [each for each in self._averaged if each.grad is None]

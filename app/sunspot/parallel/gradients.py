@@ -23,8 +23,8 @@ CLIP_EPSILON = 1e-6
 def prepare(model: nn.Module, settings: Settings, name: str = "", **options: bool) -> nn.Module:
     """Wrap the result of `shard_model` so that its gradients are averaged over the workers.
 
-    `name` must be unique among the task's models. `options` are those of `DataParallel`. With `init_sync`, rank 0's
-    parameters are copied to all workers, which is the default.
+    `name` must be unique among the task's models. `options` are those of `DataParallel`. With `init_sync` (the
+    default), rank 0's parameters are copied to all workers.
     """
     if is_fsdp(model) or not any(each.requires_grad for each in model.parameters()):
         return model
@@ -103,7 +103,7 @@ class FiniteGradients:
                 self._watch(self._model)
 
     def _watch(self, module: nn.Module, *_: Any) -> None:
-        """Filter the gradients of those parameters of a module that are currently not sharded."""
+        """Add hooks that zero non-finite gradients of a module's currently unsharded parameters."""
         whole = [each for each in module.parameters() if each.requires_grad and not is_dtensor(each)]
         self._handles += [parameter.register_hook(_without_infinite) for parameter in whole]
 

@@ -65,7 +65,7 @@ class ProcessGroups:
         self._own: set[str] = set()
         "The sockets of the groups that have formed."
         self._of_gloo: set[str] = set()
-        "The subset of these sockets that belong to gloo."
+        "The sockets of the groups that belong to gloo."
         self._form_by = math.inf
         "The deadline of the groups that are forming, in `time.monotonic` seconds."
         self.sums = SumGuard()
@@ -86,7 +86,7 @@ class ProcessGroups:
         only to later collectives. Raises `RuntimeError` if a member is lost before the groups have formed.
         """
         self._form_by = time.monotonic() + limit_s
-        with self._ending:  # a cut that is running trips the guard of the group that it aborts
+        with self._ending:  # so that a running `cut` trips the guard of the group that it aborts
             self.sums = SumGuard(self._device if self._device.type == "cuda" and world_size > 1 else None)
         if self._server[0] == LOOPBACK:
             os.environ |= {name: os.environ.get(name, value) for name, value in ON_LOOPBACK.items()}

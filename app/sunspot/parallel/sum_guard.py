@@ -1,4 +1,4 @@
-"""Keeps sums that an abort has cut short out of the parameters, without waiting for the sums.
+"""Prevents the wrong sums of aborted collectives from changing parameters, without waiting for the sums.
 
 An aborted NCCL collective ends without an error, and leaves a wrong sum. A worker could wait for the sums before each
 change of parameters, but then the GPU has no work until the optimizer's kernels arrive. Instead, the GPU itself finds
@@ -7,7 +7,7 @@ out whether the sums count:
 1. `trip` sets a word in main memory. `ProcessGroups.cut` calls it *before* it aborts any collective.
 2. `begin_step` queues a read of this word behind the sums. If the GPU reads 0, no abort had begun by then, so the sums
    are complete. If it reads 1, they may be wrong.
-3. A fused optimizer takes what was read as `found_inf`, the number with which gradient scalers cancel a step. If it is
+3. A fused optimizer gets the value that was read as `found_inf`, with which gradient scalers cancel a step. If it is
    1, the step changes neither parameters nor the optimizer's state.
 4. `confirm` waits for the end of the step, one step later, and returns whether the step counts. So at most one step is
    in doubt at any time.
@@ -48,9 +48,9 @@ class SumGuard:
         self._word = torch.zeros((), pin_memory=on_gpu)
         "The word, which is 1 once the group is about to be aborted."
         self._read = torch.zeros((), device=device)
-        "The word as the device has read it behind the sums of the newest step."
+        "The value of the word that the device read after the sums of the newest step."
         self._result = torch.zeros((), pin_memory=on_gpu)
-        "The same, in main memory, once the device has taken the step."
+        "A copy of this value in main memory, which exists once the device has taken the step."
         self._stepping: Optimizer | None = None
         "The optimizer whose step has begun and not ended."
         self._in_doubt = False
@@ -79,7 +79,7 @@ class SumGuard:
         return not self.aborted
 
     def can_cancel(self, optimizer: Optimizer) -> bool:
-        """Return True if the next step of an optimizer changes nothing in case its sums are not complete.
+        """Return True if the device can cancel an optimizer's next step in case the sums are not complete.
 
         A parameter's first step needs complete sums, because fused SGD would keep a momentum that it has not written.
         """
@@ -99,7 +99,7 @@ class SumGuard:
         cast(Any, optimizer).found_inf = self._read
 
     def end_step(self) -> bool:
-        """Return True if a step that can be cancelled has been queued, which is then in doubt. Call this after it."""
+        """Return True if a step that can be cancelled was queued, which makes it in doubt. Call this after the step."""
         if not (self._release() and self._event):
             return False
         self._result.copy_(self._read, non_blocking=True)
@@ -127,7 +127,7 @@ class SumGuard:
         return optimizer is not None
 
     def keep_complete(self, before: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Return what a collective has `received`, or the values `before` it if the collective may be cut short."""
+        """Return what a collective `received`, or the values `before` it if the collective may have been aborted."""
         if not self._on:
             return received
         return torch.where(torch.empty_like(self._read).copy_(self._word, non_blocking=True) > 0, before, received)

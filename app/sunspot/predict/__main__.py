@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sunspot.predict.classifier import Classifier
 
 DESCRIPTION = """\
-Predict images or a dataset with a run's model, or answer prompts with a language model.
+Make predictions for images or a dataset with a run's model, or answer prompts with a language model.
 
 python -m sunspot.predict mnist digit.png more.npy                     print a line for each image
 python -m sunspot.predict mnist --dataset mnist --output predictions   write Parquet; resumes if killed
@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    """Predict files or a dataset, or answer prompts. Print text, or one JSON document if --json is given."""
+    """Print predictions for files or a dataset, or answers to prompts, as text or as one JSON document (--json)."""
     check_arguments(arguments)
     task = find_task(arguments.task)
     given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset, "TASK": task}

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Sunspot's own tasks do not need this option)",
     )
     parser.add_argument(
-        "--dataset", metavar="PATH", help="predict all rows of this dataset, in any form that SUNSPOT_DATASET accepts"
+        "--dataset",
+        metavar="PATH",
+        help="make predictions for all rows of this dataset, in any form that SUNSPOT_DATASET accepts",
     )
     parser.add_argument("--split", choices=["train", "test"], help="split of the dataset (default: test, if it exists)")
     parser.add_argument("--output", metavar="DIR", help="folder or bucket URL for the predictions of --dataset")
@@ -58,5 +60,5 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise SettingsError(f"--tokens must be a positive integer, not {arguments.tokens}")
     if arguments.workers < 0:
         raise SettingsError(
-            f"--workers must be an integer >= 0, not {arguments.workers}; 0 uses as many workers as fit in Ray"
+            f"--workers must be an integer >= 0, not {arguments.workers}; 0 uses as many as Ray has room for"
         )

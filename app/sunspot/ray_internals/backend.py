@@ -26,7 +26,7 @@ class Backend(_TorchBackend):
     """Ray's torch backend, combined with a library's backend if one is configured. Runs in Ray Train's controller."""
 
     def on_start(self, worker_group: Any, backend_config: "BackendConfig") -> None:
-        """Form the process group once all processes answer."""
+        """Form the process group once all processes are up."""
         worker_group.execute_single_async(0, note_processes_up)
         super().on_start(worker_group, backend_config)
         library = backend_config.library

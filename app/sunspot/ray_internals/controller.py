@@ -76,8 +76,8 @@ def end_groups_at_once() -> list[Any]:
             self._group = worker_group.get_worker_group_state()
 
         def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-            # An unchanged state means that Ray has not decided on a new group. Otherwise, Ray would end the old group
-            # by itself. It will still do so with what is left of this group.
+            # The state is unchanged until Ray has decided on a new group. Then Ray itself ends the old group, including
+            # what this method has left of it.
             if self._group and current_state is previous_state and isinstance(current_state, RestartingState):
                 group, self._group = self._group, None
                 try:

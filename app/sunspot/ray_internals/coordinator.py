@@ -1,7 +1,7 @@
 """Replaces Ray Train's coordinator, the actor through which Ray Train sizes worker groups and requests nodes.
 
 ray.data._internal.cluster_autoscaler   Ray's coordinator, which no public API replaces. It counts preempted and
-                                        unreachable nodes, and requests any nodes. Ours requests nodes of each group.
+                                        unreachable nodes, and cannot request nodes of a particular group. Ours can.
 """
 
 import contextlib

@@ -65,7 +65,7 @@ def draining_nodes() -> dict[str, float | None]:
         ask = ray._private.state.state.get_draining_nodes
     except AttributeError as error:
         warn_once(
-            log, f"losing a preempted node costs steps, because this version of Ray does not report them ({error})"
+            log, f"losing a preempted node costs steps, as this version of Ray does not report preemptions ({error})"
         )
         return {}
     return {node: deadline_ms / 1000 or None for node, deadline_ms in ask().items()}

@@ -74,7 +74,7 @@ class RankTotal:
     seconds: float = 0.0
     steps: int = 0
     step_seconds: float = 0.0
-    "Sum over its windows of the number of steps times the median step time."
+    "Sum over all windows of the number of steps times the median step time."
     p95: float | None = None
     "The highest 95th percentile of the step time of any window."
     data_wait: float = 0.0

@@ -44,8 +44,8 @@ def show(report: Report) -> Html:
     receipts = {receipt.attempt: receipt for receipt in seen.receipts}
     shown = seen.attempts[-MAX_ROWS:]
     of = f", the newest {len(shown)} of {len(seen.attempts):,}" if len(shown) < len(seen.attempts) else ""
-    columns = ["attempt", "began (UTC)", "why", "steps again", "first step after", "state safe after"]
-    columns += ["from step", "out of", "workers", "worker-seconds lost", "their cost"]
+    columns = ["attempt", "began (UTC)", "why", "steps repeated", "first step after", "state saved after"]
+    columns += ["from step", "state from", "workers", "worker-seconds lost", "cost"]
     stepped = {*report.history.attempts, *(receipt.since for receipt in seen.receipts)}
     rows = [_start(attempt, receipts.get(attempt.number), attempt.number in stepped) for attempt in shown]
     parts.append(table(f"Each start of the workers, with its receipt{of}", columns, rows))

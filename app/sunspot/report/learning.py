@@ -28,7 +28,7 @@ def show(report: Report) -> Html:
         parts.append(paragraph("The records have no loss, no accuracy, and nothing on held-out rows."))
     if len(bases) > MAX_CURVES:
         command = element("code", f"sunspot metrics {report.seen.run.name}")
-        parts.append(paragraph(f"Without curves here: {', '.join(bases[MAX_CURVES:])}. ", command, " has them."))
+        parts.append(paragraph(f"Not drawn here: {', '.join(bases[MAX_CURVES:])}. ", command, " shows them."))
     if bases and not any(name.startswith(HELD_OUT) for name in history.results):
         parts.append(paragraph("The model has not been evaluated on held-out rows yet.", kind="note"))
     if history.left_out:

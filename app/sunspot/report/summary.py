@@ -32,7 +32,7 @@ def describe_outcome(run: Run, report: Report) -> Iterator[str]:
         rows = [row[:2] for row in rows]
         rows[0][1] += "" if best is None else f", and best: {by}"
     yield from columns(rows)
-    # Weights are in parts (PARALLEL=fsdp) unless the run is finished.
+    # With PARALLEL=fsdp, the weights are sharded until the run is finished.
     forms = ("model.pt", "model.safetensors", "model.safetensors.index.json", "__*_0.distcp")
     file = next(form for form in forms if form in newest.files or "*" in form)
     yield f"  weights: {run.storage.locate(run.key('checkpoints', newest.name, file))}"

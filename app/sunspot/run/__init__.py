@@ -86,13 +86,13 @@ FILES = (
     *("stop.json", "scale.json", "delete.json", "profile.json", "search.json", "predictions.json", "shown.json"),
     "report.html",
 )
-"""Names of the other files at the top of a run's folder."""
+"""Names of the files at the top of a run's folder that do not identify the run."""
 
 FOLDERS = (
     *("attempts", "checkpoints", "metrics", "ranks", "events", "failures", "logs", "audit"),
     *("tracking", "tensorboard", "code", "profiles"),
 )
-"""Names of the other folders in a run's folder."""
+"""Names of the folders in a run's folder that do not identify the run."""
 
 PROBE = re.compile(r"probe-[0-9a-f]{32}")
 """Pattern for the names of the files that nodes write to check whether they can reach storage."""

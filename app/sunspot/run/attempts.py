@@ -157,7 +157,10 @@ class Span(NamedTuple):
         return self.after < step and self.reaches(attempt, step)
 
     def reaches(self, attempt: int, step: int) -> bool:
-        """Return True if the span contains `step`, or continues from `step` and can therefore still evaluate it."""
+        """Return True if the span contains `step` or starts right after it.
+
+        In both cases, the attempt can evaluate the model at `step`.
+        """
         return attempt == self.attempt and self.after <= step and (self.upto is None or step <= self.upto)
 
 
@@ -223,7 +226,7 @@ def _read_version(run: Run, file: str, version: str) -> Attempt:
 def _read_attempt(run: Run, file: str) -> Attempt:
     """Return the attempt in a file.
 
-    Raises `DamageError` if the file's name does not match, or if the attempt cannot start where it says.
+    Raises `DamageError` if the file's name does not match, or if the attempt contradicts itself.
     """
     attempt = read_verified(run, Attempt, "attempts", file)
     place = run.storage.locate(run.key("attempts", file))
@@ -298,7 +301,7 @@ def label_of(checkpoint: str) -> str:
 
 
 def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") -> None:
-    """Raise `SupersededError` if another owner has taken over the run. `owner` can never get it back.
+    """Raise `SupersededError` if another owner has taken over the run. A takeover is final.
 
     Also raises it if a later driver of the same job has replaced `driver`. The operator starts a new driver if the head
     does not answer, but the old driver can still be alive and merely frozen.

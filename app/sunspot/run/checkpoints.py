@@ -336,8 +336,8 @@ def verify(
 ) -> list[tuple[Checkpoint, list[str]]]:
     """Return each checkpoint with its faults. Checkpoints that are deleted in the meantime are omitted.
 
-    Without `directories`, every byte is read, one checkpoint at a time. With `directories`, a given `inspect` is called
-    instead of `find_faults`.
+    Without `directories`, every byte is read, one checkpoint at a time. With `directories`, `inspect` is called instead
+    of `find_faults` if it is given.
     """
 
     def check(name: str) -> tuple[Checkpoint, list[str]] | None:

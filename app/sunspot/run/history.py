@@ -104,7 +104,7 @@ def tidy_journals(run: Run, before: int) -> None:
 def read_journal(
     run: Run, kind: Kind, spans: Sequence[Span] | None = None, damaged: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the records of a journal, sorted by attempt. If `spans` is given, return only records of steps in it.
+    """Return the records of a journal, sorted by attempt. If `spans` is given, return only records of their steps.
 
     Damaged records are omitted. One message per affected segment is added to `damaged`, or logged as a warning if
     `damaged` is None.
@@ -288,7 +288,7 @@ def _began(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
     by = f"{plural(workers, 'worker')} of {owner}" if workers else owner
     where = " in memory" if attempt.metadata.tier == "memory" else ""
     begin = f", from {attempt.starts_from or 'the beginning'}{where}{_other_code(attempt, before)}"
-    detail = by + (begin if attempt.chosen else "; its start has not been chosen yet")
+    detail = by + (begin if attempt.chosen else "; its start point has not been chosen yet")
     known = {"time": attempt.time, "attempt": attempt.number, "step": attempt.step}
     return {**known, "event": "attempt began", "detail": detail}
 

@@ -47,7 +47,7 @@ class Cause(enum.StrEnum):
     DRIVER_LOST = "driver lost"
     "The previous driver ended without writing a status, because its head or node was lost."
     TAKEN_OVER = "taken over"
-    "This start took over the run from another start."
+    "The previous driver was still alive and belonged to a different job."
     RESUMED = "resumed"
     "The previous driver had ended for good."
 

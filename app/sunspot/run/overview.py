@@ -36,7 +36,7 @@ LOST_AFTER_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
 
 STALLED_AFTER_S, STALLED_AFTER_STEPS = 20.0, 10
 """The limits after which a run without a new step counts as stalled, in seconds and in step times. Both must have
-passed. A rank then hangs, its node is frozen, or it waits for storage."""
+passed. The run is then waiting for storage, or a rank hangs, or a node is frozen."""
 
 
 # -------------------------------------------------------------------------------------------------------------- listing
@@ -80,7 +80,7 @@ def describe_absence(run: Run) -> str:
         runs = list(list_runs(run.storage))
     nearest = difflib.get_close_matches(run.name, runs, n=MAX_NAMED, cutoff=0.0)
     more = f" and {len(runs) - len(nearest)} more" if len(runs) > len(nearest) else ""
-    others = f"there are {', '.join(nearest)}{more}" if runs else "no run is there"
+    others = f"it contains {', '.join(nearest)}{more}" if runs else "it contains no runs"
     return f"no run {run.name} in {run.storage.locate('').rstrip('/')}; {others}"
 
 
@@ -217,7 +217,7 @@ def describe_stall(status: Status) -> str:
 def describe_work(status: Status, asked: object = None) -> str:
     """Return the reason for the state of a live run if its status contains none.
 
-    `asked` is the requested number of workers, or None if as many are training.
+    `asked` is the requested number of workers, or None if that many are training.
     """
     stall = describe_stall(status)
     if stall:

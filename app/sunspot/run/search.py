@@ -28,7 +28,7 @@ class Trial:
     step: Count = 0
     total_steps: Count = 0
     best: float | None = None
-    "The metric of the best checkpoint, or None if no checkpoint has a number for it."
+    "The metric of the best checkpoint, or None if no checkpoint has a numeric value of it."
     checkpoint: CheckpointName | None = None
     "The name of the best checkpoint."
 
@@ -98,7 +98,10 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
 
 
 def find_best_checkpoint(run: Run, metric: str, order: str) -> Checkpoint | None:
-    """Return the best checkpoint, or None if no checkpoint has a number for the metric. Its files are not verified."""
+    """Return the best checkpoint, or None if no checkpoint has a finite value of the metric.
+
+    The checkpoint's files are not verified.
+    """
     found = in_lineage(list_checkpoints(run), lineage(read_attempts(run)))
     comparable = [checkpoint for checkpoint in found if math.isfinite(_number(checkpoint, metric))]
     return best_first(comparable, metric, order)[0] if comparable else None

@@ -97,7 +97,7 @@ class RunSeen:
 
     @property
     def progress(self) -> Status | None:
-        """The status, with the newest listed checkpoint unless the run is alive and reports another."""
+        """The status. Unless the run is alive, its checkpoint is replaced by the newest one in the listing."""
         status, name = self.status, self.summary.checkpoint
         if status is None or name is None or is_alive(status, self.time):
             return status
@@ -302,7 +302,7 @@ def read_details(seen: RunSeen) -> RunDetails:
     gone = find_deleted_checkpoint(status, committed)
     if gone:
         others = [each for each in passed_over if each.name != gone]
-        passed_over = (SkippedCheckpoint(gone, Unusable.GONE, "though the run ended with it"), *others)
+        passed_over = (SkippedCheckpoint(gone, Unusable.GONE, "although it is the run's last checkpoint"), *others)
     return RunDetails(
         **vars(replace(seen, time=time.time())),  # after all that was read, so that no age is negative
         identity=identity,

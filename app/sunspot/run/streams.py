@@ -1,4 +1,4 @@
-"""Append-only streams of lines in storage that cannot append. A line is an audit row (audit.py) or output (logs.py).
+"""Streams of records (history.py), audit rows (audit.py) or output (logs.py), in storage that cannot append.
 
 A stream consists of segments, and each segment's name contains its range of lines or steps. New lines become a small
 segment. Once small segments together reach one of SIZES, they are merged into one segment and then deleted. Each line
@@ -40,9 +40,9 @@ class Segment(NamedTuple):
     attempt: int
     stream: str
     first: int
-    "The number of its first line, counted from 0, or its first step."
+    "The number of the first line, counted from 0, or the first step."
     last: int
-    "The number of its last line, or its last step."
+    "The number of the last line, or the last step."
     entry: Entry
 
 

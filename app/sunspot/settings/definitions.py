@@ -230,7 +230,7 @@ class Settings(BaseModel):
     checkpoints_to_keep: int = setting(3, "an integer >= 1", ge=1)
     "Number of best checkpoints to keep. The newest checkpoint is always kept, too."
     checkpoint_metric: str = setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
-    "Metric that ranks checkpoints. It is computed on held-out rows, or on the last 10,000 training rows without them."
+    "Metric that ranks checkpoints, from held-out rows or, if there are no such rows, the last 10,000 training rows."
     checkpoint_order: Literal["min", "max"] = setting("min", "min or max")
     "Direction in which SUNSPOT_CHECKPOINT_METRIC improves: lower (min) or higher (max)."
     early_stop_evaluations: int = setting(0, "an integer >= 0", ge=0)
@@ -453,7 +453,7 @@ def _explain(problem: Any) -> str:
         return f"{PREFIX}DATASET={cut(problem['input'])}: {problem['ctx']['error']}"
     if field == "task" and str(problem["input"]).endswith(".py"):
         module = PurePath(problem["input"]).stem
-        return f"{PREFIX}TASK={cut(problem['input'])}: give a module, without .py: {PREFIX}TASK={cut(module)}"
+        return f"{PREFIX}TASK={cut(problem['input'])}: set it to a module, without .py: {PREFIX}TASK={cut(module)}"
     return f"{PREFIX}{field.upper()}={cut(problem['input'])}: set it to {takes(field)}"
 
 

@@ -44,4 +44,4 @@ PARSED = BeforeValidator(_parse_json_object)
 """Parses the text of a field that contains a JSON object."""
 
 DUMPED = PlainSerializer(lambda value: json.dumps(value, sort_keys=True, default=dict), return_type=str)
-"""Converts the value of such a field to text."""
+"""Converts the value of a field that contains a JSON object to text."""

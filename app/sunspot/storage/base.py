@@ -70,9 +70,9 @@ class UnfinishedWrite(NamedTuple):
     size: int
     "The size in bytes."
     modified: float
-    "The time of the newest write to it, or of its beginning if nothing was written, in seconds since the Unix epoch."
+    "The time at which bytes were last written, or at which the write began, in seconds since the Unix epoch."
     token: str
-    "The backend's identifier for it."
+    "The backend's identifier for the write."
 
 
 class Writer(ABC):

@@ -183,7 +183,7 @@ def probe_clock(storage: Storage, key: str) -> Check:
     after = time.time()
     [entry] = storage.list(key)
     apart = min((entry.modified - moment for moment in (before, after)), key=abs)
-    seen = f"this clock and the storage's are {abs(apart):.0f} s apart"
+    seen = f"the clocks of this machine and of the storage differ by {abs(apart):.0f} s"
     return _judged("clock", abs(apart) <= MAX_SKEW_S, seen, "synchronize this machine's clock with NTP")
 
 

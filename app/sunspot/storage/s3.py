@@ -297,7 +297,7 @@ class MultipartUpload(PartUpload):
             self._upload_part(PROBE_PART, b"damaged", zlib.crc32(b"whole"))
         except ClientError as error:
             return error.response["Error"]["Code"] in WRONG_CHECKSUM
-        except BotoCoreError:  # any other error also makes the real parts fail, or the object is read back
+        except BotoCoreError:  # if the real parts do not fail as well, the object is read back
             pass
         return False
 

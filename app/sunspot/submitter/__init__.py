@@ -1,7 +1,7 @@
 """The submitter: the command `sunspot` and the library below it, which need neither torch nor Ray.
 
-`sunspot submit` runs these steps, and `sunspot.client.submit` runs all of them except the first. From the rendered
-manifest to the created RayJob, `cluster/start.py` (submit) calls the modules.
+`sunspot submit` runs these steps, and `sunspot.client.submit` runs all of them except the first. `submit` in
+cluster/start.py calls the modules that turn the rendered manifest into a RayJob in the cluster.
 
     commands/submit.py         turns the command line into a JobRequest
     manifest/render.py         renders the manifest (render)

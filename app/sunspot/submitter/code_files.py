@@ -199,7 +199,7 @@ def _find_problem(folder: Path, name: str) -> str:
         return f"{name} cannot be read or is not a regular file"
     size = path.stat().st_size
     if size > MAX_FILE:
-        return f"{name} has {as_bytes(size)}, but at most {as_bytes(MAX_FILE)} are allowed; put data into a bucket"
+        return f"{name} is {as_bytes(size)}, but a file may be at most {as_bytes(MAX_FILE)}; put data into a bucket"
     return ""
 
 

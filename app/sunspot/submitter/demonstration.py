@@ -152,7 +152,7 @@ def describe(loss: Receipt) -> Iterator[tuple[float, str]]:
     if loss.noticed:
         yield loss.noticed, "the other two workers notice the loss and break off the step"
     if loss.formed:
-        yield loss.formed, "they form a group of two, and repeat the step with the rows of the third"
+        yield loss.formed, "they form a group of two, take over the rows of the third, and repeat the step"
     repeated = f"{plural(loss.replayed, 'step')} repeated" if loss.replayed else "no other step repeated"
     yield (
         loss.first_step,

@@ -65,7 +65,7 @@ class Proof:
     """The result of an audit up to the newest intact checkpoint."""
 
     step: int
-    "The step of that checkpoint."
+    "The step of the newest intact checkpoint."
     epochs: list[Epoch]
     "The epochs up to that step, or empty if the run's rows were not recorded."
     wrong_rows: list[str]

@@ -55,7 +55,7 @@ ROWS_AT_ONCE = 4
 """Batch size for the report. With 512 tokens per row and a vocabulary of 32,000, the scores take 0.26 GB."""
 
 WRITTEN, WRITTEN_TOKENS = 3, 32
-"""The number of texts that the model continues for the report, and the number of tokens added to each."""
+"""The number of sample completions in the report, and the number of tokens in each."""
 
 
 class Arguments(BaseModel):
@@ -143,7 +143,7 @@ def load_pretrained(model: FineTuned) -> None:
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """Return the cross-entropy in nats: that of each text's class, or the mean over each row's tokens.
+    """Return the cross-entropy of each text's class, or the mean cross-entropy of each row's tokens, in nats.
 
     Each text's first token is ignored, because no earlier token predicts it.
     """

@@ -76,4 +76,4 @@ def show(model: nn.ModuleDict, rows: Batch) -> dict[str, torch.Tensor]:
     size = next(generator.parameters()).shape[1]
     noise = 2 * torch.rand(SHOWN, size, generator=torch.Generator().manual_seed(0)) - 1
     images = generator(noise.to(rows["image"].device))
-    return {"Made of noise": ((images + 1) * 127.5).round().to(torch.uint8)}
+    return {"Images made from noise": ((images + 1) * 127.5).round().to(torch.uint8)}

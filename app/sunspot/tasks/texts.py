@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 SHOWN = 5
-"""The number of texts to show from each end of the losses."""
+"""The number of texts to show with the lowest losses, and with the highest losses."""
 
 
 def by_loss(losses: torch.Tensor, **columns: list[Any]) -> list[dict[str, Any]]:

@@ -293,7 +293,7 @@ class Delivered:
     step: Annotated[int, Ge(-1)] = -1
     "The step up to which all records have been delivered or rejected."
     attempt: Count = 0
-    "The attempt of the last of these records. A later attempt can add an evaluation of the same step."
+    "The attempt of the last delivered or rejected record. A later attempt can add an evaluation of the same step."
     records: Count = 0
     "The number of records that the service has received."
     refused: Count = 0

@@ -32,7 +32,7 @@ GRADIENTS = 100_000_000
 """Bytes in the large all-reduce, about the size of ResNet-50's gradients (25.6 million numbers in fp32)."""
 
 TIMES = 10
-"""Number of times that each all-reduce is repeated. The first one includes connecting."""
+"""Number of times that each all-reduce is repeated. The first one also opens the connections."""
 
 MAX_S = 0.2
 """Maximum duration of the large all-reduce in seconds. GPUs exchange gradients during the backward pass.
@@ -94,7 +94,7 @@ def judge(timing: Timing, gpus: int) -> Check:
     """
     workers = 2 * max(gpus, 1)
     gigabits = GRADIENTS * 8e-9 / timing.large_s * 2 * (workers - 1) / workers
-    by = f"NCCL over {timing.network or 'a network it did not name'}, {plural(gpus, 'GPU')} in each" if gpus else "gloo"
+    by = f"NCCL over {timing.network or 'an unknown network'}, {plural(gpus, 'GPU')} per pod" if gpus else "gloo"
     large = f"100 MB in {timing.large_s * 1e3:.1f} ms ({gigabits:.1f} Gb/s)"
     seen = f"an all-reduce between two pods sums {large}, and one number in {timing.small_s * 1e3:.2f} ms, by {by}"
     if timing.network == "Socket" and RDMA.exists():

@@ -68,7 +68,7 @@ RECOMPUTED_OPTIONS = ("lr", "initial_lr", "weight_decay", "fused")
 """Optimizer options that are not restored, because settings or the device determine them at each start."""
 
 REPEATED_BLOCKS = 4
-"""Fewest blocks of a model that are compiled alone. A model with fewer blocks is compiled as a whole."""
+"""Minimum number of blocks to compile each block separately. A model with fewer blocks is compiled as a whole."""
 
 COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 """The variable that names torch.compile's compiler, and the default compilers, keyed by device type."""
@@ -424,7 +424,7 @@ def describe_new_length(learner: Learner, step: int, before: int) -> str:
     for was, will in zip(old, new, strict=True):
         if not math.isclose(was["lr"], will["lr"]):
             return (
-                f"SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS now give {now} steps, {before} before: "
+                f"SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS now give {now} steps instead of {before}: "
                 f"the learning rate continues at {will['lr']:.3g} instead of {was['lr']:.3g}"
             )
     return ""

@@ -151,8 +151,8 @@ def choose_node_groups(settings: Settings) -> GroupChoice | None:
         return None
     if install_coordinator():
         raise SunspotError(
-            "Ray's coordinator on this cluster requests nodes of any group, so a run can have only one node group; "
-            "remove the other groups"
+            "Ray's autoscaling coordinator on this cluster cannot request nodes of a particular group, so a run can "
+            "have only one node group; remove the other groups"
         )
     choice = GroupChoice(settings.job.node_groups, settings.num_workers.most)
     per_worker = {name: float(amount) for name, amount in settings.resources_per_worker.items()}

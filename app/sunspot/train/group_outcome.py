@@ -15,8 +15,8 @@ from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.incidents import Cause
 
 DRIVER_TRIES = 3
-"""Number of trainer starts if Ray's controller fails. They do not count towards MAX_FAILURES, because no worker has
-failed."""
+"""Maximum number of times that a trainer is started if Ray's controller fails. These starts do not count towards
+MAX_FAILURES, because no worker has failed."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def next_start(
     judged = outcome.error is not None and end.counts != start.counts
     if outcome.reason is EndReason.RESTART or judged:  # the failure judge has counted this end, if it is a failure
         return following
-    # Keep the error and the lack of memory that the judge has noted, because they also limit the next trainer.
+    # Keep the newest error and the counts of repeated failures, because they also limit the next trainer.
     noted = replace(start.counts, error=end.counts.error, loops=end.counts.loops)
     counts = noted.since(end.progress.committed)
     return (

@@ -66,10 +66,10 @@ class Learner:
         compiles = self.plan.settings.compile != "off"
         self._compiled_loss = torch.compile(loss, dynamic=False) if loss and compiles else None
         self._opaque_model: tuple[torch.nn.Module, Any] | None = None
-        "The model of the newest pass, and the same model as `_compiled_loss` sees it."
+        "The model of the newest pass, and a wrapper of it that is not compiled together with the loss."
 
     def compute_loss(self, model: torch.nn.Module, batch: Batch) -> Any:
-        """Return what the task's `loss` returns. COMPILE compiles it, except for the model, which is compiled apart."""
+        """Return what the task's `loss` returns. COMPILE compiles `loss`, but the model is compiled separately."""
         if not self._compiled_loss:
             assert self.task.loss
             return self.task.loss(model, batch)

@@ -33,7 +33,10 @@ MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
 """Schedulers that set the optimizer's rate when they are created. Earlier schedulers in a sequence start from it."""
 
 EXAMINED_STEPS = 10_000
-"""Number of steps that `describe` examines at the start, and again spread over the run. They take half a second."""
+"""Number of steps that `describe` examines at the start of the run, and as many more spread over the whole run.
+
+This takes half a second.
+"""
 
 MAX_NAMED_GROUPS = 6
 """Maximum number of groups that `describe` names."""

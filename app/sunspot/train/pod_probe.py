@@ -14,7 +14,7 @@ from sunspot.train.gpu import try_gpus
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the storage, the GPUs, and the network to another pod. Print the results as one JSON document."""
-    description = "Check the storage of the settings, GPUs, and the network."
+    description = "Check the storage in the settings, the GPUs, and the network."
     parser = CommandParser("python -m sunspot.train.pod_probe", description, ("storage_path",))
     parser.add_argument("--gpus", type=int, default=0, metavar="NUMBER", help="compute on this number of GPUs")
     parser.add_argument("--meeting", metavar="NAME", help="time an all-reduce with the pod that is given the same name")

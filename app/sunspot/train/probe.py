@@ -19,7 +19,7 @@ from sunspot.storage.prove import prove
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 120
-"""Maximum number of seconds to wait for a node's answer, for which Ray starts a process there."""
+"""Maximum number of seconds to wait for a node's answer. This includes the start of a process on the node."""
 
 MAX_PROBES = 256
 """Maximum number of nodes to probe at once. Each node makes about ten small storage requests."""

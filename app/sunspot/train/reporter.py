@@ -105,7 +105,7 @@ class Reporter:
         self._interval_s: float | None = None
         self._goodput: float | None = None
         self._goodput_of: tuple[int, float] | None = None
-        "Number of receipts, and minute, for which `_goodput` was computed."
+        "The number of receipts and the minute at which `_goodput` was computed."
         self._test_rows = rows_in(plan.test) if plan.test else 0
         self._incident = Incident()
         "The incident that ended the previous group."

@@ -57,7 +57,7 @@ class TrainingRun:
         self._open: Step | None = None
         "The step that has begun, or None between two steps."
         self._drawn = 0
-        "Numbers that `draw` has given to all rows of the open step so far."
+        "Number of random numbers that `draw` has used so far, for all rows of the open step."
         self._finite = FiniteGradients(self.model)
         self._rates = self._learning_rates()
         "Learning rate of each group in the newest step."

@@ -94,7 +94,7 @@ class Survivor:
         self._outputs: Future[None] | None = None
         "Future that is done once the previous group's outputs are in storage."
         self.others_train = True
-        "True unless it is known that no other worker trained when this process started."
+        "False if it is known that no other worker was training when this process started."
         self.learner: Learner | None = None
         self._memory: NodeMemory | None = None
         self.window: MetricWindow | None = None

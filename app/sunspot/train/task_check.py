@@ -67,7 +67,7 @@ NOT_CHECKED = {"parallel": ("ddp", "it takes several processes"), "compile": ("o
 """Settings that a check ignores, each with the value used instead and the reason."""
 
 INSTEAD = {"checkpoint_every_steps": 1, "snapshot_cost": 0.0, "audit": False}
-"""Settings of every check, which saves each step and keeps only what a check needs."""
+"""Settings that every check overrides, to save each step and to turn off what a check does not need."""
 
 AT_FIRST = " at first"
 """Suffix of the names of the first step's metrics."""

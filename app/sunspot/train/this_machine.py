@@ -67,7 +67,7 @@ def refuse_lack(settings: Settings, per_worker: Mapping[str, float], machine: Ma
             fix = "lower it"
         else:
             setting = f"SUNSPOT_USE_GPU={settings.use_gpu}"
-            fix = "leave it at auto"
+            fix = "set it to auto"
         seen = " that torch sees" if name == "GPU" else ""
         fewer = f", or set SUNSPOT_NUM_WORKERS to {fits}" if fits else ""
         raise SettingsError(

@@ -56,7 +56,7 @@ class StepUndo:
         self._copies = Copies()
         "Copies of buffers and moving parameters after the newest step."
         self._earlier_copies = Copies()
-        "Their copies after the step before, if the newest step was in doubt when it was accepted."
+        "The copies after the previous step, if the newest step was in doubt when it was accepted."
         self._versions: list[int] = []
         "Each parameter's count of changes in place after the newest step."
         self._found: list[tuple[torch.nn.Module, str, torch.Tensor | None]] = []
@@ -361,7 +361,7 @@ class Copies:
         return differing
 
     def _differing(self, tensors: Mapping[Any, torch.Tensor]) -> set[Any]:
-        """Return the keys whose tensor and copy differ in shape, type or device, or of which only one exists."""
+        """Return the keys whose tensor or copy is missing, or whose tensor and copy differ in shape, type or device."""
         held = self._held
         lacking = held.keys() ^ tensors.keys()
         return lacking | {key for key, each in tensors.items() if key in held and not are_alike(each, held[key])}

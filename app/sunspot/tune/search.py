@@ -160,9 +160,9 @@ class RunningSearch:
             print(f"  checkpoint: {where}, the best of {trial.run}")
             return checkpoint
         raise SunspotError(
-            f"no trial has a checkpoint with a number for the metric {settings.checkpoint_metric} "
-            "(SUNSPOT_CHECKPOINT_METRIC); set another metric, and the same command promotes the best checkpoint "
-            "without training again"
+            f"no trial has a checkpoint with a numeric value of {settings.checkpoint_metric} "
+            "(SUNSPOT_CHECKPOINT_METRIC); set another metric and run the same command again, which promotes the best "
+            "checkpoint without training"
         )
 
     def publish_results(self) -> None:

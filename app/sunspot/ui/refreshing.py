@@ -79,6 +79,6 @@ class RefreshingValue(Generic[Value]):
             self._reading = Reading(before, shorten(error))
         finally:
             now = time.monotonic()
-            # If storage does not answer, the next read is due promptly. A page that fails to render took time.
+            # A failed read of storage only waited, so no pause is needed. A page that failed to render occupied a core.
             pauses = not self._reading.trouble or not self._limited
             self._due = now + max(self._every_s, PAUSE * (now - began) if pauses else 0.0)

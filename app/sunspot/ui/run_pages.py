@@ -90,7 +90,7 @@ def _compared_curves(reports: Sequence[Report]) -> Html:
         dict.fromkeys(name for report in reports for name in sorted(report.history.results, key=results_first))
     )
     charts = join(_compared_curve(name, reports) for name in found[:MAX_CURVES])
-    rest = paragraph(f"Without curves here: {', '.join(found[MAX_CURVES:])}.") if found[MAX_CURVES:] else ""
+    rest = paragraph(f"Not drawn here: {', '.join(found[MAX_CURVES:])}.") if found[MAX_CURVES:] else ""
     return join([element("div", charts, class_="charts"), rest if found else paragraph("No metric is recorded.")])
 
 

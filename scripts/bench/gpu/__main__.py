@@ -16,7 +16,7 @@ from scripts.bench.gpu import no_ray
 from scripts.bench.gpu.session import Session
 
 SUBJECTS = {"digits": 170, "gpt2": 220, "checkpoints": 60, "product": 100}
-"""Modules of this package to measure in this order, and the most seconds that each of them may take."""
+"""Modules of this package, in the order of measurement, with the maximum number of seconds for each."""
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser("bench-gpu", description=__doc__)
     parser.add_argument("subjects", nargs="*", choices=[*SUBJECTS, []], help="subjects to measure; default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=560, help="limit of all subjects together (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=560, help="time limit for all subjects; default: %(default)s")
     arguments = parser.parse_args()
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     session = Session(device, arguments.seconds, Path(os.environ.get("OUT", "bench-gpu")))

@@ -37,7 +37,7 @@ def find_sources(settings: Settings) -> tuple[Any, None]:
 
 
 def measure(session: Session) -> None:
-    """Write a table for each batch size. The second way is the first one again, and shows what chance does."""
+    """Write a table for each batch size. The first way is measured a second time, to show the random variation."""
     set_tf32(allowed=True)  # as in all ways here, and as PyTorch does in convolutions by default
     for batch_rows, steps, turns in ((128, 200, 9), (1024, 60, 9)) if session.on_gpu else ((4, 1, 2),):
         with group_of_one(), tempfile.TemporaryDirectory() as folder:
@@ -53,4 +53,6 @@ def measure(session: Session) -> None:
             compare(session, f"ResNet-18, {batch_rows:,} rows, tf32", figures, ("rows/s", batch_rows))
             launches = {name: count_launches(session, ways[name]) for name in figures}
             session.store("launches", launches)
-            session.say(f"\nlaunches a step: {', '.join(f'{name} {count:.0f}' for name, count in launches.items())}\n")
+            session.say(
+                f"\nlaunches per step: {', '.join(f'{name} {count:.0f}' for name, count in launches.items())}\n"
+            )

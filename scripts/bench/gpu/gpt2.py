@@ -85,7 +85,7 @@ def measure(session: Session) -> None:
     }
     session.store("share of the matrix rate", shares)
     listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-    session.say(f"\nshare of the matrix rate, {peak / 1e12:.3g} TFLOP/s: {listed}")
+    session.say(f"\nshare of the measured matrix rate of {peak / 1e12:.3g} TFLOP/s: {listed}")
 
 
 def mean_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -26,7 +26,7 @@ def invent(_: object, name: str) -> Any:
 
 
 class Invented(type):
-    """The class of classes that have every attribute."""
+    """A metaclass whose classes have every attribute."""
 
     __getattr__ = invent
 

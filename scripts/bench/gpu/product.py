@@ -30,7 +30,7 @@ def measure(session: Session) -> None:
         raise RuntimeError(run.stderr[-2000:])
     step_ms = float(run.stdout.splitlines()[-1])
     session.store("ResNet-18", {"step_ms": step_ms})
-    session.say(f"ResNet-18, {batch_rows} rows, tf32, a run with Ray {ray}: {step_ms:.3f} ms a step")
+    session.say(f"ResNet-18, {batch_rows} rows, tf32, a run with Ray {ray}: {step_ms:.3f} ms per step")
 
 
 def train(device: str, batch_rows: int, steps: int) -> float:

@@ -25,7 +25,7 @@ class Session:
 
     device: torch.device
     limit_s: float
-    "The most seconds of the whole call."
+    "Maximum number of seconds for the whole call."
     folder: Path
     "The folder of the results."
     clock: Callable[[], float] = time.monotonic
@@ -84,7 +84,7 @@ class Turn:
 
 
 def in_turns(session: Session, ways: Mapping[str, Iterator[None]], steps: int, turns: int) -> dict[str, list[Turn]]:
-    """Return the turns of each way, which take this number of steps one way after the other, while time is left.
+    """Measure the ways in turn, each for `steps` steps, while time is left. Return the turns of each way.
 
     A way that fails, for example for lack of memory or of a compiler, is left out.
     """
@@ -115,7 +115,7 @@ def in_turns(session: Session, ways: Mapping[str, Iterator[None]], steps: int, t
 
 
 def most_steps(steps: int, turns: int) -> int:
-    """Return more steps than all turns of a way take, so that no epoch ends in them with a checkpoint."""
+    """Return more steps than all turns of a way take, so that no epoch ends, with a checkpoint, during a turn."""
     return steps * (WARM_UP_TURNS + turns) + PROFILED_STEPS + 1
 
 
@@ -131,12 +131,12 @@ def take_turn(session: Session, way: Iterator[None], steps: int) -> Turn:
 
 
 def compare(session: Session, title: str, figures: Mapping[str, list[Turn]], rate: tuple[str, float]) -> None:
-    """Write a table of ways, each compared with the first one turn by turn.
+    """Write a table that compares each way with the first one, turn by turn.
 
-    `rate` is a unit and the number of them in a step.
+    `rate` contains the name of a unit, such as tokens, and the number of these units in a step.
     """
     unit, per_step = rate
-    session.say(f"| {title} | ms a step | thread, ms | ratio of each turn | {unit} |\n|---|---|---|---|---|")
+    session.say(f"| {title} | ms per step | thread, ms | ratio of each turn | {unit} |\n|---|---|---|---|---|")
     first = next(iter(figures.values()), [])
     for name, turns in figures.items():
         session.store(f"{title}: {name}", {"turns": [asdict(turn) for turn in turns]})

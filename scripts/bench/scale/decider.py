@@ -119,7 +119,7 @@ def simulated(server: MembershipServer, size: int) -> Iterator[Callable[[str], d
 
 
 class SimulatedMember(NamedTuple):
-    """One member: its connection, a non-blocking socket of it, and the reader of what arrives."""
+    """A simulated member: its connection, the connection's non-blocking socket, and the reader of received data."""
 
     connection: DriverConnection
     socket: socket.socket

@@ -1,6 +1,6 @@
 """Measures the metric history of 64 ranks that report every 10 s for a month: its size, and the time to show a status.
 
-Sunspot's own code writes the history to a directory, with a simulated clock. The status is also shown on the way.
+Sunspot's own code writes the history to a directory, with a simulated clock. The status is shown after each of LENGTHS.
 """
 
 from __future__ import annotations

@@ -364,7 +364,7 @@ class Cluster:
         if status == 401:
             text = f"{self.server} rejected these credentials ({reason}); renew them, or choose another --context"
         elif no_right and role:
-            text = f"{reason}; ask for the Role {role} of k8s/base, which grants it"
+            text = f"{reason}; ask for the Role {role} of k8s/base, which grants this permission"
         elif no_right:
             text = f"{reason}; ask the owner of the cluster"
         elif status == 404 and "could not find the requested resource" in reason:

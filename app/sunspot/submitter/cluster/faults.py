@@ -230,12 +230,12 @@ class FaultInjector:
                 for receipt in read_receipts(read_journal(self.run, "events")):
                     self._print_receipt(receipt)
         state, reason = snapshot.state()
-        # While the cluster does not answer, another try may follow a failure.
+        # While the cluster does not answer, a failure can still be followed by another attempt.
         if state.terminal and (state in (RunState.SUCCEEDED, RunState.STOPPED) or not snapshot.cluster.trouble):
             self._ended = f"{state}, {reason}"
 
     def _print_receipt(self, receipt: Receipt) -> None:
-        """Print a receipt and its faults. Prints nothing if the receipt belongs to no fault."""
+        """Print a receipt and the faults that caused it. Prints nothing if no fault caused it."""
         open_faults = sorted(self._faults.keys() - self._recovered)
         numbers = [number for number in open_faults if self._faults[number] < receipt.attempt]
         if not numbers:

@@ -33,7 +33,7 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
     has_file = _has_file(files)
     if not has_file and (context or not _is_pod()):
         advice = "set KUBECONFIG to the file that your cluster's administrator or cloud gave you"
-        raise ClusterError(f"no cluster: {files} does not exist; {advice}")
+        raise ClusterError(f"no cluster is configured: {files} does not exist; {advice}")
     import urllib3
     from kubernetes.client import ApiClient, Configuration  # slow to import, and not needed to read storage
     from kubernetes.config import ConfigException, load_incluster_config
@@ -48,16 +48,18 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
             load_incluster_config(configuration)
         if str(configuration.proxy).startswith("socks") and not importlib.util.find_spec("socks"):
             needs = f"the proxy-url {configuration.proxy} in {files} needs PySocks"
-            raise ClusterError(f"no cluster: {needs}; install it next to sunspot with `pip install pysocks`")
+            fix = "install it next to sunspot with `pip install pysocks`"
+            raise ClusterError(f"cannot connect to a cluster: {needs}; {fix}")
         return ApiClient(configuration), namespace
     except ClusterError:
         raise
     except ConfigException as error:
         advice = "`kubectl config get-contexts` lists the valid values of --context"
-        raise ClusterError(f"no cluster: {files}: {shorten(error)}; {advice}") from error
+        raise ClusterError(f"cannot connect to a cluster: {files}: {shorten(error)}; {advice}") from error
     except Exception as error:  # the client's parsers raise various errors for a damaged file
         unusable = f"{files} cannot be used ({type(error).__name__}: {shorten(error)})"
-        raise ClusterError(f"no cluster: {unusable}; correct it, and check it with `kubectl version`") from error
+        advice = "fix the kubeconfig, and test it with `kubectl version`"
+        raise ClusterError(f"cannot connect to a cluster: {unusable}; {advice}") from error
 
 
 def is_configured() -> bool:
@@ -95,7 +97,7 @@ def _load_context(files: str, context: str | None, configuration: Configuration)
     loader.load_and_set(configuration)
     if provider and not configuration.api_key:
         fault = f"auth-provider {provider} gives user {current['user']} no credential"
-        raise ClusterError(f"no cluster: in {files}, {fault}; sign in again")
+        raise ClusterError(f"cannot connect to a cluster: in {files}, {fault}; sign in again")
     namespace = str(current.get("namespace") or "")
     return "" if namespace == NOT_CHOSEN else namespace
 

@@ -274,10 +274,10 @@ def _how_to_create(kind: str, name: str, namespace: str) -> str:
     """Return instructions for creating an object that pods need to start."""
     if kind == "Secret":
         return (
-            f"create it: kubectl -n {namespace} create secret generic {name} --from-env-file=/dev/stdin, and give it "
+            f"create it: kubectl -n {namespace} create secret generic {name} --from-env-file=/dev/stdin, and enter "
             "the lines AWS_ACCESS_KEY_ID=... and AWS_SECRET_ACCESS_KEY=... (and AWS_ENDPOINT_URL if the server is not "
             "Amazon's), or whatever else the pods read from it"
         )
     if kind == "ServiceAccount":
-        return "create Sunspot's own with `kubectl apply -k k8s/base`; create any other one yourself"
+        return "if it is one of Sunspot's, create it with `kubectl apply -k k8s/base`; otherwise create it yourself"
     return "create it, or remove it from the profile"

@@ -26,7 +26,7 @@ from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
 
 Number = int | float
-"""A number that the document shows as it was recorded, with or without decimals."""
+"""A number in a JSON document, shown as it was recorded, with or without decimals."""
 
 
 def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
@@ -73,7 +73,7 @@ class StatusRecord(Record):
     checkpoint: str | None = None
     "The name of the newest verified checkpoint."
     metrics: dict[str, Number] | None = None
-    "The model's metrics in that checkpoint."
+    "The model's metrics in `checkpoint`."
     checkpoint_age_s: Number | None = None
     goodput: Number | None = None
     cost: dict[str, Number | None] | None = None

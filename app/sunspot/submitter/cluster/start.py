@@ -206,10 +206,11 @@ def _explain_absence(access: RunAccess, submitted: SubmissionRecord) -> str:
         again += f"; according to storage, this command submitted it last (read it before you repeat it):\n  {words}"
     if there != here and submitted.namespace:
         elsewhere = (
-            f"{submitted.job} was submitted to {there}: with its --context and --namespace, `resume` works there"
+            f"{submitted.job} was submitted to {there}; to resume it there, choose that place with --context and "
+            "--namespace"
         )
         return f"{run} has no RayJob in {here} to start again; {elsewhere}. To train it here, {again}"
-    return f"{submitted.job}, as `sunspot submit` applies it, is no longer in {here}; {again}"
+    return f"{submitted.job} is no longer in {here} as `sunspot submit` applied it; {again}"
 
 
 def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | None]:
@@ -265,7 +266,7 @@ def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
         f"{access.run.name} is alive elsewhere: {owner.describe()} trains it, at step {status.step}, and was last "
         f"heard of {ago} ago. `sunspot stop {stored_arguments(access.run)}` makes it save and end; then submit "
         "again. To take the run over while it trains, submit it with --take-over, and it continues from its newest "
-        f"checkpoint. An owner that has been silent for {SILENT_AFTER_S:.0f} s is taken over without the option"
+        f"checkpoint. Once its owner has been silent for {SILENT_AFTER_S:.0f} s, the option is not needed"
     )
 
 

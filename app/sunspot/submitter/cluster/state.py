@@ -237,7 +237,7 @@ def _running(seen: ClusterSeen, job: JobView, own: Status | None, stored: RunSee
     if own is None:
         waits = f"driver runs, and has not written its status to storage yet{and_why}"
         if job.failed:
-            return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; the next one's {waits}"
+            return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; the next attempt's {waits}"
         return RunState.STARTING, f"its {waits}"
     state = RunState.STARTING if own.state is RunState.LOST else own.state
     silence = _silence(own, seen.time)
@@ -330,7 +330,7 @@ def summarize_pod_problems(seen: ClusterSeen, job: JobView) -> str:
     ending = next((pod for pod in seen.pods if pod.cluster == job.cluster and pod.head and pod.deleting), None)
     if ending and not any(pod.head for pod in seen.own_pods):
         silent = ", which does not answer" if ending.overdue(seen.time) else ""
-        return f"the head pod is being deleted; a new one follows when it has left node {ending.node}{silent}"
+        return f"the head pod is being deleted, and is replaced once it has left node {ending.node}{silent}"
     if head_problems:
         problem = head_problems[0]
         if problem.prevents_creation:

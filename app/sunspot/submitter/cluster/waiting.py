@@ -128,7 +128,7 @@ class HeadRestarts:
         self._run = run
         self._checkpoint: str | None = None
         self._count = 0
-        "Number of restarts since that checkpoint was written."
+        "Number of restarts since the newest checkpoint was written."
 
     def next(self, snapshot: RunSnapshot) -> Restart | None:
         """Return the restart that the run needs, or None if the run needs none.

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="kinds",
         action="append",
         required=True,
-        help="kind of fault: reclaim or kill (of a training worker), or head; with several kinds, such as "
-        "reclaim,kill, the order is random",
+        help="kind of fault: reclaim or kill for a training worker, or head for the head; several kinds, such as "
+        "reclaim,kill, are injected in random order",
     )
     parser.add_argument(
         "--every",

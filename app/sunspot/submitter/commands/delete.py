@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> None:
             print_json(_record(contents, contents, removed=False))
         if args.json or not (sys.stdin.isatty() and sys.stderr.isatty()):
             why = "--json never asks" if args.json else "there is no terminal to ask at"
-            raise SettingsError(f"nothing was removed, because {why}: {contents}; add --yes to remove it")
+            raise SettingsError(f"nothing was removed, because {why}; add --yes to remove {contents}")
         warn(f"delete all of it permanently? Type y or {args.run}: ", end="")
         if sys.stdin.readline().strip() not in ("y", "yes", access.run.name):
-            print_text(f"nothing was removed: {contents}; add --yes to remove it without asking")
+            print_text(f"nothing was removed; add --yes to remove {contents} without asking")
             return
         contents = find_contents(access)  # the answer can take a long time
     try:

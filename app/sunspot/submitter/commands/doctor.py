@@ -106,7 +106,10 @@ def _checks_in_cluster(args: argparse.Namespace) -> list[tuple[type[SunspotError
 
 
 def _report_checks(parts: Iterable[tuple[type[SunspotError], Iterable[Check]]], as_json: bool, ready: str) -> None:
-    """Print the result and fix of each check. If checks failed, raise `ClusterError` or another failed part's error."""
+    """Print the result and fix of each check. Each part has the class of the error to raise if one of its checks fails.
+
+    If several parts have failed checks, `ClusterError` takes precedence over other classes.
+    """
     checks: list[Check] = []
     failed: list[type[SunspotError]] = []
     for kind, part in parts:

@@ -1,4 +1,4 @@
-"""`sunspot predict`: predicts with a run's model, like `python -m sunspot.predict`."""
+"""`sunspot predict`: makes predictions with a run's model, like `python -m sunspot.predict`."""
 
 import argparse
 import importlib
@@ -9,7 +9,7 @@ from sunspot.predict.command_arguments import add_arguments as add_arguments
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predict in this process. Imports the module through importlib, because it needs torch."""
+    """Make predictions in this process. Imports the module through importlib, because it needs torch."""
     from sunspot.submitter.local_training import refuse_without_training
     from sunspot.task_file import import_as_module_run
 

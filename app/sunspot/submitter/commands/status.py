@@ -103,10 +103,10 @@ def _print(record: StatusRecord, details: RunDetails | None) -> None:
 
 
 def _describe_saves(record: StatusRecord) -> str:
-    """Return text like `4.1 s to commit, of 30 s of notice; copied to memory every 41 steps`."""
+    """Return text like `4.1 s to commit (notice: 30 s); copied to memory every 41 steps`."""
     parts = []
     if record.save_s:
-        notice = f", of {record.notice_s:.0f} s of notice" if record.notice_s else ""
+        notice = f" (notice: {record.notice_s:.0f} s)" if record.notice_s else ""
         parts.append(f"{record.save_s:.1f} s to commit{notice}")
     if record.memory_every:
         parts.append(f"copied to memory every {plural(record.memory_every, 'step')}")

@@ -58,7 +58,7 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         return
     manifest = rendered.manifest
     knows = "the API server knows RayJobs and RayClusters (ray.io/v1)"
-    rights = f"all that the commands need in namespace {cluster.namespace}"
+    rights = f"this user has all permissions that the commands need in namespace {cluster.namespace}"
     checks = {  # generators, which run when the loop below reaches them
         "KubeRay": _or_ok(find_missing_resources(cluster), "KubeRay", knows),
         "KubeRay operator": _check_operator(cluster, manifest),
@@ -78,7 +78,7 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
             if error.status != 403:
                 yield failure(name, error)
                 continue
-            yield Check(name, Result.WARNING, "this user cannot see this", str(error))
+            yield Check(name, Result.WARNING, "this user is not allowed to check this", str(error))
         except UnreachableError as error:
             yield failure(name, error)
             return

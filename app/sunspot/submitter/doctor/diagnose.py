@@ -83,7 +83,8 @@ def examine(access: RunAccess) -> Examination:
     if snapshot.job:
         findings += find_pending(snapshot.cluster, snapshot.job, state)
     if snapshot.cluster.gone and state is RunState.STOPPING:
-        advice = "if nobody wanted that, submit it again after they have ended: it continues from the last checkpoint"
+        advice = "if this was not intended, submit the run again after its processes have ended; it continues from the "
+        advice += "last checkpoint"
         findings.append(Finding(Diagnosis.LOST, Severity.ERROR, reason, advice, cost=0.9))
     if details:
         findings = _examine_training(_make_case(access, snapshot, details, unseen), snapshot, findings)

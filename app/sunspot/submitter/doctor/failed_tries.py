@@ -21,9 +21,9 @@ def find_failed_tries(snapshot: RunSnapshot, state: RunState) -> Iterator[Findin
         cost = 0.0  # the current pods' problems explain more
         watch = f"kubectl get rayjob {job.name} --watch -o jsonpath='{{.status.message}}'"
         advice = (
-            f"the operator forgets why an attempt failed when the next one begins; {watch} prints the reason when that "
-            "one fails. A driver reads its settings and connects to storage before it writes anything, and `sunspot "
-            "doctor --from-pods` tests that"
+            f"the operator no longer knows why the attempt failed; if the next one fails, too, {watch} prints the "
+            "reason. Before a driver writes anything, it reads its settings and connects to storage, which `sunspot "
+            "doctor --from-pods` tests"
         )
     yield Finding(Diagnosis.FAILED, Severity.ERROR, evidence, advice, details, cost)
 

@@ -29,8 +29,8 @@ def find_fewer_workers(case: Case, seen: ClusterSeen) -> Iterator[Finding]:
     waits_for = _find_missing(seen, seen.job) if seen.job and not seen.unseen_pods else unseen
     figures, details = summarize_figures(case)
     when = f" since {as_time(since)}, for {in_words(case.now - since)}" if since else ""
-    evidence = f"{status.world_size} of {requested} workers train{when}; waits for: {waits_for}; {figures}"
-    advice = "nothing, unless you need all workers now; the others join as soon as they can"
+    evidence = f"{status.world_size} of {requested} workers train{when}; waiting for: {waits_for}; {figures}"
+    advice = "do nothing, unless you need all workers now; the others join as soon as they can"
     details |= {"workers": status.world_size, "workers_wanted": str(requested), "since": since, "waits_for": waits_for}
     yield Finding(Diagnosis.FEWER_WORKERS, Severity.NOTE, evidence, advice, details)
 

@@ -52,7 +52,7 @@ def find_pending(seen: ClusterSeen, job: JobView, state: RunState) -> list[Findi
     found = [_deadline(job, late)] if late in DEADLINES else []
     if late != "DeadlineExceeded":
         found += _explain_job(job, seen.time)
-        # Only their last warnings explain deleted pods. Warnings from earlier attempts are ignored.
+        # Deleted pods can only be explained by their last warnings. Warnings from earlier attempts are ignored.
         since = max(seen.time - WARNING_FRESH_S, job.try_began - CLOCK_SKEW_S)
         recent = [event for event in seen.warnings if late or event.time > since]
         found += [] if seen.unseen_pods else _explain_pods(seen, job, recent, severity)
@@ -168,7 +168,7 @@ def _deadline(job: JobView, reason: str) -> Finding:
 
 def _starting(seen: ClusterSeen, job: JobView) -> Finding:
     waited = seen.time - job.try_began
-    evidence = f"{explain_pods(seen, job)}; nothing is wrong after {in_words(waited)}"
+    evidence = f"{explain_pods(seen, job)}; nothing is wrong so far (after {in_words(waited)})"
     limit = job.spec.get("preRunningDeadlineSeconds")
     advice = "wait" + (f"; the operator gives up in {in_words(limit - waited)}" if limit else "")
     return Finding(Diagnosis.STARTING, Severity.NOTE, evidence, advice, {"waited_s": round(waited)})

@@ -194,7 +194,8 @@ def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, alone: b
     if refusal.kind in explain:
         evidence, advice, more = explain[refusal.kind](pods, refusal, nodes)
     else:
-        evidence, advice, more = _explain_labels(pods, refusal, "no node has" if alone else f"{nodes} without")
+        lack = "lacks" if refusal.nodes == 1 else "lack"
+        evidence, advice, more = _explain_labels(pods, refusal, "no node has" if alone else f"{nodes} {lack}")
     if refusal.others:
         evidence += f"; other obstacles on these nodes: {', '.join(refusal.others)}"
     return Finding(refusal.kind, severity, evidence, advice, details | more)
@@ -209,20 +210,20 @@ def _explain_resources(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Expl
     asked = container.get("resources", {}).get("requests", {}).get(refusal.what)
     figure = f" ({refusal.what} {asked})" if asked else ""
     key = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "ephemeral_storage"}.get(refusal.what, "gpus")
-    evidence = f"{nodes} otherwise suitable, but with too little {refusal.what} left for {pods}{figure}"
+    evidence = f"{nodes} would fit, except that too little {refusal.what} is left for {pods}{figure}"
     advice = f"lower {pods.section}.{key} in the profile, end other pods there, or add nodes with more"
     if refusal.what == "pods":
         advice = "end other pods there, or add nodes, because these have reached their maximum number of pods"
     elif refusal.when_empty:
-        evidence = f"{nodes} with too little {refusal.what} for {pods}{figure}, even without other pods"
+        evidence = f"{nodes} would have too little {refusal.what} for {pods}{figure}, even without other pods"
         advice = f"lower {pods.section}.{key} in the profile, or add larger nodes"
     return evidence, advice, {"resource": refusal.what, "asked": asked}
 
 
 def _explain_taint(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
     key, _, value = refusal.what.partition("=")
-    named = f"the taint {refusal.what}" if key else "a taint that is not tolerated"
-    evidence = f"{nodes} with {named}, which keeps {pods} away"
+    named = f"the taint {refusal.what}" if key else "an untolerated taint"
+    evidence = f"{named} on {nodes} keeps {pods} away"
     toleration = f"{pods.section}.tolerations: [{{key: {key or 'KEY'}, operator: Exists}}]"
     advice = f"if the run can use them, tolerate the taint in the profile ({toleration}); otherwise add other nodes"
     if not key:
@@ -231,7 +232,7 @@ def _explain_taint(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanat
 
 
 def _explain_nodes(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
-    evidence = f"{nodes} closed to new pods ({refusal.what}), and no other node for {pods}"
+    evidence = f"{pods} cannot run on {nodes} that reject new pods ({refusal.what}), and no other node fits"
     return evidence, "kubectl get nodes shows them; bring them back (kubectl uncordon), or add nodes", {}
 
 

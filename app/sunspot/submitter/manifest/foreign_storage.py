@@ -19,7 +19,7 @@ SCHEMES = {"gs": "Google's storage", "s3": "S3", "az": "Azure's storage", "abfs"
 
 
 def find_foreign_storage(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning that includes the fix if the pods' identity cannot open the run's storage.
+    """Yield a warning if the pods' identity cannot open the run's storage. The warning includes the fix.
 
     Without a Secret, pods only have the identity given by their cloud. It works only for that cloud's storage.
     """

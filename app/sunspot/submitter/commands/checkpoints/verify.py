@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
         verified = [(checkpoint.name, faults) for checkpoint, faults in verify(run, counted)]
     gone = find_deleted_checkpoint(read_status(run), counted) if name is None else None
     if gone:
-        verified.append((gone, ["missing, although the run ended with it"]))
+        verified.append((gone, ["missing, although it is the run's last checkpoint"]))
     if args.json:
         print_json([{"name": name, "verified": not faults, "faults": faults} for name, faults in verified])
     else:

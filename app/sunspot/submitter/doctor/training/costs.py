@@ -190,7 +190,7 @@ def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
     seconds = speed.forwards[rank]
     others_seconds = others - others_wait
     replace = "check what else runs on that node, its clock and temperature, or replace it"
-    advice = f"{replace}; equal pods on unequal nodes have the same effect"
+    advice = f"{replace}; a slower type of node has the same effect"
     if case.local:
         advice = "check what else runs on this machine, whose cores the workers share"
     if reads:
@@ -198,7 +198,7 @@ def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
         seconds = speed.waits[rank]
         others_seconds = others_wait
         advice = "its rows come late; check what else reads on its node, and the network to storage"
-    takes = f"{in_ms(seconds)} for its {part} in a step of {in_ms(speed.step_s)}, the others {in_ms(others_seconds)}"
+    takes = f"takes {in_ms(seconds)} of a {in_ms(speed.step_s)} step for its {part}, the others {in_ms(others_seconds)}"
     steady = f"the slowest in {sum(slowest)} of {len(slowest)} windows"
     evidence = f"{case.describe_rank(speed.attempt, rank)}: {takes}; {steady}"
     details = {
@@ -295,11 +295,11 @@ def find_losses(case: Case) -> Iterator[Finding]:
         lost[receipt.cause] += round(receipt.worker_seconds_lost)
     times = case.seen.incidents_by_cause
     causes = ", ".join(f"{times[cause]} {cause} ({seconds} worker-seconds)" for cause, seconds in lost.most_common())
-    evidence = f"{share:.0%} of the worker-seconds were useful; lost to {causes}"
+    evidence = f"{share:.0%} of the worker-seconds were useful; the rest was lost to {causes}"
     replayed = case.seen.steps_replayed
     [(costliest, _)] = lost.most_common(1)
     prevent = _prevent(costliest, replayed, case.local)
-    advice = f"`sunspot events {case.seen.run.name}` has the receipt of each; {prevent}"
+    advice = f"`sunspot events {case.seen.run.name}` shows the receipt of each incident; {prevent}"
     details = {"goodput": share, "worker_seconds_lost": dict(lost), "steps_replayed": replayed}
     yield Finding(Diagnosis.LOW_GOODPUT, Severity.WARNING, evidence, advice, details, cost=1 - share)
 
@@ -314,9 +314,9 @@ def _prevent(cause: Cause, replayed: int, local: bool) -> str:
     if cause in PREVENTION:
         return PREVENTION[cause]
     if replayed:
-        repeated = f"{plural(replayed, 'step')} repeated"
-        return f"{repeated}: more frequent checkpoints or a higher SUNSPOT_SNAPSHOT_COST reduce that"
-    return "find out what ended them" if local else "use more stable nodes, or fewer that are reclaimed at once"
+        repeated = f"{plural(replayed, 'step')} had to be repeated"
+        return f"{repeated}; more frequent checkpoints or a higher SUNSPOT_SNAPSHOT_COST would reduce this number"
+    return "find out what ended them" if local else "use nodes that are reclaimed less often, or not all at once"
 
 
 def summarize_figures(case: Case) -> tuple[str, dict[str, Any]]:
@@ -330,7 +330,7 @@ def summarize_figures(case: Case) -> tuple[str, dict[str, Any]]:
         details |= {"step_s": speed.step_s, "data_share": speed.data_share}
         if len(speed.own) > 1:
             rank = speed.own.index(max(speed.own))
-            words.append(f"the slowest rank {rank}, {in_ms(speed.lag(rank))} behind the others")
+            words.append(f"rank {rank} is the slowest ({in_ms(speed.lag(rank))} behind the others)")
             details |= {"slowest_rank": rank, "lag_s": speed.lag(rank)}
         resident = speed.windows[-1]["ranks"]["resident_mib"]
         if None not in resident:

@@ -112,7 +112,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
         return
     number = max(hang.attempt for hang in hung)
     its = sorted((hang for hang in hung if hang.attempt == number), key=lambda hang: hang.rank)
-    starting = any(hang.starting for hang in its)  # in the group after that attempt; its hosts are unknown
+    starting = any(hang.starting for hang in its)  # they hung in the next group, whose hosts are unknown
     claimed = next((a.metadata.world_size for a in case.seen.attempts if a.number == number), 0)
     of, world = (0, its[0].world_size) if starting else (number, claimed)
     blamed = find_suspects(its, world)
@@ -185,7 +185,7 @@ def find_stall(case: Case) -> Iterator[Finding]:
         evidence = f"no step for {in_words(still_s)}, after step {status.step} or a little later{usual}"
         readers = "find no free core" if case.local else "are gone or pending"
         rows = f", or for Ray Data, whose readers {readers}" if case.setting("loader") == "ray" else ""
-        then = "SUNSPOT_HANG_TIMEOUT_S is 0, so nothing ends it; stop the run, and set that"
+        then = "SUNSPOT_HANG_TIMEOUT_S is 0, so nothing ends a hung rank; stop the run, and set a timeout"
         if timeout_s:
             then = f"after {timeout_s:.0f} s without a step, all ranks record their stacks, and hung ranks are replaced"
             then += " (SUNSPOT_HANG_TIMEOUT_S)"

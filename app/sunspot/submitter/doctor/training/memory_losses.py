@@ -10,7 +10,7 @@ from sunspot.submitter.doctor.training.case import Case, abridge
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 FIGURES = re.compile(r"(?P<used>[\d.]+) of (?P<limit>[\d.]+) GiB in use")
-"""Matches the figures in a run's record of such a loss (sunspot/elastic/out_of_memory.py)."""
+"""Pattern of the figures in a run's record of a worker that ran out of memory (sunspot/elastic/out_of_memory.py)."""
 
 SAVE_MEMORY = (
     "save memory: a lower SUNSPOT_MICRO_BATCH_SIZE, fewer processes that load data, or SUNSPOT_SNAPSHOT_COST=0 (no "

@@ -55,7 +55,7 @@ def _find_unusable(case: Case) -> Iterator[Finding]:
     """
     ended = case.state.terminal
     severity = Severity.ERROR if case.state is RunState.SUCCEEDED else Severity.WARNING
-    advice = _advise_ended(case) if ended else "the run continues from the checkpoint before"
+    advice = _advise_ended(case) if ended else "the run continues from the previous checkpoint"
     gone, damaged, left = (
         [each for each in case.seen.passed_over if each.kind is kind]
         for kind in (Unusable.GONE, Unusable.DAMAGED, Unusable.INCOMPLETE)
@@ -86,7 +86,7 @@ def _advise_ended(case: Case) -> str:
     generation = case.state is RunState.SUCCEEDED and not case.local
     again = "start it again" + (" (a RayJob with another --generation)" if generation else "")
     if not seen.checkpoint:
-        begins = "it starts from the beginning, or prints the SUNSPOT_ACCEPT value with which it does"
+        begins = "it starts from the beginning, or prints the value of SUNSPOT_ACCEPT that makes it do so"
         return f"restore the files of a checkpoint; or {again}: {begins}"
     lost = f", and repeats steps {seen.checkpoint.step + 1} to {seen.step}" * (seen.step > seen.checkpoint.step)
     return f"{again}: it starts from step {seen.checkpoint.step}{lost}"
