@@ -36,6 +36,7 @@ BUDGETS = {
     "machine": 230,
     "observe": 450,
     "parallel": 730,
+    "places": 150,
     "predict": 830,
     "ray_internals": 410,
     "ray_session": 180,
