@@ -21,6 +21,7 @@ from sunspot.submitter.manifest.profile import (
     DataWorkers,
     Head,
     Machine,
+    Place,
     PricedMachine,
     Profile,
     SecretKey,
@@ -48,6 +49,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "`worker`": (Worker, "A training pod. It accepts the keys of every pod, prices, and:"),
     "`workers`": (WorkerGroup, "A group of training pods. It accepts the keys of `worker`, and:"),
     "`data_workers`": (DataWorkers, "CPU pods for Ray Data (`LOADER=ray`). They accept the keys of every pod, and:"),
+    "`places`": (Place, "One of several places. It accepts the keys of the file, which take precedence there, and:"),
     "`spot`": (Spot, "How spot nodes are recognized. Workers run on them, but the head never does."),
     "`env_secrets`": (SecretKey, "The Secret that holds each variable's value."),
 }

@@ -168,6 +168,15 @@ def test_a_run_falls_back_to_on_demand_nodes_while_they_still_meet_the_deadline(
     assert not after.warning
 
 
+def test_a_run_that_needs_nodes_that_stay_avoids_on_demand_nodes_that_are_sold_out() -> None:
+    offers = [Offer("sold-out", 30.0, on_demand=True), Offer("on-demand", 50.0, on_demand=True), Offer("spot", 10.0)]
+    known = {"sold-out": seen(0.0), "spot": seen(1.0)}
+
+    choice = choose_place(offers, known, Situation(NOW, "spot", work_s=HOUR_S), Goal(NOW + 1.1 * HOUR_S))
+
+    assert choice.place == "on-demand"
+
+
 def test_a_run_is_warned_of_a_deadline_that_no_place_meets() -> None:
     choice = choose({}, Goal(NOW + 5 * HOUR_S), work_s=10 * HOUR_S)
 

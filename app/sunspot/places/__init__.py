@@ -6,3 +6,8 @@
 Nothing here reads a clock, a cluster or storage, so `python -m scripts.spot_places` can run the same code on recorded
 traces of spot capacity.
 """
+
+from sunspot.places.choice import Choice, Goal, Move, Offer, Situation, choose_place
+from sunspot.places.experience import Experience, Sighting, learn
+
+__all__ = ["Choice", "Experience", "Goal", "Move", "Offer", "Sighting", "Situation", "choose_place", "learn"]

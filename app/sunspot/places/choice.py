@@ -42,7 +42,7 @@ class Offer:
     price: float | None = None
     "The price per hour of all nodes that the run wants there, or None if it is unknown."
     on_demand: bool = False
-    "True if the nodes are never taken away."
+    "True if nodes that have started are never taken away."
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def choose_place(
             warning = warning or f"the deadline will be missed by at least {in_words(work_s - left_s)}"
         if left_s - work_s < reserve_s:
             if safe:
-                chosen = min(safe, key=cost)
+                chosen = max(safe, key=lambda name: (shares[name], -cost(name)))
                 return Choice(chosen, _explain_last_chance(left_s, work_s), warning)
             pace = 1.0
         else:
@@ -158,7 +158,7 @@ def choose_place(
 def _expect(offer: Offer, known: Mapping[str, Experience], now: float) -> float:
     """Return the share of the wanted nodes that a place is expected to give. A place nobody has seen is worth a try."""
     experience = known.get(offer.place)
-    return 1.0 if offer.on_demand or not experience else experience.expect(now)
+    return experience.expect(now) if experience else 1.0
 
 
 def _fill_prices(offers: Sequence[Offer]) -> dict[str, float]:

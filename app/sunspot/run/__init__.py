@@ -56,6 +56,7 @@ The life of a run, with the module for each part:
     checkpoints.py   the workers record the rows that their steps consumed (audit.py), then commit a checkpoint
     logs.py          every process ships its output and, if it fails, its error (failures.py)
     overview.py      readers list the runs, and derive the state of a run from its status and a listing
+    sightings.py     readers learn from all runs how many nodes the places gave
     seen.py          readers look at a run (`RunSeen`), or read everything about it (`RunDetails`)
 """
 

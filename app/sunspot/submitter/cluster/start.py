@@ -66,6 +66,8 @@ class Submission:
     "One of created, replaced (an ended RayJob), attached (the RayJob is live) or finished (the run has succeeded)."
     reason: str
     dry_run: bool
+    place: str = ""
+    "The name of the place in the profile, or an empty string if the profile has no places."
 
 
 def render_for_cluster(request: JobRequest, context: str | None) -> tuple[Rendered, Cluster]:
@@ -119,7 +121,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     cluster = access.require_cluster()
 
     def submission(action: str, reason: str) -> Submission:
-        return Submission(access, name, action, reason, dry_run)
+        return Submission(access, name, action, reason, dry_run, place_of(prepared.manifest))
 
     # Reject the job if another owner trains the run, or if another run has the job's name.
     snapshot, job = _observe_job(access, name)
@@ -174,6 +176,11 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
             cluster.apply(dict(prepared.manifest))
             _keep_record(run, record)
     return submission("replaced" if ended else "created", was)
+
+
+def place_of(manifest: Mapping[str, Any]) -> str:
+    """Return the name of a RayJob's place, or an empty string if its profile has no places."""
+    return Owner.parse(settings_of(manifest).get(JOB_ID, "")).place
 
 
 def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
@@ -234,6 +241,7 @@ def _make_record(cluster: Cluster, prepared: PreparedJob) -> SubmissionRecord:
         namespace=cluster.namespace,
         cluster=cluster.identity,
         server=cluster.server,
+        place=place_of(prepared.manifest),
         arguments=tuple(prepared.arguments),
         manifest=without_copy(prepared.manifest),
         time=time.time(),

@@ -3,8 +3,8 @@
 import argparse
 
 from sunspot.errors import SettingsError
+from sunspot.submitter.cluster.placing import render_in_place, submit_in_place
 from sunspot.submitter.cluster.progress_lines import ProgressLines, print_pods, print_submission
-from sunspot.submitter.cluster.start import render_for_cluster, submit
 from sunspot.submitter.cluster.waiting import wait_for_end
 from sunspot.submitter.commands.arguments import add_context, add_render_options, job_request, seconds
 
@@ -25,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.timeout is not None and not args.wait:
         raise SettingsError("--timeout needs --wait; add it")
-    rendered, cluster = render_for_cluster(job_request(args), args.context)
+    rendered, cluster = render_in_place(job_request(args), args.context)
     if not args.json:
         print_pods(rendered.pods)
-    submission = submit(cluster, rendered, args.dry_run, args.take_over)
+    submission = submit_in_place(cluster, rendered, args.dry_run, args.take_over)
     print_submission(submission, args.json)
     if args.wait and not args.dry_run:
         access = submission.access

@@ -108,6 +108,9 @@ Key = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-
 OwnKey = Annotated[Key, AfterValidator(_refuse_reserved)]
 LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
 
+OF_PLACE = ("name", "context")
+"""Keys of a place that are not keys of a profile."""
+
 LABELS = 'labels with quoted values, e.g. {team: "vision"}, except Sunspot\'s own labels'
 VARIABLES = "variables with quoted values, except SUNSPOT_ settings, which go under settings"
 CPU = "a number of CPUs, e.g. 4 or 500m"
@@ -322,12 +325,39 @@ class Profile(_Part):
     queue: ObjectName | None = _takes("the name of a Kueue LocalQueue")
     rayjob: JobPatch | None = _takes("the metadata and spec of a KubeRay RayJob")
     "RayJob fields that have no key of their own. They are merged last."
+    places: Annotated[list["Place"], Field(min_length=1)] | None = _takes(
+        "a list of places, e.g. [{name: us-east, context: gke-us-east}]"
+    )
+    "Clusters, or groups of nodes, in which the run can train. `submit` chooses one of them."
+
+    @field_validator("places")
+    @classmethod
+    def _named_once(cls, value: list["Place"] | None) -> list["Place"] | None:
+        names = [each.name for each in value or ()]
+        if len(names) > len(set(names)):
+            raise ValueError("two places have the same name")
+        return value
 
     @property
     def groups(self) -> list[WorkerGroup]:
         """The groups of training pods: `workers`, or a single group with the values in `worker`."""
         groups = self.workers or [WorkerGroup.model_construct(**dict(self.worker or Worker()))]
         return [group.with_sizes() for group in groups]
+
+
+class Place(Profile):
+    """A cluster, or a group of nodes in a cluster, and what differs there from the rest of the profile."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")] = _takes(
+        "at most 32 lower-case letters, digits and '-'", ...
+    )
+    context: Text | None = _takes("a context of the kubeconfig")
+    "The context of the cluster. By default, the place is in the current context's cluster."
+    extends: None = _takes("nothing, because a place extends its profile")
+    places: None = _takes("nothing, because a place has no places")
+
+
+Profile.model_rebuild()
 
 
 def manifests() -> Path:
@@ -337,13 +367,15 @@ def manifests() -> Path:
     return within if within.is_dir() else here.parents[4] / "k8s"
 
 
-def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
-    """Load a profile by name or path, including the profiles that it extends. Values in `given` take precedence.
+def load_profile(name: str, given: Mapping[str, Any], place: str | None = None) -> Profile:
+    """Load a profile by name or path, including the profiles that it extends.
 
-    Raises `SettingsError`, which lists every problem.
+    Values of the profile's place called `place`, if any, take precedence, and values in `given` even more so. Raises
+    `SettingsError`, which lists every problem.
     """
-    contents = [given, *_read_chain(name).values()]
-    merged = functools.reduce(_merge, reversed(contents))
+    merged = functools.reduce(_merge, reversed(_read_chain(name).values()))
+    there = {} if place is None else _find_place(name, merged, place)
+    merged = _merge(_merge(merged, there), given)
     worker = merged.get("worker")
     groups = merged.get("workers")
     if isinstance(worker, dict) and isinstance(groups, list):
@@ -353,6 +385,18 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
     except ValidationError as error:
         refuse([_explain(problem) for problem in error.errors(include_url=False)], f"with profile {name}")
         raise
+
+
+def _find_place(name: str, content: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the keys that a place sets for its profile. Raises `SettingsError` if the profile has no such place."""
+    entries = content.get("places")
+    found = [each for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
+    names = [str(each.get("name")) for each in found]
+    if place not in names:
+        fix = f"choose one of {', '.join(names)}" if names else "add it to the key places of your profile"
+        raise SettingsError(f"profile {name} has no place {cut(place)!r}; {fix}")
+    there = found[names.index(place)]
+    return {key: value for key, value in there.items() if key not in OF_PLACE}
 
 
 def find_origin(name: str, *keys: str) -> str:

@@ -16,6 +16,7 @@ from sunspot.code_archive import CODE, code_in
 from sunspot.credentials import is_credential
 from sunspot.errors import SettingsError, StorageError, shorten
 from sunspot.formatting import plural
+from sunspot.run.owner import Owner
 from sunspot.settings import BUCKET_URLS, PREFIX, Settings, refuse, variable_of
 from sunspot.settings.search_space import Search, load_search
 from sunspot.submitter.code_files import CodeArchive
@@ -92,6 +93,8 @@ class JobRequest:
     "A number in the job's name. Change it to run a job again after it has ended."
     code: str | None = None
     "The user's code: a folder, or an archive's URL with its hash."
+    place: str | None = None
+    "The name of one of the profile's places, or None if the profile has no places."
 
     def arguments(self) -> tuple[str, ...]:
         """Return the `sunspot submit` arguments for the same job, including settings from the environment.
@@ -101,7 +104,7 @@ class JobRequest:
         given = [*_of_environment(), *self.settings.items()]
         settings = dict(sorted({variable_of(name): value for name, value in given}.items()))
         places = {"--run": settings.pop(PREFIX + "RUN_NAME", None), "--storage": settings.pop(STORAGE_PATH, None)}
-        options = {name: getattr(self, name) for name in ("image", "code", "queue", "cluster")}
+        options = {name: getattr(self, name) for name in ("place", "image", "code", "queue", "cluster")}
         chosen = {"--profile": self.profile, **places, **{f"--{name}": value for name, value in options.items()}}
         words = [word for name, value in chosen.items() if value is not None for word in (name, value)]
         words += ["--generation", str(self.generation)] if self.generation != 1 else []
@@ -148,9 +151,10 @@ class Rendered:
 
 
 def choose_profile(request: JobRequest) -> Profile:
-    """Load the profile of a request. Options override the profile's values."""
+    """Load the profile of a request, as it is in the request's place. Options override the profile's values."""
     options = {name: getattr(request, name) for name in ("image", "namespace", "queue", "code")}
-    return load_profile(request.profile, {name: value for name, value in options.items() if value is not None})
+    given = {name: value for name, value in options.items() if value is not None}
+    return load_profile(request.profile, given, request.place)
 
 
 def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
@@ -174,6 +178,9 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     problems += _find_problems(settings, chosen, request, worker_group(job)["template"]["spec"])
     if chosen.cloud:
         problems += _find_unnamed(job, chosen, shape, given)
+    if chosen.places and request.place is None:
+        names = ", ".join(each.name for each in chosen.places)
+        problems.append(f"the profile has several places, and none is chosen; choose one of {names} with --place")
     if chosen.code and not archive and not (code_in(chosen.code) and "://" in chosen.code):
         problems.append(
             f"code {chosen.code} is not an archive; set it to a URL with a hash (s3://bucket/code.tar@sha256:HASH), "
@@ -205,7 +212,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     # Set the name first, because later values depend on it. The reasons are not part of the hashed specification.
     name = f"{settings.run_name}-{_digest(job)}"
     job["metadata"]["name"] = name
-    set_variable(job, JOB_ID, name)
+    set_variable(job, JOB_ID, str(Owner(name, place=request.place or "")))
     prices = find_prices(chosen) if shape else {}
     if prices:  # added after hashing, because a price change does not make a new job
         set_variable(job, PRICES, json.dumps(prices))
