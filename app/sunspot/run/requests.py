@@ -23,12 +23,16 @@ STOP, DELETION = "stop.json", "delete.json"
 """Names of the requests to stop and to delete a run."""
 
 
+SPENT_BUDGET = "its spent budget"
+"""Beginning of `Request.by` if the run's own driver makes the request because of BUDGET."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A request to stop or delete a run."""
 
     by: str = ""
-    "The user and host that made the request (`describe_requester`), or an empty string if unknown."
+    "The user and host that made the request (`describe_requester`), SPENT_BUDGET, or an empty string if unknown."
     time: Timestamp = 0.0
 
 
@@ -90,6 +94,12 @@ def request_stop(run: Run, by: str) -> None:
 def read_stop(run: Run) -> Request | None:
     """Return the request to stop, or None if there is no request. A damaged request is still in force."""
     return read_if_exists(lambda: read_or_default(lambda: read(run, Request, STOP), Request()))
+
+
+def describe_stop(run: Run) -> str:
+    """Return what stopped the run: `sunspot stop`, or SPENT_BUDGET with the sums."""
+    request = read_stop(run)
+    return request.by if request and request.by.startswith(SPENT_BUDGET) else "`sunspot stop`"
 
 
 def stop_requested(run: Run) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from sunspot.errors import ClusterError
-from sunspot.places.choice import Choice, Offer, Situation, choose_place
+from sunspot.errors import ClusterError, SettingsError
+from sunspot.places.choice import Goal, Offer, Situation, choose_place
 from sunspot.places.experience import learn
 from sunspot.run import Run, open_run
+from sunspot.run.forecast import find_spent
 from sunspot.run.owner import Owner
 from sunspot.run.requests import newest_submission
 from sunspot.run.sightings import NODES_WITHIN_S, read_sightings
 from sunspot.run.status import is_alive, read_status
+from sunspot.settings import Settings
+from sunspot.settings.goal import parse_budget, parse_deadline
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.start import Submission, render_for_cluster, render_with_code, submit
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
@@ -38,11 +41,15 @@ def render_in_place(request: JobRequest, context: str | None) -> tuple[Rendered,
         now = time.time()
         current = _find_current(run, now)
         known = learn(read_sightings(run.storage, now))
+        goal = _find_goal(run, first.settings)
+        situation = Situation(now, work_s=_find_work(run))
     unanswered: list[str] = []
     while offers:
-        choice = choose_place(offers, known, Situation(now))
+        choice = choose_place(offers, known, situation, goal)
         if current in (offer.place for offer in offers):
-            choice = Choice(current, "the run is there")
+            choice = replace(choice, place=current, reason="the run is there")
+        if not choice.place:
+            raise SettingsError(f"SUNSPOT_BUDGET={first.settings.budget} is spent; set a larger sum, or leave it out")
         placed = replace(request, place=choice.place)
         try:
             found = render_for_cluster(placed, context or places[choice.place].context)
@@ -53,6 +60,8 @@ def render_in_place(request: JobRequest, context: str | None) -> tuple[Rendered,
             offers = [offer for offer in offers if offer.place != choice.place]
             continue
         warn(f"place: {choice.place}, {choice.reason}")
+        if choice.warning:
+            warn(f"warning: {choice.warning}")
         return found
     raise ClusterError(
         f"no place's cluster answers ({', '.join(unanswered)}); check the contexts in places, and `kubectl version`"
@@ -141,6 +150,19 @@ def _make_offer(rendered: Rendered) -> Offer:
 
 def _is_on_demand(profile: Profile) -> bool:
     return profile.spot is None or profile.groups[0].spot is False
+
+
+def _find_goal(run: Run, settings: Settings) -> Goal:
+    budget = parse_budget(settings.budget)
+    return Goal(parse_deadline(settings.deadline), None if budget is None else budget - find_spent(run))
+
+
+def _find_work(run: Run) -> float | None:
+    """Return the seconds of training that are left with the last workers, or None if they are unknown."""
+    status = read_status(run)
+    if not status or not status.step_time_s or not status.total_steps:
+        return None
+    return max(0, status.total_steps - status.step) * status.step_time_s
 
 
 def _find_current(run: Run, now: float) -> str:

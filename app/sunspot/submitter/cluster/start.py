@@ -16,14 +16,17 @@ from sunspot.errors import (
     ConflictError,
     GaveUpError,
     NotFoundError,
+    SettingsError,
     StorageError,
 )
-from sunspot.formatting import in_words
+from sunspot.formatting import in_words, money
 from sunspot.run import Run, open_run
+from sunspot.run.forecast import find_spent
 from sunspot.run.owner import Owner
 from sunspot.run.requests import SubmissionRecord, clear_stop, newest_submission, record_submission
-from sunspot.run.status import SILENT_AFTER_S, RunState, is_alive
-from sunspot.settings import PREFIX, differences
+from sunspot.run.status import SILENT_AFTER_S, RunState, is_alive, read_status
+from sunspot.settings import PREFIX, Settings, differences
+from sunspot.settings.goal import parse_budget, parse_deadline
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.applied import applied_manifest, as_submission, without_copy
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers, stored_arguments
@@ -104,6 +107,8 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
     for text in [*warnings, *find_absent(rendered)]:
         warn(f"warning: {text}")
     check_identity(access.run, settings_of(rendered.manifest))
+    if settings.deadline or settings.budget:
+        _refuse_missed_goal(access.run, settings)
     arguments = (*rendered.request.arguments(), *cluster.options.split())
     return start_job(
         access, PreparedJob(as_submission(rendered.manifest), arguments, expected, archive), dry_run, take_over
@@ -176,6 +181,23 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
             cluster.apply(dict(prepared.manifest))
             _keep_record(run, record)
     return submission("replaced" if ended else "created", was)
+
+
+def _refuse_missed_goal(run: Run, settings: Settings) -> None:
+    """Raise `SettingsError` if the deadline has passed, or if the budget is spent, unless the run is alive or done."""
+    status = read_status(run)
+    now = time.time()
+    if status and (status.state is RunState.SUCCEEDED or is_alive(status, now)):
+        return
+    deadline = parse_deadline(settings.deadline)
+    if deadline is not None and deadline <= now:
+        late = f"{PREFIX}DEADLINE={settings.deadline} passed {in_words(now - deadline)} ago"
+        raise SettingsError(f"{late}; set a later time, or leave it out")
+    budget = parse_budget(settings.budget)
+    spent = find_spent(run) if budget is not None else 0.0
+    if budget is not None and spent >= budget:
+        spent_budget = f"{PREFIX}BUDGET={settings.budget} is spent, because the run has cost {money(spent)}"
+        raise SettingsError(f"{spent_budget}; set a larger sum, or leave it out")
 
 
 def place_of(manifest: Mapping[str, Any]) -> str:

@@ -178,6 +178,11 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     problems += _find_problems(settings, chosen, request, worker_group(job)["template"]["spec"])
     if chosen.cloud:
         problems += _find_unnamed(job, chosen, shape, given)
+    if settings.budget and (not shape or any(group.price is None for group in chosen.groups)):
+        problems.append(
+            f"{PREFIX}BUDGET={settings.budget} needs the price of all training pods; set price under worker or workers "
+            "in the profile, or leave the budget out"
+        )
     if chosen.places and request.place is None:
         names = ", ".join(each.name for each in chosen.places)
         problems.append(f"the profile has several places, and none is chosen; choose one of {names} with --place")
