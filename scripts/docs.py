@@ -116,8 +116,8 @@ everywhere:
 
 {chr(10).join(lines)}
 
-A job's manifest also sets variables that are not settings: the job's identity, the archive with your own code, the
-length of a notice, the prices, the node groups, and the time to wait for nodes.
+A job's manifest also sets variables that are not settings: the job's identity, the owner that it moves a run from,
+the archive with your own code, the length of a notice, the prices, the node groups, and the time to wait for nodes.
 """
 
 

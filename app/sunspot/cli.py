@@ -28,6 +28,7 @@ VERBS = {
     "status": "show a run's state, from the cluster and storage",
     "wait": "show progress until the run ends; the exit code is the outcome",
     "stop": "let the run save and stop, then remove its cluster",
+    "move": "bring a live run to another place of its profile without repeating a step",
     "resume": "continue a stopped run: apply the last submitted manifest again",
     "list": "list all runs, most recently updated first",
     "ui": "serve a live web page of all runs, from storage alone",

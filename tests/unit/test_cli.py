@@ -49,6 +49,7 @@ WITH_A_CLUSTER = {
     "stop",
     "resume",
     "list",
+    "move",
     "logs",
     "events",
     "chaos",

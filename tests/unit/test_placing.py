@@ -24,7 +24,7 @@ from tests.harness.kubernetes import CORE, FakeCluster
 
 PLACES = [
     {"name": "east", "context": "east", "worker": {"price": 2.0}},
-    {"name": "west", "context": "west", "worker": {"price": 3.0}, "labels": {"team": "west"}},
+    {"name": "west", "context": "west", "worker": {"price": 3.0}, "labels": {"team": "west"}, "image": "west:1"},
 ]
 
 NOW = 1_000_000.0
@@ -89,9 +89,19 @@ def test_a_place_changes_its_profile(profile: str) -> None:
 
 
 def test_an_option_takes_precedence_over_the_place(profile: str) -> None:
-    given = {"image": "mine:1"}
+    images = [load_profile(profile, given, "west").image for given in ({}, {"image": "mine:1"})]
 
-    assert load_profile(profile, given, "west").image == "mine:1"
+    assert images == ["west:1", "mine:1"]
+
+
+def test_a_value_of_a_place_is_explained_by_the_place(profile: str) -> None:
+    origins = {
+        place: {value.name: value.source for value in render(JobRequest(profile, place=place)).derived}["image"]
+        for place in ("east", "west")
+    }
+
+    assert origins["west"] == "place west"
+    assert origins["east"] != "place east"
 
 
 def test_render_needs_a_place(profile: str) -> None:

@@ -8,6 +8,7 @@
         status/attempt-0001-3f2a9c1e-ended.json
                                           the run's state when that driver ended
         stop.json                         exists as long as the run must not train
+        handover.json                     exists while a driver waits for that of another place to save and end
         delete.json                       exists while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.json
                                           a RayJob as it was applied, and the cluster to which it was applied
@@ -51,6 +52,7 @@ The life of a run, with the module for each part:
     requests.py      a user submits a RayJob, asks the run to stop, or deletes it
     outcome.py       a driver begins, and writes the status (status.py) while no worker writes it
     identity.py      the driver records the run's identity, or raises an error if it has changed
+    handover.py      a driver in a new place waits until the old one has saved and ended
     attempts.py      a worker group claims an attempt, and records the checkpoint that it starts from
     history.py       the workers add metrics and events, including a receipt for each start (incidents.py)
     checkpoints.py   the workers record the rows that their steps consumed (audit.py), then commit a checkpoint
@@ -78,7 +80,7 @@ __all__ = ["Claimant", "Run", "open_run"]
 RECORDS = ("run.json", "status", "submissions")
 """Names of the files and folders that identify a run. A deletion removes them last."""
 
-FILES = ("stop.json", "delete.json", "search.json", "predictions.json", "shown.json", "report.html")
+FILES = ("stop.json", "handover.json", "delete.json", "search.json", "predictions.json", "shown.json", "report.html")
 """Names of the other files at the top of a run's folder."""
 
 FOLDERS = (

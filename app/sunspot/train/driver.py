@@ -16,10 +16,11 @@ from sunspot.report.summary import describe_outcome
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import fatal_error, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, SkippedCheckpoint, Unusable, find_newest_good
+from sunspot.run.handover import MOVE, read_handover, take_over_from
 from sunspot.run.identity import Rows, record_identity
 from sunspot.run.logs import shipped_driver_output
 from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
-from sunspot.run.owner import new_owner
+from sunspot.run.owner import Owner, new_owner
 from sunspot.run.requests import (
     SPENT_BUDGET,
     StopRequest,
@@ -73,6 +74,8 @@ def train_run(
             origin = Origin(*find_newest_good(run, attempts))
         return claimed_for, origin
 
+    if settings.job.moves_from:
+        take_over_from(run, settings.job.moves_from, owner or new_owner(settings.job.job_id))
     with shipped_driver_output(run), tracked(run, settings, driver), report_result(run, driver):
         owner, origin = with_deadline(limit_s, "reading the newest checkpoint", find_origin)
         claimant = Claimant(run, owner, driver)
@@ -88,7 +91,7 @@ def train_run(
                     plan = plan_run(run, settings, identity)
                     state, reason = train(plan, claimant, origin, outcome, stop_request)
                 else:
-                    state, reason = RunState.STOPPED, _stop_reason(run)
+                    state, reason = RunState.STOPPED, _stop_reason(claimant)
                 outcome.expect(state, reason)
             except SunspotError as error:
                 error.final = error.final or has_failed_for_good(claimant)
@@ -120,18 +123,26 @@ def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
     if fatal:
         raise fatal  # this job has failed for good, so a retry of it does not train either
     if stopped:
-        print(f"  stopped by {_describe_stop(run)}; {resume_hint(run.name, bool(job))}")
+        print(f"  stopped by {_describe_stop(claimant)}; {resume_hint(run.name, bool(job))}")
     return not stopped
 
 
-def _describe_stop(run: Run) -> str:
-    return with_deadline(RECORD_S, "reading the stop marker", describe_stop, run)
+def _describe_stop(claimant: Claimant) -> str:
+    """Return what stopped the run: a move, its budget or `sunspot stop`."""
+
+    def read() -> str:
+        handover = read_handover(claimant.run)
+        if handover and handover.old == claimant.owner:
+            return f"{MOVE} to {Owner.parse(handover.new).describe()}"
+        return describe_stop(claimant.run)
+
+    return with_deadline(RECORD_S, "reading the stop marker", read)
 
 
-def _stop_reason(run: Run) -> str:
-    """Return the reason for the run's state if its budget stopped it, or an empty string if a user did."""
-    by = _describe_stop(run)
-    return f"stopped by {by}" if by.startswith(SPENT_BUDGET) else ""
+def _stop_reason(claimant: Claimant) -> str:
+    """Return the reason for the run's state, or an empty string if a user stopped the run."""
+    by = _describe_stop(claimant)
+    return f"stopped by {by}" if by.startswith((SPENT_BUDGET, MOVE)) else ""
 
 
 def has_failed_for_good(claimant: Claimant) -> bool:
@@ -180,8 +191,8 @@ def train(
     def finish(checkpoint: Checkpoint) -> tuple[RunState, str]:
         if not checkpoint.completes(plan.total_steps, patience):
             how = resume_hint(run.name, bool(plan.settings.job.job_id))
-            print(f"  stopped by {_describe_stop(run)} at step {checkpoint.step} of {plan.total_steps}; {how}")
-            return RunState.STOPPED, _stop_reason(run)
+            print(f"  stopped by {_describe_stop(claimant)} at step {checkpoint.step} of {plan.total_steps}; {how}")
+            return RunState.STOPPED, _stop_reason(claimant)
         reason = ""
         if checkpoint.step < plan.total_steps:
             reason = f"no improvement in {plural(patience, 'evaluation')}"

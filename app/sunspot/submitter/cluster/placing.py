@@ -90,7 +90,7 @@ def submit_in_place(cluster: Cluster, rendered: Rendered, dry_run: bool = False,
 
 
 @dataclass(frozen=True)
-class _LeftJob:
+class RunJob:
     """A RayJob in a place that its run leaves."""
 
     cluster: Cluster
@@ -110,7 +110,7 @@ class _LeftJob:
             warn(f"warning: {_fix(self.name, self.place)}: {error}")
 
 
-def _find_left_job(rendered: Rendered) -> _LeftJob | None:
+def _find_left_job(rendered: Rendered) -> RunJob | None:
     """Return the RayJob that the run has in another place, or None without such a RayJob or if its driver is alive."""
     request, settings = rendered.request, rendered.settings
     run = open_run(settings.storage_path, settings.run_name)
@@ -118,12 +118,20 @@ def _find_left_job(rendered: Rendered) -> _LeftJob | None:
     status = read_status(run)
     if not before or not before.place or before.place == request.place or (status and is_alive(status, time.time())):
         return None
-    there = next((each for each in choose_profile(request).places or () if each.name == before.place), None)
-    if not there:
-        warn(f"warning: {_fix(before.job, before.place)}: the profile no longer has this place")
+    try:
+        return find_job_in_place(request, run, before.place, before.job)
+    except SettingsError as error:
+        warn(f"warning: {_fix(before.job, before.place)}: {error}")
         return None
-    cluster = connect(there.context, choose_profile(replace(request, place=there.name)).namespace)
-    return _LeftJob(cluster, before.job, run.name, there.name)
+
+
+def find_job_in_place(request: JobRequest, run: Run, place: str, job: str) -> RunJob:
+    """Return a run's RayJob in one of the profile's places. Raises `SettingsError` if the profile has no such place.
+
+    Sends no requests, so the RayJob need not exist.
+    """
+    there = replace(request, place=place)
+    return RunJob(connect(context_of(there), choose_profile(there).namespace), job, run.name, place)
 
 
 def _fix(job: str, place: str) -> str:

@@ -37,7 +37,15 @@ from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.code_files import CodeArchive, pack
 from sunspot.submitter.manifest.absent_code import find_absent
 from sunspot.submitter.manifest.pods import RUN_LABEL
-from sunspot.submitter.manifest.render import JOB_ID, JobRequest, Rendered, choose_profile, render, settings_of
+from sunspot.submitter.manifest.render import (
+    JOB_ID,
+    MOVES_FROM,
+    JobRequest,
+    Rendered,
+    choose_profile,
+    render,
+    settings_of,
+)
 from sunspot.submitter.printing import progress_note, warn
 
 STOPPED_WITHIN_S = 180.0
@@ -132,7 +140,12 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     snapshot, job = _observe_job(access, name)
     if snapshot.storage.summary.deleting:
         raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; submit it again afterwards")
-    others = [other for other in snapshot.cluster.jobs if other.live and other.name != name]
+    moves_from = settings_of(prepared.manifest).get(MOVES_FROM, "")  # this RayJob ends for the new one
+    others = [
+        other
+        for other in snapshot.cluster.jobs
+        if other.live and other.name != name and not (moves_from and owns(other, moves_from))
+    ]
     if others:
         wanted = prepared.expected or job_view(dict(prepared.manifest))
         raise ConflictError(_explain_conflict(others[0], wanted, access.arguments))
@@ -319,7 +332,7 @@ def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
 
     Settings are listed by name, and other differences by their path in the spec.
     """
-    named = {JOB_ID: ""}  # the job's name always differs
+    named = {JOB_ID: "", MOVES_FROM: ""}  # these always differ
     changes = differences(settings_of(live.raw) | named, settings_of(wanted.raw) | named)
     changes += [_without_credential(line) for line in differences(_flatten(live.spec), _flatten(wanted.spec))]
     more = [f"and {len(changes) - MAX_CHANGES_SHOWN} more"] if len(changes) > MAX_CHANGES_SHOWN else []

@@ -72,6 +72,11 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--run", metavar="NAME", help="name of the run; default: SUNSPOT_RUN_NAME")
     parser.add_argument("--place", metavar="NAME", help="one of the profile's places; default: `submit` chooses one")
+    add_job_options(parser)
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that affect a manifest besides the profile, the run and the place."""
     add_settings(parser)
     parser.add_argument("--image", metavar="REF", help="the image; default: the profile's image")
     parser.add_argument(

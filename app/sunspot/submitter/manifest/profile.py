@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -399,20 +399,32 @@ def _find_place(name: str, content: Mapping[str, Any], place: str) -> dict[str, 
     return {key: value for key, value in there.items() if key not in OF_PLACE}
 
 
-def find_origin(name: str, *keys: str) -> str:
-    """Return the name of the profile that sets a value, or an empty string.
+class ProfileSource(NamedTuple):
+    """A profile's name or path, and the name of one of its places or None."""
 
-    Searches the profile and the profiles that it extends. In a list, only the first item is searched. Settings match
-    with or without their prefix, in upper or lower case.
+    name: str
+    place: str | None = None
+
+
+def find_origin(source: ProfileSource, *keys: str) -> str:
+    """Return the name of the place or profile that sets a value, or an empty string.
+
+    Searches the place, the profile and the profiles that it extends. In a list, only the first item is searched.
+    Settings match with or without their prefix, in upper or lower case.
     """
-    for label, content in _read_chain(name).items():
+    chain = _read_chain(source.name)
+    contents = {f"profile {label}": content for label, content in chain.items()}
+    if source.place is not None:
+        merged = functools.reduce(_merge, reversed(chain.values()))
+        contents = {f"place {source.place}": _find_place(source.name, merged, source.place), **contents}
+    for label, content in contents.items():
         value: Any = content
         for key in keys:
             value = value[0] if isinstance(value, list) and value else value
             named = value if isinstance(value, dict) else {}
             value = next((each for name, each in named.items() if key in (name, _setting_name(name))), None)
         if value is not None:
-            return f"profile {label}"
+            return label
     return ""
 
 
