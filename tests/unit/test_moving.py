@@ -64,22 +64,24 @@ def test_the_new_driver_waits_until_the_old_one_has_saved_and_ended(run: Run) ->
 
 
 @pytest.mark.parametrize(
-    "status",
-    [
-        None,
-        Status(RunState.STOPPED, OLD),
-        Status(RunState.RUNNING, NEW),
-        Status(RunState.RUNNING, OLD, time=time.time() - 100, stored=time.time() - 100),
-    ],
-    ids=["no", "an ended", "another", "a silent"],
+    ("state", "owner", "silent_s"),
+    [(RunState.STOPPED, OLD, 0), (RunState.RUNNING, NEW, 0), (RunState.RUNNING, OLD, 100)],
+    ids=["an ended", "another", "a silent"],
 )
 def test_the_new_driver_does_not_wait_for_a_driver_that_does_not_train(
-    status: Status | None, run: Run, monkeypatch: pytest.MonkeyPatch
+    state: RunState,
+    owner: str,
+    silent_s: float,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("sunspot.run.handover.read_status", lambda _: status)
+    seen = Status(state, owner, stored=time.time() - silent_s)
+    monkeypatch.setattr("sunspot.run.handover.read_status", lambda _: seen)
     take_over_from(run, OLD, NEW)
 
     assert read_handover(run) is None
+    assert "waiting" not in capsys.readouterr().out
 
 
 def test_a_driver_that_is_not_addressed_keeps_training(run: Run) -> None:
