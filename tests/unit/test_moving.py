@@ -132,7 +132,7 @@ def test_a_run_moves_and_its_old_job_is_deleted(
 
     driver = threading.Thread(target=drive)
     driver.start()
-    assert move(sunspot, profile, "--json") == 0, sunspot.err
+    assert move(sunspot, profile, "--json", "--timeout", "60") == 0, sunspot.err
     driver.join(20)
 
     assert jobs(clusters) == {"east": 0, "west": 1}
