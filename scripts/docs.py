@@ -21,6 +21,7 @@ from sunspot.submitter.manifest.profile import (
     DataWorkers,
     Head,
     Machine,
+    Place,
     PricedMachine,
     Profile,
     SecretKey,
@@ -48,6 +49,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "`worker`": (Worker, "A training pod. It accepts the keys of every pod, prices, and:"),
     "`workers`": (WorkerGroup, "A group of training pods. It accepts the keys of `worker`, and:"),
     "`data_workers`": (DataWorkers, "CPU pods for Ray Data (`LOADER=ray`). They accept the keys of every pod, and:"),
+    "`places`": (Place, "One of several places. It accepts the keys of the file, which take precedence there, and:"),
     "`spot`": (Spot, "The label of spot nodes. Workers run on spot nodes, but the head never does."),
     "`env_secrets`": (SecretKey, "The Secret that holds each variable's value."),
 }
@@ -115,8 +117,8 @@ prefix. You can use the prefix everywhere:
 
 {chr(10).join(lines)}
 
-The manifest of a job also sets variables that are not settings: the job's identity, the archive with your own code, the
-length of a notice, the prices, the node groups, and the time to wait for nodes.
+The manifest of a job also sets variables that are not settings: the job's identity, the owner that it moves a run from,
+the archive with your own code, the length of a notice, the prices, the node groups, and the time to wait for nodes.
 """
 
 

@@ -28,6 +28,7 @@ VERBS = {
     "status": "show a run's state, from the cluster and storage",
     "wait": "show progress until the run ends; the exit code is the outcome",
     "stop": "let the run save and stop, then remove its cluster",
+    "move": "bring a live run to another place of its profile without repeating a step",
     "resume": "continue a stopped run: start its RayJob again",
     "scale": "let a live elastic run give workers back, or ask for more",
     "list": "list all runs, most recently updated first",

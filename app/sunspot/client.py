@@ -20,10 +20,10 @@ from sunspot.submitter.checkpoint_list import list_checkpoints
 from sunspot.submitter.cluster.api import try_connect
 from sunspot.submitter.cluster.deletion import delete_run, find_contents
 from sunspot.submitter.cluster.observation import reach_run
+from sunspot.submitter.cluster.placing import render_in_place, submit_in_place
 from sunspot.submitter.cluster.progress_lines import ProgressLines, print_pods, print_state, print_submission
 from sunspot.submitter.cluster.records import describe_runs, make_status_record, read_run
-from sunspot.submitter.cluster.start import render_for_cluster, resume_run
-from sunspot.submitter.cluster.start import submit as start_rendered
+from sunspot.submitter.cluster.start import resume_run
 from sunspot.submitter.cluster.stopping import stop_run
 from sunspot.submitter.cluster.waiting import wait_for_end
 from sunspot.submitter.doctor.diagnose import examine
@@ -88,11 +88,11 @@ def submit(
     elsewhere. After an error, nothing has changed.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
-    rendered, cluster = render_for_cluster(request, context)
+    rendered, cluster = render_in_place(request, context)
     print_pods(rendered.pods)
-    print_submission(start_rendered(cluster, rendered, take_over=take_over), as_json=False)
+    print_submission(submit_in_place(cluster, rendered, take_over=take_over), as_json=False)
     submitted = rendered.settings
-    return Run(submitted.run_name, submitted.storage_path, context, rendered.namespace, submitted.task)
+    return Run(submitted.run_name, submitted.storage_path, cluster.context, rendered.namespace, submitted.task)
 
 
 def _to_texts(settings: Mapping[str, Any] | None) -> dict[str, str]:

@@ -50,6 +50,7 @@ WITH_A_CLUSTER = {
     "resume",
     "scale",
     "list",
+    "move",
     "logs",
     "events",
     "chaos",

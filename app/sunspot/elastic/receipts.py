@@ -95,7 +95,7 @@ def first_incident(start: StartPoint) -> Incident:
         return Incident(Cause.RESUMED, ended, paused_since=other.time, last_step=step)
     new_owner, old_owner = Owner.parse(start.attempt.owner), Owner.parse(other.owner)
     lived_on = own and own.began < other.seen
-    lived_elsewhere = new_owner.place != old_owner.place and is_alive(other, start.attempt.time)
+    lived_elsewhere = new_owner.location != old_owner.location and is_alive(other, start.attempt.time)
     if new_owner != old_owner and (lived_on or lived_elsewhere):
         taken = f"by {new_owner.describe()}, from {old_owner.describe()} at step {step}"
         return Incident(Cause.TAKEN_OVER, taken, last_step=step)

@@ -92,8 +92,8 @@ def _header(report: Report) -> Html:
         parts.append(paragraph(seen.reason, kind="trouble" if seen.state in STATE_SIGNS else "note"))
     if seen.status and seen.status.nan_since and seen.state is not RunState.FAILED:
         parts.append(paragraph(f"{seen.status.nan_warning.capitalize()}.", kind="trouble"))
-    if seen.status and seen.status.place:
-        parts.append(paragraph(f"Trained in {seen.status.place}.", kind="note"))
+    if seen.status and seen.status.location:
+        parts.append(paragraph(f"Trained in {seen.status.location}.", kind="note"))
     troubles, more = cut(report.troubles, MAX_LISTED, "parts that cannot be read")
     parts += [paragraph(trouble[0].upper() + trouble[1:], kind="trouble") for trouble in (*troubles, more) if trouble]
     parts.append(element("dl", join(_figures(report)), class_="figures"))

@@ -17,6 +17,7 @@ from sunspot.run import Claimant, Run
 from sunspot.run.attempts import newest_number
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.failures import describe_failure, record_failure
+from sunspot.run.handover import read_handover
 from sunspot.run.objects import read_if_usable
 from sunspot.run.owner import Owner
 from sunspot.run.requests import StopRequest, list_submissions
@@ -78,7 +79,8 @@ def recorded_outcome(
                 "allow more starts, raise SUNSPOT_MAX_DRIVER_STARTS"
             )
         stop_request = stop_request or StopRequest()
-        with Background(DRIVER_CHECK_EVERY_S, status.refresh, partial(stop_request.read_marker, run)):
+        checks = (partial(stop_request.read_marker, run), partial(_note_handover, claimant, stop_request))
+        with Background(DRIVER_CHECK_EVERY_S, status.refresh, *checks):
             yield status
     except SupersededError:
         raise  # the run belongs to another owner
@@ -95,6 +97,13 @@ def recorded_outcome(
                 with_deadline(RECORD_S, "writing how the run failed", record_failure, run, failure)
         raise
     status.end_as_expected()
+
+
+def _note_handover(claimant: Claimant, stop_request: StopRequest) -> None:
+    """Let the run stop if another owner's driver waits for this one to save and end."""
+    handover = read_handover(claimant.run)
+    if handover and handover.old == claimant.owner:
+        stop_request.note_marker()
 
 
 def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:

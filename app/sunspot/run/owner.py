@@ -2,7 +2,8 @@
 
 A RayJob's name is unique only within a namespace, and only until the job is deleted and created again. An owner
 therefore also has a cluster, a namespace and a submission. Attempts and statuses store it as the text
-`JOB#SUBMISSION@NAMESPACE/CLUSTER`, without the parts that are not known.
+`JOB#SUBMISSION@NAMESPACE/CLUSTER/PLACE`, without the parts that are not known. The place is a name in the user's
+profile, and is empty if the profile has no places.
 """
 
 import hashlib
@@ -31,38 +32,45 @@ class Owner(NamedTuple):
     namespace: str = ""
     cluster: str = ""
     "The ID of the Kubernetes cluster (`cluster_identity`)."
+    place: str = ""
+    "The name of the cluster or group of nodes in the profile's `places`."
 
     @classmethod
     def parse(cls, text: str) -> "Owner":
         """Parse the text that attempts and statuses store."""
-        name, _, place = text.partition("@")
+        name, _, location = text.partition("@")
         job, _, submission = name.partition("#")
-        namespace, _, cluster = place.partition("/")
-        return cls(job, submission, namespace, cluster)
+        namespace, _, rest = location.partition("/")
+        cluster, _, place = rest.partition("/")
+        return cls(job, submission, namespace, cluster, place)
 
     def __str__(self) -> str:
         submission = f"#{self.submission}" if self.submission else ""
-        cluster = f"/{self.cluster}" if self.cluster else ""
-        return f"{self.job}{submission}" + (f"@{self.namespace}{cluster}" if self.namespace or cluster else "")
+        place = f"/{self.place}" if self.place else ""
+        cluster = f"/{self.cluster}" if self.cluster or place else ""
+        location = f"@{self.namespace}{cluster}{place}" if self.namespace or cluster else ""
+        return f"{self.job}{submission}{location}"
 
     @property
-    def place(self) -> str:
-        """The namespace and cluster as readable text, or an empty string if neither is known."""
+    def location(self) -> str:
+        """The place, namespace and cluster as readable text, or an empty string if none of them is known."""
         parts = [f"namespace {self.namespace}"] if self.namespace else []
-        return " of ".join([*parts, f"cluster {self.cluster}"] if self.cluster else parts)
+        within = " of ".join([*parts, f"cluster {self.cluster}"] if self.cluster else parts)
+        return f"{self.place} ({within})" if self.place and within else self.place or within
 
     def describe(self) -> str:
-        """Return the job, namespace and cluster as readable text."""
-        return f"{self.job} in {self.place}" if self.place else self.job
+        """Return the job, place, namespace and cluster as readable text."""
+        return f"{self.job} in {self.location}" if self.location else self.job
 
     def record(self) -> dict[str, str]:
-        """Return the cluster, namespace and job as fields for a JSON document."""
-        return {"cluster": self.cluster, "namespace": self.namespace, "job": self.job}
+        """Return the cluster, namespace, job and (if it is known) the place as fields for a JSON document."""
+        place = {"place": self.place} if self.place else {}
+        return {"cluster": self.cluster, "namespace": self.namespace, "job": self.job, **place}
 
 
-def new_submission(job: str) -> str:
-    """Return a unique JOB_ID for a new submission of a job."""
-    return str(Owner(job, uuid.uuid4().hex[:8]))
+def new_submission(job_id: str) -> str:
+    """Return a unique JOB_ID for a new submission of a job. Only the submission differs from `job_id`."""
+    return str(Owner.parse(job_id)._replace(submission=uuid.uuid4().hex[:8]))
 
 
 def new_owner(job_id: str) -> str:

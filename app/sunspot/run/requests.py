@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sunspot.background import map_parallel
 from sunspot.errors import SunspotError, SupersededError, TerminatedError
 from sunspot.run import Run, to_json
 from sunspot.run.objects import Timestamp, read, read_if_exists, read_if_usable, read_or_default
@@ -28,12 +29,16 @@ SCALE = "scale.json"
 """Name of the request to train with another number of workers."""
 
 
+SPENT_BUDGET = "its spent budget"
+"""Beginning of `Request.by` if the run's own driver makes the request because of BUDGET."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A request to stop or delete a run."""
 
     by: str = ""
-    "The user and host that made the request (`describe_requester`), or an empty string if unknown."
+    "The user and host that made the request (`describe_requester`), SPENT_BUDGET, or an empty string if unknown."
     time: Timestamp = 0.0
 
 
@@ -95,6 +100,12 @@ def request_stop(run: Run, by: str) -> None:
 def read_stop(run: Run) -> Request | None:
     """Return the request to stop, or None if there is no request. A damaged request is still in force."""
     return read_if_exists(lambda: read_or_default(lambda: read(run, Request, STOP), Request()))
+
+
+def describe_stop(run: Run) -> str:
+    """Return what stopped the run: `sunspot stop`, or SPENT_BUDGET with the sums."""
+    request = read_stop(run)
+    return request.by if request and request.by.startswith(SPENT_BUDGET) else "`sunspot stop`"
 
 
 def stop_requested(run: Run) -> bool:
@@ -199,6 +210,8 @@ class SubmissionRecord:
     "The ID of the Kubernetes cluster (`owner.cluster_identity`)."
     server: str = ""
     "The address of the cluster's API server."
+    place: str = ""
+    "The name of the place in the user's profile, or an empty string if the profile has no places."
     arguments: tuple[str, ...] = ()
     "The arguments of `sunspot submit` to submit the job again."
     manifest: dict[str, Any] = field(default_factory=dict)
@@ -219,11 +232,20 @@ def record_submission(run: Run, submission: SubmissionRecord) -> str:
 def newest_submission(run: Run) -> SubmissionRecord | None:
     """Return the record of the newest submission, or None. If the record is damaged, only `job` is set."""
     keys = list_submissions(run)
-    if not keys:
-        return None
-    file = keys[-1].rpartition("/")[2]
-    known = SubmissionRecord(submitted_job(keys[-1]))
-    return read_if_exists(lambda: read_or_default(lambda: read(run, SubmissionRecord, "submissions", file), known))
+    return read_if_exists(lambda: _read_submission(run, keys[-1])) if keys else None
+
+
+def read_submissions(run: Run) -> list[SubmissionRecord]:
+    """Return the records of all submissions, oldest first. If a record is damaged, only its `job` is set."""
+    found = map_parallel(lambda key: read_if_exists(lambda: _read_submission(run, key)), list_submissions(run))
+    return [record for record in found if record]
+
+
+def _read_submission(run: Run, key: str) -> SubmissionRecord:
+    file = key.rpartition("/")[2]
+    return read_or_default(
+        lambda: read(run, SubmissionRecord, "submissions", file), SubmissionRecord(submitted_job(key))
+    )
 
 
 def submitted_job(key: str) -> str:

@@ -151,9 +151,9 @@ class Status:
     "The time at which storage received the status, by this machine's clock, or None if it was not read from storage."
 
     @property
-    def place(self) -> str:
-        """The run's namespace and cluster as readable text, or an empty string if neither is known."""
-        return Owner.parse(self.owner).place
+    def location(self) -> str:
+        """The run's place, namespace and cluster as readable text, or an empty string if none of them is known."""
+        return Owner.parse(self.owner).location
 
     @property
     def nan_warning(self) -> str:

@@ -32,6 +32,7 @@ from sunspot.credentials import URL_PASSWORD, find_credential, find_credential_a
 from sunspot.errors import SettingsError
 from sunspot.formatting import plural
 from sunspot.settings.fields import DUMPED, PARSED, parse_json, setting
+from sunspot.settings.goal import check_budget, check_deadline
 from sunspot.settings.job_context import JobContext
 from sunspot.settings.mixture import check_dataset
 from sunspot.settings.task_arguments import TaskArguments, plain
@@ -125,6 +126,12 @@ def _parse_steps_or_share(value: Any) -> float:
         raise ValueError("neither a whole number nor a fraction")
     return number if 0 < number < 1 else int(number)
 
+
+Deadline = Annotated[str, AfterValidator(check_deadline)]
+
+Budget = Annotated[
+    str, BeforeValidator(lambda value: value if isinstance(value, str) else str(value)), AfterValidator(check_budget)
+]
 
 StepsOrShare = Annotated[float, PlainValidator(_parse_steps_or_share)]
 
@@ -235,6 +242,11 @@ class Settings(BaseModel):
     "Direction in which SUNSPOT_CHECKPOINT_METRIC improves: lower (min) or higher (max)."
     early_stop_evaluations: int = setting(0, "an integer >= 0", ge=0)
     "Number of evaluations without a better SUNSPOT_CHECKPOINT_METRIC after which the run ends. 0 turns this off."
+
+    deadline: Deadline = setting("", "a date and time with its zone, e.g. 2026-12-01T18:00Z, or empty")
+    "Time by which the run should be done. `status` and `doctor` warn early if the run will miss it."
+    budget: Budget = setting("", "a sum above 0 in the currency of the prices, e.g. 40, or empty")
+    "Sum that the run may cost. Once its nodes have cost that much, the run saves and stops. It needs prices."
 
     trials: int = setting(8, "an integer from 1 to 10000", ge=1, le=10_000)
     "Number of runs in a search."

@@ -16,17 +16,26 @@ from sunspot.report.summary import describe_outcome
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import fatal_error, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, SkippedCheckpoint, Unusable, find_newest_good
+from sunspot.run.handover import MOVE, read_handover, take_over_from
 from sunspot.run.identity import Rows, record_identity
 from sunspot.run.logs import shipped_driver_output
 from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
-from sunspot.run.owner import new_owner
-from sunspot.run.requests import StopRequest, refuse_if_deleted, resume_hint, stop_requested
+from sunspot.run.owner import Owner, new_owner
+from sunspot.run.requests import (
+    SPENT_BUDGET,
+    StopRequest,
+    describe_stop,
+    refuse_if_deleted,
+    resume_hint,
+    stop_requested,
+)
 from sunspot.run.seen import RunSeen, look
 from sunspot.run.status import RunState, find_own_status, new_driver, read_status
 from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.limits import with_deadline
 from sunspot.storage.prove import prove
 from sunspot.tracking.process import tracked
+from sunspot.train.budget import refuse_unpriced_budget, within_budget
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +55,7 @@ def train_run(
     # Imported here, so that a wrong setting is reported before numpy is imported.
     from sunspot.plan import with_absolute_paths
 
+    refuse_unpriced_budget(settings)
     settings = with_absolute_paths(settings)
     run = open_run(settings.storage_path, settings.run_name)
     limit_s = settings.storage_timeout_s
@@ -64,19 +74,24 @@ def train_run(
             origin = Origin(*find_newest_good(run, attempts))
         return claimed_for, origin
 
+    if settings.job.moves_from:
+        take_over_from(run, settings.job.moves_from, owner or new_owner(settings.job.job_id))
     with shipped_driver_output(run), tracked(run, settings, driver), report_result(run, driver):
         owner, origin = with_deadline(limit_s, "reading the newest checkpoint", find_origin)
         claimant = Claimant(run, owner, driver)
         print(f"run {run.name} in {run.location}")
         for each in origin.skipped:
             log.warning(f"skipped {each}")
-        with recorded_outcome(claimant, origin.checkpoint, settings.max_driver_starts, stop_request) as outcome:
+        with (
+            within_budget(run, settings),
+            recorded_outcome(claimant, origin.checkpoint, settings.max_driver_starts, stop_request) as outcome,
+        ):
             try:
                 if may_train(claimant, limit_s, settings.job.job_id):
                     plan = plan_run(run, settings, identity)
                     state, reason = train(plan, claimant, origin, outcome, stop_request)
                 else:
-                    state, reason = RunState.STOPPED, ""
+                    state, reason = RunState.STOPPED, _stop_reason(claimant)
                 outcome.expect(state, reason)
             except SunspotError as error:
                 error.final = error.final or has_failed_for_good(claimant)
@@ -108,8 +123,26 @@ def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
     if fatal:
         raise fatal  # this job has failed for good, so a retry of it does not train either
     if stopped:
-        print(f"  stopped by `sunspot stop`; {resume_hint(run.name, bool(job))}")
+        print(f"  stopped by {_describe_stop(claimant)}; {resume_hint(run.name, bool(job))}")
     return not stopped
+
+
+def _describe_stop(claimant: Claimant) -> str:
+    """Return what stopped the run: a move, its budget or `sunspot stop`."""
+
+    def read() -> str:
+        handover = read_handover(claimant.run)
+        if handover and handover.old == claimant.owner:
+            return f"{MOVE} to {Owner.parse(handover.new).describe()}"
+        return describe_stop(claimant.run)
+
+    return with_deadline(RECORD_S, "reading the stop marker", read)
+
+
+def _stop_reason(claimant: Claimant) -> str:
+    """Return the reason for the run's state, or an empty string if a user stopped the run."""
+    by = _describe_stop(claimant)
+    return f"stopped by {by}" if by.startswith((SPENT_BUDGET, MOVE)) else ""
 
 
 def has_failed_for_good(claimant: Claimant) -> bool:
@@ -158,8 +191,8 @@ def train(
     def finish(checkpoint: Checkpoint) -> tuple[RunState, str]:
         if not checkpoint.completes(plan.total_steps, patience):
             how = resume_hint(run.name, bool(plan.settings.job.job_id))
-            print(f"  stopped by `sunspot stop` at step {checkpoint.step} of {plan.total_steps}; {how}")
-            return RunState.STOPPED, ""
+            print(f"  stopped by {_describe_stop(claimant)} at step {checkpoint.step} of {plan.total_steps}; {how}")
+            return RunState.STOPPED, _stop_reason(claimant)
         reason = ""
         if checkpoint.step < plan.total_steps:
             reason = f"no improvement in {plural(patience, 'evaluation')}"

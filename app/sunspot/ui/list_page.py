@@ -113,8 +113,8 @@ def _cells(seen: RunSeen, curve: Curve, now: float) -> Iterator[Html]:
     name = seen.run.name
     tick = Html(f'<input type="checkbox" name="run" value="{text(name)}" aria-label="compare {text(name)}">')
     yield element("td", tick, role="cell", class_="tick")
-    place = element("small", seen.status.place) if seen.status and seen.status.place else Html("")
-    link = join([element("a", name, href=f"/run/{name}"), place])
+    location = element("small", seen.status.location) if seen.status and seen.status.location else Html("")
+    link = join([element("a", name, href=f"/run/{name}"), location])
     yield element("th", link, scope="row", role="rowheader")
     for column, value in zip(COLUMNS[1:], _values(seen, curve, now), strict=True):
         yield element("td", "—" if value is None else value, role="cell", data_name=column)

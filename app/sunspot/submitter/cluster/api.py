@@ -126,7 +126,9 @@ class Cluster:
         self.options = options
         "Command-line options that select this namespace, each with a leading space."
         self.server: str = api.configuration.host
-        self._api, self._context = api, context
+        self.context = context
+        "The kubeconfig context, or None for the current one."
+        self._api = api
         self._renewing = threading.Lock()
 
     @functools.cached_property
@@ -312,7 +314,7 @@ class Cluster:
         """Reload the credentials, unless another thread has already replaced the `refused` client."""
         with self._renewing:
             if self._api is refused:
-                self._api, _ = make_client(self._context)
+                self._api, _ = make_client(self.context)
 
     def _send(self, request: Request) -> dict[str, Any]:
         """Send a request once and return the response body. Raises `ClusterError` unless it succeeds."""

@@ -22,7 +22,8 @@ APPLIED = "sunspot/applied"
 def as_submission(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return a rendered RayJob with a new owner ID (JOB_ID), and with its own manifest in an annotation."""
     submitted: dict[str, Any] = json.loads(json.dumps(manifest))
-    set_variable(submitted, JOB_ID, new_submission(submitted["metadata"]["name"]))
+    job_id = settings_of(submitted).get(JOB_ID) or submitted["metadata"]["name"]
+    set_variable(submitted, JOB_ID, new_submission(job_id))
     return _annotated(submitted)
 
 

@@ -53,6 +53,7 @@ def print_submission(submission: Submission, as_json: bool) -> None:
     namespace = access.require_cluster().namespace
     if as_json:
         record = {"run": access.run.name, "job": job, "namespace": namespace, "storage": access.run.location}
+        record |= {"place": submission.place} if submission.place else {}
         done = {name: getattr(submission, name) for name in ("action", "reason", "dry_run")}
         print_json_line({**record, **done})  # `submit --wait` prints more lines
         return

@@ -10,6 +10,7 @@ from sunspot.background import map_parallel
 from sunspot.errors import ClusterError, NotFoundError, StorageError
 from sunspot.run.attempts import step_of
 from sunspot.run.epochs import SourceProgress
+from sunspot.run.forecast import forecast
 from sunspot.run.history import model_metrics
 from sunspot.run.overview import RunSummary, list_runs
 from sunspot.run.owner import Owner
@@ -81,6 +82,12 @@ class StatusRecord(Record):
     loss: Number | None = None
     rows_per_s: Number | None = None
     seconds_left: Number | None = None
+    deadline: Number | None = None
+    "The setting DEADLINE of a run that has not ended, in seconds since the epoch."
+    late_s: Number | None = None
+    "Seconds by which the run will miss its deadline, or 0."
+    budget: Number | None = None
+    expected_cost: Number | None = None
     attempt: int | None = None
     "The number of the newest attempt, or 0 before the first one."
     restarts: int | None = None
@@ -151,6 +158,11 @@ def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDet
         record.loss = details.loss
         record.rows_per_s = details.rows_per_s if is_current else None
         record.seconds_left = details.seconds_left if is_current else None
+        expected = forecast(details)
+        record.deadline = expected.deadline
+        record.late_s = None if expected.deadline is None else expected.late_s
+        record.budget = expected.budget
+        record.expected_cost = expected.total if is_current else None
         record.attempt = details.attempts[-1].number if details.attempts else 0
         record.restarts = details.restarts
         record.incidents = len(details.incidents)
@@ -158,7 +170,8 @@ def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDet
         record.steps_replayed = details.steps_replayed
     if status:
         record.workers_running = status.world_size if is_current else 0 if state.terminal else None
-        warnings = "; ".join(filter(None, (status.nan_warning, status.warning)))
+        of_goal = forecast(details).warnings if details else []
+        warnings = "; ".join(filter(None, (status.nan_warning, status.warning, *of_goal)))
         record.warning = "" if state.terminal else warnings
         record.nan_since = status.nan_since or None
         record.save_s = status.save_s

@@ -16,14 +16,17 @@ from sunspot.errors import (
     ConflictError,
     GaveUpError,
     NotFoundError,
+    SettingsError,
     StorageError,
 )
-from sunspot.formatting import in_words
+from sunspot.formatting import in_words, money
 from sunspot.run import Run, open_run
+from sunspot.run.forecast import find_spent
 from sunspot.run.owner import Owner
 from sunspot.run.requests import SubmissionRecord, clear_stop, newest_submission, record_submission
-from sunspot.run.status import SILENT_AFTER_S, RunState, is_alive
-from sunspot.settings import PREFIX, differences
+from sunspot.run.status import SILENT_AFTER_S, RunState, is_alive, read_status
+from sunspot.settings import PREFIX, Settings, differences
+from sunspot.settings.goal import parse_budget, parse_deadline
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.applied import applied_manifest, as_submission, without_copy
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers, stored_arguments
@@ -34,7 +37,15 @@ from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.code_files import CodeArchive, pack
 from sunspot.submitter.manifest.absent_code import find_absent
 from sunspot.submitter.manifest.pods import RUN_LABEL
-from sunspot.submitter.manifest.render import JOB_ID, JobRequest, Rendered, choose_profile, render, settings_of
+from sunspot.submitter.manifest.render import (
+    JOB_ID,
+    MOVES_FROM,
+    JobRequest,
+    Rendered,
+    choose_profile,
+    render,
+    settings_of,
+)
 from sunspot.submitter.printing import progress_note, warn
 
 STOPPED_WITHIN_S = 180.0
@@ -66,6 +77,8 @@ class Submission:
     "One of created, replaced (an ended RayJob), attached (the RayJob is live) or finished (the run has succeeded)."
     reason: str
     dry_run: bool
+    place: str = ""
+    "The name of the place in the profile, or an empty string if the profile has no places."
 
 
 def render_for_cluster(request: JobRequest, context: str | None) -> tuple[Rendered, Cluster]:
@@ -102,6 +115,8 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
     for text in [*warnings, *find_absent(rendered)]:
         warn(f"warning: {text}")
     check_identity(access.run, settings_of(rendered.manifest))
+    if settings.deadline or settings.budget:
+        _refuse_missed_goal(access.run, settings)
     arguments = (*rendered.request.arguments(), *cluster.options.split())
     return start_job(
         access, PreparedJob(as_submission(rendered.manifest), arguments, expected, archive), dry_run, take_over
@@ -119,13 +134,18 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     cluster = access.require_cluster()
 
     def submission(action: str, reason: str) -> Submission:
-        return Submission(access, name, action, reason, dry_run)
+        return Submission(access, name, action, reason, dry_run, place_of(prepared.manifest))
 
     # Reject the job if another owner trains the run, or if another run has the job's name.
     snapshot, job = _observe_job(access, name)
     if snapshot.storage.summary.deleting:
         raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; submit it again afterwards")
-    others = [other for other in snapshot.cluster.jobs if other.live and other.name != name]
+    moves_from = settings_of(prepared.manifest).get(MOVES_FROM, "")  # this RayJob ends for the new one
+    others = [
+        other
+        for other in snapshot.cluster.jobs
+        if other.live and other.name != name and not (moves_from and owns(other, moves_from))
+    ]
     if others:
         wanted = prepared.expected or job_view(dict(prepared.manifest))
         raise ConflictError(_explain_conflict(others[0], wanted, access.arguments))
@@ -174,6 +194,28 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
             cluster.apply(dict(prepared.manifest))
             _keep_record(run, record)
     return submission("replaced" if ended else "created", was)
+
+
+def _refuse_missed_goal(run: Run, settings: Settings) -> None:
+    """Raise `SettingsError` if the deadline has passed, or if the budget is spent, unless the run is alive or done."""
+    status = read_status(run)
+    now = time.time()
+    if status and (status.state is RunState.SUCCEEDED or is_alive(status, now)):
+        return
+    deadline = parse_deadline(settings.deadline)
+    if deadline is not None and deadline <= now:
+        late = f"{PREFIX}DEADLINE={settings.deadline} passed {in_words(now - deadline)} ago"
+        raise SettingsError(f"{late}; set a later time, or leave it out")
+    budget = parse_budget(settings.budget)
+    spent = find_spent(run) if budget is not None else 0.0
+    if budget is not None and spent >= budget:
+        spent_budget = f"{PREFIX}BUDGET={settings.budget} is spent, because the run has cost {money(spent)}"
+        raise SettingsError(f"{spent_budget}; set a larger sum, or leave it out")
+
+
+def place_of(manifest: Mapping[str, Any]) -> str:
+    """Return the name of a RayJob's place, or an empty string if its profile has no places."""
+    return Owner.parse(settings_of(manifest).get(JOB_ID, "")).place
 
 
 def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
@@ -235,6 +277,7 @@ def _make_record(cluster: Cluster, prepared: PreparedJob) -> SubmissionRecord:
         namespace=cluster.namespace,
         cluster=cluster.identity,
         server=cluster.server,
+        place=place_of(prepared.manifest),
         arguments=tuple(prepared.arguments),
         manifest=without_copy(prepared.manifest),
         time=time.time(),
@@ -290,7 +333,7 @@ def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
 
     Settings are listed by name, and other differences by their path in the spec.
     """
-    named = {JOB_ID: ""}  # the job's name always differs
+    named = {JOB_ID: "", MOVES_FROM: ""}  # these always differ
     changes = differences(settings_of(live.raw) | named, settings_of(wanted.raw) | named)
     changes += [_without_credential(line) for line in differences(_flatten(live.spec), _flatten(wanted.spec))]
     more = [f"and {len(changes) - MAX_CHANGES_SHOWN} more"] if len(changes) > MAX_CHANGES_SHOWN else []

@@ -73,6 +73,12 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
         "--profile", metavar="NAME", default="kind", help="a profile in k8s/profiles, or a path; default: kind"
     )
     parser.add_argument("--run", metavar="NAME", help="name of the run; default: SUNSPOT_RUN_NAME")
+    parser.add_argument("--place", metavar="NAME", help="one of the profile's places; default: `submit` chooses one")
+    add_job_options(parser)
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that affect a manifest besides the profile, the run and the place."""
     add_settings(parser)
     parser.add_argument("--image", metavar="REF", help="the image; default: the profile's image")
     parser.add_argument(
@@ -132,7 +138,9 @@ def job_request(args: argparse.Namespace) -> JobRequest:
     from sunspot.submitter.manifest.render import JobRequest
 
     settings = with_place(given_settings(args), args.run, args.storage)
-    options = {name: getattr(args, name) for name in ("image", "namespace", "queue", "cluster", "generation", "code")}
+    options = {
+        name: getattr(args, name) for name in ("image", "namespace", "queue", "cluster", "generation", "code", "place")
+    }
     return JobRequest(args.profile, settings, **options)
 
 

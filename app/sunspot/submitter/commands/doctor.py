@@ -10,6 +10,7 @@ from sunspot.settings import with_place
 from sunspot.storage.prove import Check, Result, failure, probe_path
 from sunspot.submitter.cluster.kubeconfig import is_configured
 from sunspot.submitter.cluster.observation import reach_run
+from sunspot.submitter.cluster.placing import context_of
 from sunspot.submitter.cluster.start import render_for_cluster, render_with_code
 from sunspot.submitter.commands.arguments import add_cluster, run_target
 from sunspot.submitter.doctor.cluster_checks import check_cluster
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REF",
         help="without RUN: check the cluster for a run with this image; default: the profile's image",
     )
+    parser.add_argument("--place", metavar="NAME", help="without RUN: one of the profile's places")
     parser.add_argument(
         "--from-pods",
         action="store_true",
@@ -50,9 +52,9 @@ def run(args: argparse.Namespace) -> None:
     if args.run is None:
         _check_preconditions(args)
         return
-    if args.profile or args.image or args.from_pods:
+    if args.profile or args.place or args.image or args.from_pods:
         raise SettingsError(
-            "--profile, --image and --from-pods cannot be used with RUN; omit either RUN or these options"
+            "--profile, --place, --image and --from-pods cannot be used with RUN; omit either RUN or these options"
         )
     access = reach_run(run_target(args))
     report = examine(access)
@@ -81,7 +83,7 @@ def _print_report(name: str, report: Examination, stacks: bool) -> None:
 
 def _check_preconditions(args: argparse.Namespace) -> None:
     """Check the cluster and storage, or this machine if no cluster is configured and no cluster option was given."""
-    of_a_cluster = (args.profile, args.image, args.from_pods, args.context, args.namespace)
+    of_a_cluster = (args.profile, args.place, args.image, args.from_pods, args.context, args.namespace)
     if any(of_a_cluster) or is_configured():
         _report_checks(_checks_in_cluster(args), args.json, "ready for a run")
     else:
@@ -92,10 +94,11 @@ def _check_preconditions(args: argparse.Namespace) -> None:
 
 def _checks_in_cluster(args: argparse.Namespace) -> list[tuple[type[SunspotError], Iterable[Check]]]:
     """Return the checks of the cluster, the checks of storage and, with `--from-pods`, the checks made in pods."""
-    request = JobRequest(args.profile or "kind", with_place({}, None, args.storage), args.image, args.namespace)
+    settings = with_place({}, None, args.storage)
+    request = JobRequest(args.profile or "kind", settings, args.image, args.namespace, place=args.place)
     of_pods: Iterable[Check] = ()
     try:
-        rendered, cluster = render_for_cluster(request, args.context)
+        rendered, cluster = render_for_cluster(request, args.context or context_of(request))
         of_cluster: Iterable[Check] = check_cluster(cluster, rendered)
         if args.from_pods:
             of_pods = try_from_pods(cluster, rendered)

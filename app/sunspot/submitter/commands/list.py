@@ -50,6 +50,6 @@ def _cells(record: ListRecord, now: float) -> list[Any]:
         record.loss,
         record.test_loss,
         checkpoint,
-        Owner(**record.where).place if record.where else None,
+        Owner(**record.where).location if record.where else None,
         f"{in_words(now - record.modified)} ago",
     ]

@@ -4,6 +4,7 @@ import argparse
 import time
 
 from sunspot.formatting import as_time, in_words, plural
+from sunspot.run.forecast import forecast
 from sunspot.run.history import format_metric
 from sunspot.run.owner import Owner
 from sunspot.run.seen import RunDetails
@@ -84,6 +85,10 @@ def _print(record: StatusRecord, details: RunDetails | None) -> None:
         line("rows/s", f"{record.rows_per_s:.0f}")
     if record.seconds_left is not None:
         line("left", in_words(record.seconds_left))
+    expected = forecast(details) if details else None
+    if expected:
+        line("deadline", expected.describe_deadline())
+        line("budget", expected.describe_budget())
     if details and record.attempt:
         age = f", verified, {in_words(details.checkpoint_age_s)} old" if details.checkpoint_age_s is not None else ""
         line("checkpoint", f"{record.checkpoint or 'none yet'}{age}")

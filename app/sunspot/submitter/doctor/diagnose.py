@@ -23,6 +23,7 @@ from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import find_losses, find_memory_growth, find_slow, summarize_figures
 from sunspot.submitter.doctor.training.diverged import find_not_finite
+from sunspot.submitter.doctor.training.goals import find_missed_goals
 from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_stall
 from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory
 from sunspot.submitter.doctor.training.saving import find_storage
@@ -38,6 +39,7 @@ CHECKS = (
     find_memory_growth,
     find_storage,
     find_losses,
+    find_missed_goals,
 )
 """The checks of a run that has started. A check yields no findings if nothing is wrong."""
 

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -107,6 +107,9 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValid
 Key = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
 OwnKey = Annotated[Key, AfterValidator(_refuse_reserved)]
 LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
+
+OF_PLACE = ("name", "context")
+"""Keys of a place that are not keys of a profile."""
 
 LABELS = 'labels with quoted values, e.g. {team: "vision"}, except Sunspot\'s own labels'
 VARIABLES = "variables with quoted values, except SUNSPOT_ settings, which go under settings"
@@ -322,12 +325,39 @@ class Profile(_Part):
     queue: ObjectName | None = _takes("the name of a Kueue LocalQueue")
     rayjob: JobPatch | None = _takes("the metadata and spec of a KubeRay RayJob")
     "RayJob fields that have no key of their own. They are merged last."
+    places: Annotated[list["Place"], Field(min_length=1)] | None = _takes(
+        "a list of places, e.g. [{name: us-east, context: gke-us-east}]"
+    )
+    "Clusters, or groups of nodes, in which the run can train. `submit` chooses one of them."
+
+    @field_validator("places")
+    @classmethod
+    def _named_once(cls, value: list["Place"] | None) -> list["Place"] | None:
+        names = [each.name for each in value or ()]
+        if len(names) > len(set(names)):
+            raise ValueError("two places have the same name")
+        return value
 
     @property
     def groups(self) -> list[WorkerGroup]:
         """The groups of training pods: `workers`, or a single group with the values in `worker`."""
         groups = self.workers or [WorkerGroup.model_construct(**dict(self.worker or Worker()))]
         return [group.with_sizes() for group in groups]
+
+
+class Place(Profile):
+    """A cluster, or a group of nodes in a cluster, and what differs there from the rest of the profile."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")] = _takes(
+        "at most 32 lower-case letters, digits and '-'", ...
+    )
+    context: Text | None = _takes("a context of the kubeconfig")
+    "The context of the cluster. By default, the place is in the current context's cluster."
+    extends: None = _takes("nothing, because a place extends its profile")
+    places: None = _takes("nothing, because a place has no places")
+
+
+Profile.model_rebuild()
 
 
 def manifests() -> Path:
@@ -337,13 +367,15 @@ def manifests() -> Path:
     return within if within.is_dir() else here.parents[4] / "k8s"
 
 
-def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
-    """Load a profile by name or path, including the profiles that it extends. Values in `given` take precedence.
+def load_profile(name: str, given: Mapping[str, Any], place: str | None = None) -> Profile:
+    """Load a profile by name or path, including the profiles that it extends.
 
-    Raises `SettingsError`, which lists every problem.
+    Values of the profile's place called `place`, if any, take precedence, and values in `given` even more so. Raises
+    `SettingsError`, which lists every problem.
     """
-    contents = [given, *_read_chain(name).values()]
-    merged = functools.reduce(_merge, reversed(contents))
+    merged = functools.reduce(_merge, reversed(_read_chain(name).values()))
+    there = {} if place is None else _find_place(name, merged, place)
+    merged = _merge(_merge(merged, there), given)
     worker = merged.get("worker")
     groups = merged.get("workers")
     if isinstance(worker, dict) and isinstance(groups, list):
@@ -355,20 +387,44 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
         raise
 
 
-def find_origin(name: str, *keys: str) -> str:
-    """Return the name of the profile that sets a value, or an empty string.
+def _find_place(name: str, content: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the keys that a place sets for its profile. Raises `SettingsError` if the profile has no such place."""
+    entries = content.get("places")
+    found = [each for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
+    names = [str(each.get("name")) for each in found]
+    if place not in names:
+        fix = f"choose one of {', '.join(names)}" if names else "add it to the key places of your profile"
+        raise SettingsError(f"profile {name} has no place {cut(place)!r}; {fix}")
+    there = found[names.index(place)]
+    return {key: value for key, value in there.items() if key not in OF_PLACE}
 
-    Searches the profile and the profiles that it extends. In a list, only the first item is searched. Settings match
-    with or without their prefix, in upper or lower case.
+
+class ProfileSource(NamedTuple):
+    """A profile's name or path, and the name of one of its places or None."""
+
+    name: str
+    place: str | None = None
+
+
+def find_origin(source: ProfileSource, *keys: str) -> str:
+    """Return the name of the place or profile that sets a value, or an empty string.
+
+    Searches the place, the profile and the profiles that it extends. In a list, only the first item is searched.
+    Settings match with or without their prefix, in upper or lower case.
     """
-    for label, content in _read_chain(name).items():
+    chain = _read_chain(source.name)
+    contents = {f"profile {label}": content for label, content in chain.items()}
+    if source.place is not None:
+        merged = functools.reduce(_merge, reversed(chain.values()))
+        contents = {f"place {source.place}": _find_place(source.name, merged, source.place), **contents}
+    for label, content in contents.items():
         value: Any = content
         for key in keys:
             value = value[0] if isinstance(value, list) and value else value
             named = value if isinstance(value, dict) else {}
             value = next((each for name, each in named.items() if key in (name, _setting_name(name))), None)
         if value is not None:
-            return f"profile {label}"
+            return label
     return ""
 
 

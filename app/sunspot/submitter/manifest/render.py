@@ -16,6 +16,7 @@ from sunspot.code_archive import CODE, code_in
 from sunspot.credentials import is_credential
 from sunspot.errors import SettingsError, StorageError, shorten
 from sunspot.formatting import plural
+from sunspot.run.owner import Owner
 from sunspot.settings import BUCKET_URLS, PREFIX, Settings, refuse, variable_of
 from sunspot.settings.mixture import find_locations
 from sunspot.settings.search_space import Search, load_search
@@ -43,6 +44,7 @@ from sunspot.submitter.manifest.profile import (
     ELASTIC,
     QUEUE,
     Profile,
+    ProfileSource,
     Sizes,
     Worker,
     find_origin,
@@ -56,6 +58,8 @@ from sunspot.submitter.printing import write_file
 STORAGE_PATH = PREFIX + "STORAGE_PATH"
 
 JOB_ID = PREFIX + "JOB_ID"
+
+MOVES_FROM = PREFIX + "MOVES_FROM"
 
 NODE_GROUPS = PREFIX + "NODE_GROUPS"
 
@@ -93,6 +97,13 @@ class JobRequest:
     "A number in the job's name. Change it to run a job again after it has ended."
     code: str | None = None
     "The user's code: a folder, or an archive's URL with its hash."
+    place: str | None = None
+    "The name of one of the profile's places, or None if the profile has no places."
+
+    @property
+    def source(self) -> ProfileSource:
+        """The profile with the place."""
+        return ProfileSource(self.profile, self.place)
 
     def arguments(self) -> tuple[str, ...]:
         """Return the `sunspot submit` arguments for the same job, including settings from the environment.
@@ -102,7 +113,7 @@ class JobRequest:
         given = [*_of_environment(), *self.settings.items()]
         settings = dict(sorted({variable_of(name): value for name, value in given}.items()))
         places = {"--run": settings.pop(PREFIX + "RUN_NAME", None), "--storage": settings.pop(STORAGE_PATH, None)}
-        options = {name: getattr(self, name) for name in ("image", "code", "queue", "cluster")}
+        options = {name: getattr(self, name) for name in ("place", "image", "code", "queue", "cluster")}
         chosen = {"--profile": self.profile, **places, **{f"--{name}": value for name, value in options.items()}}
         words = [word for name, value in chosen.items() if value is not None for word in (name, value)]
         words += ["--generation", str(self.generation)] if self.generation != 1 else []
@@ -149,9 +160,10 @@ class Rendered:
 
 
 def choose_profile(request: JobRequest) -> Profile:
-    """Load the profile of a request. Options override the profile's values."""
+    """Load the profile of a request, as it is in the request's place. Options override the profile's values."""
     options = {name: getattr(request, name) for name in ("image", "namespace", "queue", "code")}
-    return load_profile(request.profile, {name: value for name, value in options.items() if value is not None})
+    given = {name: value for name, value in options.items() if value is not None}
+    return load_profile(request.profile, given, request.place)
 
 
 def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
@@ -175,6 +187,14 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     problems += _find_problems(settings, chosen, request, worker_group(job)["template"]["spec"])
     if chosen.cloud:
         problems += _find_unnamed(job, chosen, shape, given)
+    if settings.budget and (not shape or any(group.price is None for group in chosen.groups)):
+        problems.append(
+            f"{PREFIX}BUDGET={settings.budget} needs the price of all training pods; set price under worker or workers "
+            "in the profile, or leave the budget out"
+        )
+    if chosen.places and request.place is None:
+        names = ", ".join(each.name for each in chosen.places)
+        problems.append(f"the profile has several places, and none is chosen; choose one of {names} with --place")
     if chosen.code and not archive and not (code_in(chosen.code) and "://" in chosen.code):
         problems.append(
             f"code {chosen.code} is not an archive; set it to a URL with a hash (s3://bucket/code.tar@sha256:HASH), "
@@ -188,11 +208,11 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     derived = _resolve(search, given, chosen, shape, deadline_s)
     if chosen.code:
         url = archive.url(settings.storage_path, settings.run_name) if archive else chosen.code
-        derived.append(Derived(CODE, url, "given" if request.code else find_origin(request.profile, "code")))
+        derived.append(Derived(CODE, url, "given" if request.code else find_origin(request.source, "code")))
     variables = {each.name: each.value for each in derived}
     if shape:
         refuse(make_cluster(job, chosen, shape, settings.run_name, variables), where)
-        derived += _explain(job, chosen, shape, request.profile)
+        derived += _explain(job, chosen, shape, request.source)
     else:
         _select_cluster(job, str(request.cluster), variables)
     _set_job(job, chosen, settings.run_name, request.generation)
@@ -206,7 +226,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     # Set the name first, because later values depend on it. The reasons are not part of the hashed specification.
     name = f"{settings.run_name}-{_digest(job)}"
     job["metadata"]["name"] = name
-    set_variable(job, JOB_ID, name)
+    set_variable(job, JOB_ID, str(Owner(name, place=request.place or "")))
     prices = find_prices(chosen) if shape else {}
     if prices:  # added after hashing, because a price change does not make a new job
         set_variable(job, PRICES, json.dumps(prices))
@@ -276,13 +296,16 @@ def write_directory(rendered: Rendered, path: str) -> list[Path]:
 
 def _gather(base: list[dict[str, str]], profile: Profile, request: JobRequest) -> dict[str, tuple[str, str]]:
     """Return the value and the source of each given setting, keyed by variable. An empty value removes a setting."""
-    name = request.profile
+    source = request.source
     # Each pod has its own notice, set by the profile or by the existing cluster.
     of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
     in_profile = profile.settings or {}
     every = [
         *((variable, value, BASE) for variable, value in of_base.items()),
-        *((key, value, find_origin(name, "settings", key) or f"profile {name}") for key, value in in_profile.items()),
+        *(
+            (key, value, find_origin(source, "settings", key) or f"profile {source.name}")
+            for key, value in in_profile.items()
+        ),
         *((variable, value, "the environment") for variable, value in _of_environment()),
         *((variable, value, "given") for variable, value in request.settings.items()),
     ]
@@ -349,6 +372,8 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
         problems.append(f"{CODE}={settings.job.code} cannot be set; unset it, and use --code or the profile's code")
     if settings.job.job_id:
         problems.append(f"{JOB_ID}={settings.job.job_id} cannot be set; unset it, because it is the RayJob's name")
+    if settings.job.moves_from:
+        problems.append(f"{MOVES_FROM}={settings.job.moves_from} cannot be set; use `sunspot move`")
     if "notice_s" in settings.job.model_fields_set:
         problems.append(f"{NOTICE}={settings.job.notice_s} cannot be set; set notice_s in the profile instead")
     if settings.job.prices and cluster is None:
@@ -441,7 +466,7 @@ def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, s
     spec["runtimeEnvYAML"] = to_yaml({"env_vars": dict(variables)})
 
 
-def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> list[Derived]:
+def _explain(job: dict[str, Any], profile: Profile, shape: Shape, origin: ProfileSource) -> list[Derived]:
     """List the chosen values that are not settings, with their reasons."""
     head, workers = head_group(job), worker_group(job)
     found: list[Derived] = []
@@ -450,17 +475,17 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         found.append(Derived(what, str(value), source))
 
     def source(value: object, *keys: str) -> str:
-        return BASE if value is None else find_origin(name, *keys) or f"profile {name}"
+        return BASE if value is None else find_origin(origin, *keys) or f"profile {origin.name}"
 
     image = ray_container(workers)["image"]
-    add("image", image, BASE if profile.image is None else find_origin(name, "image") or "given")
+    add("image", image, BASE if profile.image is None else find_origin(origin, "image") or "given")
     head_image = profile.head.image if profile.head else None
     if head_image:
         add("head's image", head_image, source(head_image, "head", "image"))
     trials = f" of each of {shape.runs} trials" if shape.runs > 1 else ""
     per_pod = f"{shape.gpus} GPUs per pod with one worker each" if shape.gpus > 1 else "one worker per pod"
     add("training pods", shape.pods, f"NUM_WORKERS{trials}, {per_pod}")
-    found += _explain_sizes(ray_container(workers), profile, name)
+    found += _explain_sizes(ray_container(workers), profile, origin)
     for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True)):
         if len(profile.groups) > 1:
             where = ", never on spot nodes" if group.spot is False else ", on spot nodes"
@@ -477,7 +502,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     holder = "only the autoscaler has its token" if shape.autoscaled else "no container has its token"
     add("head's service account", account, holder)
     placement = profile.groups[0].placement
-    of_first = "workers" if find_origin(name, "workers", "placement") else "worker"
+    of_first = "workers" if find_origin(origin, "workers", "placement") else "worker"
     benefit = "losing a node costs as few workers as possible"
     if placement in ("pack", "zone"):
         benefit = "the network within a zone is faster and free"
@@ -506,16 +531,16 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     return found
 
 
-def _explain_sizes(container: Mapping[str, Any], profile: Profile, name: str) -> Iterator[Derived]:
+def _explain_sizes(container: Mapping[str, Any], profile: Profile, origin: ProfileSource) -> Iterator[Derived]:
     """Yield each size of the first group's training pods, with its origin."""
     given = profile.workers[0] if profile.workers else profile.worker or Worker()
     for key in Sizes.model_fields:
         each = getattr(given.per_gpu, key, None)
         if getattr(given, key) is not None:
-            why = find_origin(name, "workers", key) or find_origin(name, "worker", key)
+            why = find_origin(origin, "workers", key) or find_origin(origin, "worker", key)
         elif each:
-            origin = find_origin(name, "workers", "per_gpu", key) or find_origin(name, "worker", "per_gpu", key)
-            why = f"{origin}: {each} per GPU, for {plural(max(1, given.gpus or 0), 'GPU')}"
+            sizes = find_origin(origin, "workers", "per_gpu", key) or find_origin(origin, "worker", "per_gpu", key)
+            why = f"{sizes}: {each} per GPU, for {plural(max(1, given.gpus or 0), 'GPU')}"
         else:
             why = BASE
         resource = key.replace("_", "-")

@@ -8,6 +8,7 @@ from sunspot.formatting import in_words, plural
 from sunspot.run.failures import BRING_ROWS, NO_STACKS, Failure, find_suspects, read_hangs, waited_for_rows
 from sunspot.run.overview import START_AGAIN
 from sunspot.run.owner import Owner
+from sunspot.run.requests import SPENT_BUDGET
 from sunspot.run.status import RunState
 from sunspot.submitter.doctor.training.case import Case, abridge, advise_on_full_disk
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -51,7 +52,10 @@ def find_end(case: Case) -> Iterator[Finding]:
         yield Finding(Diagnosis.STOPPED, Severity.NOTE, abridge(case.reason), advice)
     elif case.state is RunState.STOPPED:
         advice = f"`sunspot resume {case.seen.run.name}` continues it"
-        if case.seen.status and case.seen.status.reason:  # a signal leaves a reason, `sunspot stop` does not
+        reason = case.seen.status.reason if case.seen.status else ""
+        if SPENT_BUDGET in reason:
+            advice = "submit it again with a larger SUNSPOT_BUDGET, and it continues from its last checkpoint"
+        elif reason:  # a signal leaves a reason, `sunspot stop` does not
             advice = f"repeat the command that started it{_where_it_resumes(case)}"
         yield Finding(Diagnosis.STOPPED, Severity.NOTE, abridge(case.reason), advice)
 

@@ -1,0 +1,98 @@
+"""Compares a run's progress and cost with its DEADLINE and BUDGET."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from sunspot.errors import NotFoundError
+from sunspot.formatting import as_time, in_words, money
+from sunspot.run import Run
+from sunspot.run.attempts import recorded_setting
+from sunspot.run.cost import HOUR_S, hourly_price
+from sunspot.run.seen import RunDetails, look, read_details
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run's limits, and how it will do if its speed and its nodes stay as they are. Unknown values are None."""
+
+    now: float
+    "Seconds since the epoch."
+    deadline: float | None = None
+    "Seconds since the epoch, or None if the run has no deadline."
+    done_at: float | None = None
+    "The expected time of the last step, or None if the run is not training."
+    budget: float | None = None
+    spent: float | None = None
+    "The cost of the nodes so far."
+    total: float | None = None
+    "The expected cost of the nodes until the last step."
+
+    @property
+    def late_s(self) -> float:
+        """The seconds by which the run will miss its deadline, or 0."""
+        if self.deadline is None:
+            return 0.0
+        return max(0.0, max(self.now, self.done_at or 0.0) - self.deadline)
+
+    @property
+    def excess(self) -> float:
+        """The sum by which the run will exceed its budget, or 0."""
+        return 0.0 if self.budget is None or self.total is None else max(0.0, self.total - self.budget)
+
+    def describe_deadline(self) -> str:
+        """Return the deadline and what is expected, as readable text, or an empty string if there is no deadline."""
+        if self.deadline is None:
+            return ""
+        if self.late_s:
+            outcome = f"it will be missed by {in_words(self.late_s)} at this speed"
+        elif self.done_at is None:
+            outcome = f"in {in_words(self.deadline - self.now)}"
+        else:
+            outcome = f"the run will be done {in_words(self.deadline - self.done_at)} before at this speed"
+        return f"{as_time(self.deadline)}, {outcome}"
+
+    def describe_budget(self) -> str:
+        """Return the budget and what is expected, as readable text, or an empty string if there is no budget."""
+        if self.budget is None:
+            return ""
+        known = f"{money(self.spent or 0.0)} of {money(self.budget)} spent"
+        return known if self.total is None else f"{known}, {money(self.total)} expected with these nodes"
+
+    @property
+    def warnings(self) -> list[str]:
+        """A text for each limit that the run will exceed."""
+        late = f"it will miss its deadline by {in_words(self.late_s)}; it needs more workers or faster nodes"
+        excess = (
+            f"its budget ends before its work; it is expected to cost {money(self.total or 0.0)}, and stops with a "
+            f"checkpoint at {money(self.budget or 0.0)}"
+        )
+        return [text for text, is_true in ((late, self.late_s), (excess, self.excess)) if is_true]
+
+
+def forecast(seen: RunDetails) -> Forecast:
+    """Return the forecast for a run. An ended run has no limits."""
+    from sunspot.settings.goal import parse_budget, parse_deadline  # pydantic is slow to import
+
+    if seen.state.terminal or not seen.attempts:
+        return Forecast(seen.time)
+    deadline = budget = None
+    with contextlib.suppress(ValueError):  # a record that another program has changed
+        deadline = parse_deadline(recorded_setting(seen.attempts, "deadline"))
+        budget = parse_budget(recorded_setting(seen.attempts, "budget"))
+    left_s = seen.seconds_left
+    spent = seen.spending.cost
+    price = hourly_price(seen.attempts[-1])
+    total = None
+    if spent is not None and price is not None and left_s is not None:
+        total = spent + price * left_s / HOUR_S
+    return Forecast(seen.time, deadline, None if left_s is None else seen.time + left_s, budget, spent, total)
+
+
+def find_spent(run: Run) -> float:
+    """Return what a run's nodes have cost so far, or 0 if it has not begun. Raises `StorageError`."""
+    try:
+        return read_details(look(run)).spending.cost or 0.0
+    except NotFoundError:
+        return 0.0

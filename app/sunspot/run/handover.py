@@ -1,0 +1,78 @@
+"""Hands a run over from the driver of one owner to that of another, without repeating a step.
+
+The new driver writes a request that names both owners, and waits. The old driver reads it, saves after its current
+step, and ends as stopped. Only then does the new driver claim the run. If the old driver is gone, the new driver
+continues from the newest checkpoint, like any new driver. Claims alone decide who owns the run, so a lost or late
+request cannot give it two owners.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+from sunspot.errors import ConflictError
+from sunspot.run import Run, to_json
+from sunspot.run.objects import Timestamp, read, read_if_exists, read_or_default
+from sunspot.run.owner import Owner
+from sunspot.run.status import is_alive, read_status
+
+HANDOVER = "handover.json"
+"""Name of the request."""
+
+MOVE = "its move"
+"""Beginning of the description of what stopped the old driver."""
+
+HANDED_OVER_WITHIN_S = 900.0
+"""Seconds within which the old driver must save and end. A large state takes minutes to upload."""
+
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at the old driver's status."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """A request by one owner's driver to another owner's driver to save and end."""
+
+    old: str = ""
+    new: str = ""
+    time: Timestamp = 0.0
+
+
+def read_handover(run: Run) -> Handover | None:
+    """Return the request, or None if no driver waits. A damaged request names no owner."""
+    return read_if_exists(lambda: read_or_default(lambda: read(run, Handover, HANDOVER), Handover()))
+
+
+def clear_handover(run: Run) -> None:
+    """Delete the request, so that the old driver keeps training if it has not read the request yet."""
+    run.storage.delete(run.key(HANDOVER))
+
+
+def take_over_from(run: Run, old: str, new: str) -> None:
+    """Ask the driver of owner `old` to save and end for owner `new`, and return once it no longer trains.
+
+    Returns at once if it does not train. Raises `ConflictError` if it still trains after HANDED_OVER_WITHIN_S, and
+    `StorageError`.
+    """
+    if not _trains(run, old):
+        return
+    print(f"  waiting until {Owner.parse(old).describe()} has saved and ended", flush=True)
+    run.storage.write(run.key(HANDOVER), to_json(asdict(Handover(old, new, time.time()))))
+    deadline = time.monotonic() + HANDED_OVER_WITHIN_S
+    try:
+        while _trains(run, old):
+            if time.monotonic() > deadline:
+                raise ConflictError(
+                    f"{Owner.parse(old).describe()} has not saved and ended within {HANDED_OVER_WITHIN_S:.0f} s, and "
+                    "keeps the run; move it again later"
+                )
+            time.sleep(LOOK_EVERY_S)
+    finally:
+        clear_handover(run)
+
+
+def _trains(run: Run, owner: str) -> bool:
+    """Return True if the run's status is from a living driver of this owner."""
+    status = read_status(run)
+    return status is not None and status.owner == owner and is_alive(status, time.time())

@@ -1,0 +1,81 @@
+"""Reads from storage how many nodes the places gave to runs (`sunspot.places.experience`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from sunspot.background import map_parallel
+from sunspot.errors import DamageError
+from sunspot.places.experience import Sighting
+from sunspot.run import Run
+from sunspot.run.attempts import Attempt, read_attempts
+from sunspot.run.overview import list_runs
+from sunspot.run.owner import Owner
+from sunspot.run.requests import SubmissionRecord, read_submissions
+from sunspot.run.status import Status, is_alive, read_status
+from sunspot.storage.base import Storage
+
+log = logging.getLogger(__name__)
+
+RECENT_S = 24 * 3600.0
+"""Seconds after which what a run saw no longer matters. By then, experience is forgotten almost completely."""
+
+MAX_RUNS = 20
+"""Largest number of runs that are read, the most recently modified first. Each takes a few requests."""
+
+NODES_WITHIN_S = 600.0
+"""Seconds within which a place with free nodes gives them. After that, the place counts as having none."""
+
+
+def read_sightings(storage: Storage, now: float) -> list[Sighting]:
+    """Return what the recent runs in this storage saw of their places. `now` is in seconds since the epoch.
+
+    Runs whose records are damaged are left out.
+    """
+    recent = [name for name, seen in list_runs(storage).items() if now - seen.modified < RECENT_S]
+
+    def read_one(name: str) -> list[Sighting]:
+        run = Run(storage, name)
+        try:
+            return list(find_sightings(read_attempts(run), read_submissions(run), read_status(run), now))
+        except DamageError as error:
+            log.warning(f"what {name} saw of its places is not used: {error}")
+            return []
+
+    return [each for found in map_parallel(read_one, recent[:MAX_RUNS]) for each in found]
+
+
+def find_sightings(
+    attempts: Sequence[Attempt], submissions: Sequence[SubmissionRecord], status: Status | None, now: float
+) -> Iterator[Sighting]:
+    """Yield what one run saw of its places. Attempts and submissions are oldest first.
+
+    An attempt saw the workers that it had. A submission without an attempt saw that there were no nodes, if it waited
+    for NODES_WITHIN_S. A run that is alive still sees its workers, and a silent run has lost them.
+    """
+    for attempt in attempts:
+        place = Owner.parse(attempt.owner).place
+        if place:
+            yield Sighting(place, attempt.time, _share(attempt, attempt.metadata.world_size))
+    if attempts and status and not status.state.terminal:
+        place = Owner.parse(status.owner).place
+        alive = is_alive(status, now)
+        if place and status.attempt:
+            yield Sighting(place, status.seen if alive else now, _share(attempts[-1], status.world_size) * alive)
+    for number, submission in enumerate(submissions, 1):
+        end = submissions[number].time if number < len(submissions) else now
+        began = any(
+            Owner.parse(attempt.owner).job == submission.job and submission.time <= attempt.time <= end
+            for attempt in attempts
+        )
+        if submission.place and not began and end - submission.time > NODES_WITHIN_S:
+            yield Sighting(submission.place, end, 0.0)
+
+
+def _share(attempt: Attempt, workers: int) -> float:
+    """Return the share of the workers that the attempt wanted, from 0 to 1."""
+    from sunspot.settings import PREFIX  # pydantic is slow to import, and most verbs do not need it
+
+    most = attempt.metadata.settings.get(PREFIX + "NUM_WORKERS", "").rpartition("..")[2]
+    return min(1.0, workers / int(most)) if most.isdigit() and int(most) else float(workers > 0)

@@ -1,0 +1,42 @@
+"""Parses DEADLINE and BUDGET, from the settings and from the texts that runs record."""
+
+import math
+from datetime import datetime
+
+
+def parse_deadline(text: str) -> float | None:
+    """Return a deadline in seconds since the epoch, or None if `text` is empty.
+
+    Raises `ValueError` unless `text` is a date and time with its offset from UTC, as in ISO 8601.
+    """
+    if not text:
+        return None
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError("without a zone, the time means another moment on each machine")
+    return moment.timestamp()
+
+
+def parse_budget(text: str) -> float | None:
+    """Return a budget in the currency of the prices, or None if `text` is empty.
+
+    Raises `ValueError` unless it is a finite number above 0.
+    """
+    if not text:
+        return None
+    budget = float(text)
+    if not 0 < budget < math.inf:
+        raise ValueError("not a sum of money")
+    return budget
+
+
+def check_deadline(text: str) -> str:
+    """Return the text of a deadline, or raise `ValueError` like `parse_deadline`."""
+    parse_deadline(text)
+    return text
+
+
+def check_budget(text: str) -> str:
+    """Return the text of a budget, or raise `ValueError` like `parse_budget`."""
+    parse_budget(text)
+    return text

@@ -1,0 +1,123 @@
+"""Moves a live run to another place of its profile.
+
+1. `move_run` renders and applies a RayJob in the new place (`placing`). The run trains on in the old place.
+2. When the new pods run, the new driver asks the old one to save and end, and then claims the run (`run.handover`).
+3. `move_run` deletes the old RayJob. If the new driver does not start in time, `move_run` deletes the new one instead.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from sunspot.errors import ClusterError, ConflictError, GaveUpError, SettingsError, SunspotError
+from sunspot.run import open_run
+from sunspot.run.handover import HANDED_OVER_WITHIN_S, MOVE, clear_handover, read_handover
+from sunspot.run.owner import Owner
+from sunspot.run.status import RunState, Status, is_alive, read_status
+from sunspot.submitter.cluster.observation import RunAccess
+from sunspot.submitter.cluster.placing import RunJob, find_job_in_place, render_in_place, submit_in_place
+from sunspot.submitter.cluster.start import Submission, resume_run, submit
+from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
+from sunspot.submitter.manifest.pods import set_variable
+from sunspot.submitter.manifest.render import MOVES_FROM, SEARCH, JobRequest
+from sunspot.submitter.printing import progress_note, warn
+
+POLL_EVERY_S = 1.0
+
+NOTICED_WITHIN_S = 15.0
+"""Seconds within which a driver acts on a request, because it reads requests every few seconds."""
+
+
+def move_run(request: JobRequest, context: str | None, timeout: float) -> Submission:
+    """Move a run to the request's place, and return the new RayJob.
+
+    A run that does not train is submitted there. Raises `GaveUpError` if the new RayJob does not claim the run within
+    `timeout` seconds. The run then stays in its old place. Raises `ConflictError` if the run trains outside the places,
+    and `SettingsError` for a search.
+    """
+    rendered, cluster = render_in_place(request, context)
+    run = open_run(rendered.settings.storage_path, rendered.settings.run_name)
+    before = read_status(run)
+    if not before or not is_alive(before, time.time()):
+        return submit_in_place(cluster, rendered)
+    if rendered.manifest["spec"]["entrypoint"] == SEARCH:
+        raise SettingsError(
+            f"{run.name} is a search, whose trials cannot be moved together; stop it, and submit it with --place "
+            f"{request.place}"
+        )
+    old = Owner.parse(before.owner)
+    if old.place == request.place:
+        return Submission(RunAccess(run, cluster), old.job, "attached", "the run is there", False, old.place)
+    if not old.place:
+        raise ConflictError(
+            f"{run.name} trains in {old.describe()}, which is not a place of the profile; stop it, and submit it with "
+            f"--place {request.place}"
+        )
+    left = find_job_in_place(request, run, old.place, old.job)
+    set_variable(rendered.manifest, MOVES_FROM, before.owner)
+    submission = submit(cluster, rendered, take_over=True)
+    try:
+        moved = _wait_for_claim(submission, before, timeout)
+    except GaveUpError:
+        _undo(submission, before, left)
+        raise
+    except (SunspotError, KeyboardInterrupt):
+        warn(f"the move of {run.name} goes on; the same command follows it again")
+        raise
+    left.delete()
+    return replace(submission, action="moved", reason=f"from {old.place} at step {moved.step}")
+
+
+def _wait_for_claim(submission: Submission, before: Status, timeout: float) -> Status:
+    """Return the first status of workers in the new place. `before` is the status of the old driver."""
+    run, place = submission.access.run, submission.place
+    deadline = time.monotonic() + timeout
+    with progress_note(f"waiting for nodes in {place}; the run trains on meanwhile"):
+        while True:
+            status = read_status(run)
+            claimed = status and status.attempt > before.attempt and Owner.parse(status.owner).place == place
+            if status and (claimed or status.state is RunState.SUCCEEDED):
+                return status
+            stays = "it stays where it was"
+            failure = _describe_failure(submission)
+            if failure:
+                raise GaveUpError(f"{run.name} has not moved to {place}, because {failure}; {stays}")
+            late_s = time.monotonic() - deadline
+            if late_s > (HANDED_OVER_WITHIN_S if read_handover(run) else 0):
+                doctor = f"`sunspot doctor {submission.access.arguments}` says why its pods do not run"
+                raise GaveUpError(f"{run.name} got no nodes in {place} within {timeout:.0f} s; {stays}; {doctor}")
+            time.sleep(POLL_EVERY_S)
+
+
+def _describe_failure(submission: Submission) -> str:
+    """Return why the new RayJob has ended or is gone, or an empty string if it lives or its cluster does not answer."""
+    try:
+        jobs = submission.access.require_cluster().list_jobs(submission.access.run.name)
+    except ClusterError:
+        return ""
+    job = next((job for job in jobs if job.name == submission.job), None)
+    if job is None:
+        return f"its RayJob {submission.job} was deleted"
+    return f"its RayJob {job.name} has ended: {job.message or job.deployment_status}" if job.terminal else ""
+
+
+def _undo(submission: Submission, before: Status, left: RunJob) -> None:
+    """Delete the new RayJob. If the old driver has ended for it already, start the old RayJob again."""
+    run, cluster = submission.access.run, submission.access.require_cluster()
+    try:
+        found = [job for job in cluster.list_jobs(run.name) if job.name == submission.job]
+        delete_jobs(cluster, found, GONE_WITHIN_S)
+        deadline = time.monotonic() + (NOTICED_WITHIN_S if read_handover(run) else 0)
+        clear_handover(run)
+        while True:
+            status = read_status(run)
+            if status and status.owner == before.owner and status.reason.startswith(f"stopped by {MOVE}"):
+                access = RunAccess(run, left.cluster)
+                resume_run(access, access.observe())
+                return
+            if time.monotonic() > deadline:
+                return
+            time.sleep(POLL_EVERY_S)
+    except ClusterError as error:
+        warn(f"warning: RayJob {submission.job} in {submission.place} could not be deleted: {error}; delete it there")

@@ -1,0 +1,186 @@
+"""Chooses the place of a run that is submitted, if its profile has several, and removes what is left in another."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from sunspot.errors import ClusterError, SettingsError
+from sunspot.places.choice import Goal, Offer, Situation, choose_place
+from sunspot.places.experience import learn
+from sunspot.run import Run, open_run
+from sunspot.run.forecast import find_spent
+from sunspot.run.owner import Owner
+from sunspot.run.requests import newest_submission
+from sunspot.run.sightings import NODES_WITHIN_S, read_sightings
+from sunspot.run.status import is_alive, read_status
+from sunspot.settings import Settings
+from sunspot.settings.goal import parse_budget, parse_deadline
+from sunspot.submitter.cluster.api import Cluster, connect
+from sunspot.submitter.cluster.start import Submission, render_for_cluster, render_with_code, submit
+from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
+from sunspot.submitter.manifest.profile import Place, Profile
+from sunspot.submitter.manifest.render import JobRequest, Rendered, choose_profile, render
+from sunspot.submitter.printing import progress_note, warn
+
+
+def render_in_place(request: JobRequest, context: str | None) -> tuple[Rendered, Cluster]:
+    """Choose a place if the profile has several and the user has chosen none. Render the request, and connect.
+
+    Prints the place and the reason to stderr. A place whose cluster does not answer is left out, with a warning. Raises
+    `ClusterError` if no place's cluster answers.
+    """
+    places = {place.name: place for place in choose_profile(request).places or ()}
+    if request.place is not None or not places:
+        return render_for_cluster(request, context or context_of(request))
+    rendered = _render_everywhere(request, places)
+    first = next(iter(rendered.values()))
+    run = open_run(first.settings.storage_path, first.settings.run_name)
+    offers = [_make_offer(each) for each in rendered.values()]
+    with progress_note("looking at what runs saw of the places"):
+        now = time.time()
+        current = _find_current(run, now)
+        known = learn(read_sightings(run.storage, now))
+        goal = _find_goal(run, first.settings)
+        situation = Situation(now, work_s=_find_work(run))
+    unanswered: list[str] = []
+    while offers:
+        choice = choose_place(offers, known, situation, goal)
+        if current in (offer.place for offer in offers):
+            choice = replace(choice, place=current, reason="the run is there")
+        if not choice.place:
+            raise SettingsError(f"SUNSPOT_BUDGET={first.settings.budget} is spent; set a larger sum, or leave it out")
+        placed = replace(request, place=choice.place)
+        try:
+            found = render_for_cluster(placed, context or places[choice.place].context)
+            found[1].exists("version", "")
+        except ClusterError as error:
+            warn(f"place {choice.place} is left out: {error}")
+            unanswered.append(choice.place)
+            offers = [offer for offer in offers if offer.place != choice.place]
+            continue
+        warn(f"place: {choice.place}, {choice.reason}")
+        if choice.warning:
+            warn(f"warning: {choice.warning}")
+        return found
+    raise ClusterError(
+        f"no place's cluster answers ({', '.join(unanswered)}); check the contexts in places, and `kubectl version`"
+    )
+
+
+def context_of(request: JobRequest) -> str | None:
+    """Return the kubeconfig context of a request's place, or None for the current one."""
+    places = choose_profile(request).places or ()
+    return next((place.context for place in places if place.name == request.place), None)
+
+
+def submit_in_place(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_over: bool = False) -> Submission:
+    """Submit a job like `submit`, and delete the RayJob that the run left in another place.
+
+    A RayJob whose driver is alive is not deleted, because it ends by itself once the new one takes the run over.
+    """
+    left = _find_left_job(rendered) if rendered.request.place and not dry_run else None
+    if left and (left.cluster.server, left.cluster.namespace) == (cluster.server, cluster.namespace):
+        left.delete()  # before the new RayJob, because two live RayJobs of a run in a namespace are a conflict
+        left = None
+    submission = submit(cluster, rendered, dry_run, take_over)
+    if left:
+        left.delete()
+    return submission
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """A RayJob in a place that its run leaves."""
+
+    cluster: Cluster
+    name: str
+    run: str
+    place: str
+
+    def delete(self) -> None:
+        """Delete the RayJob, so that it does not start later. Only warns on failure."""
+        try:
+            found = [job for job in self.cluster.list_jobs(self.run) if job.name == self.name]
+            with progress_note(f"removing {self.name} from place {self.place}"):
+                gone = delete_jobs(self.cluster, found, GONE_WITHIN_S)
+            if not gone:
+                warn(f"warning: {self.name} and its pods in place {self.place} still exist; Kubernetes removes them")
+        except ClusterError as error:
+            warn(f"warning: {_fix(self.name, self.place)}: {error}")
+
+
+def _find_left_job(rendered: Rendered) -> RunJob | None:
+    """Return the RayJob that the run has in another place, or None without such a RayJob or if its driver is alive."""
+    request, settings = rendered.request, rendered.settings
+    run = open_run(settings.storage_path, settings.run_name)
+    before = newest_submission(run)
+    status = read_status(run)
+    if not before or not before.place or before.place == request.place or (status and is_alive(status, time.time())):
+        return None
+    try:
+        return find_job_in_place(request, run, before.place, before.job)
+    except SettingsError as error:
+        warn(f"warning: {_fix(before.job, before.place)}: {error}")
+        return None
+
+
+def find_job_in_place(request: JobRequest, run: Run, place: str, job: str) -> RunJob:
+    """Return a run's RayJob in one of the profile's places. Raises `SettingsError` if the profile has no such place.
+
+    Sends no requests, so the RayJob need not exist.
+    """
+    there = replace(request, place=place)
+    return RunJob(connect(context_of(there), choose_profile(there).namespace), job, run.name, place)
+
+
+def _fix(job: str, place: str) -> str:
+    return f"delete the run's RayJob {job} in place {place}, because it takes the run over if it starts later"
+
+
+def _render_everywhere(request: JobRequest, places: dict[str, Place]) -> dict[str, Rendered]:
+    """Render the request in each place. The user's code is packed once."""
+    first, *others = places
+    rendered = {first: render_with_code(replace(request, place=first))}
+    archive = rendered[first].archive
+    return rendered | {name: render(replace(request, place=name), archive) for name in others}
+
+
+def _make_offer(rendered: Rendered) -> Offer:
+    """Return the price of the head and of the largest number of pods in the first group of training pods."""
+    profile = choose_profile(rendered.request)
+    price = None
+    if rendered.pods:  # a job in an existing cluster has no pods of its own
+        head, first, *_ = rendered.pods
+        price = None if first.price is None else (head.price or 0.0) + first.price * first.most
+    return Offer(rendered.request.place or "", price, _is_on_demand(profile))
+
+
+def _is_on_demand(profile: Profile) -> bool:
+    return profile.spot is None or profile.groups[0].spot is False
+
+
+def _find_goal(run: Run, settings: Settings) -> Goal:
+    budget = parse_budget(settings.budget)
+    return Goal(parse_deadline(settings.deadline), None if budget is None else budget - find_spent(run))
+
+
+def _find_work(run: Run) -> float | None:
+    """Return the seconds of training that are left with the last workers, or None if they are unknown."""
+    status = read_status(run)
+    if not status or not status.step_time_s or not status.total_steps:
+        return None
+    return max(0, status.total_steps - status.step) * status.step_time_s
+
+
+def _find_current(run: Run, now: float) -> str:
+    """Return the place where the run is alive, or was submitted so recently that nodes can still come.
+
+    Returns an empty string if there is no such place.
+    """
+    status = read_status(run)
+    if status and is_alive(status, now):
+        return Owner.parse(status.owner).place
+    submitted = newest_submission(run)
+    waits = submitted and now - submitted.time < NODES_WITHIN_S and not (status and status.time > submitted.time)
+    return submitted.place if submitted and waits else ""

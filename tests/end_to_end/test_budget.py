@@ -1,0 +1,45 @@
+"""Tests that a run whose budget is spent saves, stops, and continues with a larger budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from sunspot.run.attempts import read_attempts
+from sunspot.run.requests import clear_stop
+from sunspot.run.status import RunState, read_status
+from tests.harness.constants import SetConstants
+from tests.harness.program import Program
+from tests.harness.training import assert_audit_clean, newest, the_run
+
+STEPS = 200
+
+
+def test_a_run_with_a_spent_budget_saves_and_continues_with_a_larger_one(
+    program: Program, make_data: Callable[..., str], set_constants: SetConstants
+) -> None:
+    set_constants("sunspot.train.budget", CHECK_EVERY_S=0.2)
+    settings = {
+        "TASK": "tests.tasks.slow",
+        "GLOBAL_BATCH_SIZE": 20,
+        "EPOCHS": 2,
+        "DATASET": make_data(2000),
+        "PRICES": json.dumps({"workers": {"price": 3600}}),  # 1 a second
+    }
+    run = the_run(program)
+    program.run(**settings, BUDGET="1")
+
+    status = read_status(run)
+    assert status
+    assert status.state is RunState.STOPPED
+    assert status.reason.startswith("stopped by its spent budget of 1.00, because it has cost ")
+    assert 0 < newest(run).step == status.step < STEPS
+
+    program.run(**settings, BUDGET="1")  # a retry of the job does not train
+    assert len(read_attempts(run)) == 1
+
+    clear_stop(run)
+    program.run(**settings, BUDGET="100000")
+    assert newest(run).step == STEPS
+    assert [attempt.step for attempt in read_attempts(run)] == [0, status.step]
+    assert_audit_clean(program)
