@@ -72,7 +72,7 @@ def test_a_pod_reports_the_address_that_it_cannot_reach(tmp_path: Path, set_cons
             1,
             False,
             Result.OK,
-            "and one number in 1.00 ms, by NCCL over Socket, 1 GPU in each",
+            "and one number in 1.00 ms, by NCCL over Socket, 1 GPU per pod",
         ),
         (Timing(0.3, 0.001, "Socket"), 1, False, Result.WARNING, "GPUs wait if it takes more than 0.2 s"),
         (Timing(0.1, 0.001, "Socket"), 8, True, Result.WARNING, "for EFA, the image needs libfabric"),

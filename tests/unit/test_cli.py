@@ -207,7 +207,7 @@ def test_similar_run_names_are_listed_first(sunspot: StorageCommand, tmp_path: P
     (tmp_path / "not-a-run").mkdir()
     answer = sunspot("metrics", "mnist")
     assert answer.code == 3
-    assert re.search(r"there are mnist-\d, mnist-\d, .* and 2 more$", answer.err)
+    assert re.search(r"it contains mnist-\d, mnist-\d, .* and 2 more$", answer.err)
     assert "not-a-run" not in answer.err
 
 

@@ -244,7 +244,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "KubeRay operator",
             lambda c: c.forbidden.add("/api/v1/pods"),
             "warning",
-            "cannot see",
+            "not allowed to check this",
             "the owner of the cluster",
         ),
         (
@@ -304,7 +304,13 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "0 of 1 node match, with room for 0 such pods if they were empty; 2 needed (other nodes: 1 cordoned)",
             "unless an autoscaler adds matching nodes",
         ),
-        ("nodes", lambda c: c.forbidden.add("/api/v1/nodes"), "warning", "cannot see", "the owner of the cluster"),
+        (
+            "nodes",
+            lambda c: c.forbidden.add("/api/v1/nodes"),
+            "warning",
+            "not allowed to check this",
+            "the owner of the cluster",
+        ),
         (
             "quota",
             fill_quota("30Gi", "40Gi"),

@@ -99,7 +99,7 @@ def test_each_worker_reads_its_parts_of_the_base(base: str, arguments: dict[str,
         plan: Any = SimpleNamespace(
             settings=settings.model_copy(update={"parallel": "fsdp"}), source=EmptySource((32,), 2)
         )
-        place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
+        place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2, replicas=None)
         model = build_model(plan, load_task(plan.settings), TrainingState(), Attempt(1, "own", None, 0), place)
         found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
         assert bool(model.positions) == (arguments.get("head") != "classes")
@@ -112,7 +112,7 @@ def test_a_model_without_values_is_rejected_if_nothing_fills_it() -> None:
     plan: Any = SimpleNamespace(settings=Settings(), source=None)
     task = load_task(Settings())
     task.build_model = lambda *_: torch.nn.Linear(2, 2, device="meta")
-    place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1, replicas=None)
     with pytest.raises(SettingsError, match=r"parameters on the meta device.*define load_pretrained"):
         build_model(plan, task, TrainingState(), Attempt(1, "own", None, 0), place)
 

@@ -348,7 +348,7 @@ def test_an_optimizer_that_already_has_a_scheduler_is_rejected() -> None:
 
 @pytest.mark.parametrize(
     ("library", "why"),
-    [("build_keras", "Keras model brings"), ("build_trainer", "its Trainer"), ("build_trees", "trees")],
+    [("build_keras", "Keras model has"), ("build_trainer", "its Trainer"), ("build_trees", "trees")],
 )
 def test_a_scheduler_is_rejected_if_the_library_has_its_own(
     library: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

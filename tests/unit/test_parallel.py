@@ -244,7 +244,7 @@ def test_parameters_that_differ_by_one_bit_are_detected(differ: bool) -> None:
     models = [torch.nn.Linear(2, 2).bfloat16().requires_grad_(False) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     models[1].bias[1:].view(torch.int16).bitwise_xor_(int(differ))
-    ranks = run_ranks(*(functools.partial(same_parameters, model) for model in models))
+    ranks = run_ranks(*(lambda group, model=model: same_parameters(model, WorkerPlace(group)) for model in models))
     assert [rank.result() for rank in ranks] == [not differ] * 2
 
 

@@ -203,6 +203,7 @@ def test_only_the_submitter_has_permissions() -> None:
             "verbs": ["create", "get", "list", "patch", "delete"],
         },
         {"apiGroups": ["ray.io"], "resources": ["rayjobs/status"], "verbs": ["get"]},
+        {"apiGroups": ["ray.io"], "resources": ["rayclusters"], "verbs": ["get", "patch"]},
         {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list"]},
         {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
         {"apiGroups": [""], "resources": ["resourcequotas", "limitranges"], "verbs": ["list"]},

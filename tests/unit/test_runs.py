@@ -83,11 +83,11 @@ def test_runs_are_summarized_from_a_listing_alone(tmp_path: Path) -> None:
 
 
 def test_a_submitted_run_is_found_before_its_driver_starts(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="no run is there"):
+    with pytest.raises(NotFoundError, match="it contains no runs"):
         find_run("run", str(tmp_path))
     record_submission(open_run(str(tmp_path), "run"), SubmissionRecord("run-1234"))
     assert find_run("run", str(tmp_path)).name == "run"
-    with pytest.raises(NotFoundError, match=r"there are run$"):
+    with pytest.raises(NotFoundError, match=r"it contains run$"):
         find_run("another", str(tmp_path))
 
 

@@ -579,14 +579,14 @@ class Exchange(PartExchange):
     def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
         self._rank = 1
-        self._world_size = 2
+        self._parts = 2
         self.cost_s = 0.0
         self.answers: list[bool | RuntimeError] = []
 
     def agree_to_copy(self, has_slot: bool) -> bool:
         return has_slot
 
-    def replicate(self, *_: Any) -> bool:
+    def back_up(self, *_: Any) -> bool:
         answer = self.answers.pop(0)
         if isinstance(answer, RuntimeError):
             raise answer

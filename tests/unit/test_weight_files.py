@@ -91,7 +91,7 @@ def begin(file: Path, group: Any, parallel: str = "fsdp", build: Callable[[], nn
     settings = Settings(init_from=str(file), parallel=parallel)
     state = load_initial(settings, group)
     task: Any = SimpleNamespace(build_model=lambda *_: build())
-    place: Any = SimpleNamespace(device=CPU, world_size=1)
+    place: Any = SimpleNamespace(device=CPU, world_size=1, replicas=None)
     model = build_model(SimpleNamespace(settings=settings, source=None), task, state, Attempt(1, "own", None, 0), place)
     if state.load_parts:
         state.load_parts(model, torch.optim.SGD(model.parameters()))

@@ -128,6 +128,8 @@ class ProcessGroups:
             before = self._before  # read once, because another thread can change it
             appeared = {name for _, name in _sockets()} - before if before is not None else set()
             _shut_down(self._own | appeared, self._server)
+            if self.replicas:
+                self.replicas.end_if_stuck()
             for group in self._gradient_groups() if self._device.type == "cuda" else ():
                 cast(Any, group)._get_backend(self._device).abort()  # torch has no public API for this (2.15)
 

@@ -113,12 +113,13 @@ def look(run: Run) -> RunSeen:
 
     If the status is recent, this takes a small listing, a read, and three checks for requests.
     """
-    (status, scale), stop_wanted, deleting = read_in_parallel(
-        lambda: (_refreshed(run, read_status(run)), read_scale(run)),
+    status, stop_wanted, deleting = read_in_parallel(
+        lambda: _refreshed(run, read_status(run)),
         lambda: stop_requested(run),
         lambda: deletion_begun(run),
     )
     now = time.time()
+    scale = read_scale(run) if status and status.scalable and is_alive(status, now) else None
     summary = RunSummary() if status and is_alive(status, now) else _list_parts(run, status)
     return RunSeen(run, replace(summary, stop_requested=stop_wanted, deleting=deleting), status, now, scale=scale)
 

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep",
         metavar="N",
         type=count,
-        help="number of best checkpoints to keep; default: CHECKPOINTS_TO_KEEP of the run",
+        help="number of best checkpoints to keep; default: SUNSPOT_CHECKPOINTS_TO_KEEP of the run",
     )
     parser.add_argument("--yes", action="store_true", help="remove these checkpoints and uploads")
 
