@@ -207,7 +207,7 @@ def cheapest_first(trace: Trace) -> Policy:
 
 
 def only_full(trace: Trace) -> Trace:
-    """Return the trace as a run sees it that cannot train with fewer than all nodes."""
+    """Return the trace as seen by a run that needs all nodes to train."""
     full = np.where(trace.nodes >= trace.wanted, trace.wanted, 0)
     return Trace(trace.zones, full, trace.prices, trace.step_s, trace.wanted)
 
@@ -287,7 +287,7 @@ def compare(trace: Trace, starts: Sequence[int], hours: float, move: Move) -> It
     limits = [FACTORS[number] * work_s for _, number in cases]
 
     def row(name: str, seen: Trace, make: Callable[[float | None], Policy], every: Sequence[int]) -> Row:
-        """Return a line for the cases with the given numbers. Policies that ignore the deadline run once a start."""
+        """Return a line for the cases with the given numbers. Policies that ignore the deadline run once per start."""
         journeys = [travel(seen, cases[case][0], Journey(work_s), move, make(limits[case])) for case in every]
         return Row(name, journeys, [costs[case] for case in every], [limits[case] for case in every])
 
@@ -322,7 +322,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--starts", type=int, default=200, help="number of random starts; default: 200")
     parser.add_argument("--hours", type=float, default=24.0, help="hours of work with all nodes; default: 24")
     parser.add_argument("--connections", type=int, default=CONNECTIONS, help="connections of 90 MB/s; default: 8")
-    parser.add_argument("--part", default="0..1", help="part of the trace for the starts, such as 0.5..1")
+    parser.add_argument("--part", default="0..1", help="part of the trace in which runs start, such as 0.5..1")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(words)
     trace = read_trace(args.folder)

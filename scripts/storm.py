@@ -192,7 +192,7 @@ class Storm:
         self._chance = chance
 
     def strike(self, kills: int) -> list[Loss]:
-        """Kill one or two workers at a time until the number is reached, and return the losses.
+        """Kill one or two workers at a time until `kills` workers have been killed, and return the losses.
 
         In half of the cases, do not wait until the previous victims have been replaced.
         """

@@ -206,7 +206,7 @@ class Run:
         return list_checkpoints(self._stored()).records()
 
     def audit(self) -> list[dict[str, int | str]]:
-        """Return how many rows each epoch consumed, missed and repeated, with the `source` in a mixture.
+        """Return how many rows each epoch consumed, missed and repeated (in a mixture, each pass through a `source`).
 
         Raises `DamageError` if the audit finds a fault, and `NotFoundError` if SUNSPOT_AUDIT was not set.
         """

@@ -283,7 +283,7 @@ def choose_shard_degree(settings: Settings, room: Mapping[str, int]) -> int:
         why = f"SUNSPOT_SHARD_DEGREE={degree}" if settings.shard_degree else f"each node has room for {degree} workers"
         raise SettingsError(
             f"SUNSPOT_NUM_WORKERS={workers}: {why}, and each replica of the model needs {degree}; use multiples of "
-            f"{degree}, or set another SUNSPOT_SHARD_DEGREE"
+            f"{degree}, or set a different SUNSPOT_SHARD_DEGREE"
         )
     return degree
 

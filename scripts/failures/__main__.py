@@ -29,7 +29,7 @@ from scripts.subjects import START_S, SUBJECTS, Subject, wait_until_complete
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
 
 LOOK_EVERY_S = 60.0
-"""Seconds between two looks. A look at a Sunspot run reads its complete history, which takes CPU time from training."""
+"""Seconds between two checks. Each check of a Sunspot run reads its whole history, which slows down training."""
 
 END_S = 300.0
 """Seconds for the checkpoint and the rows after the last step."""

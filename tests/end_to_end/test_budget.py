@@ -12,7 +12,7 @@ from tests.harness.constants import SetConstants
 from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, newest, the_run
 
-STEPS = 200
+STEPS = 600
 
 
 def test_a_run_with_a_spent_budget_saves_and_continues_with_a_larger_one(
@@ -22,7 +22,7 @@ def test_a_run_with_a_spent_budget_saves_and_continues_with_a_larger_one(
     settings = {
         "TASK": "tests.tasks.slow",
         "GLOBAL_BATCH_SIZE": 20,
-        "EPOCHS": 2,
+        "EPOCHS": 6,
         "DATASET": make_data(2000),
         "PRICES": json.dumps({"workers": {"price": 3600}}),  # 1 a second
     }

@@ -51,7 +51,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("my_task.py", "my_loop.py", "my_augmentation.py", "my_f1.py", "flowers.py"):
         (folder / name).write_text(find_example("python", f"# {name}"))
     (folder / "my_dataset.py").write_text(find_patched("my_dataset.py"))
-    (folder / "mine.yaml").write_text(find_example("yaml", "# mine.yaml"))
+    for name in ("mine.yaml", "places.yaml"):
+        (folder / name).write_text(find_example("yaml", f"# {name}"))
     rows = "".join(f"0.{number},1.{number},{'setosa' if number % 2 else 'virginica'}\n" for number in range(40))
     (folder / "flowers.csv").write_text(f"width,length,label\n{rows}")
     random = np.random.default_rng(0)

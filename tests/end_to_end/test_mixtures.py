@@ -19,7 +19,7 @@ SIZES = {"first": 3000, "second": 1400, "third": 60}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ["torch", "ray"])
-def test_a_killed_mixture_resumes_at_the_next_row_of_each_source(
+def test_a_killed_run_on_a_mixture_resumes_at_the_next_row_of_each_source(
     loader: str, program: Program, make_data: MakeData, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sources = {name: make_data(rows, name, row_group=100) for name, rows in SIZES.items()}

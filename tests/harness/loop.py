@@ -204,7 +204,7 @@ def train_rank(plan: Plan, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
 
 
 def gather(tensor: torch.Tensor) -> np.ndarray:
-    """Return the whole tensor of a tensor that can be sharded. Under hsdp, this uses the first replica's parts."""
+    """Return the whole tensor, gathered if it is sharded. Under hsdp, this uses the first replica's parts."""
     if not is_dtensor(tensor):
         return tensor.numpy()
     parts = gather_objects(part_of(tensor).numpy(), dist.group.WORLD)

@@ -124,7 +124,7 @@ def test_sharded_checkpoints_can_be_loaded_at_any_world_size(groups: Path) -> No
 
 
 def test_checkpoints_can_be_loaded_with_any_number_of_replicas(groups: Path) -> None:
-    """Two replicas of two ranks write a checkpoint, from which one replica of three continues, and then two shards."""
+    """Four ranks in two replicas write a checkpoint. Then three ranks in one replica continue, and then two."""
     run, final = of(groups, "hsdp")
     assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [4, 3, 2]
     assert_close(load_model(run, final), load_model(*of(groups, "ddp")), **TOLERANCE)

@@ -1,4 +1,4 @@
-"""Processes form whole replicas, and keep the shards that they hold (PARALLEL=hsdp)."""
+"""Tests that processes form whole replicas, and keep the shards that they hold (PARALLEL=hsdp)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names(arranged: list[Member]) -> list[str]:
 
 
 @given(st.data())
-def test_no_further_replica_can_form_and_bound_members_keep_their_shards(data: st.DataObject) -> None:
+def test_all_possible_replicas_form_and_bound_members_keep_their_shards(data: st.DataObject) -> None:
     nodes = data.draw(st.lists(st.sampled_from("abc"), max_size=9))
     degree = data.draw(st.integers(1, 3))
     everyone = [Member(f"{node}{number}", node) for number, node in enumerate(nodes)]
@@ -39,7 +39,7 @@ def test_no_further_replica_can_form_and_bound_members_keep_their_shards(data: s
     assert sum(not held[shard] for shard in range(degree)) > free, "the members that are left can form a replica"
 
 
-def test_members_of_one_node_form_a_replica() -> None:
+def test_members_on_the_same_node_form_a_replica() -> None:
     everyone = members("a1", "b1", "a2", "b2")
     assert names(arrange(everyone, {}, set(), DEGREE)) == ["a1", "a2", "b1", "b2"]
 

@@ -78,8 +78,8 @@ def test_rows_are_counted_after_losing_one_or_all_replicas(tmp_path: Path) -> No
     assert of_replicas(open_storage(str(tmp_path)), "job") == [Epoch(1, 4, 1, 1, True), Epoch(2, 1, 0, 0, False)]
 
 
-def test_part_exchange_repeat_steps_only_if_all_of_them_restart() -> None:
-    """A step counts as new even if its worker prints it late, when another worker has printed the next step."""
+def test_torchft_counts_steps_as_repeated_only_if_all_workers_restart() -> None:
+    """A step counts as new even if its worker prints it after another worker has printed the next step."""
     torchft = Torchft(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
     for told, again in (([4, 5, 4, 6, 5, 6, 7], 0), ([4, 5, 6, 1, 1, 2, 1, 3], 6), ([9, 1, 2, 1, 2, 3, 1], 12)):
         lines = [f'(pid=1) {{"time": {float(number)}, "step": {step}}}' for number, step in enumerate(told)]

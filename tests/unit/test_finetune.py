@@ -90,7 +90,9 @@ def test_a_pretrained_model_learns(base: str, texts: str, arguments: dict[str, A
 
 
 @pytest.mark.parametrize("arguments", [{}, {"rank": 4}, {"head": "classes"}], ids=["text", "lora", "classes"])
-def test_each_worker_reads_its_parts_of_the_base(base: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_each_worker_reads_only_its_parts_of_the_base_model(
+    base: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
     settings = settings_of(base, **arguments)
     torch.manual_seed(settings.seed)
     expected = dict(finetune.build_model(settings, EmptySource((32,), 2)).named_parameters())
@@ -108,7 +110,7 @@ def test_each_worker_reads_its_parts_of_the_base(base: str, arguments: dict[str,
     assert in_processes(tmp_path, 2, compare) == [True, True]
 
 
-def test_a_model_without_values_is_rejected_if_nothing_fills_it() -> None:
+def test_a_model_on_the_meta_device_is_rejected_if_the_task_cannot_fill_it() -> None:
     plan: Any = SimpleNamespace(settings=Settings(), source=None)
     task = load_task(Settings())
     task.build_model = lambda *_: torch.nn.Linear(2, 2, device="meta")

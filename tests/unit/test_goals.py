@@ -101,14 +101,14 @@ def expect(run: Run) -> Forecast:
         ("BUDGET", "ten"),
     ],
 )
-def test_an_absurd_limit_is_refused(variable: str, value: str) -> None:
+def test_an_invalid_deadline_or_budget_is_rejected(variable: str, value: str) -> None:
     with pytest.raises(SettingsError, match=f"SUNSPOT_{variable}={value}: set it to a") as refused:
         load_settings({f"SUNSPOT_{variable}": value})
     assert refused.value.exit_code == 2
 
 
 @pytest.mark.parametrize("value", ["", "2026-12-01T18:00Z", "2026-12-01T18:00+02:00", "2026-12-01 18:00:00+00:00"])
-def test_a_deadline_is_a_time_with_a_zone(value: str) -> None:
+def test_a_deadline_with_a_time_zone_is_accepted(value: str) -> None:
     assert load_settings({"SUNSPOT_DEADLINE": value}).deadline == value
 
 
@@ -131,13 +131,13 @@ def test_a_driver_without_prices_refuses_a_budget() -> None:
 # ------------------------------------------------------------------------------------------------------------- forecast
 
 
-def test_a_run_that_keeps_its_limits_gets_no_warning(train: Train) -> None:
+def test_a_run_within_its_limits_gets_no_warning(train: Train) -> None:
     expected = expect(train(DEADLINE=as_text(time.time() + 3 * HOUR_S + 30), BUDGET="50"))
 
     assert expected.spent == pytest.approx(20, abs=0.1)
     assert expected.total == pytest.approx(40, abs=0.1)
-    assert expected.describe_deadline().endswith("UTC, the run will be done 60 min before at this speed")
-    assert expected.describe_budget() == "20.00 of 50.00 spent, 40.00 expected with these nodes"
+    assert expected.describe_deadline().endswith("UTC, the run will finish 60 min early at this speed")
+    assert expected.describe_budget() == "20.00 of 50.00 spent, 40.00 expected in total with these nodes"
     assert expected.warnings == []
 
 
@@ -154,7 +154,7 @@ def test_a_run_is_warned_early_that_its_budget_does_not_suffice(train: Train) ->
 
     assert expected.excess == pytest.approx(10, abs=0.1)
     assert expected.warnings == [
-        "its budget ends before its work; it is expected to cost 40.00, and stops with a checkpoint at 30.00"
+        "its budget is too small; it is expected to cost 40.00, but will stop with a checkpoint at 30.00"
     ]
 
 
@@ -180,7 +180,7 @@ def test_status_and_doctor_show_the_limits(
     sunspot = Command(run, capsys)
 
     assert sunspot("status", "run") == 0
-    assert "it will miss its deadline by 60 min; it needs more workers or faster nodes; its budget ends" in sunspot.out
+    assert "it will miss its deadline by 60 min; it needs more workers or faster nodes; its budget is too small" in sunspot.out
     assert "budget:     20.00 of 30.00 spent" in sunspot.out
     assert sunspot("status", "run", "--json") == 0
     assert sunspot.json["deadline"] == pytest.approx(deadline, abs=0.001)
@@ -220,7 +220,7 @@ def test_a_run_within_its_budget_is_not_stopped(train: Train) -> None:
             assert not stop_requested(run)
 
 
-def test_the_request_of_a_user_to_stop_is_kept(train: Train) -> None:
+def test_a_spent_budget_does_not_replace_a_stop_request_by_a_user(train: Train) -> None:
     run = train()
     request_stop(run, "me@here")
     with within_budget(run, load_settings({"SUNSPOT_BUDGET": "1", **PRICES})):
@@ -250,7 +250,7 @@ def test_submit_refuses_a_deadline_that_has_passed(cluster: FakeCluster, sunspot
     passed = as_text(time.time() - 600)
 
     assert sunspot("submit", "--run", "run", "--set", f"DEADLINE={passed}") == 2
-    assert f"SUNSPOT_DEADLINE={passed} passed 10 min ago; set a later time, or leave it out" in sunspot.err
+    assert f"SUNSPOT_DEADLINE={passed} passed 10 min ago; set a later deadline, or omit it" in sunspot.err
     assert not cluster.jobs
 
 
@@ -283,7 +283,7 @@ def test_submit_refuses_a_spent_budget(cluster: FakeCluster, sunspot: Command, p
     words = ("submit", "--run", "run", "--profile", profile, "--set")
 
     assert sunspot(*words, "BUDGET=15") == 2
-    assert "SUNSPOT_BUDGET=15 is spent, because the run has cost 20.00; set a larger sum" in sunspot.err
+    assert "SUNSPOT_BUDGET=15 is spent, because the run has cost 20.00; set a larger budget" in sunspot.err
     assert not cluster.jobs
     assert sunspot(*words, "BUDGET=25") == 0, sunspot.err
     assert len(cluster.jobs) == 1

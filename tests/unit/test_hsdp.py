@@ -1,4 +1,4 @@
-"""PARALLEL=hsdp trains the same weights as ddp and fsdp, for any number of replicas."""
+"""Tests that PARALLEL=hsdp trains the same weights as ddp and fsdp, for any number of replicas."""
 
 from __future__ import annotations
 

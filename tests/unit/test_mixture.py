@@ -67,11 +67,11 @@ def test_weights_follow_the_last_colon_of_each_source(dataset: str, expected: li
     [
         (
             "a:0.7,b",
-            "the source 'b' of the mixture has no weight above 0 after its last colon; set it to SOURCE:WEIGHT",
+            "the source 'b' of the mixture has no weight above 0 after its last colon; use the form SOURCE:WEIGHT",
         ),
         ("a:0,b:1", "the source 'a:0' of the mixture has no weight above 0"),
         ("s3://one/x,s3://two/y", "the source 's3://one/x' of the mixture has no weight above 0"),
-        ("a:1,a:2", "the mixture contains a twice; give it once"),
+        ("a:1,a:2", "the mixture contains a twice; list it once"),
         ("a:0.33333333333,b:0.66666666667", "have too many digits; round them to six decimals"),
     ],
 )
@@ -92,7 +92,7 @@ def test_local_sources_of_a_mixture_get_absolute_paths(tmp_path: Path, monkeypat
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=6), st.integers(0, 10**12))
-def test_any_part_of_a_mixture_has_the_shares_of_its_weights(weights: list[int], first: int) -> None:
+def test_in_any_part_of_a_mixture_the_shares_match_the_weights(weights: list[int], first: int) -> None:
     positions = np.arange(first, first + 300)
     counts = np.stack(count_by_source(weights, positions))
     shares = np.array(weights)[:, None] * positions / sum(weights)
@@ -146,7 +146,7 @@ def test_sources_of_the_same_size_are_shuffled_differently_in_every_pass() -> No
 
 @dataclass
 class Numbers:
-    """A `Source` whose rows have a `value` of twice their ID among the rows of all sources."""
+    """A `Source` whose rows have a `value` of twice their ID. IDs are counted over all sources."""
 
     row_groups: tuple[int, ...]
     first: int = 0
@@ -357,7 +357,7 @@ def test_held_out_rows_of_a_mixture_come_from_each_source(mixture: str, tmp_path
     assert (rows_in(train), rows_in(test)) == (76, 13)
 
 
-def test_sources_that_do_not_fit_together_are_rejected(mixture: str, tmp_path: Path) -> None:
+def test_incompatible_sources_are_rejected(mixture: str, tmp_path: Path) -> None:
     images = load_settings({"DATASET": "sample:1,mnist:1", "TASK": "sunspot.tasks.trees"})
     with pytest.raises(SettingsError, match="trees cannot train on a mixture"):
         open_rows_of_task(images, load_task(images))
@@ -389,7 +389,7 @@ def test_sources_of_a_mixture_need_the_same_classes(tmp_path: Path) -> None:
         open_rows_of_task(other, load_task(other))
 
 
-def test_a_source_can_lack_classes_that_are_numbers(tmp_path: Path) -> None:
+def test_a_source_can_lack_numeric_classes(tmp_path: Path) -> None:
     paths = [
         write_images(tmp_path / name, labels) for name, labels in (("a.parquet", [0, 1, 2]), ("b.parquet", [0, 1]))
     ]
@@ -400,7 +400,7 @@ def test_a_source_can_lack_classes_that_are_numbers(tmp_path: Path) -> None:
     assert (train.classes, rows_in(train), rows_in(found)) == (3, 5, 2)
 
 
-def test_a_killed_mixture_resumes_at_the_next_row_of_each_source(mixture: str, tmp_path: Path) -> None:
+def test_a_killed_run_on_a_mixture_resumes_at_the_next_row_of_each_source(mixture: str, tmp_path: Path) -> None:
     def plan_in(folder: str, batch: str = "8") -> Plan:
         given = {"GLOBAL_BATCH_SIZE": batch, "AUDIT": "true", "CHECKPOINT_EVERY_STEPS": "3", "CHECKPOINT_EVERY_S": "0"}
         return plan_of(

@@ -84,7 +84,7 @@ def test_the_new_driver_does_not_wait_for_a_driver_that_does_not_train(
     assert "waiting" not in capsys.readouterr().out
 
 
-def test_a_driver_that_is_not_addressed_keeps_training(run: Run) -> None:
+def test_a_driver_ignores_a_handover_request_to_another_driver(run: Run) -> None:
     stop = StopRequest()
     with recorded_outcome(Claimant(run, NEW, "0000000b"), None, 10, stop):
         run.storage.write(run.key(HANDOVER), to_json(asdict(Handover(OLD, NEW))))
@@ -95,7 +95,7 @@ def test_a_driver_that_is_not_addressed_keeps_training(run: Run) -> None:
 def test_the_new_driver_gives_up_if_the_old_one_does_not_end(run: Run, set_constants: SetConstants) -> None:
     set_constants("sunspot.run.handover", HANDED_OVER_WITHIN_S=0.1)
     write_status(run, Status(RunState.RUNNING, OLD, attempt=1))
-    with pytest.raises(ConflictError, match=r"run-1 in east .* has not saved and ended within 0 s, and keeps the run"):
+    with pytest.raises(ConflictError, match=r"run-1 in east .* did not save a checkpoint and stop within 0 s"):
         take_over_from(run, OLD, NEW)
 
     assert read_handover(run) is None, "the old driver would stop later"
@@ -171,7 +171,7 @@ def test_a_run_whose_new_job_fails_stays_where_it_was(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_whose_new_job_fails_after_the_handover_is_started_again_where_it_was(
+def test_a_run_whose_new_job_fails_after_the_handover_restarts_in_its_old_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     old = owner_of(clusters["east"])

@@ -345,7 +345,7 @@ def test_a_commit_of_shards_is_stopped_when_its_group_ends(run: Run) -> None:
     assert committer.stop_if_overtaken([attempt]), "the interval to the next commit does not begin with this commit"
 
 
-def test_file_ages_are_measured_with_the_clock_of_the_storage(
+def test_file_ages_are_measured_by_the_storage_clock(
     run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine with a fast clock must not consider another process's upload abandoned."""

@@ -1,4 +1,4 @@
-"""The choice of a place, from prices, experiences, the deadline and the budget."""
+"""Tests of the choice of a place from prices, experiences, the deadline and the budget."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_is_learned_does_not_depend_on_the_order_of_the_sightings(sightings
 
 
 @pytest.mark.parametrize("pace", [1.0, 0.5])
-def test_a_run_leaves_a_place_at_once_that_lost_its_nodes(pace: float) -> None:
+def test_a_run_immediately_leaves_a_place_that_lost_its_nodes(pace: float) -> None:
     known = learn([*(Sighting("cheap", NOW - 600 * ago, 1.0) for ago in range(1, 50)), Sighting("cheap", NOW, 0.0)])
     deadline = NOW + 100 * HOUR_S
 
@@ -127,7 +127,8 @@ def test_without_experience_a_run_tries_the_cheapest_place() -> None:
 
     assert choice.place == "cheap"
     assert (
-        choice.reason == "the cheapest place (10.00 an hour) that can give 90% of the nodes; no run has been there yet"
+        choice.reason
+        == "the cheapest place (10.00 an hour) that can provide 90% of the nodes; no run has been there yet"
     )
 
 
@@ -142,7 +143,7 @@ def test_a_run_without_a_deadline_does_not_pay_several_times_the_lowest_price() 
 
     assert choice.place == "middle"
     assert choice.reason == (
-        f"no place is expected to give {USUAL_PACE:.0%} of the nodes; this one is expected to give the most, 30%"
+        f"no place is expected to have {USUAL_PACE:.0%} of the nodes; this one is expected to have the most, 30%"
     )
 
 
@@ -164,7 +165,7 @@ def test_a_run_falls_back_to_on_demand_nodes_while_they_still_meet_the_deadline(
     before = choose(known, Goal(NOW + work_s + spare_s + 1), place="cheap", work_s=work_s, move=move)
 
     assert (before.place, after.place) == ("cheap", "on-demand")
-    assert after.reason == "only 24 min can still be lost before the deadline, so the run needs nodes that stay"
+    assert after.reason == "the deadline leaves only 24 min of spare time, so the run needs on-demand nodes"
     assert not after.warning
 
 
@@ -183,7 +184,7 @@ def test_a_run_is_warned_of_a_deadline_that_no_place_meets() -> None:
     assert choice == Choice("on-demand", choice.reason, "the deadline will be missed by at least 5 h")
 
 
-def test_a_run_does_not_go_where_its_budget_does_not_suffice() -> None:
+def test_a_run_avoids_places_that_its_budget_cannot_pay_for() -> None:
     known = {"cheap": seen(0.0), "middle": seen(0.2)}
     goal = Goal(deadline=NOW + 11 * HOUR_S, budget=200.0)
 
@@ -196,7 +197,7 @@ def test_a_run_goes_to_the_cheapest_place_and_is_warned_if_no_place_fits_its_bud
     assert (choice.place, choice.warning) == ("cheap", "the budget will be spent before the work is done")
 
 
-def test_a_run_without_budget_stops() -> None:
+def test_no_place_is_chosen_when_the_budget_is_spent() -> None:
     assert choose({}, Goal(budget=0.0)) == Choice("", "the budget is spent")
 
 

@@ -79,7 +79,7 @@ def fail_in(run: Run, place: str, ago_s: float = 0.0) -> None:
 # --------------------------------------------------------------------------------------------------------- the profile
 
 
-def test_a_place_changes_its_profile(profile: str) -> None:
+def test_a_place_overrides_values_of_its_profile(profile: str) -> None:
     manifests = {name: render(JobRequest(profile, place=name)).manifest for name in ("east", "west")}
 
     assert "team" not in manifests["east"]["metadata"]["labels"]
@@ -94,7 +94,7 @@ def test_an_option_takes_precedence_over_the_place(profile: str) -> None:
     assert images == ["west:1", "mine:1"]
 
 
-def test_a_value_of_a_place_is_explained_by_the_place(profile: str) -> None:
+def test_render_names_the_place_that_sets_a_value(profile: str) -> None:
     origins = {
         place: {value.name: value.source for value in render(JobRequest(profile, place=place)).derived}["image"]
         for place in ("east", "west")
@@ -123,11 +123,11 @@ def test_an_unknown_place_is_refused(profile: str) -> None:
         ([{"name": "a", "worker": {"prise": 2}}], "did you mean places.0.worker.price"),
         ([{"name": "a"}, {"name": "a"}], "places=.* is not valid"),
         ([{"name": "a", "extends": "kind"}], "set it to nothing, because a place extends its profile"),
-        ([{"name": "a", "places": []}], "set it to nothing, because a place has no places"),
+        ([{"name": "a", "places": []}], "set it to nothing, because a place cannot contain places"),
         ([], "set it to a list of places"),
     ],
 )
-def test_a_wrong_place_is_refused(places: list[Any], message: str, tmp_path: Path) -> None:
+def test_an_invalid_place_is_rejected(places: list[Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({"extends": "kind", "places": places}))
 
@@ -144,7 +144,7 @@ def test_a_run_goes_to_the_cheapest_place_and_says_why(
     assert submit(sunspot, profile, "--json") == 0, sunspot.err
 
     assert jobs(clusters) == {"east": 1, "west": 0}
-    assert "place: east, the cheapest place (4.00 an hour) that can give 90% of the nodes; no run has" in sunspot.err
+    assert "place: east, the cheapest place (4.00 an hour) that can provide 90% of the nodes; no run has" in sunspot.err
     assert sunspot.json["place"] == "east"
     record = newest_submission(sunspot.run)
     assert record
@@ -169,14 +169,14 @@ def test_the_user_can_choose_the_place(clusters: dict[str, FakeCluster], sunspot
     assert "--context west" in sunspot.out
 
 
-def test_a_place_that_does_not_answer_is_left_out(
+def test_a_place_whose_cluster_does_not_answer_is_ignored(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     clusters["east"].down()
 
     assert submit(sunspot, profile) == 0, sunspot.err
     assert jobs(clusters) == {"east": 0, "west": 1}
-    assert "place east is left out" in sunspot.err
+    assert "place east is ignored" in sunspot.err
 
     clusters["west"].down()
     assert submit(sunspot, profile) == 4
@@ -191,7 +191,7 @@ def test_a_run_that_has_just_been_submitted_stays_in_its_place(
 
     assert jobs(clusters) == {"east": 0, "west": 1}
     assert sunspot.json["action"] == "attached"
-    assert "place: west, the run is there" in sunspot.err
+    assert "place: west, the run is already there" in sunspot.err
 
 
 def test_a_run_that_is_alive_stays_in_its_place(
@@ -268,12 +268,12 @@ def find(
     return [(each.place, NOW - each.time, each.share) for each in found]
 
 
-def test_an_attempt_saw_its_workers() -> None:
+def test_an_attempt_got_nodes_for_its_workers() -> None:
     assert find([attempt("east", 4, 50), attempt("west", 8, 20)], [], None) == [("east", 50, 0.5), ("west", 20, 1.0)]
     assert find([attempt("", 4, 50)], [], None) == []
 
 
-def test_a_run_that_is_alive_still_sees_its_workers() -> None:
+def test_a_run_that_is_alive_still_has_its_nodes() -> None:
     owner = str(Owner("run-1", "1", "sunspot", "0", "east"))
     alive = Status(RunState.RUNNING, owner, attempt=1, world_size=2, time=NOW - 5)
 
@@ -287,7 +287,7 @@ def test_a_silent_run_has_lost_its_nodes() -> None:
     assert find([attempt("east", 8, 900)], [], silent)[-1] == ("east", 0, 0.0)
 
 
-def test_a_submission_that_waited_in_vain_saw_no_nodes() -> None:
+def test_a_submission_that_waited_in_vain_got_no_nodes() -> None:
     def record(ago_s: float) -> SubmissionRecord:
         return SubmissionRecord("run-1", place="east", time=NOW - ago_s)
 

@@ -150,7 +150,7 @@ def test_an_error_of_the_profiler_ends_only_the_profile(
     with training(run):
         answer = sunspot("profile", "run")
     assert answer.code == 5
-    assert "rank 0 could not record the steps: CUPTI is missing; the run trains on" in answer.err
+    assert "rank 0 could not record the steps: CUPTI is missing; the run goes on" in answer.err
 
 
 def test_a_task_with_its_own_profiler_keeps_it(run: Run) -> None:
@@ -169,7 +169,7 @@ def test_a_task_with_its_own_profiler_keeps_it(run: Run) -> None:
 # ----------------------------------------------------------------------------------------------------------- operations
 
 
-def test_operations_are_summed_up_without_those_that_they_call() -> None:
+def test_the_time_of_an_operation_excludes_the_operations_that_it_calls() -> None:
     events = [
         TraceEvent("ProfilerStep#7", "user_annotation", 0, 100_000),
         TraceEvent("conv", "cpu_op", 10_000, 50_000),
@@ -260,7 +260,7 @@ def test_a_profile_that_is_dropped_is_reported_at_once(
     assert (left.ranks if isinstance(left, ProfileRequest) else None) == ((1,) if code == 6 else None)
 
 
-def test_a_trace_that_cannot_be_read_is_named_but_its_cost_is_shown(
+def test_the_cost_of_a_profile_is_shown_even_if_its_trace_cannot_be_read(
     run: Run, sunspot: StorageCommand, set_constants: SetConstants
 ) -> None:
     from sunspot.submitter import trace_summary
@@ -269,7 +269,7 @@ def test_a_trace_that_cannot_be_read_is_named_but_its_cost_is_shown(
     with training(run):
         answer = sunspot("profile", "run", "--steps", "1")
     assert answer.code == 0, answer.err
-    assert "rank-0000.json.gz cannot be summed up: it is larger than 0 MiB" in answer.err
+    assert "rank-0000.json.gz cannot be summarized: it is larger than 0 MiB" in answer.err
     assert "s with the profiler" in answer.out
 
 

@@ -94,7 +94,9 @@ def test_the_pods_of_workers_that_have_left_are_given_back(run: Run, sunspot: Co
     assert ray.group["scaleStrategy"] == {"workersToDelete": ["worker-b", "worker-d"]}
 
 
-def test_the_range_of_the_setting_undoes_a_request(run: Run, sunspot: Command, ray: ElasticCluster) -> None:
+def test_requesting_the_full_num_workers_range_undoes_a_request(
+    run: Run, sunspot: Command, ray: ElasticCluster
+) -> None:
     train(run, hosts=("worker-a", "worker-c"))
     request_scale(run, ScaleRequest("1..2", "1..4"))
     ray.group.update(maxReplicas=2, replicas=2)
@@ -119,7 +121,7 @@ def test_a_ray_cluster_that_changes_at_the_same_time_is_read_again(
     assert "changed during 5 attempts; try again" in sunspot.err
 
 
-def test_nothing_is_asked_of_a_run_whose_pods_cannot_be_given_back(
+def test_scale_stores_no_request_if_it_may_not_release_pods(
     run: Run, sunspot: Command, ray: ElasticCluster, cluster: FakeCluster
 ) -> None:
     train(run)
@@ -130,10 +132,10 @@ def test_nothing_is_asked_of_a_run_whose_pods_cannot_be_given_back(
     assert read_scale(run) is None
 
 
-def test_a_wait_for_workers_that_do_not_leave_ends(run: Run, sunspot: Command, ray: ElasticCluster) -> None:
+def test_scale_gives_up_if_workers_do_not_leave_in_time(run: Run, sunspot: Command, ray: ElasticCluster) -> None:
     train(run)
     assert sunspot("scale", "run", "2", "--timeout", "0.1") == 5
-    assert "after 0 s, 4 workers still train, and 2 are wanted; they leave after their step" in sunspot.err
+    assert "after 0 s, 4 workers still train, and 2 are wanted; the others leave after their step" in sunspot.err
     assert read_scale(run), "the request stays"
     assert not ray.patches
 
@@ -149,7 +151,7 @@ def test_a_wait_for_workers_that_do_not_leave_ends(run: Run, sunspot: Command, r
         ("1..4", RunState.RUNNING, "0", 2, "0: must be a number of workers >= 1, or a range"),
     ],
 )
-def test_what_is_not_possible_is_refused(
+def test_a_run_that_cannot_be_scaled_or_an_invalid_number_is_rejected(
     scalable: str, state: RunState, wanted: str, code: int, said: str, run: Run, sunspot: Command
 ) -> None:
     begin(run)
@@ -200,7 +202,7 @@ def test_status_compares_the_workers_with_the_request(
         (ScaleRequest("many", "1..4"), GIVEN),
     ],
 )
-def test_a_request_counts_only_within_the_setting_that_it_was_made_for(
+def test_only_a_valid_request_for_the_current_num_workers_has_an_effect(
     request_: ScaleRequest | None, workers: WorkerRange
 ) -> None:
     assert narrowed(GIVEN, request_) == workers
@@ -228,7 +230,7 @@ def test_the_last_known_request_stays_in_force_while_storage_fails(run: Run, mon
     assert wanted.describe() == "because SUNSPOT_NUM_WORKERS=1..4"
 
 
-def test_the_driver_passes_each_change_on_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_passes_each_change_of_the_request_on_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     control = LocalControl()
     wanted = WantedWorkers(run, GIVEN)
     now = [0.0]

@@ -1,4 +1,4 @@
-"""The simulation of the choice of a place, on a small trace."""
+"""Tests of the simulated choice of places, on a small trace."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def read_mib(name: str) -> float:
 
 
 @pytest.mark.parametrize("save", [save_dcp, save_only_weights_with_dcp], ids=lambda save: save.__name__)
-def test_ddp_also_begins_with_the_weights_in_a_folder_of_dcp(
+def test_a_ddp_run_can_begin_with_the_weights_in_a_dcp_folder(
     save: Callable[[nn.Module, Path], Path], tmp_path: Path
 ) -> None:
     saved = Tied()
@@ -155,7 +155,7 @@ def test_ddp_also_begins_with_the_weights_in_a_folder_of_dcp(
     assert all(torch.equal(value, found[name]) for name, value in saved.state_dict().items())
 
 
-def test_torch_and_a_new_run_load_a_checkpoint_in_the_format_of_dcp(tmp_path: Path) -> None:
+def test_torch_and_a_new_run_can_load_a_checkpoint_in_dcp_format(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     saved = Tied()
@@ -216,7 +216,7 @@ class Harmful:
         return Path.touch, (self.proof,)
 
 
-def test_metadata_with_other_objects_is_rejected_and_runs_no_code(tmp_path: Path) -> None:
+def test_dcp_metadata_with_foreign_objects_is_rejected_and_runs_no_code(tmp_path: Path) -> None:
     proof, file = tmp_path / "proof", save_dcp(Tied(), tmp_path)
     (file / ".metadata").write_bytes(pickle.dumps(Harmful(proof)))
     with pytest.raises(SettingsError, match=r"INIT_FROM=.*/dcp: \.metadata cannot be used: .*contains pathlib\.Path\."):
@@ -224,7 +224,7 @@ def test_metadata_with_other_objects_is_rejected_and_runs_no_code(tmp_path: Path
     assert not proof.exists()
 
 
-def test_a_folder_of_dcp_without_all_files_is_rejected(tmp_path: Path) -> None:
+def test_an_incomplete_dcp_folder_is_rejected(tmp_path: Path) -> None:
     file = save_dcp(Tied(), tmp_path)
     (file / "__0_0.distcp").unlink()
     with pytest.raises(SettingsError, match=r"/dcp: \.metadata cannot be used: .*__0_0\.distcp is missing"):

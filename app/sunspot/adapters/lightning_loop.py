@@ -141,7 +141,7 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
 
 
 class StepCallback(Callback):
-    """Steps the schedulers, waits for the copy of the state before parameters change, and ends each epoch's last step.
+    """Steps the schedulers, and ends each epoch's last step. Parameters do not change until the state has been copied.
 
     It replaces Ray's `RayTrainReportCallback`, whose uploads can lose files without an error, and delay the training.
     Sunspot commits its own checkpoints with a manifest (checkpoint/commit.py), and reports only metrics to Ray.

@@ -204,8 +204,8 @@ class TrainerTask(Task):
             )
         if trainer.compute_metrics or trainer.model_init:
             raise self.error(
-                "compute_metrics and model_init would never be called, because held-out rows are evaluated by their "
-                "loss, and build_trainer creates the model; remove these arguments"
+                "compute_metrics would never be called, because held-out rows are evaluated by their loss, nor would "
+                "model_init, because build_trainer creates the model; remove these arguments"
             )
         for kind, dataset, there in zip(
             ("train", "eval"), (trainer.train_dataset, trainer.eval_dataset), rows, strict=True

@@ -129,8 +129,9 @@ class TrainerRun(LibraryRun):
 
 
 class StepCallback(TrainerCallback):
-    """Starts the Trainer at the run's position, waits for the copy of the state before parameters change, and ends each
-    epoch's last step.
+    """Starts the Trainer at the run's position, and ends each epoch's last step.
+
+    Parameters do not change until the state has been copied.
     """
 
     def __init__(self, run: TrainerRun, task: TrainerTask) -> None:

@@ -244,9 +244,10 @@ class CheckpointCommitter:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Stop starting commits, because the group has ended. A commit in progress still finishes.
+        """Start no more commits, because the group has ended.
 
-        If the state is sharded, a commit in progress is stopped, because other ranks may no longer add their parts.
+        A commit in progress still finishes, unless the state is sharded. Then it is stopped, because other ranks may no
+        longer add their parts.
         """
         if self._coordinator.in_parts:
             self._stop()

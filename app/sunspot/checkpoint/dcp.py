@@ -8,7 +8,7 @@ from sunspot.checkpoint.pieces import METADATA
 
 
 def write_dcp(directory: Path) -> None:
-    """Write the state in a directory's `model.pt` and `optimizer.pt` again in DCP's format, into the same directory.
+    """Read the state from a directory's `model.pt` and `optimizer.pt`, and write it there in DCP's format, too.
 
     Tensors get the names that they have in sharded checkpoints: `model.NAME` and `optimizer.state.PARAMETER.NAME`. A
     sharded checkpoint is in DCP's format already, so nothing is written.
@@ -29,5 +29,5 @@ def write_dcp(directory: Path) -> None:
         for group in optimizer["param_groups"]
     ]
     whole = {"model": model, "optimizer": {"state": state, "param_groups": groups}}
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # about one process, and files to overwrite
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # about a single process and existing files
         save(whole, storage_writer=FileSystemWriter(directory), no_dist=True)

@@ -19,7 +19,7 @@ WRAPPER_PREFIX = "module."
 """Prefix that DistributedDataParallel and DataParallel add to names."""
 
 OPTIMIZERS = ("optim", "optimizer", "optimizers")
-"""First parts of the names of an optimizer's tensors in a larger state."""
+"""Prefixes of the names of an optimizer's tensors in a state that also contains a model."""
 
 COMPILED_PREFIX = "_orig_mod."
 """Prefix that torch.compile adds to names."""
@@ -89,7 +89,7 @@ def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str,
 
 
 def without_prefix(own: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Return a mapping from a model's names to their names in a larger state, which prefixes them, with `model.` say.
+    """Map a model's names to their names in a larger state, in which they have a prefix such as `model.`.
 
     Names with another prefix, and names of an optimizer's state, are omitted.
     """

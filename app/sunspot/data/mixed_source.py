@@ -102,8 +102,8 @@ def _refuse_mismatch(mixture: tuple[WeightedSource, ...], sources: Sequence[Sour
         twin = seen.setdefault(source.fingerprint, each.location)
         if twin != each.location:
             raise DataError(
-                f"{PREFIX}DATASET: the sources {twin} and {each.location} have the same rows; give them once, with the "
-                f"sum of their weights (a task that reads other rows than those of {PREFIX}DATASET cannot mix them)"
+                f"{PREFIX}DATASET: the sources {twin} and {each.location} have the same rows; list them once, with the "
+                f"sum of their weights (a task that does not read the rows of {PREFIX}DATASET cannot use a mixture)"
             )
         found, expected = map(_describe_rows, (source, sources[0]))
         if found != expected:

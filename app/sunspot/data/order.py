@@ -188,7 +188,7 @@ class Order:
         return windows
 
     def visits(self, begin: int) -> Iterator[Visit]:
-        """Yield the windows of all passes without end, beginning with the window that contains the row `begin`."""
+        """Yield the windows of one pass after another, endlessly, from the window that contains the row `begin`."""
         for epoch in itertools.count(begin // self.rows + 1):
             before = (epoch - 1) * self.rows
             for window in self.windows(epoch):
@@ -197,7 +197,7 @@ class Order:
                     yield Visit(self.source, epoch, shifted)
 
     def permutation(self, epoch: int, window: ShuffleWindow, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
-        """Return a window's row numbers in the order in which the epoch visits them, `dtype` [last - first].
+        """Return a window's row numbers in the order in which the epoch visits them, as an array of `dtype`.
 
         Rows are numbered across the concatenated `window.groups`. `locate_rows` finds their groups.
         """
@@ -228,7 +228,7 @@ class RunOrder:
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """The ID of each source's first row, and the number of all rows, which are an epoch of the run."""
+        """The ID of each source's first row, followed by the total number of rows."""
         return [0, *itertools.accumulate(order.rows for order in self.orders)]
 
     @property
@@ -241,7 +241,7 @@ class RunOrder:
         return count_by_source(self.weights, position)
 
     def sources(self, first: int, last: int) -> np.ndarray:
-        """Return the number of the source at each of the positions `first` .. `last` - 1, int16 [last - first]."""
+        """Return the number of the source at each of the positions `first` .. `last` - 1, as an int16 array."""
         found = np.zeros(last - first, np.int16)
         if len(self.orders) > 1:
             for begin in range(first, last, MIXED_AT_ONCE):
@@ -287,7 +287,7 @@ class RunOrder:
         return low + bisect_left(range(low, high), given, key=lambda position: self.count(position)[source])
 
     def row_ids(self, epoch: int, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
-        """Return the row IDs of an epoch of the run in order, `dtype` [rows].
+        """Return the row IDs of an epoch of the run in order, as an array of `dtype`.
 
         This is for LOADER=torch, whose windows contain all rows of a source.
         """
@@ -315,8 +315,9 @@ class RunOrder:
 def mixed_order(loader: str, row_groups: Sequence[Sequence[int]], weights: tuple[int, ...], seed: int) -> RunOrder:
     """Return the order for a run's LOADER, given the row groups and the weight of each source.
 
-    With `torch`, all rows are in memory, and those of a source form a single window. With `ray`, a window of each
-    source of a mixture makes WINDOW_ROWS rows together, so reading them takes as much memory as for a single source.
+    With `torch`, all rows are in memory, and those of a source form a single window. With `ray`, the
+    windows of a mixture, one per source, have WINDOW_ROWS rows in total, so reading them takes as much memory as for a
+    single source.
     """
     orders = []
     for source, (groups, weight) in enumerate(zip(row_groups, weights, strict=True)):

@@ -241,7 +241,7 @@ def group_sizes(rows: int, group_rows: int) -> list[int]:
 
 
 def open_table_file(path: str) -> TableFile:
-    """Open a file of the format that its name indicates. Parquet readers are not cached, because they have state."""
+    """Open a table file, whose name determines its format. Parquet readers are not cached, because they have state."""
     if path.endswith((ARROW, "/" + PICTURES)):
         return _cached_table(path)
     return _cached_text(path) if path.lower().endswith((CSV, *JSON_LINES)) else ParquetTable(path)

@@ -23,7 +23,7 @@ def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | N
             fix = (
                 "mix the rows in build_dataset"
                 if task.build_dataset
-                else "give one dataset, because trees use all rows"
+                else "set a single dataset, because trees use all rows"
             )
             raise SettingsError(f"{PREFIX}DATASET={settings.dataset}: {settings.task} cannot train on a mixture; {fix}")
         return open_mixture(settings, mixture, lambda alone: open_rows_of_task(alone, task))
@@ -56,9 +56,9 @@ def _check_sources(returned: Any, task: str) -> tuple[Source, Source | None]:
         return parts[0], parts[1]
     found = f"a {type(wrong[0]).__name__}" if wrong else "one Source"
     raise SettingsError(
-        f"{PREFIX}TASK={task}: find_sources returned {found}; return a tuple of two Sources, the training rows and "
-        "the held-out rows (or None), for example from open_table; or define build_dataset(settings) and return a "
-        "torch.utils.data.Dataset from it (docs/data.md)"
+        f"{PREFIX}TASK={task}: find_sources returned {found}; return a tuple of two Sources: the training rows, and "
+        "the held-out rows or None. To use a torch.utils.data.Dataset, define build_dataset(settings) instead "
+        "(docs/data.md)"
     )
 
 

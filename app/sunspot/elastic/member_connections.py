@@ -195,7 +195,7 @@ class ConnectionHandler(Protocol):
 
 
 class MemberConnections:
-    """The connections that one address accepts. `serve` is called again and again, by one thread."""
+    """Connections accepted at one address. Call `serve` repeatedly, from a single thread."""
 
     def __init__(self, host: str, key: bytes, size: int, handler: ConnectionHandler) -> None:
         """Listen on `host` for `size` workers that know the key."""

@@ -161,7 +161,10 @@ class MembershipServer:
             self._membership.drain(nodes)
 
     def limit(self, most: int, why: str) -> None:
-        """Limit the number of members. If there are more, some leave between two steps. `why` explains it to people."""
+        """Limit the number of members. If there are more, some leave between two steps.
+
+        `why` is the reason for the limit, as shown to users.
+        """
         with self._lock:
             self._limited_because = why
             self._membership.limit(most)

@@ -26,7 +26,7 @@ STRENGTH: dict[Cause | None, int] = {
     **dict.fromkeys(PLANNED, 1),
     Cause.WORKER_LOST: 2,  # does not say why
     Cause.DRIVER_LOST: 4,
-    **dict.fromkeys((Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER), 5),  # outweigh all that happens as a driver starts
+    **dict.fromkeys((Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER), 5),  # outweigh everything else at a driver's start
 }
 """Strength of each cause that is not EXPLAINED."""
 

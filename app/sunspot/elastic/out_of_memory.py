@@ -34,7 +34,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def find_killed_for_memory(error: BaseException) -> tuple[str, str]:
-    """Return the node (by Ray's id) and the memory figures of a process that Ray killed because memory ran out.
+    """Return the Ray ID of the node where Ray killed a process because memory ran out, and the memory figures.
+
+    The figures are those that Ray reported for the process.
 
     `error` is the error that Ray raised for the process, or the failed health check that found it. Returns two empty
     strings if the process was not killed for this reason.

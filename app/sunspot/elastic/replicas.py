@@ -17,7 +17,7 @@ def arrange(members: Sequence[Member], shards: Mapping[Member, int], bound: Set[
     shard, but building their old shard's model again would take time.
 
     Members of the same node form replicas first, because a node's own network is the fastest. Replicas of bound members
-    precede the other replicas, and each of the two sorts keeps the order of `members`.
+    precede the other replicas, and both kinds keep the order of `members`.
     """
     if degree == 1:
         return list(members)

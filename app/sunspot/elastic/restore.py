@@ -228,7 +228,7 @@ def find_init_files(settings: Settings) -> WeightFiles | None:
         except ValueError as error:
             raise SettingsError(
                 f"SUNSPOT_INIT_FROM={wanted}: {error}; use a folder that torch.distributed.checkpoint wrote, or a "
-                "file of weights"
+                "weights file"
             ) from error
         return folder or (find_weights(storage, file) if settings.parallel != "ddp" else None)
     if settings.parallel == "ddp":
@@ -307,7 +307,7 @@ def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | No
     except ValueError as error:
         raise SettingsError(
             f"SUNSPOT_INIT_FROM={wanted}: {error}; use a state_dict saved with torch.save, a safetensors file, or a "
-            "folder of torch.distributed.checkpoint"
+            "folder written by torch.distributed.checkpoint"
         ) from error
     if not isinstance(state, dict):
         raise SettingsError(

@@ -41,7 +41,8 @@ WARN_AFTER_S = 30.0
 SHORT_S = 60.0
 """Seconds for which a run that has given workers back may be too small before a restart replaces a lost worker.
 
-Ray places all of its lost processes together, so it may never place one while it waits for those given back."""
+Ray places all of its lost processes together, so it may never replace one that was lost while it waits for
+those that were given back."""
 
 INTERRUPTED = (
     "interrupted: saving and ending; the same command continues from there. Press Ctrl-C again to end without saving"
@@ -68,7 +69,7 @@ class Supervisor:
         self._membership = membership
         self._wanted = wanted
         self._range: WorkerRange | None = None
-        "The number of workers that the group was last told."
+        "The number of workers wanted, as last passed on to the group."
         self._gave_back = False
         "True once the group was told to have fewer workers than Ray has started."
         self._unchanged: tuple[object, float] = (None, 0.0)

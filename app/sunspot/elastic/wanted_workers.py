@@ -35,7 +35,7 @@ class WantedWorkers:
         return self.range != self._given
 
     def describe(self) -> str:
-        """Return who asked for the current number of workers, as readable text."""
+        """Return the reason for the current number of workers, as text that begins with `because`."""
         if self._request and self.narrowed:
             return f"because {self._request.by or 'a user'} asked for {self.range} (`sunspot scale`)"
         return f"because SUNSPOT_NUM_WORKERS={self._given}"

@@ -118,7 +118,7 @@ class EvaluationEnd:
     """
 
     def __init__(self, group: dist.ProcessGroup, together: bool) -> None:
-        """Prepare to end one evaluation.
+        """Create the state with which the workers agree when one evaluation ends.
 
         `together` is True if all workers must run each forward pass together.
         """

@@ -26,7 +26,7 @@ def recompute_blocks(model: nn.Module) -> None:
     if not blocks:
         raise SettingsError(
             f"SUNSPOT_RECOMPUTE=blocks: {type(model).__name__} has no blocks, which are the larger items of an "
-            "nn.ModuleList or nn.Sequential; set it to off, or use torch.utils.checkpoint in the model"
+            "nn.ModuleList or nn.Sequential; set SUNSPOT_RECOMPUTE=off, or use torch.utils.checkpoint in it"
         )
     for block in blocks:
         _recompute(block)

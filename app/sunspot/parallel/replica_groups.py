@@ -71,8 +71,8 @@ class ReplicaGroups:
     def mesh(self, device_type: str) -> DeviceMesh:
         """Return a mesh that tells FSDP2 which shard this worker holds. Call `connect` once the model is sharded.
 
-        The mesh keeps the group with which it was created. That group therefore has torch's `fake` backend, which never
-        connects or communicates.
+        The mesh keeps its first group, even after the workers have formed new groups. This group therefore uses torch's
+        `fake` backend, which never connects or communicates.
         """
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -183,5 +183,5 @@ class Scatter(Gather):
 
 
 def _new_group(ranks: range, **options: Any) -> dist.ProcessGroup:
-    """Form a group that only its own members take part in forming."""
+    """Form a group. Only its own members need to call this."""
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True, **options))

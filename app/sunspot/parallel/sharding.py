@@ -248,7 +248,7 @@ def shard_model_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, A
 def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Shard each tensor of an optimizer's state_dict like its parameter. Under ddp, only adapt the memory layout.
 
-    A tensor may also be this worker's part, as another worker with the same shard sends it.
+    A tensor may also be this worker's part, received from another worker with the same shard.
     """
     parameters = parameters_of(optimizer)
     sharded = {

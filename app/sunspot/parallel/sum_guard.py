@@ -40,7 +40,10 @@ class SumGuard:
     """Guards one group's sums on this worker's device."""
 
     def __init__(self, device: torch.device | None = None, new_event: Callable[[], Event] = torch.cuda.Event) -> None:
-        """`device` computes the sums. It is None if an aborted collective raises an error, as gloo's collectives do."""
+        """Create a guard for sums that are computed on `device`.
+
+        Pass None for a backend such as gloo, which needs no guard, because its aborted collectives raise an error.
+        """
         self._on = device is not None
         self._event = new_event() if self._on else None
         on_gpu = device is not None and device.type == "cuda"

@@ -2,13 +2,13 @@
 
 The rule, in order:
 
-1. A place that the rest of the budget cannot pay for is left out.
+1. Places that the rest of the budget cannot pay for are excluded.
 2. If the time left barely suffices for the work, the run goes to on-demand nodes while these can meet the deadline.
 3. Otherwise the run goes to the cheapest place that is expected to keep the pace. The pace is the share of the wanted
    nodes that meets the deadline if the run has them until then. Without a deadline, it is USUAL_PACE.
 4. If no place keeps the pace, the run goes to the place with the most nodes.
 
-A place other than the current one must pay for the move within STAY_S, so the run does not move to and fro.
+A place other than the current one must pay for the move within STAY_S, so the run does not move back and forth.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def choose_place(
     warning = "" if affordable else "the budget will be spent before the work is done"
 
     def cost(place: str) -> float:
-        """Return the price of an hour with all nodes, including the move's share of it."""
+        """Return the price of all nodes for an hour, including this hour's share of the cost of a move."""
         if not here or place == here:
             return prices[place]
         useful_hours = max(LEAST_PACE, shares[place]) * STAY_S / HOUR_S
@@ -151,12 +151,12 @@ def choose_place(
         return Choice(chosen, _explain_cheapest(chosen, known, situation, pace, prices[chosen]), warning)
     staying = 1 - min(1.0, move.pause_s / STAY_S)
     chosen = max(places, key=lambda name: (shares[name] * (1 if not here or name == here else staying), -cost(name)))
-    none = f"no place is expected to give {pace:.0%} of the nodes; this one is expected to give the most"
+    none = f"no place is expected to have {pace:.0%} of the nodes; this one is expected to have the most"
     return Choice(chosen, f"{none}, {shares[chosen]:.0%}", warning)
 
 
 def _expect(offer: Offer, known: Mapping[str, Experience], now: float) -> float:
-    """Return the share of the wanted nodes that a place is expected to give. A place nobody has seen is worth a try."""
+    """Return the share of the wanted nodes that a place is expected to provide: 1 if no run has used it yet."""
     experience = known.get(offer.place)
     return experience.expect(now) if experience else 1.0
 
@@ -174,7 +174,7 @@ def _is_affordable(price: float, work_s: float | None, goal: Goal) -> bool:
 
 def _explain_last_chance(left_s: float, work_s: float) -> str:
     spare = in_words(max(0.0, left_s - work_s))
-    return f"only {spare} can still be lost before the deadline, so the run needs nodes that stay"
+    return f"the deadline leaves only {spare} of spare time, so the run needs on-demand nodes"
 
 
 def _explain_cheapest(
@@ -182,5 +182,5 @@ def _explain_cheapest(
 ) -> str:
     experience = known.get(place)
     ago = in_words(situation.now - experience.time) if experience else ""
-    seen = f"{experience.share:.0%} were there {ago} ago" if experience else "no run has been there yet"
-    return f"the cheapest place ({money(price)} an hour) that can give {pace:.0%} of the nodes; {seen}"
+    seen = f"{experience.share:.0%} were available {ago} ago" if experience else "no run has been there yet"
+    return f"the cheapest place ({money(price)} an hour) that can provide {pace:.0%} of the nodes; {seen}"

@@ -1,4 +1,4 @@
-"""Remembers how many nodes a place gave, and predicts how many it gives now."""
+"""Remembers how many nodes a place provided, and predicts how many it provides now."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ A place whose nodes come and go needs about this long to be trusted again.
 """
 
 FORGOTTEN_AFTER_S = 7200.0
-"""Time constant with which a place is forgiven that had too few nodes, in seconds.
+"""Time constant, in seconds, with which a place's lack of nodes is forgotten.
 
 In the probes of SkyNomad (NSDI '27), a zone kept all of 16 H100 for 23 minutes to 13 hours on average, so a failure
 says little about the next morning.

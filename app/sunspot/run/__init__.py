@@ -12,7 +12,7 @@
         profiles/20261129T141013Z3f2a9c1e/rank-0000.json.gz
                                           the trace of a rank, with its costs next to it (profiles.py)
         scale.json                        the number of workers that a user has asked for, within NUM_WORKERS
-        handover.json                     exists while a driver waits for that of another place to save and end
+        handover.json                     exists while a driver waits until the one in another place has saved and ended
         delete.json                       exists while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.json
                                           a RayJob as it was applied, and the cluster to which it was applied

@@ -227,9 +227,9 @@ def why_abandoned(
 ) -> str:
     """Return why an incomplete checkpoint will never be completed, or an empty string if it still can be.
 
-    A superseded process can still write the manifest. If the checkpoint would then be in the lineage, its files are
-    kept for ABANDONED_S seconds, or until the current committer (`ensure_committer`) has `committed` a later step.
-    `now` is in seconds since the epoch.
+    A superseded process can still write the manifest of a checkpoint in the lineage. The files of such a checkpoint are
+    kept for ABANDONED_S seconds, or until a later step has been committed. `committed` is the newest step that the
+    current committer (`ensure_committer`) has committed, or 0. `now` is in seconds since the epoch.
     """
     if attempt_of(name) < attempts[-1].number and not leads_to_newest(name, lineage(attempts)):
         return "its attempt is superseded"

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from sunspot.run.identity import Identity, SourceRows
 
 MAX_DIGITS = 16
-"""Number of digits at which a batch size is certainly wrong."""
+"""Number of digits at which a batch size is certainly invalid."""
 
 
 @dataclass(frozen=True)

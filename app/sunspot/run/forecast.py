@@ -42,7 +42,7 @@ class Forecast:
         return 0.0 if self.budget is None or self.total is None else max(0.0, self.total - self.budget)
 
     def describe_deadline(self) -> str:
-        """Return the deadline and what is expected, as readable text, or an empty string if there is no deadline."""
+        """Return the deadline and the expected end of the run as text, or an empty string without a deadline."""
         if self.deadline is None:
             return ""
         if self.late_s:
@@ -50,22 +50,22 @@ class Forecast:
         elif self.done_at is None:
             outcome = f"in {in_words(self.deadline - self.now)}"
         else:
-            outcome = f"the run will be done {in_words(self.deadline - self.done_at)} before at this speed"
+            outcome = f"the run will finish {in_words(self.deadline - self.done_at)} early at this speed"
         return f"{as_time(self.deadline)}, {outcome}"
 
     def describe_budget(self) -> str:
-        """Return the budget and what is expected, as readable text, or an empty string if there is no budget."""
+        """Return the budget, the cost so far and the expected cost as text, or an empty string without a budget."""
         if self.budget is None:
             return ""
         known = f"{money(self.spent or 0.0)} of {money(self.budget)} spent"
-        return known if self.total is None else f"{known}, {money(self.total)} expected with these nodes"
+        return known if self.total is None else f"{known}, {money(self.total)} expected in total with these nodes"
 
     @property
     def warnings(self) -> list[str]:
         """A text for each limit that the run will exceed."""
         late = f"it will miss its deadline by {in_words(self.late_s)}; it needs more workers or faster nodes"
         excess = (
-            f"its budget ends before its work; it is expected to cost {money(self.total or 0.0)}, and stops with a "
+            f"its budget is too small; it is expected to cost {money(self.total or 0.0)}, but will stop with a "
             f"checkpoint at {money(self.budget or 0.0)}"
         )
         return [text for text, is_true in ((late, self.late_s), (excess, self.excess)) if is_true]

@@ -27,7 +27,7 @@ HANDED_OVER_WITHIN_S = 900.0
 """Seconds within which the old driver must save and end. A large state takes minutes to upload."""
 
 LOOK_EVERY_S = 1.0
-"""Seconds between two looks at the old driver's status."""
+"""Seconds between two checks of the old driver's status."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ def take_over_from(run: Run, old: str, new: str) -> None:
     """
     if not _trains(run, old):
         return
-    print(f"  waiting until {Owner.parse(old).describe()} has saved and ended", flush=True)
+    print(f"  waiting until {Owner.parse(old).describe()} has saved a checkpoint and stopped", flush=True)
     run.storage.write(run.key(HANDOVER), to_json(asdict(Handover(old, new, time.time()))))
     deadline = time.monotonic() + HANDED_OVER_WITHIN_S
     try:
         while _trains(run, old):
             if time.monotonic() > deadline:
                 raise ConflictError(
-                    f"{Owner.parse(old).describe()} has not saved and ended within {HANDED_OVER_WITHIN_S:.0f} s, and "
-                    "keeps the run; move it again later"
+                    f"{Owner.parse(old).describe()} did not save a checkpoint and stop within "
+                    f"{HANDED_OVER_WITHIN_S:.0f} s, so it still has the run; try again later"
                 )
             time.sleep(LOOK_EVERY_S)
     finally:

@@ -6,8 +6,9 @@
         rank-0000.json                  the steps in the trace, and what they cost (`RankProfile`)
 
 A thread of rank 0 looks for a request every few seconds. A request is for one attempt. If the attempt ends before
-the profile is complete, because a worker was lost or has joined, the profile is dropped. The next attempt does not make
-it, because a profile that ends its own worker would then end the next one, too. A newer request replaces an older one.
+the profile is complete, because a worker was lost or has joined, the profile is dropped. The next attempt does not try
+again, because a profile that ends its own worker would then end the next worker, too. A newer request replaces an older
+one.
 """
 
 import time
@@ -48,7 +49,7 @@ class RankProfile:
     recorded_s: FiniteFloat = 0.0
     "Seconds that the steps in the trace took."
     usual_s: FiniteFloat = 0.0
-    "Seconds that as many steps took just before, without the profiler."
+    "Seconds that the same number of steps took just before, without the profiler."
     overhead_s: FiniteFloat = 0.0
     "Seconds that it took to start and stop the profiler, and to write its file."
     error: str = ""

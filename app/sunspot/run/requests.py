@@ -103,7 +103,7 @@ def read_stop(run: Run) -> Request | None:
 
 
 def describe_stop(run: Run) -> str:
-    """Return what stopped the run: `sunspot stop`, or SPENT_BUDGET with the sums."""
+    """Return what stopped the run: `sunspot stop`, or SPENT_BUDGET with the budget and the cost."""
     request = read_stop(run)
     return request.by if request and request.by.startswith(SPENT_BUDGET) else "`sunspot stop`"
 
@@ -125,7 +125,7 @@ class ScaleRequest:
     workers: str
     "The number or range of workers, such as `2..4`."
     num_workers: str
-    "The setting NUM_WORKERS of the run at that time. With any other NUM_WORKERS, the request has no effect."
+    "The run's NUM_WORKERS when the request was made. With any other NUM_WORKERS, the request has no effect."
     by: str = ""
     "The user and host that made the request (`describe_requester`)."
     time: Timestamp = 0.0

@@ -19,19 +19,19 @@ from sunspot.storage.base import Storage
 log = logging.getLogger(__name__)
 
 RECENT_S = 24 * 3600.0
-"""Seconds after which what a run saw no longer matters. By then, experience is forgotten almost completely."""
+"""Seconds after which a sighting no longer matters, because it is almost completely forgotten by then."""
 
 MAX_RUNS = 20
 """Largest number of runs that are read, the most recently modified first. Each takes a few requests."""
 
 NODES_WITHIN_S = 600.0
-"""Seconds within which a place with free nodes gives them. After that, the place counts as having none."""
+"""Seconds within which a place with free nodes provides them. After that, the place counts as having none."""
 
 
 def read_sightings(storage: Storage, now: float) -> list[Sighting]:
-    """Return what the recent runs in this storage saw of their places. `now` is in seconds since the epoch.
+    """Return how many nodes recent runs in this storage got in their places. `now` is in seconds since the epoch.
 
-    Runs whose records are damaged are left out.
+    Runs whose records are damaged are omitted.
     """
     recent = [name for name, seen in list_runs(storage).items() if now - seen.modified < RECENT_S]
 
@@ -40,7 +40,7 @@ def read_sightings(storage: Storage, now: float) -> list[Sighting]:
         try:
             return list(find_sightings(read_attempts(run), read_submissions(run), read_status(run), now))
         except DamageError as error:
-            log.warning(f"what {name} saw of its places is not used: {error}")
+            log.warning(f"ignoring the place history of run {name}: {error}")
             return []
 
     return [each for found in map_parallel(read_one, recent[:MAX_RUNS]) for each in found]
@@ -49,10 +49,10 @@ def read_sightings(storage: Storage, now: float) -> list[Sighting]:
 def find_sightings(
     attempts: Sequence[Attempt], submissions: Sequence[SubmissionRecord], status: Status | None, now: float
 ) -> Iterator[Sighting]:
-    """Yield what one run saw of its places. Attempts and submissions are oldest first.
+    """Yield how many nodes one run got in its places. Attempts and submissions are oldest first.
 
-    An attempt saw the workers that it had. A submission without an attempt saw that there were no nodes, if it waited
-    for NODES_WITHIN_S. A run that is alive still sees its workers, and a silent run has lost them.
+    An attempt got nodes for the workers that it had. A submission without an attempt got no nodes, if it waited for
+    NODES_WITHIN_S. A run that is alive still has its workers, and a silent run has lost them.
     """
     for attempt in attempts:
         place = Owner.parse(attempt.owner).place

@@ -58,7 +58,7 @@ MAX_PAGE_BYTES = 4 << 20
 """Largest total size of a page's sections in bytes. Reports of large runs have up to 2 MB, half of it images."""
 
 MAX_TRACE_BYTES = 256 << 20
-"""Largest trace to sum up, in bytes before compression. Three steps of ResNet-18 have 3 MB, and
+"""Largest trace to summarize, in bytes before compression. Three steps of ResNet-18 have 3 MB, and
 three of a model with 3,000 modules have 120 MB."""
 
 MAX_LISTED = 50

@@ -243,10 +243,10 @@ class Settings(BaseModel):
     early_stop_evaluations: int = setting(0, "an integer >= 0", ge=0)
     "Number of evaluations without a better SUNSPOT_CHECKPOINT_METRIC after which the run ends. 0 turns this off."
 
-    deadline: Deadline = setting("", "a date and time with its zone, e.g. 2026-12-01T18:00Z, or empty")
+    deadline: Deadline = setting("", "a date and time with a time zone, e.g. 2026-12-01T18:00Z, or empty")
     "Time by which the run should be done. `status` and `doctor` warn early if the run will miss it."
     budget: Budget = setting("", "a sum above 0 in the currency of the prices, e.g. 40, or empty")
-    "Sum that the run may cost. Once its nodes have cost that much, the run saves and stops. It needs prices."
+    "Sum that the run may cost. Once its nodes have cost that much, the run saves and stops. Needs the nodes' prices."
 
     trials: int = setting(8, "an integer from 1 to 10000", ge=1, le=10_000)
     "Number of runs in a search."
@@ -317,7 +317,10 @@ IDENTITY = ("task", "task_args", "dataset", "test_share", "seed", "global_batch_
 
 
 def accepts(environment: Mapping[str, str], name: str) -> bool:
-    """Return True if ACCEPT in `environment` (from `Settings.environment`) overrides the error `name`."""
+    """Return True if the setting ACCEPT tells the run to ignore the error called `name`.
+
+    `environment` comes from `Settings.environment`.
+    """
     return name in environment.get(PREFIX + "ACCEPT", "").split(",")
 
 

@@ -37,7 +37,7 @@ class WeightedSource(NamedTuple):
 def parse_mixture(dataset: str) -> tuple[WeightedSource, ...]:
     """Return the sources of a mixture, or an empty tuple if DATASET is a single dataset.
 
-    Raises `SettingsError` if DATASET could be meant as a mixture, but is not a valid one.
+    Raises `SettingsError` if DATASET looks like a mixture, but is not a valid one.
     """
     parts = [part.strip() for part in dataset.split(",")]
     matches = [WEIGHTED.fullmatch(part) for part in parts]
@@ -47,11 +47,11 @@ def parse_mixture(dataset: str) -> tuple[WeightedSource, ...]:
     for part, match in zip(parts, matches, strict=True):
         if not match or not Fraction(match[2]):
             raise SettingsError(
-                f"the source {part!r} of the mixture has no weight above 0 after its last colon; set it to "
-                "SOURCE:WEIGHT,SOURCE:WEIGHT, such as a:0.7,b:0.3 (if it is a single path, rename it without commas)"
+                f"the source {part!r} of the mixture has no weight above 0 after its last colon; use the form "
+                "SOURCE:WEIGHT,SOURCE:WEIGHT, such as a:0.7,b:0.3 (if this is a single path, rename it without commas)"
             )
         if match[1] in found:
-            raise SettingsError(f"the mixture contains {match[1]} twice; give it once, with the sum of its weights")
+            raise SettingsError(f"the mixture contains {match[1]} twice; list it once, with the sum of its weights")
         found[match[1]] = match[2]
     weights = [Fraction(weight) for weight in found.values()]
     scale = Fraction(lcm(*(each.denominator for each in weights)), gcd(*(each.numerator for each in weights)))
@@ -73,9 +73,9 @@ def map_locations(dataset: str, change: Callable[[str], str]) -> str:
 
 
 def check_dataset(value: Any) -> Any:
-    """Return DATASET with a list from `sunspot.toml` as text, and without spaces between a mixture's sources.
+    """Normalize DATASET: join a list from `sunspot.toml` into text, and remove spaces between a mixture's sources.
 
-    Raises `ValueError` if it could be meant as a mixture, but is not a valid one.
+    Raises `ValueError` if the mixture is invalid.
     """
     if not isinstance(value, str):
         return value

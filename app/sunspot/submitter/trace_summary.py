@@ -1,4 +1,4 @@
-"""Sums up a trace of torch.profiler by operation."""
+"""Summarizes a trace of torch.profiler by operation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Trace:
-    """The part of a trace file that is summed up."""
+    """The part of a trace file that is summarized."""
 
     traceEvents: tuple[TraceEvent, ...]  # the name in the file
 
@@ -67,7 +67,7 @@ def read_summary(storage: Storage, key: str) -> list[Operation]:
     except (OSError, EOFError) as error:
         raise DamageError(f"{where} cannot be unpacked: {error}") from error
     if len(content) > MAX_TRACE_BYTES:
-        raise DamageError(f"{where} cannot be summed up: it is larger than {MAX_TRACE_BYTES >> 20} MiB")
+        raise DamageError(f"{where} cannot be summarized: it is larger than {MAX_TRACE_BYTES >> 20} MiB")
     return summarize(parse(Trace, content, where).traceEvents)
 
 

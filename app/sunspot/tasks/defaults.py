@@ -55,7 +55,7 @@ class PlainTask(Task):
 
 
 def unread_without_defaults(own: Container[str]) -> dict[str, str]:
-    """Return the settings that a task with the functions `own` ignores, with the reasons for `refuse_unread`."""
+    """Map each setting ignored by a task that defines the functions `own` to the reason, for `refuse_unread`."""
     return {
         name: f"brings its own {function.removeprefix('build_')}, which does not read it; leave it at "
         f"{Settings.model_fields[name].default} (a task's own hyperparameters are in {PREFIX}TASK_ARGS)"

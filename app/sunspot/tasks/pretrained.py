@@ -113,11 +113,11 @@ def base_error(location: str, problem: str) -> SettingsError:
 
 
 WeightPositions = Mapping[str, tuple[Path, str]]
-"""A mapping from the names of a model's parameters to the file and the name there of their values."""
+"""A mapping from the name of each parameter of a model to the file with its values, and to their name in this file."""
 
 
 def find_values(base: Base, model: nn.Module) -> WeightPositions | None:
-    """Return where the base's files have the values of a model's parameters, or None if a parameter is not there."""
+    """Return the positions of a model's parameters in the base's files, or None if a parameter is missing there."""
     from safetensors import safe_open
 
     shapes: dict[str, tuple[Path, list[int]]] = {}
@@ -139,7 +139,7 @@ def find_values(base: Base, model: nn.Module) -> WeightPositions | None:
 def replace_parameters(
     model: nn.Module, values: Mapping[nn.Parameter, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[nn.Parameter, Any]:
-    """Replace the parameters in `values` by changed ones, and return `values` with the new parameters as keys."""
+    """Replace each parameter in `values` by its result of `change`. Return `values` with the new parameters as keys."""
     new = {each: nn.Parameter(change(each.detach()), requires_grad=each.requires_grad) for each in values}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -23,7 +23,7 @@ def refuse_unpriced_budget(settings: Settings) -> None:
     if settings.budget and not settings.job.prices:
         raise SettingsError(
             f"SUNSPOT_BUDGET={settings.budget} needs the prices of the nodes; set price under head and worker in a "
-            "profile and submit the run with it, or leave the budget out"
+            "profile and submit the run with it, or omit the budget"
         )
 
 

@@ -460,7 +460,7 @@ def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
 
 
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
-    """Return True if the epoch's evaluation is skipped after EVALUATION_TRIES groups have failed to complete it.
+    """Return True if the epoch's evaluation must be skipped, because EVALUATION_TRIES groups failed to complete it.
 
     A group does not count if all of its processes continue in the next group, because it ended only to admit more
     workers. The evaluation at the end of the run is never skipped, because no step waits for it.

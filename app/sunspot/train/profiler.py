@@ -35,7 +35,7 @@ from sunspot.storage.base import CHUNK
 from sunspot.storage.limits import retry_storage
 
 LOOK_EVERY_S = 5.0
-"""Seconds between two looks of rank 0 for a request."""
+"""Seconds between two checks by rank 0 for a request."""
 
 HEAD_BYTES = 1 << 16
 """Number of bytes at the start of a trace in which torch names the process."""
@@ -189,8 +189,8 @@ class StepRecording:
 def find_first_step(step: int, steps: int, per_epoch: int) -> int:
     """Return the first recorded step of a profile of `steps` steps that begins after `step`.
 
-    At least `steps` steps come first for comparison, and one that is not recorded. No epoch ends between that one and
-    the last recorded step, unless an epoch has too few steps.
+    It follows at least `steps` steps for comparison, and one step that is not recorded. No epoch ends between that step
+    and the last recorded step, unless an epoch has too few steps.
     """
     warm_up = step + steps + 1
     position = (warm_up - 1) % per_epoch

@@ -75,8 +75,8 @@ def augment(
 ) -> Batch:
     """Apply the task's `augment_row` and `augment` to a batch, if the task defines them. Return the new batch.
 
-    `words`, the run's seed and the epoch (in a mixture, the step), seed each row. `ids` are the batch's row IDs, int64
-    [B], if they are in main memory. Otherwise, they are read from the batch.
+    `words` seed the random numbers of each row: the run's seed and the epoch, or in a mixture the run's seed and the
+    step. `ids` are the batch's row IDs, int64 [B], if they are in main memory. Otherwise, they are read from the batch.
     """
     if task.augment_row:
         batch = {**batch, **_augment_rows(task.augment_row, batch, words, batch["row"] if ids is None else ids)}

@@ -151,8 +151,8 @@ class Survivor:
         """Make sure that either all members of a group have a learner, or none of them does.
 
         If the group continues a `live` state, members keep their learners, and a member without a learner builds one
-        alone. So does a member whose `shard` has changed (hsdp). Otherwise, all members forget their learners, and
-        build new ones together later.
+        alone. A member whose `shard` has changed (hsdp) also builds one. Otherwise, all members forget their
+        learners, and build new ones together later.
         """
         if self.learner and self.learner.place.shard != shard:
             self.forget()
@@ -205,7 +205,7 @@ class Survivor:
 
     def _wait_outside(self) -> None:
         """Free this process's learner and state, because the others train without it until more workers are wanted."""
-        print("this worker was given back: it waits, in case more workers are wanted again", flush=True)
+        print("this worker was given back (`sunspot scale`). It waits until more workers are wanted", flush=True)
         self.forget()
 
     def _form(self, generation: Generation, rank: int) -> dist.ProcessGroup:

@@ -127,10 +127,10 @@ class StepUndo:
         return self.stepped.ids is not None and not self.stepped.moved and self._unowned.issuperset(self._changed())
 
     def put_back(self, cancelled: bool = False) -> bool:
-        """Restore the kept state, and return True if all of it was restored. This never raises an error.
+        """Restore the kept state, and return True if all of it was restored. Never raises an error.
 
-        If the newest accepted step was `cancelled`, restore the state before it. That step's optimizer has changed
-        nothing.
+        If the newest accepted step was `cancelled`, its optimizer changed nothing, so this restores the state before
+        that step.
         """
         if cancelled:
             self._copies, self._earlier_copies = self._earlier_copies, self._copies

@@ -1,6 +1,6 @@
 """Moves a live run to another place of its profile.
 
-1. `move_run` renders and applies a RayJob in the new place (`placing`). The run trains on in the old place.
+1. `move_run` renders and applies a RayJob in the new place (`placing`). The run keeps training in the old place.
 2. When the new pods run, the new driver asks the old one to save and end, and then claims the run (`run.handover`).
 3. `move_run` deletes the old RayJob. If the new driver does not start in time, `move_run` deletes the new one instead.
 """
@@ -48,7 +48,7 @@ def move_run(request: JobRequest, context: str | None, timeout: float) -> Submis
         )
     old = Owner.parse(before.owner)
     if old.place == request.place:
-        return Submission(RunAccess(run, cluster), old.job, "attached", "the run is there", False, old.place)
+        return Submission(RunAccess(run, cluster), old.job, "attached", "the run is already there", False, old.place)
     if not old.place:
         raise ConflictError(
             f"{run.name} trains in {old.describe()}, which is not a place of the profile; stop it, and submit it with "
@@ -63,7 +63,7 @@ def move_run(request: JobRequest, context: str | None, timeout: float) -> Submis
         _undo(submission, before, left)
         raise
     except (SunspotError, KeyboardInterrupt):
-        warn(f"the move of {run.name} goes on; the same command follows it again")
+        warn(f"the move of {run.name} continues; run the same command to follow it again")
         raise
     left.delete()
     return replace(submission, action="moved", reason=f"from {old.place} at step {moved.step}")
@@ -73,7 +73,7 @@ def _wait_for_claim(submission: Submission, before: Status, timeout: float) -> S
     """Return the first status of workers in the new place. `before` is the status of the old driver."""
     run, place = submission.access.run, submission.place
     deadline = time.monotonic() + timeout
-    with progress_note(f"waiting for nodes in {place}; the run trains on meanwhile"):
+    with progress_note(f"waiting for nodes in {place}; the run keeps training meanwhile"):
         while True:
             status = read_status(run)
             claimed = status and status.attempt > before.attempt and Owner.parse(status.owner).place == place
@@ -103,7 +103,7 @@ def _describe_failure(submission: Submission) -> str:
 
 
 def _undo(submission: Submission, before: Status, left: RunJob) -> None:
-    """Delete the new RayJob. If the old driver has ended for it already, start the old RayJob again."""
+    """Delete the new RayJob. If the old driver has already ended, start the old RayJob again."""
     run, cluster = submission.access.run, submission.access.require_cluster()
     try:
         found = [job for job in cluster.list_jobs(run.name) if job.name == submission.job]

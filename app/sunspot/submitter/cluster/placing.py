@@ -1,4 +1,4 @@
-"""Chooses the place of a run that is submitted, if its profile has several, and removes what is left in another."""
+"""Chooses the place of a run that is submitted, if its profile has several, and deletes its RayJob in another place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sunspot.submitter.printing import progress_note, warn
 def render_in_place(request: JobRequest, context: str | None) -> tuple[Rendered, Cluster]:
     """Choose a place if the profile has several and the user has chosen none. Render the request, and connect.
 
-    Prints the place and the reason to stderr. A place whose cluster does not answer is left out, with a warning. Raises
+    Prints the place and the reason to stderr. A place whose cluster does not answer is ignored, with a warning. Raises
     `ClusterError` if no place's cluster answers.
     """
     places = {place.name: place for place in choose_profile(request).places or ()}
@@ -37,7 +37,7 @@ def render_in_place(request: JobRequest, context: str | None) -> tuple[Rendered,
     first = next(iter(rendered.values()))
     run = open_run(first.settings.storage_path, first.settings.run_name)
     offers = [_make_offer(each) for each in rendered.values()]
-    with progress_note("looking at what runs saw of the places"):
+    with progress_note("reading how many nodes recent runs got in each place"):
         now = time.time()
         current = _find_current(run, now)
         known = learn(read_sightings(run.storage, now))
@@ -47,15 +47,15 @@ def render_in_place(request: JobRequest, context: str | None) -> tuple[Rendered,
     while offers:
         choice = choose_place(offers, known, situation, goal)
         if current in (offer.place for offer in offers):
-            choice = replace(choice, place=current, reason="the run is there")
+            choice = replace(choice, place=current, reason="the run is already there")
         if not choice.place:
-            raise SettingsError(f"SUNSPOT_BUDGET={first.settings.budget} is spent; set a larger sum, or leave it out")
+            raise SettingsError(f"SUNSPOT_BUDGET={first.settings.budget} is spent; set a larger budget, or omit it")
         placed = replace(request, place=choice.place)
         try:
             found = render_for_cluster(placed, context or places[choice.place].context)
             found[1].exists("version", "")
         except ClusterError as error:
-            warn(f"place {choice.place} is left out: {error}")
+            warn(f"place {choice.place} is ignored: {error}")
             unanswered.append(choice.place)
             offers = [offer for offer in offers if offer.place != choice.place]
             continue
@@ -105,13 +105,13 @@ class RunJob:
             with progress_note(f"removing {self.name} from place {self.place}"):
                 gone = delete_jobs(self.cluster, found, GONE_WITHIN_S)
             if not gone:
-                warn(f"warning: {self.name} and its pods in place {self.place} still exist; Kubernetes removes them")
+                warn(f"warning: {self.name} and its pods still exist in {self.place}; Kubernetes will remove them")
         except ClusterError as error:
             warn(f"warning: {_fix(self.name, self.place)}: {error}")
 
 
 def _find_left_job(rendered: Rendered) -> RunJob | None:
-    """Return the RayJob that the run has in another place, or None without such a RayJob or if its driver is alive."""
+    """Return the run's RayJob in another place, or None if it does not exist or its driver is alive."""
     request, settings = rendered.request, rendered.settings
     run = open_run(settings.storage_path, settings.run_name)
     before = newest_submission(run)

@@ -1,6 +1,6 @@
-"""Changes the number of workers of a live run, and gives the pods of workers that have left back to Kubernetes.
+"""Changes the number of workers of a live run, and removes the pods of workers that have left.
 
-The request is an object in storage, which the run's driver reads. Workers that are too many leave between two steps.
+The request is an object in storage, which the run's driver reads. Surplus workers leave between two steps.
 Their pods are then removed from the RayCluster, together with its permission to have more pods. Otherwise Ray's
 autoscaler would replace them, because Ray Train still reserves resources for the workers that it started.
 """
@@ -37,7 +37,7 @@ NUM_WORKERS = f"{PREFIX}NUM_WORKERS"
 
 @dataclass(frozen=True)
 class Scaled:
-    """The number of workers that a run has been asked for, and what came of it."""
+    """A request to change a run's number of workers, and its result."""
 
     wanted: WorkerRange
     given: WorkerRange
@@ -49,7 +49,7 @@ class Scaled:
 
 
 def scale_run(access: RunAccess, wanted: WorkerRange, timeout: float) -> Scaled:
-    """Ask a live run for another number of workers, and wait until those that are too many have left.
+    """Change a live run's number of workers, and wait until the surplus workers have left.
 
     Raises `NotFoundError` if the run does not exist, `ConflictError` if it is not live or cannot have this number of
     workers while it trains, `ClusterError` if its pods cannot be given back, and `GaveUpError` after `timeout` seconds.
@@ -81,8 +81,8 @@ def _require_scalable(access: RunAccess, snapshot: RunSnapshot, wanted: WorkerRa
             f"{run.name} is {state}: {reason}. Only a run that trains can be scaled; before it starts, "
             f"{NUM_WORKERS} sets the number of workers"
         )
-    again = f"`sunspot stop {access.arguments}` saves and ends it; then start it with {NUM_WORKERS}={wanted}, and it "
-    again += "continues from there"
+    again = f"`sunspot stop {access.arguments}` saves and stops the run; then start it with {NUM_WORKERS}={wanted}, "
+    again += "and it continues from there"
     setting = recorded_setting(read_attempts(run), "num_workers")
     if not status.scalable:
         why = "its workers cannot leave or join while others train (docs/elastic.md says which runs can)"
@@ -103,7 +103,7 @@ def _wait_for_size(access: RunAccess, attempt: Attempt, wanted: WorkerRange, tim
         if time.monotonic() > deadline:
             raise GaveUpError(
                 f"after {timeout:.0f} s, {plural(attempt.metadata.world_size, 'worker')} still train, and {wanted} are "
-                f"wanted; they leave after their step, and `sunspot scale {access.arguments} {wanted}` waits again"
+                "wanted; the others leave after their step, and the same command waits for them"
             )
         time.sleep(POLL_EVERY_S)
         if newest_number(run) > attempt.number:
@@ -165,9 +165,9 @@ class WorkerPods:
 
 
 def _find_pods(access: RunAccess, snapshot: RunSnapshot) -> WorkerPods | None:
-    """Return the run's training pods, or None if it has none of its own: outside a cluster, or in a borrowed one.
+    """Return the run's training pods, or None if the run is outside a cluster or in a borrowed cluster.
 
-    Raises `ClusterError` if the cluster does not answer, and `ConflictError` if the run trains in another one.
+    Raises `ClusterError` if the cluster does not answer, and `ConflictError` if the run trains in another cluster.
     """
     status, job = snapshot.storage.status, snapshot.job
     if job and access.cluster and status and owns(job, status.owner):

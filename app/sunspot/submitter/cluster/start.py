@@ -205,12 +205,12 @@ def _refuse_missed_goal(run: Run, settings: Settings) -> None:
     deadline = parse_deadline(settings.deadline)
     if deadline is not None and deadline <= now:
         late = f"{PREFIX}DEADLINE={settings.deadline} passed {in_words(now - deadline)} ago"
-        raise SettingsError(f"{late}; set a later time, or leave it out")
+        raise SettingsError(f"{late}; set a later deadline, or omit it")
     budget = parse_budget(settings.budget)
     spent = find_spent(run) if budget is not None else 0.0
     if budget is not None and spent >= budget:
         spent_budget = f"{PREFIX}BUDGET={settings.budget} is spent, because the run has cost {money(spent)}"
-        raise SettingsError(f"{spent_budget}; set a larger sum, or leave it out")
+        raise SettingsError(f"{spent_budget}; set a larger budget, or omit it")
 
 
 def place_of(manifest: Mapping[str, Any]) -> str:
@@ -353,7 +353,7 @@ def _without_credential(change: str) -> str:
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, str]:
-    """Return the leaves of a spec keyed by path, except settings. Paths contain the names of list items, if any."""
+    """Map the path of each leaf in a spec to its value, except settings. Paths contain list items' names, if any."""
     if isinstance(value, dict):
         items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
     elif isinstance(value, list):

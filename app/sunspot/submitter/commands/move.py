@@ -1,4 +1,4 @@
-"""`sunspot move`: brings a live run to another place of its profile."""
+"""`sunspot move`: moves a live run to another place of its profile."""
 
 import argparse
 
@@ -9,12 +9,12 @@ from sunspot.submitter.commands.arguments import add_context, add_job_options, a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--to", metavar="PLACE", dest="place", required=True, help="the profile's place to move to")
+    parser.add_argument("--to", metavar="PLACE", dest="place", required=True, help="the place to move to")
     parser.add_argument(
         "--profile",
         metavar="NAME",
         required=True,
-        help="the profile with the places; the other options are as in submit",
+        help="the profile that lists the places; the other options are those of submit",
     )
     add_job_options(parser)
     add_context(parser)

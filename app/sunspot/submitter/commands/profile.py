@@ -1,4 +1,4 @@
-"""`sunspot profile`: lets chosen ranks of a live run record a few steps, and shows what took the time in them."""
+"""`sunspot profile`: lets chosen ranks of a live run record a few steps, and shows which operations took the time."""
 
 import argparse
 import time
@@ -27,7 +27,7 @@ from sunspot.submitter.runs import find_run
 from sunspot.submitter.trace_summary import CPU, GPU, read_summary
 
 POLL_S = 1.0
-"""Seconds between two looks for the traces."""
+"""Seconds between two checks for the traces."""
 
 SHOWN = 5
 """Number of operations to show for each device."""
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Ask for a profile, wait until the chosen ranks have written their traces, and sum them up."""
+    """Ask for a profile, wait until the chosen ranks have written their traces, and summarize them."""
     run = find_run(args.run, args.storage)
     status = _require_training(run)
     if args.ranks[-1] >= status.world_size:
@@ -86,7 +86,7 @@ def _await_profiles(run: Run, request: ProfileRequest, until: float) -> list[Ran
         profiles = [profile for profile in found.values() if profile]
         for profile in profiles:
             if profile.error:
-                raise GaveUpError(f"rank {profile.rank} could not record the steps: {profile.error}; the run trains on")
+                raise GaveUpError(f"rank {profile.rank} could not record the steps: {profile.error}; the run goes on")
         if len(profiles) == len(found):
             return profiles
         seen = look(run)
@@ -128,8 +128,8 @@ def _print(request: ProfileRequest, records: list[dict[str, Any]]) -> None:
         recorded_s = record["recorded_s"]
         print_text(f"rank {rank}, steps {first} to {first + request.steps - 1}: {record['trace']}")
         print_text(
-            f"  {recorded_s:.3g} s with the profiler, and {record['usual_s']:.3g} s without it before; with its start, "
-            f"end and file, the profile cost {record['cost_s']:.3g} s"
+            f"  {recorded_s:.3g} s with the profiler, and {record['usual_s']:.3g} s for as many steps before it; "
+            f"the profile cost {record['cost_s']:.3g} s in total"
         )
         for each in record["operations"]:
             share = each["seconds"] / (recorded_s or 1)

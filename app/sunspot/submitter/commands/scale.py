@@ -1,4 +1,4 @@
-"""`sunspot scale`: makes a live run give workers back, or ask for more."""
+"""`sunspot scale`: changes the number of workers of a live elastic run."""
 
 import argparse
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "workers",
         metavar="WORKERS",
         type=_workers,
-        help="number of workers, such as 3 or 2..4, within SUNSPOT_NUM_WORKERS; all of SUNSPOT_NUM_WORKERS undoes it",
+        help="number of workers, such as 3 or 2..4, within SUNSPOT_NUM_WORKERS; its full range undoes a request",
     )
     parser.add_argument(
         "--timeout",

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="check everything and show what would be done, but change nothing"
     )
     parser.add_argument("--take-over", action="store_true", help="take over the run, even if it is alive elsewhere")
-    parser.add_argument("--yes", action="store_true", help="do not ask before a run with SUNSPOT_BUDGET is submitted")
+    parser.add_argument("--yes", action="store_true", help="submit a run with SUNSPOT_BUDGET without asking")
     parser.add_argument("--wait", action="store_true", help="wait until the run ends; the exit code is its outcome")
     parser.add_argument(
         "--timeout", metavar="S", type=seconds, help="with --wait: stop waiting after S seconds (exit code 5)"
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.json:
         print_pods(rendered.pods)
     if rendered.settings.budget and not args.dry_run and not _accepts_budget(rendered.settings.budget, args):
-        print_text("nothing was submitted; set a larger SUNSPOT_BUDGET, or leave it out")
+        print_text("nothing was submitted; set a larger SUNSPOT_BUDGET, or omit it")
         return
     submission = submit_in_place(cluster, rendered, args.dry_run, args.take_over)
     print_submission(submission, args.json)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _accepts_budget(budget: str, args: argparse.Namespace) -> bool:
-    """Print that the budget will stop the run. If there is a terminal, ask whether to submit it."""
+    """Print that the budget will stop the run. At a terminal, ask whether to submit the run."""
     warn(f"SUNSPOT_BUDGET={budget}: once its nodes have cost that much, the run saves a checkpoint and stops")
     if args.yes or args.json or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True

@@ -354,7 +354,7 @@ class Place(Profile):
     context: Text | None = _takes("a context of the kubeconfig")
     "The context of the cluster. By default, the place is in the current context's cluster."
     extends: None = _takes("nothing, because a place extends its profile")
-    places: None = _takes("nothing, because a place has no places")
+    places: None = _takes("nothing, because a place cannot contain places")
 
 
 Profile.model_rebuild()
@@ -370,8 +370,8 @@ def manifests() -> Path:
 def load_profile(name: str, given: Mapping[str, Any], place: str | None = None) -> Profile:
     """Load a profile by name or path, including the profiles that it extends.
 
-    Values of the profile's place called `place`, if any, take precedence, and values in `given` even more so. Raises
-    `SettingsError`, which lists every problem.
+    Values of the place called `place`, if given, override the profile's values. Values in `given` override both.
+    Raises `SettingsError`, which lists every problem.
     """
     merged = functools.reduce(_merge, reversed(_read_chain(name).values()))
     there = {} if place is None else _find_place(name, merged, place)

@@ -102,7 +102,7 @@ class JobRequest:
 
     @property
     def source(self) -> ProfileSource:
-        """The profile with the place."""
+        """The profile and, if the profile has places, the place."""
         return ProfileSource(self.profile, self.place)
 
     def arguments(self) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     if settings.budget and (not shape or any(group.price is None for group in chosen.groups)):
         problems.append(
             f"{PREFIX}BUDGET={settings.budget} needs the price of all training pods; set price under worker or workers "
-            "in the profile, or leave the budget out"
+            "in the profile, or omit the budget"
         )
     if chosen.places and request.place is None:
         names = ", ".join(each.name for each in chosen.places)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("sunspot", "dcp"),
         default="sunspot",
-        help="dcp also writes the state as torch.distributed.checkpoint loads it; default: sunspot",
+        help="dcp also writes the state in the format of torch.distributed.checkpoint; default: sunspot",
     )
     parser.add_argument("--output", metavar="DIR", help="the directory to write to; default: the checkpoint's name")
 
