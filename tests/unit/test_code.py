@@ -172,7 +172,7 @@ def test_files_that_cannot_be_packed_are_reported_with_a_fix(name: str, said: st
         (folder / name).write_bytes(b"\0" * (12_000_000 if name == "model.pt" else 1))
     with pytest.raises(SettingsError) as refused:
         pack(folder)
-    assert f"1 problem with code {folder}:\n  {said}" in str(refused.value)
+    assert f"1 problem with the code in {folder}:\n  {said}" in str(refused.value)
     assert "git init" in str(refused.value)
     git(folder, "init", "-q")
     if name not in ("a\nb.py", "pipe"):  # git does not list pipes

@@ -180,7 +180,10 @@ def test_status_and_doctor_show_the_limits(
     sunspot = Command(run, capsys)
 
     assert sunspot("status", "run") == 0
-    assert "it will miss its deadline by 60 min; it needs more workers or faster nodes; its budget is too small" in sunspot.out
+    assert (
+        "it will miss its deadline by 60 min; it needs more workers or faster nodes; its budget is too small"
+        in sunspot.out
+    )
     assert "budget:     20.00 of 30.00 spent" in sunspot.out
     assert sunspot("status", "run", "--json") == 0
     assert sunspot.json["deadline"] == pytest.approx(deadline, abs=0.001)

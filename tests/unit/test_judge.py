@@ -548,7 +548,7 @@ def test_running_out_of_memory_before_the_first_step_ends_a_run_on_one_machine(
 
 @pytest.mark.parametrize("wrap", [ControllerError, lambda error: error], ids=["its workers", "the controller itself"])
 @pytest.mark.parametrize(("one_machine", "starts"), [(True, 1), (False, 3)])
-def test_a_controller_killed_for_memory_is_restarted_only_on_a_cluster(
+def test_a_controller_that_ran_out_of_memory_is_restarted_only_on_a_cluster(
     wrap: Callable[[Exception], Exception], one_machine: bool, starts: int
 ) -> None:
     error = wrap(killed_for_memory())

@@ -268,7 +268,7 @@ def find(
     return [(each.place, NOW - each.time, each.share) for each in found]
 
 
-def test_an_attempt_got_nodes_for_its_workers() -> None:
+def test_an_attempt_shows_that_its_place_had_nodes() -> None:
     assert find([attempt("east", 4, 50), attempt("west", 8, 20)], [], None) == [("east", 50, 0.5), ("west", 20, 1.0)]
     assert find([attempt("", 4, 50)], [], None) == []
 

@@ -135,7 +135,7 @@ def test_scale_stores_no_request_if_it_may_not_release_pods(
 def test_scale_gives_up_if_workers_do_not_leave_in_time(run: Run, sunspot: Command, ray: ElasticCluster) -> None:
     train(run)
     assert sunspot("scale", "run", "2", "--timeout", "0.1") == 5
-    assert "after 0 s, 4 workers still train, and 2 are wanted; the others leave after their step" in sunspot.err
+    assert "after 0 s, 4 workers are still training, but the requested number is 2; the excess" in sunspot.err
     assert read_scale(run), "the request stays"
     assert not ray.patches
 

@@ -327,7 +327,7 @@ def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
         assert page.count("<script") == 1
 
 
-def test_a_server_rejects_writes_unknown_pages_and_bad_addresses(tmp_path: Path, sunspot: Command) -> None:
+def test_writes_and_unknown_pages_and_invalid_addresses_are_rejected(tmp_path: Path, sunspot: Command) -> None:
     with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url:
         assert fetch(f"{url}elsewhere")[0] == 404
         with pytest.raises(urllib.error.HTTPError, match="501"):

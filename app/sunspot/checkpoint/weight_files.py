@@ -74,7 +74,7 @@ class WeightFiles(NamedTuple):
                 )
 
     def rename(self, names: Mapping[str, str]) -> WeightFiles:
-        """Return these files with only the tensors in `names`, which maps new names to the names here."""
+        """Return these files with renamed tensors. `names` maps new to current names; other tensors are omitted."""
         new = {old: name for name, old in names.items()}
         return self._replace(pieces=[each._replace(name=new[each.name]) for each in self.pieces if each.name in new])
 

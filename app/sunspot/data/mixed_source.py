@@ -103,7 +103,7 @@ def _refuse_mismatch(mixture: tuple[WeightedSource, ...], sources: Sequence[Sour
         if twin != each.location:
             raise DataError(
                 f"{PREFIX}DATASET: the sources {twin} and {each.location} have the same rows; list them once, with the "
-                f"sum of their weights (a task that does not read the rows of {PREFIX}DATASET cannot use a mixture)"
+                f"sum of their weights. If the task ignores {PREFIX}DATASET, it cannot use a mixture"
             )
         found, expected = map(_describe_rows, (source, sources[0]))
         if found != expected:

@@ -30,8 +30,11 @@ is about to replace.
 A loss in survivor mode, from the last packet of a process to the repeated step
 -------------------------------------------------------------------------------
  1. membership_channel.MembershipServer   declares it lost, and closes the group (a generation) for the other members
- 2. parallel.process_group.ProcessGroups  breaks their collectives, so that their step raises an error and does not hang
- 3. train.survivor.Survivor.leave         restores the state from before that step (train.undo.StepUndo)
+ 2. parallel.process_group.ProcessGroups  breaks their collectives, so that their step does not hang. Gloo's raise an
+                                          error. NCCL's end without an error, but with wrong sums, which
+                                          parallel.sum_guard.SumGuard keeps out of the parameters
+ 3. train.survivor.Survivor.leave         calls train.worker.Worker.leave, which restores the state from before that
+                                          step (train.undo.StepUndo)
  4. membership.Membership.decide          forms the next group once all living members ask to join. On each member,
                                           train.joining.Joining forms it (membership_channel.MembershipClient)
  5. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt from it

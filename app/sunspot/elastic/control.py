@@ -106,9 +106,7 @@ class ControlChannel:
         self._errors = [*others, error]
 
     def add_hang(self, hang: Hang, late: bool) -> None:
-        """Record that a rank hung, and that this is why its group ends. `late` is True if another group has already
-        begun.
-        """
+        """Record a hang of a rank, which ends its group. `late` is True if another group has already begun."""
         self._hangs.insert(0 if late else len(self._hangs), hang)
         self._judged += late
         cause = Cause.NO_ROWS if waited_for_rows(self._hangs, hang.world_size) else Cause.HUNG

@@ -1,4 +1,4 @@
-"""Moves a model and its optimizer state to each worker (ddp), or a part of each tensor (fsdp).
+"""Gives each worker the whole model and optimizer state (ddp), or a part of each tensor (fsdp).
 
 Modules that only fsdp needs are imported on use, because importing them takes seconds.
 """

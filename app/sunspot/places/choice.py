@@ -103,9 +103,10 @@ class Choice:
 def choose_place(
     offers: Sequence[Offer], known: Mapping[str, Experience], situation: Situation, goal: Goal = Goal()
 ) -> Choice:
-    """Return the place where the run should be. `known` holds the experience with each place that was seen.
+    """Return the place where the run should be.
 
-    Raises `ValueError` if there are no offers.
+    `known` maps each place where recent runs requested nodes to the nodes that they got. Raises `ValueError` if
+    there are no offers.
     """
     if goal.budget is not None and goal.budget <= 0:
         return Choice("", "the budget is spent")

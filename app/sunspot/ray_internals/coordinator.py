@@ -70,7 +70,8 @@ def install_coordinator() -> float:
 def ask_of_groups(per_worker: dict[str, float], workers: dict[str, int]) -> None:
     """Request nodes from Ray's autoscaler for a number of workers in each node group.
 
-    A node group is a resource that its nodes have. Only our coordinator supports this.
+    Each node group is identified by a custom Ray resource that all of its nodes provide. Only our coordinator supports
+    such requests.
     """
     coordinator = ray.get_actor(COORDINATOR, COORDINATOR)
     ray.get(coordinator.ask_of_groups.remote(per_worker, workers), timeout=COORDINATOR_START_TIMEOUT_S)

@@ -112,9 +112,9 @@ def refuse_changes(run: Run, changed: list[str]) -> None:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ConflictError(
             f"{run.location} was started with other settings, and continuing would mix two runs:\n{lines}\n"
-            "the run's position has no meaning with other data, weights of a mixture, seeds or batch sizes, nor its "
-            "model with another task; restore the settings, or choose another SUNSPOT_RUN_NAME (which can begin with "
-            f"this model: SUNSPOT_INIT_FROM=run:{run.name})"
+            "the run cannot continue with other data, mixture weights, seeds or batch sizes, or with a different task; "
+            "restore the settings, or choose another SUNSPOT_RUN_NAME (the new run can begin with this model: "
+            f"SUNSPOT_INIT_FROM=run:{run.name})"
         )
 
 

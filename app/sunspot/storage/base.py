@@ -5,9 +5,12 @@ raises `StorageError` with the object's location. The error is a `NotFoundError`
 
 To add a backend:
 
-1. Write a module with a subclass of `bucket.Bucket`, like azure.py. It defines the service's error codes, and
-   implements one request each for reading a range, writing, creating and listing. Everything else is shared: keys,
-   streams, parallel reads and uploads in parts. Inherit from `Storage` directly only for other kinds of storage.
+1. Write a module with a subclass of `bucket.Bucket`, like azure.py. It sets the class constants that `Bucket` declares,
+   such as the service's error codes, and implements `Bucket`'s abstract methods: one request each for reading a range,
+   writing, creating and listing (`_list_pages`, `_list_prefixes`), `_code`, and `_begin_upload`, which returns its own
+   subclass of `PartUpload`. It also implements `delete`, `list_unfinished` and `discard`. Everything else is shared:
+   keys, streams, parallel reads and the scheduling of parts. Inherit from `Storage` directly only for other kinds of
+   storage.
 2. Run every request inside `limits.operation` (`Bucket._request` does this). It stops the requests of abandoned work,
    and counts each response as progress. Without it, storage would seem unresponsive.
 3. Count the bytes of long requests with `limits.record_progress`, because a transfer without progress is aborted after
@@ -16,7 +19,9 @@ To add a backend:
 5. Add the scheme to BACKENDS in storage/__init__.py, and to BUCKET_URLS and the pattern of STORAGE_PATH in
    settings/definitions.py. For datasets, add it to CLIENTS in data/dataset_files.py. For pods without a Secret, add it
    to SCHEMES in submitter/manifest/foreign_storage.py.
-6. Add an extra for the cloud's client to pyproject.toml, and the credentials to docs/storage.md.
+6. Add an extra for the cloud's client to pyproject.toml, and to CLOUDS in the Makefile. Add the client's modules to
+   mypy's `ignore_missing_imports` list in pyproject.toml and to NETWORK_CLIENTS in elastic/failures.py. Add the
+   credentials to docs/storage.md.
 7. Add a fixture to tests/harness/clouds.py, so that tests/unit/test_storage.py tests the backend.
 
 `open_storage` rejects any other scheme.

@@ -129,10 +129,11 @@ def pack(folder: Path) -> CodeArchive:
         problems = list(filter(None, (_find_credential(folder, name) for name in names)))
     if problems:
         lines = "\n".join(f"  {line}" for line in problems[:MAX_NAMED])
-        ignore = "" if _in_git(folder) else "`git init` there, "
+        ignore = "" if _in_git(folder) else "run `git init` in this folder, and then "
         raise SettingsError(
-            f"{plural(len(problems), 'problem')} with code {folder}:\n{lines}\nto exclude a file: {ignore}list it "
-            "in .gitignore (and `git rm --cached` it if git tracks it), or pass a folder without it, such as --code src"
+            f"{plural(len(problems), 'problem')} with the code in {folder}:\n{lines}\nto exclude a file, "
+            f"{ignore}list it in .gitignore (and `git rm --cached` it if git tracks it), or pass a folder without "
+            "it, such as --code src"
         )
     untracked = tuple(name for name in names if not found[name]) if _in_git(folder) else ()
     return CodeArchive(folder, frozenset(names), _pack(folder, names), untracked)

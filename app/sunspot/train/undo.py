@@ -39,7 +39,7 @@ IMMUTABLE = (int, float, str, bool, type(None))
 
 
 class StepUndo:
-    """Copies the tensors that change early in a worker's steps, and restores them."""
+    """Copies the tensors that a step changes before it is accepted, and restores them if the step is undone."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self.stepped = OptimizerOnlyParameters(optimizer)

@@ -257,7 +257,7 @@ class Worker:
         return stop
 
     def _end_if_diverged(self, record: MetricRecord, last: bool) -> None:
-        """Raise `DivergedError` on all workers if the loss has not been finite for too long.
+        """Raise `DivergedError` on all workers if the loss has been NaN or infinite for too long.
 
         If no step follows (`last`), a single metric window without a finite loss is enough. The current state is not
         saved, but earlier states reach storage first.

@@ -102,8 +102,9 @@ def _wait_for_size(access: RunAccess, attempt: Attempt, wanted: WorkerRange, tim
     while attempt.metadata.world_size > wanted.most:
         if time.monotonic() > deadline:
             raise GaveUpError(
-                f"after {timeout:.0f} s, {plural(attempt.metadata.world_size, 'worker')} still train, and {wanted} are "
-                "wanted; the others leave after their step, and the same command waits for them"
+                f"after {timeout:.0f} s, {plural(attempt.metadata.world_size, 'worker')} are still training, but the "
+                f"requested number is {wanted}; the excess workers leave after their current step. Run the same "
+                "command again to keep waiting"
             )
         time.sleep(POLL_EVERY_S)
         if newest_number(run) > attempt.number:

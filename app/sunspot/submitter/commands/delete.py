@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> None:
         if args.json:
             print_json(_record(contents, left, removed=False))
         rest = left or "unknown, because it cannot be listed now"
-        warn(f"{args.run} is only partly deleted; what is left: {rest}. `sunspot delete {access.arguments}` continues")
+        again = f"Run `sunspot delete {access.arguments}` to delete the rest"
+        warn(f"{args.run} is only partly deleted; what is left: {rest}. {again}")
         raise
     if args.json:
         print_json(_record(contents, None, removed=True))
