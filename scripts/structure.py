@@ -35,7 +35,7 @@ BUDGETS = {
     "elastic": 2750,
     "machine": 230,
     "observe": 450,
-    "parallel": 930,
+    "parallel": 940,
     "places": 140,
     "predict": 840,
     "ray_internals": 410,

@@ -77,8 +77,7 @@ class CheckpointManager:
         self._memory = memory or NodeMemory(None)
         exchange: PartExchange | None = None
         if self._sharded and place.group and place.nodes and self._settings.snapshot_cost:
-            shards = place.shards if place.replicas else place.world_size
-            exchange = PartExchange(self._memory, place.nodes, place.group, shards)
+            exchange = PartExchange(self._memory, place.nodes, place.group, place.parts)
         self._exchanges = exchange is not None
         self._optimizer_only = saved.optimizer_only or OptimizerOnlyParameters(saved.optimizer)
         self._snapshots = Snapshots(self._memory, saved, self._optimizer_only, exchange, place.sums)

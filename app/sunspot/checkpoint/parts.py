@@ -102,7 +102,7 @@ class ShardWriter:
         self._more_files = more_files
         self._rank = worker.rank
         self._world_size = worker.world_size
-        self._shards = worker.shards if worker.replicas else worker.world_size
+        self._parts = worker.parts
         self._timeout_s = settings.storage_timeout_s + PEER_TIMEOUT_S
         self._safetensors = settings.weights == "safetensors"
         self._took_s = 0.0
@@ -136,7 +136,7 @@ class ShardWriter:
         sharded = [item for item in in_order if item[2] and item[1].numel()]
         # The ranks with the same shard take turns, beginning with the largest tensors, so that the shares are similar.
         largest = sorted(sharded, key=lambda item: -item[1].nbytes)
-        own = {key for key, _, _ in largest[self._rank // self._shards :: self._world_size // self._shards]}
+        own = {key for key, _, _ in largest[self._rank // self._parts :: self._world_size // self._parts]}
         mine = whole + [item for item in sharded if item[0] in own]
         for number, kind in enumerate(KINDS):
             file = f"__{self._rank}_{number}.distcp"

@@ -73,8 +73,7 @@ def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
 
     The survivors' states differ by at most one step, because some survivors may have completed their step before the
     loss. The state of a process that missed a group is ignored, because the other processes may have continued without
-    it, and deleted the state's checkpoint. A shard is ignored,
-    too, if the process's new rank needs a different shard.
+    it, and deleted the state's checkpoint. A shard is ignored, too, if the process's new rank needs a different shard.
     """
     spans = lineage(attempts)
     live = {

@@ -56,6 +56,11 @@ class Member:
     "The node's host name (on Kubernetes, the pod name), or an empty string if it is unknown."
 
     @property
+    def lasting_name(self) -> str:
+        """Name that stays the same after a reconnect, if the process ever reconnects."""
+        return self.process or self.uid
+
+    @property
     def display_name(self) -> str:
         """Name of the process's host, or of its node if the host name is unknown."""
         return self.host or f"node {self.node[:12]}"
@@ -153,13 +158,13 @@ class Membership:
     def enter(self, member: Member) -> None:
         """Add a new process, which is in no group yet. Under hsdp, it should prepare the shard `shard_of(member)`."""
         waiting = [self.shard_of(each) for uid, each in self._members.items() if not self._is_member(uid)]
-        self._shards.setdefault(member.process or member.uid, min(range(self._degree), key=waiting.count))
+        self._shards.setdefault(member.lasting_name, min(range(self._degree), key=waiting.count))
         self._members[member.uid] = member
         self._changed = True
 
     def shard_of(self, member: Member) -> int:
         """Return the shard that a process holds or should prepare, so that the waiting processes form replicas."""
-        return self._shards[member.process or member.uid]
+        return self._shards[member.lasting_name]
 
     def request_to_join(self, uid: str, now: float, step: int | None = None) -> None:
         """Record a process's request to be in the next generation. A member's request closes the current generation.
@@ -292,22 +297,21 @@ class Membership:
         self._open, self._first_request = True, math.inf
         for rank, member in enumerate(chosen):
             del self._requests[member.uid]
-            self._shards[member.process or member.uid] = rank % self._degree
+            self._shards[member.lasting_name] = rank % self._degree
         over = before.members if len(self._members) > self._most else ()
         left_out = [one for one in over if one.uid in self._requests and not self.drains(one)]
         return [(member.uid, self.generation) for member in (*chosen, *left_out)]
 
     def _choose(self, candidates: Set[str]) -> tuple[Member, ...]:
-        """Choose the next members, in whole replicas. Members of the last generation keep their order, and newcomers
-        follow.
+        """Choose the next members, in whole replicas. Members of the last generation come first, in their order.
 
         A candidate on a draining node is excluded if a member on a staying node has a state at least as new. A newcomer
         on a draining node is also excluded if it has no state and any candidate is on a staying node. The state of a
         newcomer on a staying node is ignored, because the members may have trained since the newcomer left.
         """
-        order = {member.process or member.uid: rank for rank, member in enumerate(self.generation.members)}
+        order = {member.lasting_name: rank for rank, member in enumerate(self.generation.members)}
         living = [member for uid, member in self._members.items() if uid in candidates]
-        living.sort(key=lambda member: order.get(member.process or member.uid, len(order)))
+        living.sort(key=lambda member: order.get(member.lasting_name, len(order)))
         staying = [member for member in living if not self.drains(member)]
         surplus = self._over_limit(staying or living)
         newest = self._newest_held([member for member in staying if member not in surplus])
@@ -318,8 +322,8 @@ class Membership:
     def _arrange(self, members: list[Member]) -> list[Member]:
         """Return the members of as many whole replicas as possible, by rank."""
         shards = {member: self.shard_of(member) for member in members}
-        last = {member.process or member.uid for member in self.generation.members}
-        bound = {member for member in members if (member.process or member.uid) in last}
+        last = {member.lasting_name for member in self.generation.members}
+        bound = {member for member in members if member.lasting_name in last}
         return arrange(members, shards, bound, self._degree)
 
     def _newest_held(self, members: list[Member]) -> float:

@@ -87,11 +87,13 @@ def hand_over(
     assert place.group
     rank = place.rank
     senders = assign_senders(surviving, place.world_size)
-    sends = rank == surviving.ranks[0] or rank in senders.values()
+    first = {holder % surviving.shards: holder for holder in reversed(surviving.ranks)}
+    sends = rank in {*first.values(), *senders.values()}
     state = saved.with_average(saved.state()) if saved and sends else None
     structure = map_tensors(state, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
-    described = gather_objects((structure, metadata) if sends else None, place.group)
-    structure = described[senders[rank]][0] if rank in senders else {}
+    # One rank for each shard describes the tensors, because all ranks with the same shard have the same tensors.
+    described = gather_objects((structure, metadata) if rank in first.values() else None, place.group)
+    structure = described[first[rank % surviving.shards]][0]
     metadata = described[surviving.ranks[0]][1]
     known = TrainingState(
         evaluated=surviving.evaluated,

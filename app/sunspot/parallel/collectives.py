@@ -49,6 +49,11 @@ class WorkerPlace:
         return self.replicas.degree if self.replicas else 1
 
     @property
+    def parts(self) -> int:
+        """The number of parts of a sharded state. Rank r has part r % parts."""
+        return self.replicas.degree if self.replicas else self.world_size
+
+    @property
     def shard(self) -> int:
         """The number of this worker's shard under hsdp. It is 0 otherwise."""
         return self.rank % self.shards
