@@ -28,7 +28,7 @@ ALLOWED = {
 
 BUDGETS = {
     ".": 1220,
-    "adapters": 780,
+    "adapters": 790,
     "baseline": 90,
     "checkpoint": 2580,
     "data": 3560,
@@ -52,7 +52,7 @@ BUDGETS = {
     "tasks": 1120,
     "templates": 90,
     "tracking": 700,
-    "train": 4190,
+    "train": 4310,
     "tune": 560,
     "ui": 850,
 }

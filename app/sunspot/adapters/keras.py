@@ -31,7 +31,17 @@ sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 UNREAD_SETTINGS = dict.fromkeys(
     (
-        *("micro_batch_size", "weight_decay", "clip_norm", "precision", "parallel", "recompute", "compile", "ema"),
+        *(
+            "micro_batch_size",
+            "weight_decay",
+            "clip_norm",
+            "precision",
+            "parallel",
+            "recompute",
+            "compile",
+            "graph",
+            "ema",
+        ),
         "weights",
     ),
     "has a Keras model, which ignores this setting; unset it",

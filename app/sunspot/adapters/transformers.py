@@ -33,7 +33,9 @@ IN_ARGUMENTS = (
 
 UNREAD_SETTINGS = {
     **unread_without_defaults(("build_optimizer", "schedule")),
-    **dict.fromkeys(("clip_norm", "compile", "gradient_precision", "loader", "parallel", "recompute"), IN_ARGUMENTS),
+    **dict.fromkeys(
+        ("clip_norm", "compile", "graph", "gradient_precision", "loader", "parallel", "recompute"), IN_ARGUMENTS
+    ),
     "test_share": "has a Trainer; return a dict of train and test from build_dataset",
 }
 """Reasons, keyed by the settings that a Trainer ignores."""

@@ -222,6 +222,9 @@ class Settings(BaseModel):
     "Precision in which workers exchange gradients."
     compile: Literal["off", "default", "max-autotune"] = setting("off", "off, default or max-autotune")
     "Mode of torch.compile, which needs a C or C++ compiler."
+    graph: Literal["off", "auto"] = setting("off", "off or auto")
+    """CUDA graphs for the model's passes. auto captures a graph for each frequent shape of the inputs, and prints why
+    if it cannot."""
     parallel: Literal["ddp", "fsdp", "hsdp"] = setting("ddp", "ddp, fsdp or hsdp")
     """Distribution of the model. ddp keeps a copy on each worker, and fsdp splits the model among all workers. hsdp
     keeps several copies, and splits each of them among SUNSPOT_SHARD_DEGREE workers."""

@@ -55,6 +55,7 @@ from sunspot.run.checkpoints import is_out_of_patience
 from sunspot.run.history import Journal, Journals
 from sunspot.settings import Settings, differences
 from sunspot.tasks import Task, load_task
+from sunspot.train.cuda_graphs import use_graphs
 from sunspot.train.device_memory import await_device_memory
 from sunspot.train.learner import Learner, Loader
 from sunspot.train.learning_rates import LearningRates
@@ -252,6 +253,8 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
         weights = state.model if attempt.starts_from else fit_names(model, state.model, settings.init_from)
         load_weights(model, shard_model_state(model, weights), attempt.starts_from or settings.init_from)
     compile_model(model, plan, place.world_size, place.device)
+    for part in models_in(model):
+        use_graphs(part, settings, place.device)
     return model
 
 

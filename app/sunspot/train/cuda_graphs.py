@@ -1,0 +1,181 @@
+"""CUDA graphs for a model's forward and backward pass (GRAPH=auto).
+
+A step of a small model launches hundreds of short kernels, and the GPU waits for the host. A graph launches all kernels
+of a pass at once. Only the model is in the graph: the loss, the average of the gradients and the optimizer's step
+follow it as usual. So a new group of workers needs no new graph (docs/decisions/0028-a-graph-holds-only-the-model.md).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from sunspot.parallel.data_parallel import find_tensors
+from sunspot.settings import Settings
+
+PASSES_BEFORE_CAPTURE = 3
+"""Number of passes with inputs of one shape that run without a graph, because a rare shape is not worth a graph."""
+
+MAX_GRAPHS = 4
+"""Most graphs of one model. Each graph keeps the memory of a whole pass."""
+
+TOLERANCE = 0.01
+"""Largest relative difference between the results of a graph and of the same pass without it.
+
+bf16 has a relative precision of 2^-8, and the order of sums may differ. A graph with a fault differs by far more.
+"""
+
+Key: TypeAlias = tuple[object, ...]
+"""The shapes and types of a pass's inputs, and the type of autocast."""
+
+
+def use_graphs(model: nn.Module, settings: Settings, device: torch.device) -> None:
+    """Let a model's passes become CUDA graphs, or print why GRAPH=auto has no effect."""
+    if settings.graph == "off":
+        return
+    reason = find_obstacle(settings, device)
+    if reason:
+        print(f"SUNSPOT_GRAPH={settings.graph}: no graphs, because {reason}")
+    else:
+        model.forward = GraphedForward(model)  # type: ignore[method-assign]
+
+
+def find_obstacle(settings: Settings, device: torch.device) -> str:
+    """Return the reason why a run cannot use graphs, or an empty string."""
+    if device.type != "cuda":
+        return f"the workers train on {device.type}, which has no CUDA graphs"
+    if settings.parallel != "ddp":
+        return f"SUNSPOT_PARALLEL={settings.parallel} exchanges parameters within a pass; only ddp can use graphs"
+    if settings.compile != "off":
+        return f"SUNSPOT_COMPILE={settings.compile} compiles the model; max-autotune makes graphs itself"
+    if settings.recompute != "off":
+        return f"SUNSPOT_RECOMPUTE={settings.recompute} runs blocks again in the backward pass"
+    return ""
+
+
+class GraphedForward:
+    """A module's `forward`, which replays a CUDA graph if it has captured one for inputs of the same shapes.
+
+    Passes that a graph cannot replay run as before: an evaluation, a second pass before the backward pass of the first,
+    a pass that adds to gradients, inputs that are not tensors, and models with hooks. If a capture fails, or if its
+    results differ from those of the same pass without a graph, the shapes get no graph.
+    """
+
+    def __init__(self, module: nn.Module, make_graphed: Callable[..., Any] = torch.cuda.make_graphed_callables) -> None:
+        self._module = module
+        self._without_graph = module.forward
+        self._make_graphed = make_graphed
+        self._graphs: dict[Key, Callable[..., Any] | None] = {}
+        "The graph for each key, or None if there can be no graph."
+        self._seen: Counter[Key] = Counter()
+        self._newest_pass: Callable[[], BackwardPass | None] = lambda: None
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Return the module's output, for one forward pass."""
+        if options or not self._can_replay(inputs):
+            return self._without_graph(*inputs, **options)
+        key = (torch.is_autocast_enabled("cuda"), *((each.shape, each.dtype, each.device) for each in inputs))
+        self._seen[key] += 1
+        if key not in self._graphs and self._seen[key] > PASSES_BEFORE_CAPTURE:
+            self._graphs[key] = self._capture(inputs)
+        graph = self._graphs.get(key)
+        if not graph:
+            return self._without_graph(*inputs)
+        # The next replay overwrites the graph's output, so the caller gets a copy.
+        output = torch.utils._pytree.tree_map(torch.clone, graph(*inputs))
+        self._watch_backward(output)
+        return output
+
+    def _can_replay(self, inputs: tuple[Any, ...]) -> bool:
+        first = next((each for each in self._module.parameters() if each.requires_grad), None)
+        newest = self._newest_pass()
+        return (
+            self._module.training
+            and torch.is_grad_enabled()
+            and all(isinstance(each, torch.Tensor) and not each.requires_grad for each in inputs)
+            # The graph's gradients stay in its own memory, so a second backward pass would overwrite the first sums.
+            and first is not None
+            and first.grad is None
+            # A second forward pass would overwrite the values that the backward pass of the first one needs.
+            and (newest is None or newest.began)
+        )
+
+    def _watch_backward(self, output: Any) -> None:
+        newest = BackwardPass()
+        for tensor in find_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(newest)
+        self._newest_pass = weakref.ref(newest)
+
+    def _capture(self, inputs: tuple[torch.Tensor, ...]) -> Callable[..., Any] | None:
+        """Return a graph for inputs of these shapes, or None if there can be none. Prints which of both it is."""
+        shapes = ", ".join("x".join(map(str, each.shape)) for each in inputs)
+        if sum(graph is not None for graph in self._graphs.values()) == MAX_GRAPHS:
+            problem = f"there are {MAX_GRAPHS} graphs for other shapes already"
+        elif any(has_hooks(module) for module in self._module.modules()):
+            problem = "its modules have hooks, which a graph would not call"
+        elif any(isinstance(module, nn.SyncBatchNorm) for module in self._module.modules()):
+            problem = "SyncBatchNorm communicates with the other workers, who may change"
+        else:
+            devices = [each.device for each in inputs if each.is_cuda][:1]
+            buffers = [each.clone() for each in self._module.buffers()]
+            try:
+                with torch.random.fork_rng(devices):
+                    graph = self._make(inputs)
+                problem = self._compare(graph, inputs, devices)
+            except Exception as error:  # of any kind: the model is the user's, and a pass without a graph still works
+                problem = f"capturing it failed: {error}".partition("\n")[0]
+            for buffer, before in zip(self._module.buffers(), buffers, strict=True):
+                buffer.data.copy_(before)  # unlike `copy_`, this does not fail the backward pass of an earlier pass
+        print(f"graph of the model for inputs of {shapes}: {f'none, because {problem}' if problem else 'captured'}")
+        return None if problem else graph
+
+    def _make(self, inputs: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+        module = self._module
+        vars(module).pop("forward")
+        try:
+            with torch.autocast(
+                "cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=False
+            ):
+                self._make_graphed(module, tuple(map(torch.clone, inputs)), allow_unused_input=True)
+            return module.forward
+        finally:
+            module.forward = self
+
+    def _compare(self, graph: Callable[..., Any], inputs: tuple[torch.Tensor, ...], devices: list[torch.device]) -> str:
+        """Return what differs between a graph and the same pass without it, or an empty string."""
+        results = []
+        for forward in (self._without_graph, graph):
+            with torch.random.fork_rng(devices):
+                outputs = [each for each in find_tensors(forward(*inputs)) if each.requires_grad]
+                trained = [each for each in self._module.parameters() if each.requires_grad]
+                gradients = torch.autograd.grad(
+                    outputs, trained, [torch.ones_like(each) for each in outputs], allow_unused=True
+                )
+                results.append([each.detach().clone() for each in (*outputs, *gradients) if each is not None])
+        for value, expected in zip(*reversed(results), strict=True):
+            difference = torch.linalg.vector_norm((value - expected).float())
+            if not difference <= TOLERANCE * torch.linalg.vector_norm(expected.float()):
+                return "its results differ from those of a pass without it"
+        return ""
+
+
+class BackwardPass:
+    """A hook that records that a backward pass has begun. It lives as long as the pass can still begin."""
+
+    def __init__(self) -> None:
+        self.began = False
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        """Record the beginning of the pass, whose gradient is that of an output."""
+        self.began = True
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a module calls hooks in its passes."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
