@@ -131,7 +131,7 @@ def test_a_process_joins_a_new_group_after_an_error_that_ended_only_its_group(
     with pytest.raises(raised), Joining(config, setup.survivor) as joined, joined.recorded_errors(setup):
         raise error
     assert record_end.called is recorded
-    assert setup.survivor.close.called is (raised is RegroupError)
+    assert setup.survivor.write_outputs.called is (raised is RegroupError)
 
 
 def test_the_end_of_a_replacement_is_not_recorded_if_it_has_not_trained(

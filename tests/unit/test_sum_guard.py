@@ -251,7 +251,7 @@ def test_after_an_error_within_a_step_the_optimizer_can_take_the_next_step() -> 
     optimizer = torch.optim.SGD([parameter], 0.5, fused=True)
     guard.trip()
     guard.begin_step(optimizer)
-    guard.leave()
+    guard.settle()
     optimizer.step()
     assert torch.equal(parameter.detach(), torch.full((2,), 0.5))
 
@@ -277,7 +277,7 @@ def test_the_guard_knows_of_an_abort_before_a_connection_is_closed() -> None:
         listening = socket.create_server(("127.0.0.1", 0))
         ours = socket.create_connection(listening.getsockname())
     groups.sums = guard = Watching()
-    groups.cut()
+    groups.break_collectives()
     assert guard.connected
     with ours, listening, pytest.raises(OSError, match="Broken pipe"):
         ours.send(b"x")

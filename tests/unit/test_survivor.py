@@ -242,11 +242,11 @@ def test_a_process_that_is_repeatedly_presumed_lost_stops_retrying() -> None:
     survivor._client = Mock(connections=1)
     for connections in range(1, survivors.GROUP_TRIES + 1):
         survivor._connections, survivor._client.connections = connections, connections + 1
-        survivor.leave(RegroupError())
+        survivor.abandon_group(RegroupError())
     with pytest.raises(NoGroupError, match=r"3 groups in a row took no step: .*considered this process lost"):
         survivor.form()
     survivor._worker = Mock(step=5, group_start=Mock(step=4))
-    survivor.leave(RegroupError())
+    survivor.abandon_group(RegroupError())
     assert not survivor._failed_groups, "a step was taken"
 
 

@@ -33,7 +33,7 @@ A loss in survivor mode, from the last packet of a process to the repeated step
  2. parallel.process_group.ProcessGroups  breaks their collectives, so that their step does not hang. Gloo's raise an
                                           error. NCCL's end without an error, but with wrong sums, which
                                           parallel.sum_guard.SumGuard keeps out of the parameters
- 3. train.survivor.Survivor.leave         calls train.worker.Worker.leave, which restores the state from before that
+ 3. train.survivor.Survivor.abandon_group calls train.worker.Worker.leave, which restores the state from before that
                                           step (train.undo.StepUndo)
  4. membership.Membership.decide          forms the next group once all living members ask to join. On each member,
                                           train.joining.Joining forms it (membership_channel.MembershipClient)

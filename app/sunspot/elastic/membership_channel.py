@@ -279,11 +279,11 @@ class Link:
 class MembershipClient:
     """Keeps this process connected to the membership server."""
 
-    def __init__(self, address: MembershipAddress, identity: Member, on_close: Callable[[], None]) -> None:
-        """Create a client. In a thread of its own, it calls `on_close` to end the collectives of this process."""
+    def __init__(self, address: MembershipAddress, identity: Member, break_collectives: Callable[[], None]) -> None:
+        """Create a client. Its own thread calls `break_collectives` once the group of this process has ended."""
         self._address = address
         self._identity = identity
-        self._on_close = on_close
+        self._break_collectives = break_collectives
         self._connecting = threading.Lock()
         self._link: Link | None = None
         self._left = False
@@ -349,7 +349,7 @@ class MembershipClient:
         others form a group without this process, because the number of members is limited. Returns None if no next
         generation will form. Raises `DriverUnreachableError`.
         """
-        self._leave()
+        self._leave_generation()
         while True:
             self.connect()
             link = self._link
@@ -366,11 +366,11 @@ class MembershipClient:
                     self._generation = generation.number
                     self._closed.clear()
                     if self._newest_closed >= generation.number or self._link is not link:
-                        self._leave()
+                        self._leave_generation()
                         break  # ask to join again
                     return generation, generation.ranks[link.uid]
 
-    def _leave(self) -> None:
+    def _leave_generation(self) -> None:
         self._generation = 0
         self._closed.set()
 
@@ -463,6 +463,6 @@ class MembershipClient:
     def _end_generation(self) -> None:
         self._closed.set()
         try:
-            self._on_close()
+            self._break_collectives()
         except Exception:  # the listening thread must continue
             log.exception("could not break the collectives of a group that has ended")

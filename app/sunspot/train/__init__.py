@@ -16,8 +16,9 @@ The modules are used in this order:
    use the loop of its library (`sunspot.adapters`).
 7. `worker.Worker` ends each step (`finish_step`). It then saves, evaluates, reports, stops or restarts if needed.
    `Worker.wait_before_change` keeps parameters unchanged until the copy of the previous state is complete.
-8. If a worker is lost, the others abandon their current step. `undo.StepUndo` undoes the step, `Survivor.leave` keeps
-   the state, and the loop joins the next group. `replacement.end_replacement` ends a replacement that cannot train.
+8. If a worker is lost, the others abandon their current step. `undo.StepUndo` undoes the step, `Survivor.abandon_group`
+   keeps the state, and the loop joins the next group. `replacement.end_replacement` ends a replacement that cannot
+   train.
 
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------

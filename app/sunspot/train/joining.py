@@ -257,7 +257,7 @@ class Joining:
             raise  # training continues with the next group
         except Exception as error:
             if survivor and survivor.outlives(error):
-                survivor.close(setup.outputs)
+                survivor.write_outputs(setup.outputs)
                 raise RegroupError from error
             if not ends_alone(survivor, setup.place.rank):
                 record_end(error, setup)

@@ -41,7 +41,7 @@ def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
                 if not survivor.replaces:
                     survivor.end()
                 raise
-            survivor.leave(error)
+            survivor.abandon_group(error)
 
 
 def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> None:

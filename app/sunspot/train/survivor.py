@@ -54,7 +54,7 @@ CLOSED_WITHIN_S = 3.0
 OUTPUTS_S = 1.0
 """Maximum number of seconds that a new group waits for storage to take the logs and metrics of the previous group."""
 
-CUT_EVERY_S = 0.1
+CHECK_EVERY_S = 0.1
 """Seconds between two checks for a lost member while a group forms."""
 
 GROUP_TRIES = 3
@@ -83,7 +83,7 @@ class Survivor:
         context = ray.get_runtime_context()
         name = f"{context.get_actor_id()}-{process_name()}"  # `replace_lost_alone` looks for the actor id
         member = Member(name, context.get_node_id(), host=socket.gethostname())
-        self._client = MembershipClient(address, member, self._groups.cut)
+        self._client = MembershipClient(address, member, self._groups.break_collectives)
         self._worker: Worker | None = None
         self._trained = False
         "True once this process has trained in a group."
@@ -182,7 +182,7 @@ class Survivor:
         while True:
             step = step_of(self.kept[0].checkpoint) if self.kept else None
             with ended_after(FORM_LIMIT_S + STUCK_AFTER_S, "it left its group"):
-                self._groups.leave()
+                self._groups.discard()
             if len(self._failed_groups) >= GROUP_TRIES:
                 count = plural(len(self._failed_groups), "group")
                 raise NoGroupError(f"{count} in a row took no step: {self._failed_groups[-1]}")
@@ -229,8 +229,8 @@ class Survivor:
     @contextmanager
     def forming(self) -> Iterator[None]:
         """Context manager for forming process groups. They are aborted as soon as their generation is closed."""
-        # The process may hear of a loss before it has a socket to cut, so this checks again and again.
-        with self._groups.forming(), Background(CUT_EVERY_S, self._cut_if_closed):
+        # The process may hear of a loss before it has a socket to close, so this checks again and again.
+        with self._groups.forming(), Background(CHECK_EVERY_S, self._break_if_closed):
             yield
 
     def _open_store(self, generation: int) -> Any:
@@ -240,9 +240,9 @@ class Survivor:
         store = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
         return dist.PrefixStore(str(generation), store)  # type: ignore[attr-defined]
 
-    def _cut_if_closed(self) -> None:
+    def _break_if_closed(self) -> None:
         if self._client.closed(0.0) or self._groups.overdue:
-            self._groups.cut()
+            self._groups.break_collectives()
 
     def is_closed(self) -> bool:
         """Return True if the group has ended, even if this worker was alone in it and no collective fails."""
@@ -286,8 +286,8 @@ class Survivor:
         lost_peer = known or LOST_PEER.search(f"{type(error).__name__}: {error}")
         return self._client.closed(CLOSED_WITHIN_S if lost_peer else 0.0)
 
-    def leave(self, error: Exception) -> None:
-        """Leave the group, which `error` has ended, and keep the state for the next group."""
+    def abandon_group(self, error: Exception) -> None:
+        """Abandon the group, which `error` has ended, and keep the state for the next group."""
         if self._worker and self._worker.step > self._worker.group_start.step:
             self._failed_groups.clear()
         elif self._client.connections > self._connections:
@@ -306,7 +306,7 @@ class Survivor:
         else:
             self._free_memory()
 
-    def close(self, outputs: ExitStack) -> None:
+    def write_outputs(self, outputs: ExitStack) -> None:
         """Start to write a group's outputs to storage. They are written while the next group forms."""
         self._outputs = close_outputs(outputs)
 

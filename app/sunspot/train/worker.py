@@ -339,7 +339,7 @@ class Worker:
         A step that has begun is undone. Returns None if that is impossible, or if this process has only a shard of the
         state (fsdp).
         """
-        cancelled = self._sums is not None and not self._sums.leave()
+        cancelled = self._sums is not None and not self._sums.settle()
         if not cancelled:
             self._count_step()
         self.profiler.drop()
