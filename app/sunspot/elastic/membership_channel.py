@@ -66,8 +66,6 @@ for seconds."""
 DECIDE_EVERY_S = 0.01
 """Pause in seconds of the server's thread, so that one pass receives the heartbeats of many members."""
 
-STORE_TIMEOUT_S = 60
-
 RECONNECT_S = 60.0
 """Seconds for which a process tries to reach the driver. If the driver is gone, Ray ends the process sooner."""
 
@@ -107,7 +105,10 @@ class JoinRequest:
 
 
 class MembershipServer:
-    """Context manager that runs a `Membership` in the driver."""
+    """Context manager that runs a `Membership` in the driver.
+
+    `MemberConnections` calls `receive` for each message, and `declare_lost` for each connection that has ended.
+    """
 
     def __init__(self, size: int, control: ControlClient, degree: int = 1) -> None:
         """Create a server for `size` processes, with `degree` processes in each replica of the model.
@@ -136,7 +137,7 @@ class MembershipServer:
             store_port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_TIMEOUT_S),
+            timeout=timedelta(minutes=1),
             master_listen_fd=listening.detach(),
         )
         self.address = MembershipAddress(host, self._accepted.port, store_port, key)
@@ -214,6 +215,7 @@ class MembershipServer:
         self._control.send(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
 
     def _decide(self) -> None:
+        """Send members the end of their group, a change that follows their current step, or the next group."""
         with self._lock:
             messages = self._membership.decide(time.monotonic())
             changing = any(isinstance(message, Change) for _, message in messages)
@@ -260,6 +262,10 @@ def ask_living(address: MembershipAddress) -> list[str]:
         connection.send(ASK_LIVING)
         living: list[str] = connection.receive()
     return living
+
+
+class RegroupError(Exception):
+    """Raised when a worker leaves its group and its process will join the next group."""
 
 
 class DriverUnreachableError(ConnectionError):
@@ -365,6 +371,7 @@ class MembershipClient:
                         continue
                     self._generation = generation.number
                     self._closed.clear()
+                    # The listening thread may have seen the end of this generation before `_generation` was set.
                     if self._newest_closed >= generation.number or self._link is not link:
                         self._leave_generation()
                         break  # ask to join again

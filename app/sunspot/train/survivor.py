@@ -33,6 +33,7 @@ from sunspot.elastic.membership_channel import (
     DriverUnreachableError,
     MembershipAddress,
     MembershipClient,
+    RegroupError,
 )
 from sunspot.elastic.restore import StateMetadata, TrainingState, hand_over
 from sunspot.elastic.watchdog import FIRST_STEP_S, ended_after
@@ -46,7 +47,7 @@ from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, checkpoint_name, step_of
 from sunspot.run.failures import LOST_PEER
 from sunspot.train.learner import Learner
-from sunspot.train.worker import RegroupError, Worker, close_outputs
+from sunspot.train.worker import Worker, close_outputs
 
 CLOSED_WITHIN_S = 3.0
 """Seconds within which a member learns that its group is closed, after a loss has broken a collective."""
@@ -154,12 +155,10 @@ class Survivor:
         alone. A member whose `shard` has changed (hsdp) also builds one. Otherwise, all members forget their
         learners, and build new ones together later.
         """
-        if self.learner and self.learner.place.shard != shard:
+        if self.learner and not (live and self.learner.place.shard == shard):
             self.forget()
         if live:
             self.prepare(build)
-        elif self.learner:
-            self.forget()
 
     def forget(self) -> None:
         """Free this process's learner, metrics and state."""
@@ -184,8 +183,8 @@ class Survivor:
             with ended_after(FORM_LIMIT_S + STUCK_AFTER_S, "it left its group"):
                 self._groups.discard()
             if len(self._failed_groups) >= GROUP_TRIES:
-                count = plural(len(self._failed_groups), "group")
-                raise NoGroupError(f"{count} in a row took no step: {self._failed_groups[-1]}")
+                groups = plural(len(self._failed_groups), "group")
+                raise NoGroupError(f"{groups} in a row took no step: {self._failed_groups[-1]}")
             stood = self._client.join_next(step, self._wait_outside)
             if not stood:
                 return None
@@ -293,11 +292,10 @@ class Survivor:
         elif self._client.connections > self._connections:
             limit = f"it sent no heartbeat for {PROCESS_LIMIT_S:.0f} s, or no packet for {MACHINE_LIMIT_S:.0f} s"
             self._failed_groups.append(f"the driver considered this process lost: {limit}")
-        for each in (error, error.__cause__):
-            if each:
-                traceback.clear_frames(each.__traceback__)  # frames hold the last step's batch and graph
+        for each in filter(None, (error, error.__cause__)):
+            traceback.clear_frames(each.__traceback__)  # frames hold the last step's batch and graph
         if self._worker:
-            self.kept = self._worker.leave()
+            self.kept = abandon_step(self._worker)
             self.window = self._worker.window
             self.committer = self._worker.checkpoints.committer
             self._worker = None
@@ -318,3 +316,19 @@ class Survivor:
     def end(self) -> None:
         """Announce to the driver that the group ends, and that no other group follows."""
         self._client.end()
+
+
+def abandon_step(worker: Worker) -> tuple[LiveState, StateMetadata] | None:
+    """Abandon the step that the end of the group has interrupted, and return the state to continue from.
+
+    The state is that after the newest step that counts. It is returned as its name and position. Returns None if the
+    interrupted step cannot be undone, or if this process has only a part of the state (fsdp).
+    """
+    worker.step_guard.settle()
+    worker.profiler.drop()
+    windows = worker.checkpoints.leave_group(worker.step)  # waits for a copy that still reads the parameters
+    if not worker.step_guard.undo():
+        return None
+    place = worker.learner.place
+    live = LiveState(worker.checkpoints.name_at(worker.step), worker.evaluated, place.shard, place.shards)
+    return live, StateMetadata(worker.state_metrics(worker.record), worker.step_ended, windows)
