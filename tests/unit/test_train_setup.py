@@ -271,9 +271,10 @@ def test_reading_rows_and_building_a_model_do_not_count_as_a_hang(monkeypatch: p
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
     """Return the configuration of a worker that joins the run without Ray and without a group."""
-    names = ("quiet_ray_train", "launch_time", "show_claim", "first_status", "record_end")
+    names = ("quiet_ray_train", "launch_time", "show_claim", "first_status")
     for name in names:
         monkeypatch.setattr(joining, name, anything)
+    monkeypatch.setattr("sunspot.train.loop.record_end", anything)
     monkeypatch.setattr(WorkerConfig, "claimant", lambda _: SimpleNamespace(run=anything()))
     monkeypatch.setattr(joining, "first_incident", lambda _: Incident())
     monkeypatch.setattr(joining, "open_memory", lambda *_: None)
