@@ -125,6 +125,41 @@ class Survivor:
         """The shard that this process should prepare under hsdp."""
         return self._client.shard
 
+    def outlives(self, error: Exception) -> bool:
+        """Return True if an error has ended only the group, and this process can join another group."""
+        if isinstance(error, RegroupError):
+            return True
+        if isinstance(error, GroupRestartError | NoGroupError | DriverUnreachableError):
+            return False
+        known = find_in(error)
+        if known and not isinstance(known, SupersededError):  # the next group of the same driver may supersede this one
+            return False
+        lost_peer = known or LOST_PEER.search(f"{type(error).__name__}: {error}")
+        return self._client.closed(CLOSED_WITHIN_S if lost_peer else 0.0)
+
+    def abandon_group(self, error: Exception) -> None:
+        """Abandon the group, which `error` has ended, and keep the state for the next group."""
+        if self._worker and self._worker.step > self._worker.group_start.step:
+            self._failed_groups.clear()
+        elif self._client.connections > self._connections:
+            limit = f"it sent no heartbeat for {PROCESS_LIMIT_S:.0f} s, or no packet for {MACHINE_LIMIT_S:.0f} s"
+            self._failed_groups.append(f"the driver considered this process lost: {limit}")
+        for each in filter(None, (error, error.__cause__)):
+            traceback.clear_frames(each.__traceback__)  # frames hold the last step's batch and graph
+        if self._worker:
+            self.kept = abandon_step(self._worker)
+            self.window = self._worker.window
+            self.committer = self._worker.checkpoints.committer
+            self._worker = None
+        if self.learner and self.learner.plan.settings.parallel == "fsdp":
+            self.forget()  # the next group loads other parts, from the copies in memory
+        else:
+            self._free_memory()
+
+    def write_outputs(self, outputs: ExitStack) -> None:
+        """Start to write a group's outputs to storage. They are written while the next group forms."""
+        self._outputs = close_outputs(outputs)
+
     def prepare(self, build: Callable[[], Learner]) -> None:
         """Build this process's learner without the other workers, unless it already has a learner."""
         self.learner = self.learner or build()
@@ -185,10 +220,10 @@ class Survivor:
             if len(self._failed_groups) >= GROUP_TRIES:
                 groups = plural(len(self._failed_groups), "group")
                 raise NoGroupError(f"{groups} in a row took no step: {self._failed_groups[-1]}")
-            stood = self._client.join_next(step, self._wait_outside)
-            if not stood:
+            joined = self._client.join_next(step, self._wait_outside)
+            if not joined:
                 return None
-            generation, rank = stood
+            generation, rank = joined
             self._connections = self._client.connections
             began = time.monotonic()
             try:
@@ -272,41 +307,6 @@ class Survivor:
         self._trained = True
         self._worker = worker
         self.learner = worker.learner
-
-    def outlives(self, error: Exception) -> bool:
-        """Return True if an error has ended only the group, and this process can join another group."""
-        if isinstance(error, RegroupError):
-            return True
-        if isinstance(error, GroupRestartError | NoGroupError | DriverUnreachableError):
-            return False
-        known = find_in(error)
-        if known and not isinstance(known, SupersededError):  # the next group of the same driver may supersede this one
-            return False
-        lost_peer = known or LOST_PEER.search(f"{type(error).__name__}: {error}")
-        return self._client.closed(CLOSED_WITHIN_S if lost_peer else 0.0)
-
-    def abandon_group(self, error: Exception) -> None:
-        """Abandon the group, which `error` has ended, and keep the state for the next group."""
-        if self._worker and self._worker.step > self._worker.group_start.step:
-            self._failed_groups.clear()
-        elif self._client.connections > self._connections:
-            limit = f"it sent no heartbeat for {PROCESS_LIMIT_S:.0f} s, or no packet for {MACHINE_LIMIT_S:.0f} s"
-            self._failed_groups.append(f"the driver considered this process lost: {limit}")
-        for each in filter(None, (error, error.__cause__)):
-            traceback.clear_frames(each.__traceback__)  # frames hold the last step's batch and graph
-        if self._worker:
-            self.kept = abandon_step(self._worker)
-            self.window = self._worker.window
-            self.committer = self._worker.checkpoints.committer
-            self._worker = None
-        if self.learner and self.learner.plan.settings.parallel == "fsdp":
-            self.forget()  # the next group loads other parts, from the copies in memory
-        else:
-            self._free_memory()
-
-    def write_outputs(self, outputs: ExitStack) -> None:
-        """Start to write a group's outputs to storage. They are written while the next group forms."""
-        self._outputs = close_outputs(outputs)
 
     def await_outputs(self) -> None:
         """Wait up to OUTPUTS_S seconds until the previous group's outputs are in storage."""
