@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from sunspot.elastic.claim import StartPoint
+from sunspot.elastic.membership_channel import RegroupError
 from sunspot.errors import DataError, SunspotError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt
 from sunspot.settings import Settings
-from sunspot.train import joining
+from sunspot.train import joining, loop
 from sunspot.train.joining import Joining, WorkerConfig
-from sunspot.train.worker import RegroupError
 from tests.harness.control import LocalControl
 
 PLACE = WorkerPlace(None, 1, 2, torch.device("cpu"), ["node-1", "node-2"])
@@ -126,21 +126,22 @@ def test_a_process_joins_a_new_group_after_an_error_that_ended_only_its_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     record_end = Mock()
-    monkeypatch.setattr(joining, "record_end", record_end)
-    setup: Any = SimpleNamespace(survivor=survivor_that(outlives=lambda _: outlived), place=PLACE, outputs=Mock())
-    with pytest.raises(raised), Joining(config, setup.survivor) as joined, joined.recorded_errors(setup):
-        raise error
+    monkeypatch.setattr(loop, "record_end", record_end)
+    survivor = survivor_that(outlives=lambda _: outlived)
+    joined = MagicMock(build=Mock(side_effect=error))
+    joined.__enter__.return_value = joined
+    joined.__exit__.return_value = False
+    monkeypatch.setattr(loop, "Joining", lambda *_: joined)
+    with pytest.raises(raised):
+        loop.train_in_group(config, survivor)
     assert record_end.called is recorded
-    assert setup.survivor.close.called is (raised is RegroupError)
+    assert survivor.write_outputs.called is (raised is RegroupError)
 
 
-def test_the_end_of_a_replacement_is_not_recorded_if_it_has_not_trained(
-    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record_end = Mock()
-    monkeypatch.setattr(joining, "record_end", record_end)
-    survivor = survivor_that(replaces=True, outlives=lambda _: False)
-    setup: Any = SimpleNamespace(survivor=survivor, place=PLACE, outputs=Mock())
-    with pytest.raises(SunspotError), Joining(config, survivor) as joined, joined.recorded_errors(setup):
-        raise SunspotError("the rows take 40 GB, and 12 GB are left there")
-    assert not record_end.called
+def test_the_end_of_a_replacement_is_not_recorded_if_it_has_not_trained(run: Run) -> None:
+    control = LocalControl()
+    setup: Any = SimpleNamespace(survivor=survivor_that(replaces=True), place=PLACE, run=run, control=control)
+    joining.record_end(SunspotError("the rows take 40 GB, and 12 GB are left there"), setup)
+    end = control.channel.group_end()
+    assert not end.errors
+    assert not end.fatal

@@ -46,7 +46,7 @@ from tests.harness.runs import begin, consumed, record_audit, start
 def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
     """Return a single worker. `own` contains its checkpoints, commands, telemetry and reporter."""
     place = WorkerPlace(group)
-    learner: Any = SimpleNamespace(plan=plan, place=place, average=MagicMock(), model=torch.nn.Identity())
+    learner: Any = MagicMock(plan=plan, place=place, model=torch.nn.Identity())
     checkpoints, commands, telemetry, reporter = own
     begun = GroupStart(0, True, {})
     return Worker(learner, begun, checkpoints, commands, MagicMock(), telemetry, reporter, ExitStack())

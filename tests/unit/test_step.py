@@ -24,6 +24,7 @@ from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.data.order import Steps
 from sunspot.data.source import Batch, EmptySource
+from sunspot.elastic.membership_channel import RegroupError
 from sunspot.elastic.messages import Command
 from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.collectives import WorkerPlace
@@ -38,7 +39,8 @@ from sunspot.train.learner import Learner
 from sunspot.train.loop import take_step, train
 from sunspot.train.randomness import draw_uniform, seed_generators, seed_of
 from sunspot.train.run import TrainingRun
-from sunspot.train.worker import GroupStart, RegroupError, Step, Worker
+from sunspot.train.survivor import abandon_step
+from sunspot.train.worker import GroupStart, Step, Worker
 from tests.harness.constants import SetConstants
 from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
@@ -72,6 +74,7 @@ def evaluating(
         task=task,
         compute_loss=lambda model, batch: task.loss(model, batch),
         average=WeightAverage(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1), 0),
+        optimizer=None,
         undo=Mock(warnings=list, put_back=lambda cancelled: True),
         passes=passes,
     )
@@ -250,7 +253,7 @@ def test_the_end_of_an_epoch_is_saved_before_its_evaluation(
     assert [*dict.fromkeys(worker.calls)] == [("save", 25, False, False), "evaluates", *left]
     record = worker.records[-1]
     assert (record["epoch"], "test_loss" in record) == (1, command == Command())
-    outlived = worker.leave()
+    outlived = abandon_step(worker)
     assert outlived
     assert outlived[1].metrics.items() >= record.items(), "a repeated evaluation adds to this record"
 
@@ -261,7 +264,7 @@ def test_an_epoch_is_evaluated_even_if_a_worker_is_lost_at_its_end(group: dist.P
     worker._decisions = Mock(agree=Mock(side_effect=RuntimeError("Connection closed by peer")))
     with pytest.raises(RuntimeError):
         worker.take_step(25)
-    outlived = worker.leave()
+    outlived = abandon_step(worker)
     assert outlived
     assert not outlived[0].evaluated
 

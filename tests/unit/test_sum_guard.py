@@ -16,13 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sunspot.elastic.membership_channel import RegroupError
 from sunspot.parallel.process_group import ProcessGroups
 from sunspot.parallel.sum_guard import SumGuard
 from sunspot.settings import Settings
 from sunspot.train.learner import Learner
 from sunspot.train.loop import take_step
 from sunspot.train.run import TrainingRun
-from sunspot.train.worker import GroupStart, RegroupError, Worker
+from sunspot.train.survivor import abandon_step
+from sunspot.train.worker import GroupStart, Worker
 from tests.harness.fake_stream import FakeEvent, FakeStream
 from tests.harness.loop import QuietWorker, make_worker, plan_without_evaluation
 
@@ -134,7 +136,7 @@ class GroupOnDevice:
     def leave(self) -> int | None:
         """Leave the group, and return the step of the remaining state, or None if no state remains."""
         with self.stream, self._hooks:
-            kept = self._worker.leave()
+            kept = abandon_step(self._worker)
         self.stream.synchronize()
         assert self._worker.window.steps == self._worker.step - WARM_UP
         return self._worker.step if kept else None
@@ -251,7 +253,7 @@ def test_after_an_error_within_a_step_the_optimizer_can_take_the_next_step() -> 
     optimizer = torch.optim.SGD([parameter], 0.5, fused=True)
     guard.trip()
     guard.begin_step(optimizer)
-    guard.leave()
+    guard.settle()
     optimizer.step()
     assert torch.equal(parameter.detach(), torch.full((2,), 0.5))
 
@@ -277,7 +279,7 @@ def test_the_guard_knows_of_an_abort_before_a_connection_is_closed() -> None:
         listening = socket.create_server(("127.0.0.1", 0))
         ours = socket.create_connection(listening.getsockname())
     groups.sums = guard = Watching()
-    groups.cut()
+    groups.break_collectives()
     assert guard.connected
     with ours, listening, pytest.raises(OSError, match="Broken pipe"):
         ours.send(b"x")

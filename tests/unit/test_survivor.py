@@ -19,7 +19,7 @@ import torch.distributed as dist
 from sunspot.checkpoint import SavedObjects
 from sunspot.elastic.copies import LiveState, SurvivingState
 from sunspot.elastic.membership import Generation, Member
-from sunspot.elastic.membership_channel import MembershipAddress
+from sunspot.elastic.membership_channel import MembershipAddress, RegroupError
 from sunspot.elastic.restore import StateMetadata, TrainingState, hand_over
 from sunspot.errors import DamageError, DataError, SunspotError, SupersededError
 from sunspot.parallel.collectives import WorkerPlace
@@ -30,7 +30,6 @@ from sunspot.settings import Settings
 from sunspot.train import joining, loop, replacement
 from sunspot.train import survivor as survivors
 from sunspot.train.survivor import NoGroupError, Survivor
-from sunspot.train.worker import RegroupError
 from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl, worker_group
 from tests.harness.loop import make_worker, plan_without_evaluation
@@ -182,7 +181,8 @@ def test_a_superseded_worker_ends_the_run_only_if_another_driver_owns_it(
     ours = Attempt(1, "job", None, 0, metadata=Metadata(driver="this"))
     claim(run, [], ours)
     claim(run, [ours], Attempt(2, "job", None, 0, metadata=Metadata(driver=driver)))
-    setup: Any = SimpleNamespace(run=run, control=control, place=WorkerPlace(), start=SimpleNamespace(attempt=ours))
+    start = SimpleNamespace(attempt=ours)
+    setup: Any = SimpleNamespace(run=run, control=control, place=WorkerPlace(), start=start, survivor=None)
     joining.record_end(SupersededError("attempt 2 owns the run"), setup)
     assert bool(control.channel.group_end().fatal) is fatal
 
@@ -242,11 +242,11 @@ def test_a_process_that_is_repeatedly_presumed_lost_stops_retrying() -> None:
     survivor._client = Mock(connections=1)
     for connections in range(1, survivors.GROUP_TRIES + 1):
         survivor._connections, survivor._client.connections = connections, connections + 1
-        survivor.leave(RegroupError())
+        survivor.abandon_group(RegroupError())
     with pytest.raises(NoGroupError, match=r"3 groups in a row took no step: .*considered this process lost"):
         survivor.form()
     survivor._worker = Mock(step=5, group_start=Mock(step=4))
-    survivor.leave(RegroupError())
+    survivor.abandon_group(RegroupError())
     assert not survivor._failed_groups, "a step was taken"
 
 

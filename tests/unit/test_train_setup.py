@@ -22,6 +22,7 @@ from sunspot.background import Background
 from sunspot.data.order import Steps
 from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import ControlChannel
+from sunspot.elastic.membership_channel import RegroupError
 from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
@@ -45,7 +46,7 @@ from sunspot.train.build import (
 from sunspot.train.joining import WorkerConfig, set_tf32
 from sunspot.train.loop import train_in_group
 from sunspot.train.probe import probe_here
-from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, GroupStart, RegroupError, Worker
+from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, GroupStart, Worker
 from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
@@ -270,9 +271,10 @@ def test_reading_rows_and_building_a_model_do_not_count_as_a_hang(monkeypatch: p
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
     """Return the configuration of a worker that joins the run without Ray and without a group."""
-    names = ("quiet_ray_train", "launch_time", "show_claim", "first_status", "record_end")
+    names = ("quiet_ray_train", "launch_time", "show_claim", "first_status")
     for name in names:
         monkeypatch.setattr(joining, name, anything)
+    monkeypatch.setattr("sunspot.train.loop.record_end", anything)
     monkeypatch.setattr(WorkerConfig, "claimant", lambda _: SimpleNamespace(run=anything()))
     monkeypatch.setattr(joining, "first_incident", lambda _: Incident())
     monkeypatch.setattr(joining, "open_memory", lambda *_: None)
@@ -344,7 +346,7 @@ def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contex
     commands = MagicMock(poll=lambda: Command(restart=True, deadline=deadline))
     place = WorkerPlace(group)
     plan = SimpleNamespace(settings=Settings(job=JobContext(notice_s=60)), steps=Steps(8, 2))
-    learner: Any = SimpleNamespace(place=place, plan=plan, model=torch.nn.Identity())
+    learner: Any = MagicMock(place=place, plan=plan, model=torch.nn.Identity())
     watchdog: Any = Watched()
     begun = GroupStart(0, True, {})
     return Worker(learner, begun, MagicMock(), commands, watchdog, MagicMock(), reporter, outputs)

@@ -16,6 +16,7 @@ from sunspot.parallel.sum_guard import SumGuard
 from sunspot.settings import Settings
 from sunspot.train.learner import Learner
 from sunspot.train.loop import train
+from sunspot.train.survivor import abandon_step
 from sunspot.train.undo import StepUndo
 from sunspot.train.worker import GroupStart
 from tests.harness.loop import QuietWorker, make_worker, plan_without_evaluation
@@ -76,7 +77,7 @@ def test_an_interrupted_step_is_undone_or_reported_as_impossible_to_undo(
     with pytest.raises(RuntimeError, match="closed by peer"):
         train(worker)
     assert worker.step == BROKEN_AT - 1
-    assert (worker.leave() is not None) is taken_back
+    assert (abandon_step(worker) is not None) is taken_back
     if taken_back:
         for parameter in broken.model.parameters():
             parameter.grad = None

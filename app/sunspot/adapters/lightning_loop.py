@@ -79,7 +79,7 @@ class LightningRun(LibraryRun):
     def step(self) -> None:
         super().step()
         if self._hooks_between_steps:
-            self._worker.wait_for_copy()
+            self._worker.checkpoints.wait_for_copy()
 
 
 class RowWeightedDDPStrategy(RayDDPStrategy):

@@ -29,22 +29,40 @@ is about to replace.
 
 A loss in survivor mode, from the last packet of a process to the repeated step
 -------------------------------------------------------------------------------
- 1. membership_channel.MembershipServer   declares it lost, and closes the group (a generation) for the other members
- 2. parallel.process_group.ProcessGroups  breaks their collectives, so that their step does not hang. Gloo's raise an
-                                          error. NCCL's end without an error, but with wrong sums, which
-                                          parallel.sum_guard.SumGuard keeps out of the parameters
- 3. train.survivor.Survivor.leave         calls train.worker.Worker.leave, which restores the state from before that
-                                          step (train.undo.StepUndo)
- 4. membership.Membership.decide          forms the next group once all living members ask to join. On each member,
-                                          train.joining.Joining forms it (membership_channel.MembershipClient)
- 5. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt from it
- 6. restore.hand_over                     sends that state to the ranks that lack it; the step is repeated
- 7. receipts.make_receipt                 records what the loss cost (train.reporter.Reporter.took_step)
+These eight files tell the whole story, in this order:
+
+ 1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), and tells the other members of its
+                                          group, which is also called a generation, that the group has ended
+ 2. membership_channel.MembershipClient   receives this on each of these members, and breaks the collectives of its
+                                          process, so that no step hangs. Gloo's collectives then raise an error. NCCL's
+                                          end without an error, but with wrong sums
+ 3. train.loop.train_in_group             catches the error that ends the step. `train_in_groups` then abandons the
+                                          group, and joins the next one
+ 4. train.survivor.Survivor               finds out that the error has ended only the group (`outlives`), and keeps the
+                                          state for the next group (`abandon_group`)
+ 5. train.undo.StepGuard                  decides whether the abandoned step counts. If the step was not complete, or a
+                                          wrong sum has cancelled it, `StepUndo` restores the state from before the step
+ 6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
+                                          `build` lead to steps 7, 8 and 9
+ 7. membership.Membership                 forms the group once all living members ask to join it (`decide`), which they
+                                          do in `Survivor.form`
+ 8. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt that starts
+                                          from it (`claim_in_place`)
+ 9. restore.hand_over                     sends that state to the ranks that lack it. train.loop then repeats the step
+
+After the repeated step, receipts.make_receipt records what the loss cost (train.reporter.Reporter.took_step).
 
 If a node is preempted with a notice, another worker is ready to join, or a user wants fewer workers
 (wanted_workers.WantedWorkers), steps 1 and 2 do not happen. Instead, the membership server asks for a change between
-two steps, and `Worker.finish_step` raises RegroupError. If a replacement
-cannot train, only its own process ends (train.replacement.end_replacement).
+two steps, and `Worker.finish_step` raises RegroupError. Step 3 follows. If a replacement cannot train, only its own
+process ends (train.replacement.end_replacement).
+
+These types describe the state on its way to the next group:
+
+- copies.LiveState names the state that one survivor has. restore.StateMetadata has everything else but its tensors.
+- copies.SurvivingState names the newest of these states, and the ranks that have it.
+- claim.StartPoint is what the next group starts from: a SurvivingState, a copy in memory, a checkpoint, or nothing.
+- restore.TrainingState is the loaded or received state. Its tensors are empty on a rank that already has them.
 
 A restart of the whole group, from the notice to the first step of the new group
 --------------------------------------------------------------------------------

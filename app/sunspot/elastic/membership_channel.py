@@ -66,8 +66,6 @@ for seconds."""
 DECIDE_EVERY_S = 0.01
 """Pause in seconds of the server's thread, so that one pass receives the heartbeats of many members."""
 
-STORE_TIMEOUT_S = 60
-
 RECONNECT_S = 60.0
 """Seconds for which a process tries to reach the driver. If the driver is gone, Ray ends the process sooner."""
 
@@ -107,7 +105,10 @@ class JoinRequest:
 
 
 class MembershipServer:
-    """Context manager that runs a `Membership` in the driver."""
+    """Context manager that runs a `Membership` in the driver.
+
+    `MemberConnections` calls `receive` for each message, and `declare_lost` for each connection that has ended.
+    """
 
     def __init__(self, size: int, control: ControlClient, degree: int = 1) -> None:
         """Create a server for `size` processes, with `degree` processes in each replica of the model.
@@ -136,7 +137,7 @@ class MembershipServer:
             store_port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_TIMEOUT_S),
+            timeout=timedelta(minutes=1),
             master_listen_fd=listening.detach(),
         )
         self.address = MembershipAddress(host, self._accepted.port, store_port, key)
@@ -214,6 +215,7 @@ class MembershipServer:
         self._control.send(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
 
     def _decide(self) -> None:
+        """Send members the end of their group, a change that follows their current step, or the next group."""
         with self._lock:
             messages = self._membership.decide(time.monotonic())
             changing = any(isinstance(message, Change) for _, message in messages)
@@ -262,6 +264,10 @@ def ask_living(address: MembershipAddress) -> list[str]:
     return living
 
 
+class RegroupError(Exception):
+    """Raised when a worker leaves its group and its process will join the next group."""
+
+
 class DriverUnreachableError(ConnectionError):
     """Raised if the membership server could not be reached for RECONNECT_S."""
 
@@ -279,11 +285,11 @@ class Link:
 class MembershipClient:
     """Keeps this process connected to the membership server."""
 
-    def __init__(self, address: MembershipAddress, identity: Member, on_close: Callable[[], None]) -> None:
-        """Create a client. In a thread of its own, it calls `on_close` to end the collectives of this process."""
+    def __init__(self, address: MembershipAddress, identity: Member, break_collectives: Callable[[], None]) -> None:
+        """Create a client. Its own thread calls `break_collectives` once the group of this process has ended."""
         self._address = address
         self._identity = identity
-        self._on_close = on_close
+        self._break_collectives = break_collectives
         self._connecting = threading.Lock()
         self._link: Link | None = None
         self._left = False
@@ -349,7 +355,7 @@ class MembershipClient:
         others form a group without this process, because the number of members is limited. Returns None if no next
         generation will form. Raises `DriverUnreachableError`.
         """
-        self._leave()
+        self._leave_generation()
         while True:
             self.connect()
             link = self._link
@@ -365,12 +371,13 @@ class MembershipClient:
                         continue
                     self._generation = generation.number
                     self._closed.clear()
+                    # The listening thread may have seen the end of this generation before `_generation` was set.
                     if self._newest_closed >= generation.number or self._link is not link:
-                        self._leave()
+                        self._leave_generation()
                         break  # ask to join again
                     return generation, generation.ranks[link.uid]
 
-    def _leave(self) -> None:
+    def _leave_generation(self) -> None:
         self._generation = 0
         self._closed.set()
 
@@ -463,6 +470,6 @@ class MembershipClient:
     def _end_generation(self) -> None:
         self._closed.set()
         try:
-            self._on_close()
+            self._break_collectives()
         except Exception:  # the listening thread must continue
             log.exception("could not break the collectives of a group that has ended")

@@ -52,8 +52,8 @@ class ProcessGroups:
     ) -> None:
         """Prepare groups that sum gradients on `device`. CPU collectives time out after `limit_s` seconds.
 
-        Connections to `server`, the membership server's address, are never cut, even if they were opened while a group
-        formed. `replicas` are formed and broken together with the default group.
+        Connections to `server`, the membership server's address, are never closed, even if they were opened while a
+        group formed. `replicas` are formed and broken together with the default group.
         """
         self._device = device
         self._limit = timedelta(seconds=limit_s)
@@ -81,12 +81,13 @@ class ProcessGroups:
     ) -> dist.ProcessGroup:
         """Form the group for gradients and the group for decisions, and return the latter.
 
-        Call this inside `forming`. The store is opened here, so that `cut` also closes its connection. If forming takes
-        longer than `limit_s`, the groups are `overdue`, and the caller must cut them, because torch's timeouts apply
-        only to later collectives. Raises `RuntimeError` if a member is lost before the groups have formed.
+        Call this inside `forming`. The store is opened here, so that `break_collectives` also closes its connection. If
+        forming takes longer than `limit_s`, the groups are `overdue`, and the caller must call `break_collectives`,
+        because torch's timeouts apply only to later collectives. Raises `RuntimeError` if a member is lost before the
+        groups have formed.
         """
         self._form_by = time.monotonic() + limit_s
-        with self._ending:  # so that a running `cut` trips the guard of the group that it aborts
+        with self._ending:  # so that a running `break_collectives` trips the guard of the group that it aborts
             self.sums = SumGuard(self._device if self._device.type == "cuda" and world_size > 1 else None)
         if self._server[0] == LOOPBACK:
             os.environ |= {name: os.environ.get(name, value) for name, value in ON_LOOPBACK.items()}
@@ -121,7 +122,7 @@ class ProcessGroups:
             self._own |= {name for _, name in _sockets()} - self._before
             self._before, self._form_by = None, math.inf
 
-    def cut(self) -> None:
+    def break_collectives(self) -> None:
         """End all collectives in this process, from any thread. Gloo's collectives then raise an error."""
         with self._ending:
             self.sums.trip()  # before any collective is aborted
@@ -138,7 +139,7 @@ class ProcessGroups:
         world = dist.group.WORLD
         return [world, *(self.replicas.all if self.replicas else ())] if world else []
 
-    def leave(self) -> None:
+    def discard(self) -> None:
         """Discard the groups after the end of their generation."""
         with self._ending:
             # Otherwise the destructor would wait for a running collective until a stopped peer resumed.

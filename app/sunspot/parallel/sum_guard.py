@@ -4,7 +4,8 @@ An aborted NCCL collective ends without an error, and leaves a wrong sum. A work
 change of parameters, but then the GPU has no work until the optimizer's kernels arrive. Instead, the GPU itself finds
 out whether the sums count:
 
-1. `trip` sets a word in main memory. `ProcessGroups.cut` calls it *before* it aborts any collective.
+1. `trip` sets a word in main memory. `ProcessGroups.break_collectives` calls it *before* it aborts any
+   collective.
 2. `begin_step` queues a read of this word behind the sums. If the GPU reads 0, no abort had begun by then, so the sums
    are complete. If it reads 1, they may be wrong.
 3. A fused optimizer gets the value that was read as `found_inf`, with which gradient scalers cancel a step. If it is
@@ -117,7 +118,7 @@ class SumGuard:
             self._in_doubt = bool(self._result)
         return not self._in_doubt
 
-    def leave(self) -> bool:
+    def settle(self) -> bool:
         """Wait for the device after the end of the group, and return False if the newest step was cancelled."""
         self._release()  # an error has ended the optimizer's step
         return self.confirm()

@@ -16,8 +16,9 @@ The modules are used in this order:
    use the loop of its library (`sunspot.adapters`).
 7. `worker.Worker` ends each step (`finish_step`). It then saves, evaluates, reports, stops or restarts if needed.
    `Worker.wait_before_change` keeps parameters unchanged until the copy of the previous state is complete.
-8. If a worker is lost, the others abandon their current step. `undo.StepUndo` undoes the step, `Survivor.leave` keeps
-   the state, and the loop joins the next group. `replacement.end_replacement` ends a replacement that cannot train.
+8. If a worker is lost, `loop.train_in_groups` takes the others to the next group. `Survivor.abandon_group` keeps their
+   state, and `undo.StepGuard` undoes the step that the loss has interrupted. `sunspot.elastic` tells this from the
+   beginning. `replacement.end_replacement` ends a replacement that cannot train.
 
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------
@@ -34,7 +35,7 @@ One step, from its rows to the beginning of the next step
  9. checkpoint.CheckpointManager.save  begins to copy the state if a copy or a checkpoint is due
 
 If a worker is lost in steps 2 to 8, a collective raises an error on the other workers, or `Worker` raises RegroupError.
-In survivor mode, the step is then handled as follows (`Worker.leave`, `undo.StepUndo.put_back`):
+In survivor mode, the step is then handled as follows (`survivor.abandon_step`, `undo.StepGuard`):
 
 - If the step was complete, it counts. Survivors can differ by this one step; all of them continue with the newer state.
 - If it was not complete, its gradients are discarded, and none of its rows count. The parameters, optimizer states and

@@ -30,6 +30,7 @@ from sunspot.data.shared_rows import LocalWorkers
 from sunspot.data.torch_loader import TorchLoader
 from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import CommandPoller, ControlChannel, ControlClient
+from sunspot.elastic.membership_channel import RegroupError
 from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
 from sunspot.elastic.watchdog import Watchdog
@@ -61,7 +62,7 @@ from sunspot.train.learner import Learner, Loader
 from sunspot.train.learning_rates import LearningRates
 from sunspot.train.reporter import Reporter
 from sunspot.train.survivor import Survivor
-from sunspot.train.worker import GroupStart, RegroupError, Worker
+from sunspot.train.worker import GroupStart, Worker
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +121,7 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
         else:
             learner = build_learner(plan, place, attempt, state, make_loader)
     survivor = setup.survivor
-    in_place = state.tier == IN_PLACE
-    if survivor and in_place and place.group and not same_parameters(learner.model, place):
+    if survivor and state.tier == IN_PLACE and place.group and not same_parameters(learner.model, place):
         if place.rank == 0:
             text = (
                 "the workers' parameters differ, which happens with processors of different kinds; "
@@ -160,18 +160,17 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
         committed = status.checkpoint_time if status else None
         checkpoints.continue_commits(survivor.committer, [*start.before, attempt], committed)
     reporter = None
-    gauges = None
     if journals:
         phases = Phases(**phases, loaded=time.time())
         reporter = Reporter(setup.run, plan, start, state, setup.control, journals, checkpoints, phases)
         reporter.announce()
-        gauges = reporter.gauges
+    gauges = reporter.gauges if reporter else None
     telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
     group_start = GroupStart(
         attempt.step,
         evaluated or left_out,
         state.metrics,
-        in_place=in_place,
+        in_place=state.tier == IN_PLACE,
         window=survivor.window if survivor else None,
         is_closed=survivor.is_closed if survivor else None,
         weights_checked=state.tier not in AHEAD_OF_STORAGE,

@@ -3,13 +3,11 @@
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
 import ray.train
 import ray.train.torch
@@ -34,7 +32,6 @@ from sunspot.parallel.nccl_log import begin_log, own_log
 from sunspot.parallel.replica_groups import ReplicaGroups
 from sunspot.plan import Plan
 from sunspot.ray_internals.backend import processes_up
-from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_internals.workers import launch_time
 from sunspot.ray_session import enter_folder
@@ -48,7 +45,7 @@ from sunspot.train.learner import Learner
 from sunspot.train.profiler import LOOK_EVERY_S
 from sunspot.train.reporter import first_status, show_claim
 from sunspot.train.survivor import Survivor
-from sunspot.train.worker import RegroupError, Worker
+from sunspot.train.worker import Worker
 
 FAILURE_S = 5.0
 """Maximum number of seconds that a failed worker waits for storage to take its traceback."""
@@ -93,7 +90,7 @@ class WorkerConfig:
         return Claimant(self.run, self.owner, self.driver)
 
 
-class Joining:
+class Joining(ExitStack):
     """The steps `form`, `claim` and `build`, which make this process a worker of the run.
 
     `loop.train_in_group` takes them in this order. Each step contains collectives, so every rank of the group must take
@@ -102,21 +99,12 @@ class Joining:
 
     def __init__(self, config: WorkerConfig, survivor: Survivor | None = None) -> None:
         """Prepare to join a group. A `survivor` forms the group itself. Without a survivor, Ray Train forms it."""
+        super().__init__()
         self._config, self._survivor = config, survivor
         self._claimant = config.claimant()
         self._phases = Phases()
         self._found: LocalState | None = None
         "The state that this process found on its node when the group claimed the run, until it is loaded."
-        self._contexts = ExitStack()
-        "Contexts that end when this process has left the group."
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._contexts.__exit__(kind, error, trace)
 
     # ------------------------------------------------------------------------------------------------------------ form
 
@@ -191,7 +179,7 @@ class Joining:
             control.send(ControlChannel.add_incident_facts, first_incident(start))
             if not start.live:  # survivors wait for this process, and the status already shows that they train
                 show_claim(run, first_status(start, plan, control.call_or_none(ControlChannel.incident)))
-        outputs = self._contexts.enter_context(ExitStack())
+        outputs = self.enter_context(ExitStack())
         outputs.enter_context(shipped_worker_output(run, attempt.number, place.rank))
         return WorkerSetup(plan, run, start, place, memory, watchdog, control, outputs, survivor)
 
@@ -205,12 +193,12 @@ class Joining:
             control.send(ControlChannel.add_hang, replace(hang, stacks=""), late)
 
         if survivor:
-            self._contexts.callback(self._claimant.cancelled.set)  # once this process has left the group
-        self._contexts.enter_context(sent_warnings(lambda text: control.send(ControlChannel.log, text)))
+            self.callback(self._claimant.cancelled.set)  # once this process has left the group
+        self.enter_context(sent_warnings(lambda text: control.send(ControlChannel.log, text)))
         around_pauses = partial(survivor.building, limit_s) if survivor else nullcontext
         watchdog = Watchdog(self._claimant.run, place.rank, place.world_size, limit_s, note_hang, around_pauses)
-        self._contexts.enter_context(watchdog)
-        self._contexts.enter_context(listening_to_rounds(watchdog.heartbeat))
+        self.enter_context(watchdog)
+        self.enter_context(listening_to_rounds(watchdog.heartbeat))
         return watchdog
 
     # ----------------------------------------------------------------------------------------------------------- build
@@ -238,30 +226,11 @@ class Joining:
         if worker.reporter:
             setup.outputs.enter_context(worker.reporter.publisher)
             setup.outputs.callback(worker.reporter.end)
-            self._contexts.enter_context(worker.commands)
+            self.enter_context(worker.commands)
             look = partial(worker.profiler.look_for_request, setup.run, start.attempt.number)
-            self._contexts.enter_context(Background(LOOK_EVERY_S, look))
-        self._contexts.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
+            self.enter_context(Background(LOOK_EVERY_S, look))
+        self.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
         return worker
-
-    @contextmanager
-    def recorded_errors(self, setup: WorkerSetup) -> Iterator[None]:
-        """Context manager that records the error that ends this worker, if there is one.
-
-        Raises `RegroupError` instead if the error ends only the group, and this process can join another one.
-        """
-        survivor = setup.survivor
-        try:
-            yield
-        except GroupRestartError:
-            raise  # training continues with the next group
-        except Exception as error:
-            if survivor and survivor.outlives(error):
-                survivor.close(setup.outputs)
-                raise RegroupError from error
-            if not ends_alone(survivor, setup.place.rank):
-                record_end(error, setup)
-            raise
 
 
 def set_up_process(config: WorkerConfig, survivor: Survivor | None) -> None:
@@ -308,15 +277,14 @@ def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Surv
     Under DDP every worker has the whole state, so only one worker of each node keeps copies.
     """
     nodes = place.nodes
-    context = ray.train.get_context()
-    first = nodes.index(nodes[place.rank]) == place.rank if survivor else context.get_local_rank() == 0
+    first = nodes.index(nodes[place.rank]) == place.rank if survivor else ray.train.get_context().get_local_rank() == 0
     if not settings.snapshot_cost or (settings.parallel == "ddp" and not first):
         return None
     return survivor.open_memory(run.location, first) if survivor else NodeMemory(run.location, warns=first)
 
 
 def record_end(error: Exception, setup: WorkerSetup) -> None:
-    """Record the error that ends this worker, unless another process owns the run.
+    """Record the error that ends this worker, unless another process owns the run or only a replacement ends.
 
     An error that no retry can fix is sent through the control channel, because storage itself may have failed. It is
     also written to storage, where the job's next driver finds it.
@@ -324,6 +292,8 @@ def record_end(error: Exception, setup: WorkerSetup) -> None:
     run = setup.run
     control = setup.control
     place = setup.place
+    if ends_alone(setup.survivor, place.rank):
+        return
     attempt = setup.start.attempt
     fatal = find_in(error)
     superseded = isinstance(fatal, SupersededError)

@@ -5,7 +5,9 @@ from contextlib import closing
 import torch
 
 from sunspot.data.source import Batch
-from sunspot.train.joining import Joining, WorkerConfig
+from sunspot.elastic.membership_channel import RegroupError
+from sunspot.ray_internals.controller import GroupRestartError
+from sunspot.train.joining import Joining, WorkerConfig, record_end
 from sunspot.train.replacement import end_replacement
 from sunspot.train.run import TrainingRun
 from sunspot.train.survivor import Survivor
@@ -41,20 +43,32 @@ def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
                 if not survivor.replaces:
                     survivor.end()
                 raise
-            survivor.leave(error)
+            survivor.abandon_group(error)
 
 
 def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> None:
-    """Train in one worker group, until the run or the group ends."""
+    """Train in one worker group, until the run or the group ends.
+
+    Raises `GroupRestartError` or `RegroupError` if training continues in the next group. An error that ends this
+    process is recorded, and then raised.
+    """
     with Joining(config, survivor) as joining:
         place = joining.form()
         setup = joining.claim(place) if place else None
         if setup:
-            with joining.recorded_errors(setup):
+            try:
                 worker = joining.build(setup)
                 train(worker)
                 with worker.watchdog.paused():
                     worker.checkpoints.close(finished=True)
+            except GroupRestartError:
+                raise
+            except Exception as error:
+                if survivor and survivor.outlives(error):
+                    survivor.write_outputs(setup.outputs)
+                    raise RegroupError from error
+                record_end(error, setup)
+                raise
         if survivor:
             survivor.end()
 
@@ -67,8 +81,7 @@ def train(worker: Worker) -> None:
         return
     run = TrainingRun(worker)
     with closing(run):
-        take = task.train or take_steps
-        take(run)
+        (task.train or take_steps)(run)
         run.refuse_early_end()
 
 

@@ -33,6 +33,7 @@ from sunspot.elastic.membership_channel import (
     DriverUnreachableError,
     MembershipAddress,
     MembershipClient,
+    RegroupError,
 )
 from sunspot.elastic.restore import StateMetadata, TrainingState, hand_over
 from sunspot.elastic.watchdog import FIRST_STEP_S, ended_after
@@ -46,7 +47,7 @@ from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, checkpoint_name, step_of
 from sunspot.run.failures import LOST_PEER
 from sunspot.train.learner import Learner
-from sunspot.train.worker import RegroupError, Worker, close_outputs
+from sunspot.train.worker import Worker, close_outputs
 
 CLOSED_WITHIN_S = 3.0
 """Seconds within which a member learns that its group is closed, after a loss has broken a collective."""
@@ -54,7 +55,7 @@ CLOSED_WITHIN_S = 3.0
 OUTPUTS_S = 1.0
 """Maximum number of seconds that a new group waits for storage to take the logs and metrics of the previous group."""
 
-CUT_EVERY_S = 0.1
+CHECK_EVERY_S = 0.1
 """Seconds between two checks for a lost member while a group forms."""
 
 GROUP_TRIES = 3
@@ -83,7 +84,7 @@ class Survivor:
         context = ray.get_runtime_context()
         name = f"{context.get_actor_id()}-{process_name()}"  # `replace_lost_alone` looks for the actor id
         member = Member(name, context.get_node_id(), host=socket.gethostname())
-        self._client = MembershipClient(address, member, self._groups.cut)
+        self._client = MembershipClient(address, member, self._groups.break_collectives)
         self._worker: Worker | None = None
         self._trained = False
         "True once this process has trained in a group."
@@ -124,6 +125,41 @@ class Survivor:
         """The shard that this process should prepare under hsdp."""
         return self._client.shard
 
+    def outlives(self, error: Exception) -> bool:
+        """Return True if an error has ended only the group, and this process can join another group."""
+        if isinstance(error, RegroupError):
+            return True
+        if isinstance(error, GroupRestartError | NoGroupError | DriverUnreachableError):
+            return False
+        known = find_in(error)
+        if known and not isinstance(known, SupersededError):  # the next group of the same driver may supersede this one
+            return False
+        lost_peer = known or LOST_PEER.search(f"{type(error).__name__}: {error}")
+        return self._client.closed(CLOSED_WITHIN_S if lost_peer else 0.0)
+
+    def abandon_group(self, error: Exception) -> None:
+        """Abandon the group, which `error` has ended, and keep the state for the next group."""
+        if self._worker and self._worker.step > self._worker.group_start.step:
+            self._failed_groups.clear()
+        elif self._client.connections > self._connections:
+            limit = f"it sent no heartbeat for {PROCESS_LIMIT_S:.0f} s, or no packet for {MACHINE_LIMIT_S:.0f} s"
+            self._failed_groups.append(f"the driver considered this process lost: {limit}")
+        for each in filter(None, (error, error.__cause__)):
+            traceback.clear_frames(each.__traceback__)  # frames hold the last step's batch and graph
+        if self._worker:
+            self.kept = abandon_step(self._worker)
+            self.window = self._worker.window
+            self.committer = self._worker.checkpoints.committer
+            self._worker = None
+        if self.learner and self.learner.plan.settings.parallel == "fsdp":
+            self.forget()  # the next group loads other parts, from the copies in memory
+        else:
+            self._free_memory()
+
+    def write_outputs(self, outputs: ExitStack) -> None:
+        """Start to write a group's outputs to storage. They are written while the next group forms."""
+        self._outputs = close_outputs(outputs)
+
     def prepare(self, build: Callable[[], Learner]) -> None:
         """Build this process's learner without the other workers, unless it already has a learner."""
         self.learner = self.learner or build()
@@ -154,12 +190,10 @@ class Survivor:
         alone. A member whose `shard` has changed (hsdp) also builds one. Otherwise, all members forget their
         learners, and build new ones together later.
         """
-        if self.learner and self.learner.place.shard != shard:
+        if self.learner and not (live and self.learner.place.shard == shard):
             self.forget()
         if live:
             self.prepare(build)
-        elif self.learner:
-            self.forget()
 
     def forget(self) -> None:
         """Free this process's learner, metrics and state."""
@@ -182,14 +216,14 @@ class Survivor:
         while True:
             step = step_of(self.kept[0].checkpoint) if self.kept else None
             with ended_after(FORM_LIMIT_S + STUCK_AFTER_S, "it left its group"):
-                self._groups.leave()
+                self._groups.discard()
             if len(self._failed_groups) >= GROUP_TRIES:
-                count = plural(len(self._failed_groups), "group")
-                raise NoGroupError(f"{count} in a row took no step: {self._failed_groups[-1]}")
-            stood = self._client.join_next(step, self._wait_outside)
-            if not stood:
+                groups = plural(len(self._failed_groups), "group")
+                raise NoGroupError(f"{groups} in a row took no step: {self._failed_groups[-1]}")
+            joined = self._client.join_next(step, self._wait_outside)
+            if not joined:
                 return None
-            generation, rank = stood
+            generation, rank = joined
             self._connections = self._client.connections
             began = time.monotonic()
             try:
@@ -229,8 +263,8 @@ class Survivor:
     @contextmanager
     def forming(self) -> Iterator[None]:
         """Context manager for forming process groups. They are aborted as soon as their generation is closed."""
-        # The process may hear of a loss before it has a socket to cut, so this checks again and again.
-        with self._groups.forming(), Background(CUT_EVERY_S, self._cut_if_closed):
+        # The process may hear of a loss before it has a socket to close, so this checks again and again.
+        with self._groups.forming(), Background(CHECK_EVERY_S, self._break_if_closed):
             yield
 
     def _open_store(self, generation: int) -> Any:
@@ -240,9 +274,9 @@ class Survivor:
         store = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
         return dist.PrefixStore(str(generation), store)  # type: ignore[attr-defined]
 
-    def _cut_if_closed(self) -> None:
+    def _break_if_closed(self) -> None:
         if self._client.closed(0.0) or self._groups.overdue:
-            self._groups.cut()
+            self._groups.break_collectives()
 
     def is_closed(self) -> bool:
         """Return True if the group has ended, even if this worker was alone in it and no collective fails."""
@@ -274,42 +308,6 @@ class Survivor:
         self._worker = worker
         self.learner = worker.learner
 
-    def outlives(self, error: Exception) -> bool:
-        """Return True if an error has ended only the group, and this process can join another group."""
-        if isinstance(error, RegroupError):
-            return True
-        if isinstance(error, GroupRestartError | NoGroupError | DriverUnreachableError):
-            return False
-        known = find_in(error)
-        if known and not isinstance(known, SupersededError):  # the next group of the same driver may supersede this one
-            return False
-        lost_peer = known or LOST_PEER.search(f"{type(error).__name__}: {error}")
-        return self._client.closed(CLOSED_WITHIN_S if lost_peer else 0.0)
-
-    def leave(self, error: Exception) -> None:
-        """Leave the group, which `error` has ended, and keep the state for the next group."""
-        if self._worker and self._worker.step > self._worker.group_start.step:
-            self._failed_groups.clear()
-        elif self._client.connections > self._connections:
-            limit = f"it sent no heartbeat for {PROCESS_LIMIT_S:.0f} s, or no packet for {MACHINE_LIMIT_S:.0f} s"
-            self._failed_groups.append(f"the driver considered this process lost: {limit}")
-        for each in (error, error.__cause__):
-            if each:
-                traceback.clear_frames(each.__traceback__)  # frames hold the last step's batch and graph
-        if self._worker:
-            self.kept = self._worker.leave()
-            self.window = self._worker.window
-            self.committer = self._worker.checkpoints.committer
-            self._worker = None
-        if self.learner and self.learner.plan.settings.parallel == "fsdp":
-            self.forget()  # the next group loads other parts, from the copies in memory
-        else:
-            self._free_memory()
-
-    def close(self, outputs: ExitStack) -> None:
-        """Start to write a group's outputs to storage. They are written while the next group forms."""
-        self._outputs = close_outputs(outputs)
-
     def await_outputs(self) -> None:
         """Wait up to OUTPUTS_S seconds until the previous group's outputs are in storage."""
         if self._outputs:
@@ -318,3 +316,19 @@ class Survivor:
     def end(self) -> None:
         """Announce to the driver that the group ends, and that no other group follows."""
         self._client.end()
+
+
+def abandon_step(worker: Worker) -> tuple[LiveState, StateMetadata] | None:
+    """Abandon the step that the end of the group has interrupted, and return the state to continue from.
+
+    The state is that after the newest step that counts. It is returned as its name and position. Returns None if the
+    interrupted step cannot be undone, or if this process has only a part of the state (fsdp).
+    """
+    worker.step_guard.settle()
+    worker.profiler.drop()
+    windows = worker.checkpoints.leave_group(worker.step)  # waits for a copy that still reads the parameters
+    if not worker.step_guard.undo():
+        return None
+    place = worker.learner.place
+    live = LiveState(worker.checkpoints.name_at(worker.step), worker.evaluated, place.shard, place.shards)
+    return live, StateMetadata(worker.state_metrics(worker.record), worker.step_ended, windows)

@@ -1,7 +1,7 @@
-"""Undoes a step that a worker cannot complete because another worker was lost.
+"""Decides whether a step counts when another worker is lost, and undoes a step that does not count.
 
-The group takes the same step again, so each survivor needs the state after the previous step. When the worker is lost,
-the step may already have changed:
+`StepGuard` decides, and `StepUndo` restores the state. The next group takes an undone step again, so each survivor
+needs the state after the previous step. When the worker is lost, the step may already have changed:
 
 - buffers, such as the running averages of batch norm, which change in each forward pass;
 - frozen parameters, such as a teacher that follows the weights (MoCo, BYOL);
@@ -14,16 +14,19 @@ time. PyTorch's count of in-place changes (`_version`) reveals both. This proces
 gets another worker's state, or all workers return to the newest copy in memory or in storage.
 """
 
+from __future__ import annotations
+
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from sunspot.checkpoint.snapshot import OptimizerOnlyParameters
+from sunspot.elastic.membership_channel import RegroupError
 from sunspot.formatting import plural
-from sunspot.parallel.collectives import sum_of_bits
+from sunspot.parallel.collectives import WorkerPlace, sum_of_bits
 from sunspot.parallel.sharding import parameters_of
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,103 @@ Later they are compared only after a loss, and parameters that have changed are 
 
 IMMUTABLE = (int, float, str, bool, type(None))
 """Types in an optimizer's state that need no copy."""
+
+
+class StepGuard:
+    """Makes sure that each step of a worker in one group either counts as a whole or is undone.
+
+    A step is complete once the optimizer has taken its step, and `accept` has been called. On a GPU, the sums of a
+    complete step may still turn out to be wrong (`SumGuard`). Such a step is in doubt, and counts only once `confirm`
+    has waited for the GPU. After the end of the group, `settle` counts the newest step if it is complete, and `undo`
+    undoes any other step.
+    """
+
+    def __init__(self, undo: StepUndo | None, place: WorkerPlace, cancellable: Optimizer | None) -> None:
+        """Guard the steps that a worker takes in the group of `place`.
+
+        `undo` is None if the next group does not use this process's state. The GPU may cancel the step of the
+        `cancellable` optimizer. It is None for a loop that may change parameters after the optimizer's step.
+        """
+        self._undo = undo
+        self._place = place
+        self._cancellable = cancellable
+        self._cancelled = False
+        "True if the GPU has cancelled the newest step."
+        self._count: Callable[[], None] | None = None
+        "Function that counts the newest step, until the step is counted."
+        if undo:
+            undo.keep()
+
+    def begin_step(self) -> None:
+        """Record that a step begins."""
+        if self._undo:
+            self._undo.begin_step()
+
+    def before_change(self, optimizer: Optimizer | None) -> None:
+        """Make sure that aborted sums change no parameters, and that a change by `optimizer` can be undone.
+
+        Raises `RegroupError` if sums were aborted. The GPU itself cancels the step of a fused optimizer, and nothing
+        waits for its sums. Any other change waits.
+        """
+        undo = self._undo
+        sums = self._place.sums
+        if not undo or not sums:
+            return
+        if self._place.replicas:
+            # Either all workers of a replica have complete gradients, or none changes its shard. The state of the
+            # replica's workers would otherwise belong to different steps.
+            self._place.replicas.sum_in_replica(torch.zeros(1, device=self._place.device))
+        self.confirm()
+        if optimizer and optimizer is self._cancellable and sums.can_cancel(optimizer) and undo.nothing_early:
+            sums.begin_step(optimizer)
+        else:
+            self.await_sums()
+        if optimizer:
+            undo.before_change(optimizer)
+
+    def await_sums(self) -> None:
+        """Wait until all sums so far are complete. Raises `RegroupError` if they were aborted."""
+        if self._place.sums and not self._place.sums.await_sums():
+            raise RegroupError
+
+    def accept(self, count: Callable[[], None]) -> None:
+        """Record that a step is complete. `count` is called now, or in `confirm` if the step is in doubt."""
+        self._count = count
+        in_doubt = self._place.sums is not None and self._place.sums.end_step()
+        if self._undo:
+            self._undo.accept(in_doubt)
+        if not in_doubt:
+            self.confirm()
+
+    def accept_evaluation(self) -> None:
+        """Keep the changes that an evaluation has made to the model."""
+        if self._undo:
+            self._undo.accept()
+
+    def confirm(self) -> None:
+        """Count the newest step, unless it is counted already. Raises `RegroupError` if its sums were aborted.
+
+        This waits until the GPU has taken the step, if it is in doubt.
+        """
+        if not self._count:
+            return
+        if self._place.sums and not self._place.sums.confirm():
+            raise RegroupError
+        count, self._count = self._count, None
+        count()
+
+    def settle(self) -> None:
+        """Count the newest complete step after the end of the group, unless the GPU has cancelled the step."""
+        self._cancelled = self._place.sums is not None and not self._place.sums.settle()
+        if not self._cancelled:
+            self.confirm()
+
+    def undo(self) -> bool:
+        """Restore the state after the newest step that counts, and return True if that was possible.
+
+        Call `settle` first. Returns False if the next group does not use this process's state.
+        """
+        return self._undo is not None and self._undo.put_back(self._cancelled)
 
 
 class StepUndo:

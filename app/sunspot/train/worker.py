@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn, cast
 
 import ray.train
@@ -21,8 +22,7 @@ from sunspot.background import CLOSE_TIMEOUT_S, start_thread
 from sunspot.checkpoint import CheckpointManager
 from sunspot.data.source import Batch
 from sunspot.elastic.control import CommandPoller
-from sunspot.elastic.copies import LiveState
-from sunspot.elastic.restore import StateMetadata
+from sunspot.elastic.membership_channel import RegroupError
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.log import warn_once
 from sunspot.metric_names import MetricRecord
@@ -30,7 +30,6 @@ from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
-from sunspot.parallel.sum_guard import SumGuard
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.settings import PREFIX
 from sunspot.train.evaluate import Evaluation, Patience, evaluate
@@ -38,7 +37,7 @@ from sunspot.train.learner import Learner
 from sunspot.train.nan_watch import NanWatch
 from sunspot.train.profiler import StepProfiler
 from sunspot.train.reporter import Reporter
-from sunspot.train.undo import StepUndo
+from sunspot.train.undo import StepGuard
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +78,6 @@ class GroupStart:
     "True if the weights come from a checkpoint. They were checked for NaN when the checkpoint was saved."
 
 
-class RegroupError(Exception):
-    """Raised when a worker leaves its group and its process will join the next group."""
-
-
 @dataclass
 class Step:
     """A step that this worker takes together with the others."""
@@ -116,7 +111,7 @@ class Worker:
     """A worker of a group. All kinds of training loops use the same few methods.
 
     A loop calls `begin_step` before each step, `wait_before_change` before it changes parameters, and `finish_step`
-    after each step. If the group ends during a step, `leave` returns the state that this process can continue from.
+    after each step. If the group ends during a step, `step_guard` undoes the step (`survivor.abandon_step`).
     """
 
     def __init__(
@@ -149,11 +144,11 @@ class Worker:
         self.window = group_start.window or MetricWindow(self._group, learner.place.device, recent)
         "Metrics of the steps since the newest record."
         self._decisions = StepDecisionBroadcast(self._group)
-        self._evaluation_done = group_start.evaluated
+        self.evaluated = group_start.evaluated
         "False if an epoch ends at `step` and its evaluation has not been done."
         self._must_repeat_evaluation = not group_start.evaluated
         "True until the evaluation that the previous group did not complete has been repeated."
-        self._record = group_start.metrics
+        self.record = group_start.metrics
         "Metrics of the state at `step`, or empty if no record ends there."
         self._patience = Patience(learner.plan.settings, group_start.metrics)
         checked = group_start.weights_checked or group_start.step == 0
@@ -164,17 +159,13 @@ class Worker:
         "Number of optimizer steps taken."
         self.step_ended = time.time()
         "Time at which the newest step ended."
-        self._uncounted: Step | None = None
-        "The newest step, until it is counted."
-        self._sums = learner.place.sums
-        self.outlives_groups = self._sums is not None
+        self.outlives_groups = learner.place.sums is not None
         "True if this process outlives its group and joins the next group."
         self._saved_for_head = False
         "True once this worker has saved because the head node is being reclaimed."
-        keeps_state = self.outlives_groups and learner.plan.settings.parallel != "fsdp"
-        self._undo = learner.undo if keeps_state else None
-        if self._undo:
-            self._undo.keep()
+        undo = learner.undo if self.outlives_groups and learner.plan.settings.parallel != "fsdp" else None
+        own_loop = learner.task.train or learner.task.library_loop  # such a loop may change parameters after the step
+        self.step_guard = StepGuard(undo, learner.place, None if own_loop else learner.optimizer)
 
     @property
     def averages(self) -> bool:
@@ -189,49 +180,24 @@ class Worker:
         All workers call this together. Raises `GroupRestartError` if Ray starts another group, and `RegroupError` if
         the processes form another group themselves.
         """
-        # Accept the step before the first collective below. If that breaks, the step was still complete, and counts.
-        plan, step = self.learner.plan, taken.number
-        taken.ended = time.time()
-        self._uncounted = taken
-        in_doubt = self._sums is not None and self._sums.end_step()
-        if self._undo:
-            self._undo.accept(in_doubt)
-            for text in self._undo.warnings() if self.reporter else ():
-                warn_once(log, text)
-        if self.reporter and step == self.group_start.step + 1:
-            unread = plan.settings.task_args.describe_unread()
-            if unread:
-                warn_once(log, f"{PREFIX}TASK_ARGS: {unread}")
-        every = plan.settings.checkpoint_every_steps
-        has_more = step < plan.total_steps
-        epoch_ends = self._ends_epoch(step)
-        if not in_doubt:
-            self._count_step()
-        self._record_step(taken, epoch_ends)
-
-        # Decide. Rank 0 broadcasts what it wants. The rest follows from the step number, so all ranks decide the same.
-        agreed = self._decisions.agree(lambda: self.choose_actions(taken))
-        stop = agreed.stop
-        restart = agreed.restart and has_more
-        regroup = agreed.regroup and has_more
-        parts_move = regroup and plan.settings.parallel == "fsdp"
-        by_interval = agreed.save or (every > 0 and step % every == 0)
-        save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
+        self._accept(taken)
+        step = taken.number
+        due = self._decide(taken)
+        stop = due.stop
+        restart = due.restart
+        parts_move = due.regroup and self.learner.plan.settings.parallel == "fsdp"
         self._leave_closed_group()
 
         # Measure and evaluate. Everything that leaves this process needs a step that counts.
         record: MetricRecord = {}
-        if save or agreed.report or regroup or (agreed.copy and plan.settings.ema):
-            self._count_step()
-        if save or agreed.report or parts_move:
-            record = self.window.close(step, (step - 1) // plan.steps.per_epoch + 1, taken.learning_rate)
-            self._nan_watch.look(record, taken.values, save)
-            record |= self._nan_watch.state
-            self._end_if_diverged(record, last=not has_more)
-            self._record = record
-        if not (self._evaluation_done or stop or restart or regroup):
+        if due.save or due.report or due.regroup or (due.copy and self.learner.plan.settings.ema):
+            self.step_guard.confirm()
+        if due.save or due.report or parts_move:
+            record = self._close_window(taken, due.save)
+            self._end_if_diverged(record, last=step == self.learner.plan.total_steps)
+        if not (self.evaluated or stop or restart or due.regroup):
             # If a worker is lost during the evaluation, the evaluation is repeated, but no step.
-            self.checkpoints.save(step, self._metrics(record), evaluated=False, to_storage=False)
+            self.checkpoints.save(step, self.state_metrics(record), evaluated=False, to_storage=False)
             results, stop, restart = self._evaluate()
             record |= results or {}
             self._end_if_diverged(record, last=self._patience.over)
@@ -239,22 +205,75 @@ class Worker:
         # Act. Report before saving, because a checkpoint relies on the history up to its step.
         if record:
             self.report(record)
-        if save:
-            self._await_sums()
+        if due.save:
+            self.step_guard.await_sums()
             if not self._nan_watch.finite_weights:
                 self._drain()
-        if save or agreed.copy or parts_move:
-            metrics = self._metrics(record)
-            self.checkpoints.save(step, metrics, evaluated=self._evaluation_done, to_storage=save, needed=parts_move)
+        if due.save or due.copy or parts_move:
+            metrics = self.state_metrics(record)
+            self.checkpoints.save(step, metrics, evaluated=self.evaluated, to_storage=due.save, needed=parts_move)
         if restart:
             self.restart_group()
-        if regroup:
+        if due.regroup:
             if parts_move:
                 self.checkpoints.close(finished=False)
             raise RegroupError
-        if agreed.profile:
+        if due.profile:
             self.profiler.begin(step)
         return stop
+
+    def _accept(self, taken: Step) -> None:
+        """Accept and record a step.
+
+        This comes before the first collective after the step. If that collective breaks, the step was still complete,
+        and counts.
+        """
+        taken.ended = time.time()
+        self.step_guard.accept(partial(self._count, taken))
+        self.watchdog.heartbeat(taken.number)
+        self.telemetry.took_step(taken.number, taken.seconds)
+        self.profiler.end_step(taken.number)
+        self.checkpoints.took_step(taken.number, taken.rows)
+        if self.reporter:
+            self.reporter.took_step(taken.number, self.window, self._ends_epoch(taken.number))
+            for text in self.learner.undo.warnings():
+                warn_once(log, text)
+            if taken.number == self.group_start.step + 1:
+                unread = self.learner.plan.settings.task_args.describe_unread()
+                if unread:
+                    warn_once(log, f"{PREFIX}TASK_ARGS: {unread}")
+
+    def _count(self, taken: Step) -> None:
+        """Count a step, which is known to be complete."""
+        self.step = taken.number
+        self.step_ended = taken.ended
+        self.evaluated = not (self.learner.plan.test and self._ends_epoch(taken.number))
+        self.record = {}
+        self.learner.average.update(taken.number)
+        self.window.add_step(taken.values, taken.seconds, taken.data_wait_s)
+
+    def _decide(self, taken: Step) -> StepActions:
+        """Return the actions after a step.
+
+        Rank 0 broadcasts what it wants. The rest follows from the step's number, so all ranks decide the same.
+        """
+        agreed = self._decisions.agree(lambda: self.choose_actions(taken))
+        step = taken.number
+        has_more = step < self.learner.plan.total_steps
+        restart = agreed.restart and has_more
+        every = self.learner.plan.settings.checkpoint_every_steps
+        by_interval = agreed.save or (every > 0 and step % every == 0)
+        save = agreed.stop or restart or self._ends_epoch(step) or (by_interval and not agreed.busy)
+        return agreed._replace(save=save, restart=restart, regroup=agreed.regroup and has_more)
+
+    def _close_window(self, taken: Step, save: bool) -> MetricRecord:
+        """Return the metrics of the steps since the newest record. They include whether the values are finite."""
+        epoch = (taken.number - 1) // self.learner.plan.steps.per_epoch + 1
+        record = self.window.close(taken.number, epoch, taken.learning_rate)
+        self._nan_watch.look(record, taken.values, save)
+        record |= self._nan_watch.state
+        self.record = record
+        return record
 
     def _end_if_diverged(self, record: MetricRecord, last: bool) -> None:
         """Raise `DivergedError` on all workers if the loss has been NaN or infinite for too long.
@@ -281,8 +300,7 @@ class Worker:
     def begin_step(self, step: Step) -> None:
         """Record that a step begins. Raises `RegroupError` if the group has ended."""
         self._leave_closed_group()
-        if self._undo:
-            self._undo.begin_step()
+        self.step_guard.begin_step()
         if self.outlives_groups:
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
@@ -301,88 +319,16 @@ class Worker:
         Only `TrainingRun.before_change` calls this. That method is called by a hook on each torch optimizer, and by the
         callbacks of libraries' Trainers. `optimizer` is the optimizer that is about to take its step, if there is one.
         """
-        self.wait_for_copy()
-        if self._undo and self.learner.place.replicas:
-            # Either all workers of a replica have complete gradients, or none changes its shard. The state of the
-            # replica's workers would otherwise belong to different steps.
-            self.learner.place.replicas.sum_in_replica(torch.zeros(1, device=self.learner.place.device))
-        if self._sums and self._undo:  # without `_undo`, the next group does not use this process's state
-            self._guard_change(self._sums, self._undo, optimizer)
-        if self._undo and optimizer:
-            self._undo.before_change(optimizer)
-
-    def _guard_change(self, sums: SumGuard, undo: StepUndo, optimizer: torch.optim.Optimizer | None) -> None:
-        """Make sure that aborted sums change no parameters. Raises `RegroupError` if sums were aborted.
-
-        The GPU itself cancels the step of a fused optimizer, and nothing waits for its sums. Any other change waits.
-        """
-        self._count_step()
-        learner = self.learner
-        own_loop = learner.task.train or learner.task.library_loop  # such a loop may change parameters after the step
-        if optimizer is learner.optimizer and not own_loop and sums.can_cancel(optimizer) and undo.nothing_early:
-            sums.begin_step(optimizer)
-        else:
-            self._await_sums()
-
-    def _await_sums(self) -> None:
-        """Wait until all sums so far are complete. Raises `RegroupError` if they were aborted."""
-        if self._sums and not self._sums.await_sums():
-            raise RegroupError
-
-    def wait_for_copy(self) -> None:
-        """Block until the newest copy is complete. During a step, use `wait_before_change` instead."""
         self.checkpoints.wait_for_copy()
+        self.step_guard.before_change(optimizer)
 
-    def leave(self) -> tuple[LiveState, StateMetadata] | None:
-        """Leave the group, which has ended, and return the name and position of the state to continue from.
-
-        A step that has begun is undone. Returns None if that is impossible, or if this process has only a shard of the
-        state (fsdp).
-        """
-        cancelled = self._sums is not None and not self._sums.leave()
-        if not cancelled:
-            self._count_step()
-        self.profiler.drop()
-        windows = self.checkpoints.leave_group(self.step)
-        if not self._undo or not self._undo.put_back(cancelled):
-            return None
-        place = self.learner.place
-        live = LiveState(self.checkpoints.name_at(self.step), self._evaluation_done, place.shard, place.shards)
-        return live, StateMetadata(self._metrics(self._record), self.step_ended, windows)
-
-    def _metrics(self, record: MetricRecord) -> MetricRecord:
+    def state_metrics(self, record: MetricRecord) -> MetricRecord:
         """Return the metrics of a checkpoint: the record, and the means and counters that the next group needs."""
         return {**record, **self.window.recent.newest, **self._patience.state, **self._nan_watch.state}
-
-    def _count_step(self) -> None:
-        """Count the newest step, unless it is counted already. Raises `RegroupError` if its sums were aborted.
-
-        This waits until the device has taken the step, if it is in doubt.
-        """
-        taken = self._uncounted
-        if not taken:
-            return
-        if self._sums and not self._sums.confirm():
-            raise RegroupError
-        self._uncounted = None
-        plan = self.learner.plan
-        self.step, self.step_ended = taken.number, taken.ended
-        self._evaluation_done = not (plan.test and self._ends_epoch(taken.number))
-        self._record = {}
-        self.learner.average.update(taken.number)
-        self.window.add_step(taken.values, taken.seconds, taken.data_wait_s)
 
     def _ends_epoch(self, step: int) -> bool:
         plan = self.learner.plan
         return step == plan.total_steps or step % plan.steps.per_epoch == 0
-
-    def _record_step(self, taken: Step, epoch_ends: bool) -> None:
-        self.watchdog.heartbeat(taken.number)
-        self.telemetry.took_step(taken.number, taken.seconds)
-        self.profiler.end_step(taken.number)
-        self.checkpoints.took_step(taken.number, taken.rows)
-        if self.reporter:
-            self.reporter.took_step(taken.number, self.window, epoch_ends)
 
     def choose_actions(self, taken: Step) -> StepActions:
         """Return the actions that are due after a step. They are chosen on rank 0, and empty on other ranks."""
@@ -439,11 +385,10 @@ class Worker:
     def _evaluate(self) -> Evaluation:
         """Evaluate the held-out rows. The run stops if the results have not improved for long enough."""
         if self.learner.plan.settings.ema:
-            self.wait_for_copy()  # the averaged weights replace the trained ones during the evaluation
+            self.checkpoints.wait_for_copy()  # the averaged weights replace the trained ones during the evaluation
         results, stop, restart = evaluate(self.learner, self.commands.poll, self._heartbeat)
-        self._evaluation_done = results is not None
-        if self._undo:
-            self._undo.accept()
+        self.evaluated = results is not None
+        self.step_guard.accept_evaluation()
         return Evaluation(results, stop or (results is not None and self._patience.ends(results)), restart)
 
     def _heartbeat(self, evaluated: bool) -> None:
