@@ -149,6 +149,19 @@ def test_errors_of_the_bucket_are_raised_and_nothing_incomplete_is_kept(
     assert read_epoch(url, s3_proxy).labels == [0, 1, 2]
 
 
+def test_the_rest_of_a_file_that_was_cut_is_not_kept(s3_bucket: str, s3_proxy: FaultProxy, cache_folder: Path) -> None:
+    url = f"s3://{s3_bucket}"
+    put_digits(url, [0, 1, 2])
+    content = open_storage(url).read("digits/0.parquet")
+    clear_file_cache()
+    train, _ = find_sources(load_settings({"DATASET": f"{url}/digits"}))
+    open_storage(url).write("digits/0.parquet", content[:100])
+    with refusal(DataError, "digits/0.parquet has changed since it was opened"):
+        everything(train)
+    open_storage(url).write("digits/0.parquet", content)
+    assert read_epoch(url, s3_proxy).labels == [0, 1, 2]
+
+
 def test_a_file_that_is_not_a_table_is_reported_as_without_a_cache(
     s3_bucket: str, s3_proxy: FaultProxy, cache_folder: Path
 ) -> None:

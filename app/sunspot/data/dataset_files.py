@@ -304,8 +304,9 @@ def _cached_metadata(path: str) -> pq.FileMetaData:
 def _open(path: str) -> pa.NativeFile:
     """Open a file. All reads of datasets go through here, and those from buckets through the cache on disk."""
     system, inner = _file_system(path)
-    file = system.open_input_file(inner)
-    return read_through_cache(file, path) if "://" in path else file
+    if "://" not in path:
+        return system.open_input_file(inner)
+    return read_through_cache(lambda: system.open_input_file(inner), path)
 
 
 def _file_system(location: str) -> tuple[fs.FileSystem, str]:

@@ -26,7 +26,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 from sunspot.background import map_parallel
-from sunspot.errors import shorten
+from sunspot.errors import DataError, shorten
 from sunspot.log import warn_once
 from sunspot.settings import FIELDS, PREFIX, Settings
 
@@ -171,12 +171,13 @@ class DiskCache:
 class CachedFile(io.RawIOBase):
     """A bucket's file that is read through a cache. Arrow calls `seek` and `read` under a lock of the file."""
 
-    def __init__(self, file: pa.NativeFile, version: str, cache: DiskCache) -> None:
-        """Wrap an open file. `version` identifies its content."""
-        self._file = file
-        self._version = version
+    def __init__(self, open_file: Callable[[], pa.NativeFile], url: str, cache: DiskCache) -> None:
+        self._open = open_file
+        self._url = url
         self._cache = cache
-        self._size = file.size()
+        self._file = open_file()
+        self._etag = find_etag(self._file)
+        self._size = self._file.size()
         self._position = 0
 
     def readable(self) -> bool:
@@ -198,25 +199,32 @@ class CachedFile(io.RawIOBase):
         if begin >= end:
             return b""
         self._position = end
-        return self._cache.read(f"{self._version} {begin} {end}", lambda: self._fetch(begin, end))
+        if not self._etag:
+            return self._fetch(begin, end)
+        identity = f"{self._url} {self._size} {self._etag!r} {begin} {end}"
+        return self._cache.read(identity, lambda: self._fetch(begin, end))
 
     def _fetch(self, begin: int, end: int) -> bytes:
         parts = [(min(PART_BYTES, end - first), first) for first in range(begin, end, PART_BYTES)]
         content = b"".join(map_parallel(lambda part: self._file.read_at(*part), parts, PARTS_AT_ONCE))
-        if len(content) < end - begin:
-            raise ConnectionError(f"the bucket sent {len(content)} of {end - begin} bytes")
+        if find_etag(self._open()) != self._etag:  # Arrow reads whatever is in the bucket now
+            raise DataError(f"{self._url} has changed since it was opened; restart the run")
         return content
 
 
-def read_through_cache(file: pa.NativeFile, url: str) -> pa.NativeFile:
-    """Return the file, read through the cache in this process's environment if there is a cache."""
+def find_etag(file: pa.NativeFile) -> bytes:
+    """Return the ETag of a bucket's file, which identifies its version, or an empty value if there is none."""
+    headers: dict[str, bytes] = {name.lower(): value for name, value in (file.metadata() or {}).items()}
+    return headers.get("etag", b"")
+
+
+def read_through_cache(open_file: Callable[[], pa.NativeFile], url: str) -> pa.NativeFile:
+    """Return the open file, read through the cache in this process's environment if there is a cache."""
     folder = os.environ.get(FOLDER, "")
-    headers = {name.lower(): value for name, value in (file.metadata() or {}).items()} if folder else {}
-    if "etag" not in headers:
-        return file
+    if not folder:
+        return open_file()
     limit_gb = float(os.environ.get(LIMIT_GB) or FIELDS["data_cache_gb"].default)
-    version = f"{url} {file.size()} {headers['etag']!r}"
-    return pa.PythonFile(CachedFile(file, version, _open_cache(folder, int(limit_gb * 1e9))), mode="r")
+    return pa.PythonFile(CachedFile(open_file, url, _open_cache(folder, int(limit_gb * 1e9))), mode="r")
 
 
 @lru_cache
