@@ -213,7 +213,7 @@ class CachedFile(io.RawIOBase):
 
 
 def find_etag(file: pa.NativeFile) -> bytes:
-    """Return the ETag of a bucket's file, which identifies its version, or an empty value if there is none."""
+    """Return the ETag of a bucket's file, which identifies its version, or an empty value if the file has no ETag."""
     headers: dict[str, bytes] = {name.lower(): value for name, value in (file.metadata() or {}).items()}
     return headers.get("etag", b"")
 
