@@ -290,7 +290,8 @@ def choose_shard_degree(settings: Settings, room: Mapping[str, int]) -> int:
 
 def with_absolute_paths(settings: Settings) -> Settings:
     """Return the settings with absolute local paths, because workers run in a different directory."""
-    paths = {name: getattr(settings, name) for name in ("storage_path", "test_dataset", "data_root", "init_from")}
+    names = ("storage_path", "test_dataset", "data_root", "data_cache", "init_from")
+    paths = {name: getattr(settings, name) for name in names}
     local = {name: _absolute(path) for name, path in paths.items() if path}
     return settings.model_copy(update={**local, "dataset": map_locations(settings.dataset, _absolute_dataset)})
 

@@ -523,6 +523,31 @@ def check_volumes(pod: dict[str, Any]) -> None:
     assert volumes["tmp"] == {"sizeLimit": limits["ephemeral-storage"]}
 
 
+def test_a_cache_gets_a_volume_on_the_pods_that_read_rows(tmp_path: Path) -> None:
+    mine = own_profile(
+        tmp_path,
+        "extends: gke-spot\n"
+        "worker: {data_cache: 200Gi, ephemeral_storage: 10Gi}\n"
+        "data_workers: {cpu: 8, memory: 24Gi, max: 2, ephemeral_storage: 10Gi}",
+    )
+    rendered = render(mine, {"LOADER": "ray", "DATA_CACHE_GB": "5"})
+    head, workers, data = pods_of(rendered)
+    resources = workers["containers"][0]["resources"]
+    assert resources["requests"]["ephemeral-storage"] == resources["limits"]["ephemeral-storage"] == "220Gi"
+    assert empty_volumes(workers)["data-cache"] == {"sizeLimit": "210Gi"}
+    assert empty_volumes(workers)["tmp"] == {"sizeLimit": "10Gi"}
+    assert {"name": "data-cache", "mountPath": "/data-cache"} in workers["containers"][0]["volumeMounts"]
+    assert variables_of(workers)["SUNSPOT_DATA_CACHE"] == "/data-cache"
+    assert float(variables_of(workers)["SUNSPOT_DATA_CACHE_GB"]) * 1e9 == pytest.approx(200 * 2**30, rel=1e-5)
+    names = [entry["name"] for entry in workers["containers"][0]["env"]]
+    assert len(names) == len(set(names)), "a setting of the run is replaced, not repeated"
+    for pod in (head, data):
+        check_volumes(pod)
+        assert "SUNSPOT_DATA_CACHE" not in variables_of(pod)
+    why = {value.name: value.source for value in rendered.derived}
+    assert why["training pod's ephemeral-storage"] == f"profile {mine}, plus data_cache=200Gi"
+
+
 def test_volume_sizes_match_the_limits_of_a_custom_profile(full: Rendered) -> None:
     assert [pod["containers"][0]["resources"]["limits"]["memory"] for pod in pods_of(full)] == ["16Gi", "96Gi", "24Gi"]
     for pod in pods_of(full):

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.fs as fs
 import pyarrow.parquet as pq
 
+from sunspot.data.disk_cache import read_through_cache
 from sunspot.data.images import is_picture
 from sunspot.data.splits import refuse_mixed_splits
 from sunspot.errors import DataError, StorageError, shorten
@@ -258,9 +259,8 @@ def read_range(path: str, offset: int, length: int) -> bytes:
 
 @contextlib.contextmanager
 def open_uncached(path: str) -> Iterator[pa.NativeFile]:
-    """Context manager that opens a file without caching it."""
-    system, inner = _file_system(path)
-    with arrow_errors(path), system.open_input_file(inner) as file:
+    """Context manager that opens a file without adding it to the cache of open files."""
+    with arrow_errors(path), _open(path) as file:
         yield file
 
 
@@ -289,8 +289,7 @@ def arrow_errors(path: str) -> Iterator[None]:
 
 @lru_cache(maxsize=OPEN_FILES)
 def _cached_handle(path: str) -> pa.NativeFile:
-    system, inner = _file_system(path)
-    return system.open_input_file(inner)
+    return _open(path)
 
 
 @lru_cache(maxsize=OPEN_FILES)
@@ -300,6 +299,14 @@ def _cached_metadata(path: str) -> pq.FileMetaData:
     if any(metadata.row_group(number).num_columns != metadata.num_columns for number in range(metadata.num_row_groups)):
         raise DataError(f"{path} is damaged: a row group's number of columns differs from the schema's")
     return metadata
+
+
+def _open(path: str) -> pa.NativeFile:
+    """Open a file. All reads of datasets go through here, and those from buckets through the cache on disk."""
+    system, inner = _file_system(path)
+    if "://" not in path:
+        return system.open_input_file(inner)
+    return read_through_cache(lambda: system.open_input_file(inner), path)
 
 
 def _file_system(location: str) -> tuple[fs.FileSystem, str]:

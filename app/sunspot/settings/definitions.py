@@ -182,6 +182,10 @@ class Settings(BaseModel):
     "Height and width of scaled images. With 0, images keep their size, but are scaled to 64 if their sizes differ."
     data_root: str = setting("data", "a directory", min_length=1)
     "Directory for torchvision's copy of MNIST."
+    data_cache: str = setting("", "a directory on the node's disk, or empty", pattern="^[^:]*$")
+    "Directory in which each node caches what it reads from a dataset in a bucket. If empty, nothing is cached."
+    data_cache_gb: float = setting(100, "a number above 0, e.g. 200", gt=0, allow_inf_nan=False)
+    "Maximum size of SUNSPOT_DATA_CACHE in gigabytes. The least recently used data are removed first."
 
     loader: Literal["torch", "ray"] = setting("torch", "torch or ray")
     "Loader of the rows. torch keeps all rows in memory, and ray streams them with Ray Data."

@@ -53,10 +53,12 @@ def train_run(
     that ended the run.
     """
     # Imported here, so that a wrong setting is reported before numpy is imported.
+    from sunspot.data.disk_cache import export_cache
     from sunspot.plan import with_absolute_paths
 
     refuse_unpriced_budget(settings)
     settings = with_absolute_paths(settings)
+    export_cache(settings)
     run = open_run(settings.storage_path, settings.run_name)
     limit_s = settings.storage_timeout_s
     with_deadline(limit_s, "proving the storage", prove, run.storage, run.name)

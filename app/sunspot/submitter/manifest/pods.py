@@ -55,6 +55,12 @@ processes took 1.55 GB (Ray 2.60). A 5Gi head ran out of memory with two trials,
 FEW_WORKERS = 16
 """Maximum number of workers that the default head supports without `per_worker`."""
 
+CACHE_FOLDER = "/data-cache"
+"""Folder at which `data_cache` mounts its volume."""
+
+CACHE_MARGIN = 1.05
+"""Size of that volume relative to the cache, because the cache's directories take space, too."""
+
 AUTOSCALER: dict[str, Any] = {
     "version": "v2",
     # With Ray's default of 60 s, a new node can be removed before the running workers restart with it.
@@ -136,6 +142,7 @@ def _training_group(workers: dict[str, Any], profile: Profile, shape: Shape, num
         _choose_spot(group, profile.spot)
     _set_pods(group, 0 if several else shape.pods.least, shape.group_pods[number])
     _set_machine(group, machine)
+    _add_data_cache(group, machine.data_cache)
     group["resources"]["CPU"] = str(pod_cpus(machine, int(group["resources"]["CPU"])))
     # If there are several groups, each group offers a resource with the group's name. The driver uses it to request and
     # recognize the group's nodes (sunspot/elastic/groups.py).
@@ -232,6 +239,23 @@ def _set_machine(group: dict[str, Any], machine: Machine) -> None:
     _select_nodes(group, machine.node_selector, machine.tolerations)
 
 
+def _add_data_cache(group: dict[str, Any], size: str | None) -> None:
+    """Add a volume for the cache of the dataset. The kubelet counts it against the limit of ephemeral storage."""
+    if not size:
+        return
+    bytes_in_all = math.ceil(parse_quantity(size) * CACHE_MARGIN)
+    container = ray_container(group)
+    for amounts in container["resources"]["requests"], container["resources"]["limits"]:
+        amounts["ephemeral-storage"] = format_quantity(parse_quantity(amounts["ephemeral-storage"]) + bytes_in_all)
+    group["template"]["spec"]["volumes"].append(
+        {"name": "data-cache", "emptyDir": {"sizeLimit": format_quantity(bytes_in_all)}}
+    )
+    container["volumeMounts"].append({"name": "data-cache", "mountPath": CACHE_FOLDER})
+    values = {PREFIX + "DATA_CACHE": CACHE_FOLDER, PREFIX + "DATA_CACHE_GB": f"{parse_quantity(size) / 1e9:g}"}
+    container["env"] = [entry for entry in container["env"] if entry["name"] not in values]
+    container["env"] += [{"name": name, "value": value} for name, value in values.items()]
+
+
 def _select_nodes(
     group: dict[str, Any], labels: Mapping[str, str] | None, tolerations: list[Toleration] | None
 ) -> None:
@@ -287,6 +311,7 @@ def _data_group(workers: dict[str, Any], profile: Profile, machine: DataWorkers)
     del group["template"]["spec"]["topologySpreadConstraints"]
     _set_pods(group, machine.min, machine.max)
     _set_machine(group, machine)
+    _add_data_cache(group, machine.data_cache)
     group["resources"] = {"CPU": str(whole_cpus(machine.cpu)), "GPU": "0"}
     return group
 

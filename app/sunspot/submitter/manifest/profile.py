@@ -219,6 +219,8 @@ class Worker(PricedMachine):
     "Labels of the nodes that have the required GPU."
     gpu_tolerations: list[Toleration] | None = _takes(TOLERATIONS)
     "Additional tolerations for GPU nodes. The taint of `gpu_resource` is always tolerated."
+    data_cache: Bytes | None = _takes(BYTES)
+    "Local disk for a cache of the dataset, in addition to `ephemeral_storage`. The pod's workers share the cache."
     placement: Literal["spread", "pack", "zone"] | None = _takes("spread, pack or zone")
     "Placement of pods: `spread` them over nodes, `pack` them into one zone if possible, or require one `zone`."
 
@@ -249,6 +251,8 @@ class DataWorkers(Machine):
 
     cpu: Cpus = _takes(CPU, ...)
     memory: Bytes = _takes(BYTES, ...)
+    data_cache: Bytes | None = _takes(BYTES)
+    "Local disk for a cache of the dataset, in addition to `ephemeral_storage`."
     min: Annotated[int, Field(ge=0)] = _takes("an integer >= 0", 0)
     max: Annotated[int, Field(ge=1)] = _takes("an integer >= 1 and >= min", ...)
 

@@ -543,6 +543,8 @@ def _explain_sizes(container: Mapping[str, Any], profile: Profile, origin: Profi
             why = f"{sizes}: {each} per GPU, for {plural(max(1, given.gpus or 0), 'GPU')}"
         else:
             why = BASE
+        if key == "ephemeral_storage" and given.data_cache:
+            why += f", plus data_cache={given.data_cache}"
         resource = key.replace("_", "-")
         yield Derived(f"training pod's {resource}", container["resources"]["requests"][resource], why)
 
