@@ -8,7 +8,8 @@ rows by row group.
 `text.open_text` for bytes of text. `torch_dataset.open_datasets` calls a task's `build_dataset`.
 
 3. `dataset_files.list_files` lists a dataset's files on disk or in a bucket. `table_files.open_table_file` opens a
-file of any supported format, and `columns.Column` converts its values to arrays. `labels` numbers the classes.
+file of any supported format, and `columns.Column` converts its values to arrays. `labels` numbers the classes. For tar
+files, `tar_index` has written an index before.
 
 4. `held_out.hold_out` holds out rows if TEST_SHARE is set. `mixed_source.open_mixture` does the same as 1 to 4 for each
 source of a mixture, and joins them.

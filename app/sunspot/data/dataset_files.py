@@ -24,15 +24,23 @@ OPEN_FILES = 128
 """Number of open files, with their footers, that each process caches."""
 
 SUPPORTED = (
-    "the path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), a folder with one folder of images per class, or a "
-    "folder written by Hugging Face's save_to_disk"
+    "the path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), tar shards (.tar), a folder with one folder of "
+    "images per class, or a folder written by Hugging Face's save_to_disk"
 )
 """The datasets that DATASET accepts besides the bundled digits and MNIST, for messages."""
 
-KINDS_BY_SUFFIX = {(".parquet",): "Parquet", (".csv",): "CSV", (".jsonl", ".ndjson", ".json"): "JSON lines"}
+KINDS_BY_SUFFIX = {
+    (".parquet",): "Parquet",
+    (".csv",): "CSV",
+    (".jsonl", ".ndjson", ".json"): "JSON lines",
+    (".tar",): "tar",
+}
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 """Suffixes of compressed files. Compression inside Parquet adds no suffix."""
+
+INDEX = ".index"
+"""Suffix of the index of a tar file, which is appended to the name of the file."""
 
 PICTURES = "*/*"
 """The entry in `DatasetFiles.names` that stands for all images of a folder."""
@@ -94,7 +102,8 @@ def list_files(location: str) -> DatasetFiles:
     """List a dataset's files, which all have the same format. Raises `DataError` if the format is ambiguous.
 
     A dataset saved by Hugging Face's `datasets` lists its files, in order, in STATE_FILE. For folders of images, the
-    only name is PICTURES. If there are Parquet files, other tables and images are skipped with a note.
+    only name is PICTURES. If there are indexed tar files or Parquet files, other tables and images are skipped with a
+    note.
     """
     system, path = _file_system(location)
     with arrow_errors(location):
@@ -114,9 +123,10 @@ def list_files(location: str) -> DatasetFiles:
         fix = f"set SUNSPOT_DATASET to one of them, such as {location}/{splits[0]}"
         raise DataError(f"{location} contains several saved datasets ({', '.join(splits)}); {fix}")
     kinds = {kind: [name for name in names if _kind_of(name) == kind] for kind in KINDS_BY_SUFFIX.values()}
-    if kinds["Parquet"]:
-        refuse_mixed_splits(location, kinds["Parquet"])
-        return DatasetFiles(kinds["Parquet"], _note_unread(location, names, "Parquet"))
+    first = "tar" if any(name + INDEX in names for name in kinds["tar"]) else "Parquet"  # img2dataset writes both
+    if kinds[first]:
+        refuse_mixed_splits(location, kinds[first])
+        return DatasetFiles(kinds[first], _note_unread(location, names, first))
     # A leading "_" only marks files without rows beside Parquet. Images can have any name.
     beside = names if any(kinds.values()) else listing.sizes
     kinds["images"] = [PICTURES] if any("/" in name and is_picture(name) for name in beside) else []
@@ -132,8 +142,8 @@ def list_files(location: str) -> DatasetFiles:
         picture = next(filter(is_picture, listing.sizes), "")
         outside = f" ({picture} is outside them)" if picture else ""
         raise DataError(
-            f"{location} contains no *.parquet, *.csv or *.jsonl (names that begin with '_' or '.' are skipped), and "
-            f"no folders of images{outside}; set SUNSPOT_DATASET to {SUPPORTED}"
+            f"{location} contains no *.parquet, *.csv, *.jsonl or *.tar (names that begin with '_' or '.' are skipped) "
+            f"and no folders of images{outside}; set SUNSPOT_DATASET to {SUPPORTED}"
         )
     [chosen] = found
     if chosen == "images":
@@ -163,7 +173,7 @@ def _refuse_compressed(paths: list[str]) -> None:
     tables = tuple(suffix for suffixes in KINDS_BY_SUFFIX for suffix in suffixes)
     for path in paths:
         name, suffix = os.path.splitext(path.lower())
-        if suffix in COMPRESSED and name.endswith(tables):
+        if (suffix in COMPRESSED and name.endswith(tables)) or suffix == ".tgz":
             raise DataError(f"{path} is compressed; unpack it, or move it out of the dataset folder")
 
 
@@ -254,6 +264,14 @@ def read_range(path: str, offset: int, length: int) -> bytes:
     """Return up to `length` bytes of a file, starting at `offset`."""
     with arrow_errors(path):
         return bytes(_cached_handle(path).read_at(length, offset))
+
+
+@contextlib.contextmanager
+def open_output(path: str) -> Iterator[pa.NativeFile]:
+    """Context manager that opens a file for writing. The file replaces an existing one."""
+    system, inner = _file_system(path)
+    with arrow_errors(path), system.open_output_stream(inner) as file:
+        yield file
 
 
 @contextlib.contextmanager
