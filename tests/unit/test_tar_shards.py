@@ -240,3 +240,14 @@ def test_compressed_shards_and_folders_without_shards_are_rejected(tmp_path: Pat
         with refusal(DataError, f"{name} is compressed"):
             open_images(tmp_path)
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("data/0.lance", "a Lance dataset"), ("metadata/v1.metadata.json", "an Iceberg table")]
+)
+def test_tables_that_can_contain_deleted_rows_are_rejected(name: str, kind: str, tmp_path: Path) -> None:
+    for each in (name, "data/a.parquet"):
+        (tmp_path / each).parent.mkdir(exist_ok=True)
+        (tmp_path / each).touch()
+    with refusal(DataError, kind, "as Parquet"):
+        list_files(str(tmp_path))

@@ -39,6 +39,9 @@ KINDS_BY_SUFFIX = {
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 """Suffixes of compressed files. Compression inside Parquet adds no suffix."""
 
+UNREAD_TABLES = {".lance": "a Lance dataset", ".metadata.json": "an Iceberg table"}
+"""Tables that cannot be read, keyed by the suffix of some of their files. Their folders can contain deleted rows."""
+
 INDEX = ".index"
 """Suffix of the index of a tar file, which is appended to the name of the file."""
 
@@ -122,6 +125,12 @@ def list_files(location: str) -> DatasetFiles:
         splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE_FILE)})
         fix = f"set SUNSPOT_DATASET to one of them, such as {location}/{splits[0]}"
         raise DataError(f"{location} contains several saved datasets ({', '.join(splits)}); {fix}")
+    for suffix, table in UNREAD_TABLES.items():
+        if any(name.endswith(suffix) for name in names):
+            raise DataError(
+                f"{location} is {table}, whose current rows Sunspot cannot tell from deleted ones; write its rows as "
+                "Parquet, for example with pyarrow.dataset.write_dataset(ROWS, FOLDER, format='parquet')"
+            )
     kinds = {kind: [name for name in names if _kind_of(name) == kind] for kind in KINDS_BY_SUFFIX.values()}
     first = "tar" if any(name + INDEX in names for name in kinds["tar"]) else "Parquet"  # img2dataset writes both
     if kinds[first]:
