@@ -1,4 +1,4 @@
-"""Tests of killed and resumed runs on data that usually stream without an order: tar shards."""
+"""Tests of killed and resumed runs on data that usually stream without an order: tar shards and Iceberg tables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from sunspot.run.attempts import read_attempts
+from tests.harness.iceberg import write_iceberg
 from tests.harness.program import Program
 from tests.harness.shards import image_rows, write_parquet, write_shards
 from tests.harness.training import assert_audit_clean, consumed, kill_all, newest, the_run, wait_for_step, weights
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("write", "loader"), [(write_shards, "ray")])
+@pytest.mark.parametrize(("write", "loader"), [(write_shards, "ray"), (write_iceberg, "torch")])
 def test_a_killed_run_resumes_with_the_rows_and_steps_of_the_same_data_in_parquet(
     write: Callable[[Path, pa.Table, int], str], loader: str, program: Program, tmp_path: Path
 ) -> None:

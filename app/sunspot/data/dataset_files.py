@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -24,8 +24,8 @@ OPEN_FILES = 128
 """Number of open files, with their footers, that each process caches."""
 
 SUPPORTED = (
-    "the path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), tar shards (.tar), a folder with one folder of "
-    "images per class, or a folder written by Hugging Face's save_to_disk"
+    "the path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), tar shards (.tar), an Iceberg table, a folder with "
+    "one folder of images per class, or a folder written by Hugging Face's save_to_disk"
 )
 """The datasets that DATASET accepts besides the bundled digits and MNIST, for messages."""
 
@@ -39,8 +39,8 @@ KINDS_BY_SUFFIX = {
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 """Suffixes of compressed files. Compression inside Parquet adds no suffix."""
 
-UNREAD_TABLES = {".lance": "a Lance dataset", ".metadata.json": "an Iceberg table"}
-"""Tables that cannot be read, keyed by the suffix of some of their files. Their folders can contain deleted rows."""
+LANCE = ".lance"
+"""Suffix of the data files in a Lance dataset."""
 
 INDEX = ".index"
 """Suffix of the index of a tar file, which is appended to the name of the file."""
@@ -85,10 +85,14 @@ class Listing:
 class DatasetFiles(NamedTuple):
     """The files to read from a dataset."""
 
+    location: str
+    "The dataset's folder or file, as an absolute path or URL."
     names: list[str]
-    "Sorted paths below the dataset's folder, or [''] if the dataset is a single file."
+    "Sorted paths below `location`, or [''] if the dataset is a single file."
     notes: tuple[str, ...] = ()
     "Notes for the user about files that are not read."
+    field_ids: Mapping[str, int] = {}
+    "The field IDs of an Iceberg table's columns. A file in which a column has another ID contains other values."
 
 
 def absolute(location: str) -> str:
@@ -113,29 +117,29 @@ def list_files(location: str) -> DatasetFiles:
         kind = system.get_file_info(path).type
         if kind == fs.FileType.File:
             _refuse_compressed([location])
-            return DatasetFiles([""])
+            return DatasetFiles(location, [""])
         if kind == fs.FileType.NotFound:
             raise DataError(f"{location} was not found; set SUNSPOT_DATASET to sample, mnist, or {SUPPORTED}")
     listing = list_all(location)
     names = [name for name in listing.sizes if not any(part.startswith(("_", ".")) for part in name.split("/"))]
     _refuse_compressed([join(location, name) for name in names])
     if STATE_FILE in names:
-        return DatasetFiles(_list_saved_dataset(location, read_range(join(location, STATE_FILE), 0, MAX_STATE_BYTES)))
+        state = read_range(join(location, STATE_FILE), 0, MAX_STATE_BYTES)
+        return DatasetFiles(location, _list_saved_dataset(location, state))
     if DICT_FILE in names:
         splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE_FILE)})
         fix = f"set SUNSPOT_DATASET to one of them, such as {location}/{splits[0]}"
         raise DataError(f"{location} contains several saved datasets ({', '.join(splits)}); {fix}")
-    for suffix, table in UNREAD_TABLES.items():
-        if any(name.endswith(suffix) for name in names):
-            raise DataError(
-                f"{location} is {table}, whose current rows Sunspot cannot tell from deleted ones; write its rows as "
-                "Parquet, for example with pyarrow.dataset.write_dataset(ROWS, FOLDER, format='parquet')"
-            )
+    if any(name.endswith(LANCE) for name in names):
+        raise DataError(
+            f"{location} is a Lance dataset, which Sunspot cannot read; write it as Parquet, with "
+            "pyarrow.dataset.write_dataset(lance.dataset(FOLDER).scanner().to_reader(), OUT, format='parquet')"
+        )
     kinds = {kind: [name for name in names if _kind_of(name) == kind] for kind in KINDS_BY_SUFFIX.values()}
     first = "tar" if any(name + INDEX in names for name in kinds["tar"]) else "Parquet"  # img2dataset writes both
     if kinds[first]:
         refuse_mixed_splits(location, kinds[first])
-        return DatasetFiles(kinds[first], _note_unread(location, names, first))
+        return DatasetFiles(location, kinds[first], _note_unread(location, names, first))
     # A leading "_" only marks files without rows beside Parquet. Images can have any name.
     beside = names if any(kinds.values()) else listing.sizes
     kinds["images"] = [PICTURES] if any("/" in name and is_picture(name) for name in beside) else []
@@ -156,9 +160,9 @@ def list_files(location: str) -> DatasetFiles:
         )
     [chosen] = found
     if chosen == "images":
-        return DatasetFiles(kinds[chosen])
+        return DatasetFiles(location, kinds[chosen])
     refuse_mixed_splits(location, kinds[chosen])
-    return DatasetFiles(kinds[chosen], _note_unread(location, names, chosen))
+    return DatasetFiles(location, kinds[chosen], _note_unread(location, names, chosen))
 
 
 def _note_unread(location: str, names: list[str], kind: str) -> tuple[str, ...]:
