@@ -31,7 +31,7 @@ BUDGETS = {
     "adapters": 790,
     "baseline": 90,
     "checkpoint": 2580,
-    "data": 3730,
+    "data": 3880,
     "elastic": 2750,
     "machine": 230,
     "observe": 450,

@@ -21,6 +21,7 @@ from PIL import Image
 from sunspot.settings import Settings
 from tests.harness import REPOSITORY, SHELL, skip_without
 from tests.harness.documentation import find_commands, find_example, find_patched
+from tests.harness.shards import write_tar
 
 COMMANDS = find_commands("sh")
 ON_A_CLUSTER = find_commands("sh cluster")
@@ -61,6 +62,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(20):
             pixels = random.integers(0, 255, (70, 80, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / "pictures" / label / f"{number}.png")
+    pictures = [(label, path) for label in ("cats", "dogs") for path in (folder / "pictures" / label).iterdir()]
+    files = [(f"{label}-{path.name}", path.read_bytes(), label.encode()) for label, path in pictures]
+    (folder / "shards").mkdir()
+    samples = [each for name, png, label in files for each in ((name, png), (name.replace("png", "cls"), label))]
+    write_tar(folder / "shards" / "000.tar", samples)
     Image.fromarray(random.integers(0, 255, (28, 28), dtype=np.uint8)).save(folder / "digit.png")
     return folder
 

@@ -170,7 +170,11 @@ def test_csv_and_json_rows_are_read_unchanged(tmp_path: Path, suffix: str) -> No
         ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "label is 0.5", "declare it as float32"]),
         ({"a.csv": LABELS}, {"y": Column()}, ["no column 'y'", "(x, text, label)"]),
         ({"a.jsonl": ["up", None]}, COLUMNS, ["a.jsonl, row 1 (line 2)", "label is null"]),
-        ({"a.xlsx.txt": []}, COLUMNS, ["no *.parquet, *.csv or *.jsonl", "set SUNSPOT_DATASET to", "save_to_disk"]),
+        (
+            {"a.xlsx.txt": []},
+            COLUMNS,
+            ["no *.parquet, *.csv, *.jsonl or *.tar", "set SUNSPOT_DATASET to", "save_to_disk"],
+        ),
     ],
 )
 def test_unreadable_tables_are_reported_with_the_reason(

@@ -9,7 +9,8 @@ rows by row group.
 
 3. `dataset_files.list_files` lists a dataset's files on disk or in a bucket, and `disk_cache.DiskCache` keeps what is
 read from a bucket on the node's disk. `table_files.open_table_file` opens a file of any supported format, and
-`columns.Column` converts its values to arrays. `labels` numbers the classes.
+`columns.Column` converts its values to arrays. `labels` numbers the classes. For tar files, `tar_index` has written an
+index before. `iceberg.find_snapshot` lists the files of an Iceberg table instead.
 
 4. `held_out.hold_out` holds out rows if TEST_SHARE is set. `mixed_source.open_mixture` does the same as 1 to 4 for each
 source of a mixture, and joins them.

@@ -1,4 +1,4 @@
-"""Writes a dataset as Parquet that is fast to read (`python -m sunspot.data.convert`)."""
+"""Writes a dataset as Parquet that is fast to read, or an index of tar files (`python -m sunspot.data.convert`)."""
 
 import contextlib
 import json
@@ -22,28 +22,25 @@ from sunspot.data.images import USUAL_SIDE, decode_picture
 from sunspot.data.labels import CLASS_NAMES
 from sunspot.data.mnist import open_mnist
 from sunspot.data.splits import OTHER_HELD_OUT, pair_folders
-from sunspot.data.table_files import PictureFolder
+from sunspot.data.table_files import PictureFolder, rows_per_group
+from sunspot.data.tar_index import index_shards
 from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
 from sunspot.formatting import plural, some_of
 from sunspot.log import print_logs
 
 log = logging.getLogger("sunspot.data.convert")  # __name__ is "__main__" if this module runs as a program
 
-GROUP_BYTES = 4 << 20
-"""Bytes of pixels in a row group. A streaming reader fetches a row group at once."""
-
-MIN_GROUP_ROWS, MAX_GROUP_ROWS = 64, 2048
-"""Smallest and largest number of rows in a row group."""
-
 FILE_BYTES = 256 << 20
 """Largest number of bytes of pixels in a file. Larger datasets get several files."""
 
 DESCRIPTION = """\
-Write a dataset as Parquet that is fast to read.
+Write a dataset as Parquet that is fast to read, or an index for tar files, which then need no conversion.
 
     --from mnist [--data-root DIR] OUT            OUT/train/*.parquet and OUT/test/*.parquet
     --from imagefolder --root DIR [--size N] OUT  one folder of images per class; if DIR contains train and test
                                                   (or val), OUT contains train and test too
+    --from tar FOLDER                             an index beside each *.tar of samples (WebDataset) in FOLDER, which
+                                                  can be a URL
 
 OUT is a new local directory. It appears once all files are complete. Class names are stored in the files' metadata.
 Training can also read the image folders directly, but then decodes the images again in every epoch."""
@@ -54,16 +51,22 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser("python -m sunspot.data.convert", DESCRIPTION)
-    parser.add_argument("--from", dest="form", choices=["mnist", "imagefolder"], required=True, help="type of dataset")
+    parser.add_argument(
+        "--from", dest="form", choices=["mnist", "imagefolder", "tar"], required=True, help="type of dataset"
+    )
     parser.add_argument("--data-root", default="data", help="mnist: torchvision's data directory (default: data)")
     parser.add_argument("--root", help="imagefolder: folder with the class folders, or with train and test (or val)")
     parser.add_argument(
         "--size", type=int, default=USUAL_SIDE, help="imagefolder: image height and width (default: %(default)s)"
     )
-    parser.add_argument("out", metavar="OUT", help="a local directory that does not exist yet")
+    parser.add_argument(
+        "out", metavar="OUT", help="a local directory that does not exist yet; tar: the folder of the files"
+    )
     given = parser.parse_args(arguments)
     print_logs()
-    if given.form == "mnist":
+    if given.form == "tar":
+        rows = index_shards(given.out)
+    elif given.form == "mnist":
         rows = convert_mnist(given.data_root, given.out)
     elif not given.root:
         raise SettingsError("--from imagefolder needs a folder; set it with --root DIR")
@@ -142,7 +145,7 @@ def write_files(directory: Path, rows: Iterator[Rows], classes: list[str], scale
             writer = open_writer(directory / f"part-{files:05}.parquet", table.schema, compression_level=3)
             files += 1
             in_file = 0
-        writer.write_table(table, row_group_size=_rows_per_group(images[0].nbytes))
+        writer.write_table(table, row_group_size=rows_per_group(images[0].nbytes))
         in_file += images.nbytes
         total += len(table)
     if writer:
@@ -173,10 +176,6 @@ def open_writer(path: Path, schema: pa.Schema, compression_level: int) -> pq.Par
         use_dictionary=False,
         column_encoding=encoding,
     )
-
-
-def _rows_per_group(image_bytes: int) -> int:
-    return min(MAX_GROUP_ROWS, max(MIN_GROUP_ROWS, GROUP_BYTES // max(1, image_bytes)))
 
 
 @contextlib.contextmanager
@@ -239,7 +238,7 @@ def _load_images(folder: PictureFolder, labels: np.ndarray, shape: tuple[int, in
             raise DataError(f"{path} {error}") from error
 
     order = np.random.default_rng(0).permutation(len(labels))
-    per_batch = _rows_per_group(math.prod(shape))
+    per_batch = rows_per_group(math.prod(shape))
     for batch in np.split(order, range(per_batch, len(order), per_batch)):
         pixels = np.stack(map_parallel(load, batch, max(AT_ONCE, os.cpu_count() or 1)))
         yield pixels[:, 0] if len(pixels[0]) == 1 else pixels.transpose(0, 2, 3, 1), labels[batch]

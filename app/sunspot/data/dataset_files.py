@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -25,15 +25,26 @@ OPEN_FILES = 128
 """Number of open files, with their footers, that each process caches."""
 
 SUPPORTED = (
-    "the path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), a folder with one folder of images per class, or a "
-    "folder written by Hugging Face's save_to_disk"
+    "the path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), tar shards (.tar), an Iceberg table, a folder with "
+    "one folder of images per class, or a folder written by Hugging Face's save_to_disk"
 )
 """The datasets that DATASET accepts besides the bundled digits and MNIST, for messages."""
 
-KINDS_BY_SUFFIX = {(".parquet",): "Parquet", (".csv",): "CSV", (".jsonl", ".ndjson", ".json"): "JSON lines"}
+KINDS_BY_SUFFIX = {
+    (".parquet",): "Parquet",
+    (".csv",): "CSV",
+    (".jsonl", ".ndjson", ".json"): "JSON lines",
+    (".tar",): "tar",
+}
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 """Suffixes of compressed files. Compression inside Parquet adds no suffix."""
+
+LANCE = ".lance"
+"""Suffix of the data files in a Lance dataset."""
+
+INDEX = ".index"
+"""Suffix of the index of a tar file, which is appended to the name of the file."""
 
 PICTURES = "*/*"
 """The entry in `DatasetFiles.names` that stands for all images of a folder."""
@@ -75,10 +86,14 @@ class Listing:
 class DatasetFiles(NamedTuple):
     """The files to read from a dataset."""
 
+    location: str
+    "The dataset's folder or file, as an absolute path or URL."
     names: list[str]
-    "Sorted paths below the dataset's folder, or [''] if the dataset is a single file."
+    "Sorted paths below `location`, or [''] if the dataset is a single file."
     notes: tuple[str, ...] = ()
     "Notes for the user about files that are not read."
+    field_ids: Mapping[str, int] = {}
+    "The field IDs of an Iceberg table's columns. A file in which a column has another ID contains other values."
 
 
 def absolute(location: str) -> str:
@@ -95,29 +110,37 @@ def list_files(location: str) -> DatasetFiles:
     """List a dataset's files, which all have the same format. Raises `DataError` if the format is ambiguous.
 
     A dataset saved by Hugging Face's `datasets` lists its files, in order, in STATE_FILE. For folders of images, the
-    only name is PICTURES. If there are Parquet files, other tables and images are skipped with a note.
+    only name is PICTURES. If there are indexed tar files or Parquet files, other tables and images are skipped with a
+    note.
     """
     system, path = _file_system(location)
     with arrow_errors(location):
         kind = system.get_file_info(path).type
         if kind == fs.FileType.File:
             _refuse_compressed([location])
-            return DatasetFiles([""])
+            return DatasetFiles(location, [""])
         if kind == fs.FileType.NotFound:
             raise DataError(f"{location} was not found; set SUNSPOT_DATASET to sample, mnist, or {SUPPORTED}")
     listing = list_all(location)
     names = [name for name in listing.sizes if not any(part.startswith(("_", ".")) for part in name.split("/"))]
     _refuse_compressed([join(location, name) for name in names])
     if STATE_FILE in names:
-        return DatasetFiles(_list_saved_dataset(location, read_range(join(location, STATE_FILE), 0, MAX_STATE_BYTES)))
+        state = read_range(join(location, STATE_FILE), 0, MAX_STATE_BYTES)
+        return DatasetFiles(location, _list_saved_dataset(location, state))
     if DICT_FILE in names:
         splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE_FILE)})
         fix = f"set SUNSPOT_DATASET to one of them, such as {location}/{splits[0]}"
         raise DataError(f"{location} contains several saved datasets ({', '.join(splits)}); {fix}")
+    if any(name.endswith(LANCE) for name in names):
+        raise DataError(
+            f"{location} is a Lance dataset, which Sunspot cannot read; write it as Parquet, with "
+            "pyarrow.dataset.write_dataset(lance.dataset(FOLDER).scanner().to_reader(), OUT, format='parquet')"
+        )
     kinds = {kind: [name for name in names if _kind_of(name) == kind] for kind in KINDS_BY_SUFFIX.values()}
-    if kinds["Parquet"]:
-        refuse_mixed_splits(location, kinds["Parquet"])
-        return DatasetFiles(kinds["Parquet"], _note_unread(location, names, "Parquet"))
+    first = "tar" if any(name + INDEX in names for name in kinds["tar"]) else "Parquet"  # img2dataset writes both
+    if kinds[first]:
+        refuse_mixed_splits(location, kinds[first])
+        return DatasetFiles(location, kinds[first], _note_unread(location, names, first))
     # A leading "_" only marks files without rows beside Parquet. Images can have any name.
     beside = names if any(kinds.values()) else listing.sizes
     kinds["images"] = [PICTURES] if any("/" in name and is_picture(name) for name in beside) else []
@@ -133,14 +156,14 @@ def list_files(location: str) -> DatasetFiles:
         picture = next(filter(is_picture, listing.sizes), "")
         outside = f" ({picture} is outside them)" if picture else ""
         raise DataError(
-            f"{location} contains no *.parquet, *.csv or *.jsonl (names that begin with '_' or '.' are skipped), and "
-            f"no folders of images{outside}; set SUNSPOT_DATASET to {SUPPORTED}"
+            f"{location} contains no *.parquet, *.csv, *.jsonl or *.tar (names that begin with '_' or '.' are skipped) "
+            f"and no folders of images{outside}; set SUNSPOT_DATASET to {SUPPORTED}"
         )
     [chosen] = found
     if chosen == "images":
-        return DatasetFiles(kinds[chosen])
+        return DatasetFiles(location, kinds[chosen])
     refuse_mixed_splits(location, kinds[chosen])
-    return DatasetFiles(kinds[chosen], _note_unread(location, names, chosen))
+    return DatasetFiles(location, kinds[chosen], _note_unread(location, names, chosen))
 
 
 def _note_unread(location: str, names: list[str], kind: str) -> tuple[str, ...]:
@@ -164,7 +187,7 @@ def _refuse_compressed(paths: list[str]) -> None:
     tables = tuple(suffix for suffixes in KINDS_BY_SUFFIX for suffix in suffixes)
     for path in paths:
         name, suffix = os.path.splitext(path.lower())
-        if suffix in COMPRESSED and name.endswith(tables):
+        if (suffix in COMPRESSED and name.endswith(tables)) or suffix == ".tgz":
             raise DataError(f"{path} is compressed; unpack it, or move it out of the dataset folder")
 
 
@@ -255,6 +278,14 @@ def read_range(path: str, offset: int, length: int) -> bytes:
     """Return up to `length` bytes of a file, starting at `offset`."""
     with arrow_errors(path):
         return bytes(_cached_handle(path).read_at(length, offset))
+
+
+@contextlib.contextmanager
+def open_output(path: str) -> Iterator[pa.NativeFile]:
+    """Context manager that opens a file for writing. The file replaces an existing one."""
+    system, inner = _file_system(path)
+    with arrow_errors(path), system.open_output_stream(inner) as file:
+        yield file
 
 
 @contextlib.contextmanager

@@ -52,13 +52,12 @@ def open_images(
     tables are scaled to that size as well. If `like` is a column of scaled images, its size takes precedence. Raises
     `DataError` or `StorageError`.
     """
-    location = absolute(location)
-    files = find_files(location)
-    path = join(location, files.names[0])
+    files = find_files(absolute(location))
+    path = join(files.location, files.names[0])
     with arrow_errors(path):
         scaled = like and like.scales and is_encoded(find_images(path).type)
         image = like if like and scaled else _declare_images(path, side)
-    return open_rows(location, files, {IMAGE: image, LABEL: Column("int64")}, model=model)
+    return open_rows(files, {IMAGE: image, LABEL: Column("int64")}, model=model)
 
 
 def open_image_splits(

@@ -29,6 +29,7 @@ from sunspot.data.dataset_files import (
     read_range,
 )
 from sunspot.data.fingerprint import digest, sample_ranges
+from sunspot.data.iceberg import find_snapshot
 from sunspot.data.images import SCALING
 from sunspot.data.labels import (
     LABEL,
@@ -55,6 +56,9 @@ from sunspot.settings import PREFIX, Settings
 
 PICTURE_DECODING = b"upright"
 """Version of the image decoding. It is in the digest of images, so that a run does not resume with different pixels."""
+
+FIELD_ID = b"PARQUET:field_id"
+"""Arrow's metadata key for the ID of a Parquet column."""
 
 FILES_AT_ONCE = 8
 """Number of files that are read concurrently when a dataset is opened."""
@@ -229,12 +233,12 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
         )
     model = predicting_model(settings)
     locations = locate_splits(settings.dataset, settings.test_dataset)
-    train = open_rows(locations.train, find_files(locations.train), dict(columns), model=model)
+    train = open_rows(find_files(locations.train), dict(columns), model=model)
     train = check_training_rows(train, locations, model)
     if not locations.test:
         return train, None
     has_names = isinstance(train.columns.get(LABEL), TextLabels)
-    test = open_rows(locations.test, find_files(locations.test), dict(columns), has_names, model)
+    test = open_rows(find_files(locations.test), dict(columns), has_names, model)
     if model is None:
         test = match_classes(train, test)
         if train.classes:
@@ -284,11 +288,10 @@ def check_training_rows(train: TableSource, locations: SplitLocations, model: Mo
 def find_files(location: str) -> DatasetFiles:
     """Return a dataset's files. This clears the cache of open files."""
     clear_file_cache()
-    return list_files(location)
+    return find_snapshot(location) or list_files(location)
 
 
 def open_rows(
-    location: str,
     found: DatasetFiles,
     columns: dict[str, Column],
     has_class_names: bool = False,
@@ -299,12 +302,13 @@ def open_rows(
     If `has_class_names` is set, numbers in CSV labels are names. If `model` is given, the rows are for its predictions
     and need no labels.
     """
+    location = found.location
     paths = [join(location, name) for name in found.names]
     if model is not None and LABEL in columns:
         with arrow_errors(paths[0]):
             if (columns[LABEL].of or LABEL) not in open_table_file(paths[0]).schema.names:
                 columns = {name: column for name, column in columns.items() if name != LABEL}
-    files = map_parallel(lambda path: _check_file(path, columns, model), paths, FILES_AT_ONCE)
+    files = map_parallel(lambda path: _check_file(path, columns, model, found), paths, FILES_AT_ONCE)
     labels = merge_labels([file.labels for file in files if file.labels], location, has_class_names, model)
     if labels.text:
         dtype = columns[LABEL].dtype
@@ -341,10 +345,17 @@ class _FileSummary(NamedTuple):
     notes: tuple[str, ...]
 
 
-def _check_file(path: str, columns: dict[str, Column], model: ModelData | None) -> _FileSummary:
+def _check_file(path: str, columns: dict[str, Column], model: ModelData | None, found: DatasetFiles) -> _FileSummary:
     with arrow_errors(path):
         file = open_table_file(path)
         fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
+        for field in fields.values():
+            stored = (field.metadata or {}).get(FIELD_ID)  # files that were added to a table can lack IDs
+            if stored and found.field_ids and int(stored) != found.field_ids.get(field.name):
+                raise DataError(
+                    f"{path}: {field.name} was another column of the Iceberg table when this file was written; run "
+                    "Iceberg's rewrite_data_files with the option rewrite-all=true"
+                )
         if not sum(file.groups):
             raise DataError(f"{path} has no rows; add rows, or remove the file")
         if isinstance(file, PictureFolder) and LABEL in columns and model is None:

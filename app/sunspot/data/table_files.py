@@ -1,7 +1,10 @@
-"""One interface to all table formats: Parquet, CSV, JSON lines, Arrow files of `datasets`, and image folders."""
+"""One interface to all formats: Parquet, CSV, JSON lines, Arrow files of `datasets`, tar shards, and image folders."""
 
 import contextlib
 import io
+import json
+import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -12,6 +15,7 @@ from sunspot.background import map_parallel
 from sunspot.data.arrow_types import to_plain
 from sunspot.data.class_folders import find_classes
 from sunspot.data.dataset_files import (
+    INDEX,
     OPEN_FILES,
     PICTURES,
     clear_open_files,
@@ -22,7 +26,7 @@ from sunspot.data.dataset_files import (
     open_uncached,
     read_range,
 )
-from sunspot.data.fingerprint import digest
+from sunspot.data.fingerprint import digest, digest_array
 from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, open_image, upright_size
 from sunspot.data.parsed_text import find_inexact_integers, find_json_line, find_line, read_csv, read_json_lines
 from sunspot.errors import DataError, SunspotError
@@ -31,6 +35,24 @@ from sunspot.formatting import as_bytes, plural
 ARROW = ".arrow"
 CSV = ".csv"
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+TAR = ".tar"
+
+SHARD = b"shard"
+"""Metadata key of an index. Its value in JSON has the shard's `size`, and the types of `members` by column."""
+
+KEY = "__key__"
+"""The column with the name of each sample, which its members in the shard have in common."""
+
+BEGIN = "__begin__"
+LENGTH = "__length__"
+CRC = "__crc32__"
+"""The columns of an index with the bytes of each sample in the shard, from its first member's header, and their CRC."""
+
+GROUP_BYTES = 4 << 20
+"""Bytes in a row group that `sunspot.data.convert` writes. A streaming reader fetches a row group at once."""
+
+MIN_GROUP_ROWS, MAX_GROUP_ROWS = 64, 2048
+"""Smallest and largest number of rows in such a row group."""
 
 TEXT_GROUP_ROWS = 1024
 """Rows in a row group of CSV or JSON lines. The formats themselves have no groups."""
@@ -92,7 +114,7 @@ class ParquetTable(TableFile):
         self.groups = [group.num_rows for group in self._metadata]
 
     @property
-    def identity(self) -> list[int]:
+    def identity(self) -> Sequence[object]:
         # Reading the sizes of single columns from damaged metadata crashes the process (pyarrow 26).
         return [group.total_byte_size for group in self._metadata]
 
@@ -100,6 +122,52 @@ class ParquetTable(TableFile):
         if group is None:
             return to_plain(self._file.read(columns=list(columns), use_threads=False))
         return to_plain(self._file.read_row_group(group, columns=list(columns), use_threads=False))
+
+
+class TarShard(ParquetTable):
+    """A tar file of samples and its index, a Parquet file (`sunspot.data.tar_index`).
+
+    Classes and JSON fields are in the index. For any other member of a sample, the index contains its position in the
+    shard. Columns of members are read from the shard, one range for each row group, and checked.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._repair = f"write its index: python -m sunspot.data.convert --from tar {os.path.dirname(path)}"
+        try:
+            super().__init__(path + INDEX)
+        except (FileNotFoundError, pa.ArrowInvalid) as error:
+            raise DataError(f"{path} has no intact index ({path}{INDEX}); {self._repair}") from error
+        self.path = path
+        about = json.loads((self.schema.metadata or {}).get(SHARD, "{}"))
+        if about.get("size") != self.size:
+            raise DataError(f"{path} has changed since its index was written; {self._repair}")
+        self._types = {name: pa.type_for_alias(alias) for name, alias in about["members"].items()}
+        self.schema = pa.schema([field.with_type(self._types.get(field.name, field.type)) for field in self.schema])
+
+    @property
+    def identity(self) -> Sequence[object]:
+        return [digest_array(super().read([CRC])[CRC].to_numpy())]
+
+    def name_row(self, row: int) -> str:
+        return f"{self.path}, sample {super().read([KEY])[KEY][row]}"
+
+    def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
+        members = [name for name in columns if name in self._types]
+        if not members:
+            return super().read(columns, group)
+        table = super().read([*columns, BEGIN, LENGTH, CRC], group)
+        samples = list(zip(*(table[name].to_pylist() for name in (BEGIN, LENGTH, CRC)), strict=True))
+        first = samples[0][0]
+        content = memoryview(read_range(self.path, first, samples[-1][0] + samples[-1][1] - first))
+        for row, (begin, length, crc) in enumerate(samples, sum(self.groups[: group or 0])):
+            if zlib.crc32(content[begin - first :][:length]) != crc:
+                raise DataError(
+                    f"{self.name_row(row)} does not match its checksum; restore the file, or {self._repair}"
+                )
+        for name in members:
+            parts = [part and bytes(content[part[0] - first : part[1] - first]) for part in table[name].to_pylist()]
+            table = table.set_column(table.schema.get_field_index(name), name, pa.array(parts, self._types[name]))
+        return table.select(list(columns))
 
 
 class ArrowTable(TableFile):
@@ -240,10 +308,17 @@ def group_sizes(rows: int, group_rows: int) -> list[int]:
     return [min(group_rows, rows - first) for first in range(0, rows, group_rows)]
 
 
+def rows_per_group(row_bytes: int) -> int:
+    """Return the number of rows in the row groups that `sunspot.data.convert` writes."""
+    return min(MAX_GROUP_ROWS, max(MIN_GROUP_ROWS, GROUP_BYTES // max(1, row_bytes)))
+
+
 def open_table_file(path: str) -> TableFile:
     """Open a table file, whose name determines its format. Parquet readers are not cached, because they have state."""
     if path.endswith((ARROW, "/" + PICTURES)):
         return _cached_table(path)
+    if path.lower().endswith(TAR):
+        return TarShard(path)
     return _cached_text(path) if path.lower().endswith((CSV, *JSON_LINES)) else ParquetTable(path)
 
 

@@ -169,8 +169,8 @@ class Settings(BaseModel):
 
     dataset: Dataset = setting(
         "sample",
-        "sample, mnist, or a path or URL of Parquet, CSV, JSON lines, image folders, or save_to_disk's output; or to "
-        "several of these with weights, e.g. a:0.7,b:0.3",
+        "sample, mnist, or a path or URL of Parquet, CSV, JSON lines, tar shards, Iceberg tables, image folders, or "
+        "save_to_disk's output; or to several of these with weights, e.g. a:0.7,b:0.3",
         min_length=1,
     )
     "Training data. Several sources with weights are a mixture."
