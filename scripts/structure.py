@@ -31,7 +31,7 @@ BUDGETS = {
     "adapters": 790,
     "baseline": 90,
     "checkpoint": 2580,
-    "data": 3880,
+    "data": 4050,
     "elastic": 2750,
     "machine": 230,
     "observe": 450,
@@ -52,7 +52,7 @@ BUDGETS = {
     "tasks": 1120,
     "templates": 90,
     "tracking": 700,
-    "train": 4310,
+    "train": 4320,
     "tune": 560,
     "ui": 850,
 }
