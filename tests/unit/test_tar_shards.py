@@ -242,6 +242,14 @@ def test_compressed_shards_and_folders_without_shards_are_rejected(tmp_path: Pat
         (tmp_path / name).unlink()
 
 
+def test_delta_tables_are_rejected(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": [1]}), tmp_path / "part-0.parquet")
+    (tmp_path / "_delta_log").mkdir()
+    (tmp_path / "_delta_log" / "00000000000000000000.json").touch()
+    with refusal(DataError, "is a Delta table", "as Parquet"):
+        list_files(str(tmp_path))
+
+
 def test_lance_datasets_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "0.lance").touch()

@@ -40,6 +40,9 @@ KINDS_BY_SUFFIX = {
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 """Suffixes of compressed files. Compression inside Parquet adds no suffix."""
 
+DELTA_LOG = "_delta_log/"
+"""Folder with the log of a Delta table."""
+
 LANCE = ".lance"
 """Suffix of the data files in a Lance dataset."""
 
@@ -135,6 +138,11 @@ def list_files(location: str) -> DatasetFiles:
         raise DataError(
             f"{location} is a Lance dataset, which Sunspot cannot read; write it as Parquet, with "
             "pyarrow.dataset.write_dataset(lance.dataset(FOLDER).scanner().to_reader(), OUT, format='parquet')"
+        )
+    if any(name.startswith(DELTA_LOG) for name in listing.sizes):
+        raise DataError(
+            f"{location} is a Delta table, whose files also hold rows that were deleted or replaced; write its rows as "
+            "Parquet, with pyarrow.parquet.write_table(DeltaTable(FOLDER).to_pyarrow_table(), FILE)"
         )
     kinds = {kind: [name for name in names if _kind_of(name) == kind] for kind in KINDS_BY_SUFFIX.values()}
     first = "tar" if any(name + INDEX in names for name in kinds["tar"]) else "Parquet"  # img2dataset writes both
