@@ -42,7 +42,7 @@ BUDGETS = {
     "ray_session": 180,
     "report": 1340,
     "run": 3200,
-    "settings": 750,
+    "settings": 760,
     "storage": 1630,
     "submitter": 1040,
     "submitter/cluster": 3210,
