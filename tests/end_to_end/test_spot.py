@@ -88,7 +88,7 @@ def test_no_steps_are_repeated_after_a_notice_and_few_after_a_lost_node(
 
         committed = newest(run).step
         wait_for_reported_step(run, committed + 60, training)
-        [worker] = worker_processes()
+        worker = worker_processes()[0]
         [list_workers] = find_commands("sh workers")
         assert str(worker.pid) in subprocess.check_output(list_workers, shell=True, text=True).split()
         worker.kill()
