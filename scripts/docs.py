@@ -7,16 +7,14 @@ the parser of `sunspot`, and the keys in docs/profiles.md from app/sunspot/submi
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from sunspot.cli import make_parser
 from sunspot.settings import IDENTITY, PREFIX, describe_settings
+from sunspot.settings.fields import read_docstrings
 from sunspot.submitter.manifest.profile import (
     DataWorkers,
     Head,
@@ -162,13 +160,13 @@ def _profile_sections() -> Iterator[str]:
         [parent] = model.__bases__
         above = set(getattr(parent, "model_fields", ()))
         own = [name for name in model.model_fields if name not in above]
-        documentation = _documentation(model)
+        documentation = read_docstrings(model)
         yield f"\n### {title}\n"
         if about:
             yield f"{about}\n"
         for name in own:
             takes = model.model_fields[name].description or ""
-            meaning = documentation.get(name)
+            meaning = " ".join(documentation.get(name, "").split())
             yield f"- `{name}`: {meaning} *{takes}*" if meaning else f"- `{name}`: *{takes}*"
     yield ""
 
@@ -199,19 +197,6 @@ def _words(action: argparse.Action) -> str:
 def _arguments(actions: Sequence[argparse.Action]) -> str:
     needed = {True: " (required)", False: ""}
     return "".join(f"- `{_words(a)}`: {a.help}{needed[a.required and bool(a.option_strings)]}\n" for a in actions)
-
-
-def _documentation(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring below each field of a class, including inherited fields, keyed by field."""
-    found: dict[str, str] = {}
-    for owner in reversed(model.__mro__):
-        if owner.__module__.startswith("sunspot."):
-            body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
-            for field, below in pairwise(body):
-                match field, below:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                        found[name] = " ".join(text.split())
-    return found
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ SHARED = {
     "mlflow_server": "mlflow",
     "browser": "browser",
     "groups": "ranks",  # tests/integration/test_fsdp.py
-    "adapters": "hugging face",  # tests/integration/test_finetune.py
+    "hugging_face_runs": "hugging face",
     "peft": "hugging face",  # tests/unit/test_finetune.py
     "keras": "keras",  # tests/unit/test_keras.py
     "environment": "wheel",  # tests/end_to_end/test_wheel.py
@@ -53,6 +53,7 @@ pytest_plugins = [
     "tests.harness.process_group",
     "tests.harness.program",
     "tests.harness.finished_run",
+    "tests.harness.hugging_face",
     "tests.harness.s3",
     "tests.harness.clouds",
     "tests.harness.kubernetes",
@@ -94,11 +95,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Start PyTorch's autograd engine in each process that collected tests.
+    """Freeze the imported modules' objects, and start PyTorch's autograd engine in each process that collected tests.
+
+    Otherwise, a garbage collection during a test would traverse all imported modules, and copy their pages in forked
+    processes.
 
     If torch.compile runs before the first backward pass, it registers a CUDA device that does not exist. The engine
     then starts a thread for that device, and a forked process cannot run a backward pass (PyTorch 2.15).
     """
+    gc.freeze()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.ones(1, requires_grad=True).sum().backward()

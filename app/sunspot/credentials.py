@@ -28,7 +28,7 @@ ARGUMENT = r"""(^|_)(
       | (ADO|AZURE|GIT|GITHUB|GITLAB)_PAT
     )$ | ^TOKEN$"""
 """Names of arguments that contain a credential, as a verbose regular expression. Similar names such as `pad_token` or
-`image_key` must not match. Like the patterns in FORMS, it is compiled on first use, because every command imports this
+`image_key` must not match. Like the patterns in FORMS, it is compiled on first use, because most commands import this
 module."""
 
 ALLOWED_LINE = re.compile(r"pragma: allowlist secret|gitleaks:allow")

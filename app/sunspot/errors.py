@@ -5,12 +5,9 @@ import os
 import re
 import signal
 import sys
-import traceback
-import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from sunspot.credentials import CREDENTIAL
 from sunspot.formatting import visible
 from sunspot.standard_streams import flush_output, prepare_streams
 
@@ -27,14 +24,14 @@ HIDDEN = "***"
 MIN_SECRET = 8
 """Minimum length of a secret to hide. Shorter texts occur in ordinary words."""
 
-SIGNED = re.compile(
-    r"""(//)[^\s/]+(?=@)                                                  # user:password@ in a URL
+SIGNED = r"""(?ix)
+        (//)[^\s/]+(?=@)                                                  # user:password@ in a URL
       | (\b(?:sig|signature|credential|security-token)\s*[=:]\s*)[^\s&,'"]+   # a signed request or URL
       | (\bauthorization['"]?\s*[=:]\s*b?['"]?)[^\n'"]+
-      | (\bbearer\s+)[^\s'"]+""",
-    re.IGNORECASE | re.VERBOSE,
-)
-"""Pattern of texts that are secret regardless of their value. The matching group before the secret is kept."""
+      | (\bbearer\s+)[^\s'"]+"""
+"""Pattern of texts that are secret regardless of their value. The matching group before the secret is kept. The
+pattern is compiled on first use, because every command imports this module. Functions import what `--help` does not
+need."""
 
 
 class SunspotError(Exception):
@@ -182,11 +179,15 @@ def without_secrets(text: str) -> str:
     """Return the text with this process's credentials, passwords in URLs, and signatures replaced by HIDDEN."""
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
-    return SIGNED.sub(lambda found: next(filter(None, found.groups())) + HIDDEN, text)
+    return re.sub(SIGNED, lambda found: next(filter(None, found.groups())) + HIDDEN, text)
 
 
 def _secrets() -> list[str]:
     """Return every credential in the environment, longest first, in each form in which an error can quote it."""
+    from urllib.parse import quote
+
+    from sunspot.credentials import CREDENTIAL
+
     found = set()
     for name, value in os.environ.items():
         if CREDENTIAL.search(name.upper()):
@@ -195,12 +196,14 @@ def _secrets() -> list[str]:
             within = re.search(r"//(.+)@(?!sha256:)", value)  # a password in a URL can contain a '/'
             secret = within[1] if within else ""
         if len(secret) >= MIN_SECRET:
-            found |= {secret, repr(secret)[1:-1], urllib.parse.quote(secret, safe="")}
+            found |= {secret, repr(secret)[1:-1], quote(secret, safe="")}
     return sorted(found, key=len, reverse=True)
 
 
 def format_trace(error: BaseException) -> str:
     """Return an error's traceback, without secrets."""
+    import traceback
+
     return without_secrets("".join(traceback.format_exception(error)))
 
 

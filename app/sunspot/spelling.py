@@ -3,7 +3,6 @@
 The suggestion has a similar name, or is the equivalent of a name in another program.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 
 LIKENESS = 0.6
@@ -75,6 +74,8 @@ def find_meant(word: str, known: Iterable[str], other_names: Mapping[str, str] =
 
     `known` are the valid names. `other_names` are searched first.
     """
+    import difflib  # not needed for `sunspot --help`
+
     if word in other_names:
         return other_names[word]
     names = list(known)

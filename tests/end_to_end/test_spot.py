@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from sunspot.train.probe import probe_all_nodes
 from tests.end_to_end.test_columns import write_numbers
 from tests.harness import s3
 from tests.harness.control import worker_group
+from tests.harness.documentation import find_commands
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
 from tests.harness.s3 import FaultProxy
@@ -86,7 +88,10 @@ def test_no_steps_are_repeated_after_a_notice_and_few_after_a_lost_node(
 
         committed = newest(run).step
         wait_for_reported_step(run, committed + 60, training)
-        worker_processes()[0].kill()
+        worker = worker_processes()[0]
+        [list_workers] = find_commands("sh workers")
+        assert str(worker.pid) in subprocess.check_output(list_workers, shell=True, text=True).split()
+        worker.kill()
         lost = wait_for_receipts(run, 3, training)[-1]
         assert (lost.cause, lost.tier) == (Cause.WORKER_LOST, "memory")
         assert lost.last_step > committed + 50, "the run had taken many steps since the checkpoint"

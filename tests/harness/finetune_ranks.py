@@ -1,4 +1,4 @@
-"""Fine-tunes with LoRA in worker groups without Ray: `python -m tests.harness.finetune_ranks FOLDER`.
+"""Fine-tunes with LoRA in worker groups without Ray. hugging_face.py calls it.
 
 A tiny model trains for STEPS steps on changing numbers of ranks, as defined in `RUNS`. The losses of each run's last
 group are written to the file `RUN.json`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,3 @@ def main(root: str) -> None:
             train_group(plan_without_evaluation(settings), ranks, killed_at=KILLED_AT)
         losses = train_group(plan_without_evaluation(settings), last)
         Path(root, f"{name}.json").write_text(json.dumps(losses))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -60,9 +60,11 @@ class Shares:
     ids = None
 
     def __init__(self, plan: Plan, world_size: int, rank: int) -> None:
-        rows = read_rows(plan.source, 0, plan.steps.rows)
-        self._rows = {name: torch.from_numpy(column) for name, column in rows.items()}
         self._order = order_of(plan.source, "torch", plan.settings.seed) if plan.order else None
+        last_step = min(plan.total_steps, plan.steps.per_epoch) - 1
+        end = plan.steps.rows if plan.order else plan.steps.share(last_step, 1, 0)[1]
+        rows = read_rows(plan.source, 0, end)  # no more than the steps take, because tests make many loaders
+        self._rows = {name: torch.from_numpy(column) for name, column in rows.items()}
         self._steps = plan.steps
         self._world_size = world_size
         self._rank = rank

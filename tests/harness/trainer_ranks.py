@@ -1,4 +1,4 @@
-"""Trains a Trainer's worker groups without Ray: `python -m tests.harness.trainer_ranks FOLDER`.
+"""Trains a Trainer's worker groups without Ray. hugging_face.py calls it.
 
 The task of docs/finetune.md, and a task with its own Trainer, train for STEPS steps on changing numbers of ranks, as
 defined in `RUNS`. The losses of each run's last group are written to `RUN.json`, the messages about REFUSED to
@@ -88,7 +88,3 @@ def refusal_of(base: str, argument: str) -> str:
     except SettingsError as error:
         return str(error)
     return ""
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

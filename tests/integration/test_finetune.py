@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,15 @@ from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.tasks.pretrained import open_base
-from tests.harness import REPOSITORY, skip_without
 from tests.harness.finetune_ranks import KILLED_AT, STEPS
+from tests.harness.hugging_face import ADAPTERS
 from tests.harness.language_models import write_base
 from tests.harness.training import newest_whole
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    skip_without("peft", "hf")
-    folder = tmp_path_factory.mktemp("finetune")
-    subprocess.run([sys.executable, "-m", "tests.harness.finetune_ranks", str(folder)], cwd=REPOSITORY, check=True)
-    return folder
+def adapters(hugging_face_runs: Path) -> Path:
+    return hugging_face_runs / ADAPTERS
 
 
 def last_of(adapters: Path, name: str) -> Checkpoint:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,14 @@ from sunspot.checkpoint.parts import load_model
 from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.checkpoints import Checkpoint
-from tests.harness import REPOSITORY
+from tests.harness.hugging_face import TRAINERS
 from tests.harness.trainer_ranks import KILLED_AT, STEPS
 from tests.harness.training import consumed, newest, newest_whole
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("peft", reason="needs the extra hf")
-    folder = tmp_path_factory.mktemp("trainer")
-    subprocess.run([sys.executable, "-m", "tests.harness.trainer_ranks", str(folder)], cwd=REPOSITORY, check=True)
-    return folder
+def trained(hugging_face_runs: Path) -> Path:
+    return hugging_face_runs / TRAINERS
 
 
 def read(trained: Path, name: str) -> Any:

@@ -158,12 +158,14 @@ def test_weights_that_change_before_the_optimizer_step_are_reported(
     assert "1 parameter changed outside of the optimizer's step, such as head.weight: " in caplog.text
 
 
-def test_arguments_that_the_task_never_reads_are_reported(
+def test_arguments_and_functions_that_are_never_read_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reads = TASK.replace("return Net()", 'settings.task_args.get("hidden"); return Net()')
-    check_task(tmp_path, reads, monkeypatch, TASK_ARGS='{"hiden": 32}')
+    misspelt = "def checkpoint_file(model, state): return {}\n"
+    check_task(tmp_path, reads + misspelt, monkeypatch, TASK_ARGS='{"hiden": 32}')
     assert "SUNSPOT_TASK_ARGS: the task has not read hiden; did you mean hidden?" in caplog.text
+    assert "did you mean checkpoint_files?" in caplog.text
 
 
 def test_a_check_calls_compute_metrics_on_the_held_out_rows(
@@ -175,10 +177,17 @@ def test_a_check_calls_compute_metrics_on_the_held_out_rows(
     assert "it trains, evaluates, saves and restores" in [*checked.describe()][-1]
     assert "CHECKPOINT_METRIC" not in caplog.text
     check_task(tmp_path, counts, monkeypatch, CHECKPOINT_METRIC="eights")
-    assert "SUNSPOT_CHECKPOINT_METRIC=eights: the task has no such metric; it has hits, loss, test_hits" in caplog.text
+    absent = "SUNSPOT_CHECKPOINT_METRIC=eights: the task has no such metric; set it to one of hits, loss, test_hits"
+    assert absent in caplog.text, "other rows may have further metrics"
     broken = counts.replace("return {'sevens'", "raise ValueError({'sevens'").replace(".sum()}", ".sum()})")
     with pytest.raises(SunspotError, match=r"(?s)last step and eval.*: ValueError: .*in compute_metrics at .*\.py:"):
         check_task(tmp_path, broken, monkeypatch)
+
+
+def test_a_checkpoint_metric_that_the_task_lacks_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = "^SUNSPOT_CHECKPOINT_METRIC=hit: .* no such metric; set it to one of hits, loss, test_hits, test_loss$"
+    with pytest.raises(SettingsError, match=says):
+        check_task(tmp_path, TASK, monkeypatch, CHECKPOINT_METRIC="hit")
 
 
 @pytest.mark.parametrize(("share", "done"), [("0", "evaluates nothing"), ("0.5", "trains, evaluates")])

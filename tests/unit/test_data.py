@@ -564,7 +564,7 @@ def _open_counting(data_root: str, count: str) -> int:
 
 
 def test_one_process_downloads_mnist_while_other_processes_wait(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
+    with multiprocessing.get_context("fork").Pool(3) as pool:
         count = str(tmp_path / "count")
         assert pool.starmap(_open_counting, [(str(tmp_path / "data"), count)] * 3, chunksize=1) == [5000] * 3
     assert Path(count).read_text() == "x"

@@ -715,6 +715,7 @@ def test_heartbeats_outlive_the_process() -> None:
 
 
 def _train_and_kill_yourself(root: str) -> None:
+    torch.set_num_threads(1)  # before two threads use torch, as in `fork_ranks`
     sunspot.checkpoint.memory_files.SHARED_MEMORY = Path(root)
     trainee = Trainee()
     trainee.train()
@@ -725,7 +726,7 @@ def _train_and_kill_yourself(root: str) -> None:
 
 
 def test_a_copy_outlives_sigkill(shared_memory: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_train_and_kill_yourself, args=(str(shared_memory),))
+    process = multiprocessing.get_context("fork").Process(target=_train_and_kill_yourself, args=(str(shared_memory),))
     process.start()
     process.join(240)
     assert process.exitcode == -9

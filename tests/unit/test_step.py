@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import sunspot.log
 import sunspot.parallel.decisions
 import sunspot.train.worker
 from sunspot.checkpoint.average import WeightAverage
@@ -256,6 +257,31 @@ def test_the_end_of_an_epoch_is_saved_before_its_evaluation(
     outlived = abandon_step(worker)
     assert outlived
     assert outlived[1].metrics.items() >= record.items(), "a repeated evaluation adds to this record"
+
+
+@pytest.mark.parametrize(
+    ("metric", "command", "warned"),
+    [
+        ("accuracy", Command(), True),
+        ("accuracy", Command(restart=True), False),
+        ("loss", Command(), False),
+        ("test_loss", Command(), False),
+    ],
+)
+def test_the_first_evaluation_warns_of_a_checkpoint_metric_that_the_task_lacks(
+    metric: str,
+    command: Command,
+    warned: bool,
+    group: dist.ProcessGroup,
+    set_constants: SetConstants,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.0)
+    monkeypatch.setattr(sunspot.log, "WARNED", set())
+    Recorded(evaluating(group, 1, checkpoint_metric=metric), command).take_step(25)
+    said = "SUNSPOT_CHECKPOINT_METRIC=accuracy: the task has no such metric; set it to one of loss, test_loss"
+    assert [record.message for record in caplog.records] == [said] * warned
 
 
 def test_an_epoch_is_evaluated_even_if_a_worker_is_lost_at_its_end(group: dist.ProcessGroup) -> None:

@@ -1,6 +1,5 @@
 """Reads the content of a report from storage. An unreadable part is reported, and does not hide the other parts."""
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from sunspot.run.checkpoints import (
 from sunspot.run.failures import Failure, read_failures
 from sunspot.run.history import iter_rank_records, iter_records, read_journal
 from sunspot.run.identity import read_identity
-from sunspot.run.incidents import find_gaps, read_receipts
+from sunspot.run.incidents import find_gaps
 from sunspot.run.predictions import Predictions, TaskExhibit, load_shown
 from sunspot.run.seen import RunDetails, RunSeen
 from sunspot.run.status import load_newest_status
@@ -142,7 +141,6 @@ def read_report(seen: RunSeen, read_bytes: bool = True) -> Report:
     spans = lineage(attempts)
     damaged = defaultdict[str, list[str]](list)
     events = read_journal(run, "events", damaged=damaged["an event"])
-    receipts = read_receipts(events)
     history = History()
     best_by = retention(attempts).metric
     for record in iter_records(run, "metrics", spans, damaged=damaged["a part of the metric history"]):
@@ -154,19 +152,15 @@ def read_report(seen: RunSeen, read_bytes: bool = True) -> Report:
         lambda: _read_checkpoints(run, spans, read_bytes), no_checkpoints, "the list of its checkpoints"
     )
     status = seen.status or read_part(lambda: load_newest_status(run), None, "its status")
+    identity = read_part(lambda: read_identity(run), None, "run.json")
+    details = replace(seen, status=status).with_details(
+        identity, attempts, events, _newest_good(checkpoints), history.newest_record
+    )
     return Report(
-        seen=RunDetails(
-            **vars(replace(seen, status=status, time=time.time())),
-            identity=read_part(lambda: read_identity(run), None, "run.json"),
-            attempts=attempts,
-            events=events,
-            receipts=receipts,
-            checkpoint=_newest_good(checkpoints),
-            newest_record=history.newest_record,
-        ),
+        seen=details,
         failures=read_failures(run, damaged["an error that ended a process"]),
         history=history,
-        gaps=find_gaps(receipts, history.attempts),
+        gaps=find_gaps(details.receipts, history.attempts),
         checkpoints=checkpoints,
         checkpoints_left_out=not_shown,
         predictions=read_part(lambda: load_shown(run, Predictions), None, "the predictions"),

@@ -107,6 +107,26 @@ class RunSeen:
             epoch = (step - 1) // status.steps_per_epoch + 1
         return replace(status, step=step, epoch=epoch, checkpoint=name, checkpoint_time=self.summary.checkpoint_time)
 
+    def with_details(
+        self,
+        identity: Identity | None,
+        attempts: list[Attempt],
+        events: list[dict[str, Any]],
+        checkpoint: Checkpoint | None,
+        newest_record: dict[str, Any],
+    ) -> "RunDetails":
+        """Return the run with everything else that was read from storage. The time of the read becomes the current
+        time, so that no age is negative."""
+        return RunDetails(
+            **vars(replace(self, time=time.time())),
+            identity=identity,
+            attempts=attempts,
+            events=events,
+            receipts=read_receipts(events),
+            checkpoint=checkpoint,
+            newest_record=newest_record,
+        )
+
 
 def look(run: Run) -> RunSeen:
     """Return a run as seen in storage. Raises `StorageError`.
@@ -304,16 +324,8 @@ def read_details(seen: RunSeen) -> RunDetails:
     if gone:
         others = [each for each in passed_over if each.name != gone]
         passed_over = (SkippedCheckpoint(gone, Unusable.GONE, "although it is the run's last checkpoint"), *others)
-    return RunDetails(
-        **vars(replace(seen, time=time.time())),  # after all that was read, so that no age is negative
-        identity=identity,
-        attempts=attempts_with_start(found),
-        events=events,
-        receipts=read_receipts(events),
-        checkpoint=checkpoint,
-        passed_over=passed_over,
-        newest_record=last or {},
-    )
+    details = seen.with_details(identity, attempts_with_start(found), events, checkpoint, last or {})
+    return replace(details, passed_over=passed_over)
 
 
 def find_end(seen: RunSeen, attempts: Sequence[Attempt], written: float) -> float:

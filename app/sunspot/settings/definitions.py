@@ -31,7 +31,7 @@ from pydantic import (
 from sunspot.credentials import URL_PASSWORD, find_credential, find_credential_arguments
 from sunspot.errors import SettingsError
 from sunspot.formatting import plural
-from sunspot.settings.fields import DUMPED, PARSED, parse_json, setting
+from sunspot.settings.fields import DUMPED, PARSED, parse_json, read_docstrings, setting
 from sunspot.settings.goal import check_budget, check_deadline
 from sunspot.settings.job_context import JobContext
 from sunspot.settings.mixture import check_dataset
@@ -139,7 +139,7 @@ StepsOrShare = Annotated[float, PlainValidator(_parse_steps_or_share)]
 class Settings(BaseModel):
     """The settings of one run, validated together. They are immutable."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: TaskName = setting(
         "sunspot.tasks.mnist",
@@ -345,9 +345,9 @@ def describe_settings(names: Iterable[str] = SETTING_NAMES) -> list[SettingInfo]
     """Return descriptions of the settings with these field names, in this order. The default is all settings."""
     defaults = Settings.model_construct().environment()
     variables = {name: PREFIX + name.upper() for name in names}
+    meanings = read_docstrings(Settings)
     return [
-        SettingInfo(variable, defaults[variable], takes(name), str(FIELDS[name].description))
-        for name, variable in variables.items()
+        SettingInfo(variable, defaults[variable], takes(name), meanings[name]) for name, variable in variables.items()
     ]
 
 

@@ -1,14 +1,34 @@
-"""Declares fields that are read from environment variables, and parses those that contain JSON."""
+"""Declares and describes fields that are read from environment variables, and parses those that contain JSON."""
 
+import ast
+import inspect
 import json
+from itertools import pairwise
 from typing import Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer
 
 
 def setting(default: Any, takes: str, **limits: Any) -> Any:
     """Declare a field with its default, a description of its allowed values, and pydantic's limits."""
     return Field(default, json_schema_extra={"takes": takes}, validate_default=True, **limits)
+
+
+def read_docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the docstring below each field of a model, including inherited fields, keyed by field.
+
+    Only help and documentation need these texts. To collect them for every process that imports a model, as pydantic
+    does with `use_attribute_docstrings`, takes 20 ms.
+    """
+    found: dict[str, str] = {}
+    for owner in reversed(model.__mro__):
+        if owner.__module__.startswith("sunspot."):
+            body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
+            for field, below in pairwise(body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        found[name] = inspect.cleandoc(text)
+    return found
 
 
 MAX_DEPTH = 50

@@ -15,7 +15,7 @@ import importlib
 import inspect
 import pkgutil
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,10 +28,10 @@ from sunspot.extras import how_to_install
 from sunspot.settings import Settings
 from sunspot.spelling import find_meant
 from sunspot.tasks.defaults import PlainTask
-from sunspot.tasks.signatures import refuse_other_arguments
+from sunspot.tasks.signatures import find_misspelt, refuse_other_arguments
 from sunspot.tasks.task import Task, TrainingRun
 
-__all__ = ["Task", "TrainingRun", "find_predict", "load_predict", "load_task"]
+__all__ = ["Task", "TrainingRun", "describe_misspelt", "find_predict", "load_predict", "load_task"]
 
 Predict = Callable[[torch.nn.Module, Batch], torch.Tensor]
 """A task's `predict`."""
@@ -97,6 +97,11 @@ def load_task(settings: Settings) -> Task:
     task: Task = adapt(module, settings)
     refuse_unused_functions(task)
     return task
+
+
+def describe_misspelt(task: Task) -> Iterator[str]:
+    """Yield a warning for each function of a task's module that is never called and looks misspelt."""
+    return find_misspelt(task, find_adapters())
 
 
 def find_adapters() -> Mapping[str, Any]:

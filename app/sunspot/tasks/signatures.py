@@ -1,11 +1,15 @@
-"""Checks that a task's functions accept the arguments with which they are called."""
+"""Checks the names of a task's functions, and that they accept the arguments with which they are called."""
 
+import difflib
 import inspect
+import re
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX
+from sunspot.tasks.task import FUNCTIONS, Task
 
 CALLED_WITH = {
     "build_model": ("settings", "source"),
@@ -23,6 +27,42 @@ CALLED_WITH = {
 
 CALLED_WITH_NAMED = {"build_scheduler": ("steps_per_epoch",)}
 """Arguments that are passed by name to functions that accept them."""
+
+MISSPELT_LIKENESS = 0.85
+"""Minimum similarity (`difflib`) of a misspelt function to an optional one. `build_tokenizer` is not similar enough to
+`build_optimizer`."""
+
+OTHER_BUILDERS = re.compile("^(make|create|get|configure)_")
+"""Verbs that other libraries use in place of `build`."""
+
+
+def find_misspelt(task: Task, read: Iterable[str]) -> Iterator[str]:
+    """Yield a warning for each function of a task's module that looks like a misspelt optional function.
+
+    Only public functions that the module itself defines and never mentions again are considered, so that a task can
+    have any helpers. Sunspot also reads the functions `read`.
+    """
+    module = task.module
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):  # the module has no file
+        return
+    optional = [name for name in FUNCTIONS if not hasattr(module, name) and name not in task.uncalled]
+    for name, function in vars(module).items():
+        own = inspect.isfunction(function) and function.__module__ == module.__name__
+        if (
+            not own
+            or name.startswith("_")
+            or name in (*FUNCTIONS, *read)
+            or len(re.findall(rf"\b{name}\b", source)) > 1
+        ):
+            continue
+        meant = difflib.get_close_matches(OTHER_BUILDERS.sub("build_", name), optional, 1, MISSPELT_LIKENESS)
+        if meant:
+            yield (
+                f"{PREFIX}TASK={task.settings.task}: nothing calls {name}{place_of_function(function)}; "
+                f"did you mean {meant[0]}?"
+            )
 
 
 def refuse_other_arguments(task: str, module: ModuleType) -> None:

@@ -1,7 +1,7 @@
 """Evaluates held-out rows on all workers, and ends runs that no longer improve."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from sunspot.data.order import largest_pass
 from sunspot.elastic.messages import Command
 from sunspot.errors import SettingsError
-from sunspot.metric_names import HELD_OUT
+from sunspot.metric_names import HELD_OUT, LOSS
 from sunspot.observe.metrics import Sums, reduce
 from sunspot.parallel.collectives import sync_buffers
 from sunspot.parallel.decisions import EvaluationEnd
@@ -88,6 +88,17 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in trained:
             module.training = True
+
+
+def describe_absent(metric: str, names: Collection[str]) -> str:
+    """Return a message if CHECKPOINT_METRIC is `metric` and the task has no such metric, or an empty string if it does.
+
+    `names` are the task's metrics. Those of held-out rows have the prefix HELD_OUT.
+    """
+    if metric == LOSS or metric in names or HELD_OUT + metric in names:
+        return ""
+    found = ", ".join(sorted(names))
+    return f"{PREFIX}CHECKPOINT_METRIC={metric}: the task has no such metric; set it to one of {found}"
 
 
 class Patience:

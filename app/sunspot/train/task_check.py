@@ -31,9 +31,9 @@ from sunspot.data.source import Batch, Source, notes_on, rows_in
 from sunspot.elastic.messages import Command
 from sunspot.elastic.restore import TrainingState, load_initial
 from sunspot.elastic.watchdog import Watchdog
-from sunspot.errors import ConflictError, SunspotError
+from sunspot.errors import ConflictError, SettingsError, SunspotError
 from sunspot.formatting import plural, some_of
-from sunspot.metric_names import HELD_OUT, LOSS, MetricRecord
+from sunspot.metric_names import HELD_OUT, MetricRecord
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan, make_plan, with_absolute_paths
@@ -46,11 +46,11 @@ from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.failures import describe_failure
 from sunspot.run.history import format_metric, model_metrics
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks import load_predict, load_task
+from sunspot.tasks import describe_misspelt, load_predict, load_task
 from sunspot.tasks.defaults import optimizers_in
 from sunspot.tracking.process import refuse_unusable
 from sunspot.train.build import build_learner, describe_rates
-from sunspot.train.evaluate import evaluation_mode
+from sunspot.train.evaluate import describe_absent, evaluation_mode
 from sunspot.train.learner import Learner, row_losses
 from sunspot.train.loop import train
 from sunspot.train.worker import GroupStart, Step, Worker
@@ -171,7 +171,7 @@ def check(settings: Settings) -> TaskCheck:
     with checked.part("import and data"):
         task = load_task(settings)
         plan = make_plan(with_absolute_paths(settings), task)
-        for note in notes_on(plan.source, plan.test):
+        for note in (*describe_misspelt(task), *notes_on(plan.source, plan.test)):
             log.warning(note)
     with tempfile.TemporaryDirectory() as scratch:
         instead = {name: value for name, (value, _) in NOT_CHECKED.items()} | INSTEAD | {"storage_path": scratch}
@@ -220,10 +220,12 @@ def check_plan(plan: Plan, checked: TaskCheck) -> None:
         idle = worker.describe_idle()
         if idle:
             log.warning(f"{PREFIX}TASK={checked.task}: {idle}")
-        metric = rows.plan.settings.checkpoint_metric
-        if metric != LOSS and restored.metrics.keys().isdisjoint((metric, HELD_OUT + metric)):
-            found = ", ".join(sorted(restored.metrics))
-            log.warning(f"{PREFIX}CHECKPOINT_METRIC={metric}: the task has no such metric; it has {found}")
+        absent = describe_absent(rows.plan.settings.checkpoint_metric, restored.metrics)
+        task = restored.learner.task
+        if absent and (task.train or task.library_loop or task.compute_metrics):
+            log.warning(absent)  # other steps or rows may have further metrics
+        elif absent:
+            raise SettingsError(absent)
         checked.metrics = {f"{name}{AT_FIRST}": value for name, value in worker.metrics.items()} | restored.metrics
         checked.checkpoint_bytes = saved.bytes
     finally:

@@ -31,8 +31,9 @@ from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
 from sunspot.ray_internals.controller import GroupRestartError
+from sunspot.run.history import model_metrics
 from sunspot.settings import PREFIX
-from sunspot.train.evaluate import Evaluation, Patience, evaluate
+from sunspot.train.evaluate import Evaluation, Patience, describe_absent, evaluate
 from sunspot.train.learner import Learner
 from sunspot.train.nan_watch import NanWatch
 from sunspot.train.profiler import StepProfiler
@@ -201,6 +202,11 @@ class Worker:
             results, stop, restart = self._evaluate()
             record |= results or {}
             self._end_if_diverged(record, last=self._patience.over)
+
+        if epoch_ends and self._evaluation_done and self.reporter:
+            absent = describe_absent(plan.settings.checkpoint_metric, model_metrics(record))
+            if absent:
+                warn_once(log, absent)
 
         # Act. Report before saving, because a checkpoint relies on the history up to its step.
         if record:
