@@ -68,6 +68,10 @@ DECIDE_EVERY_S = 0.01
 
 STORE_TIMEOUT_S = 60
 
+FILES_PER_MEMBER = 3
+"""Number of files that the driver has open for each member: the connections of the membership, of the store, and of
+Ray."""
+
 RECONNECT_S = 60.0
 """Seconds for which a process tries to reach the driver. If the driver is gone, Ray ends the process sooner."""
 
