@@ -29,9 +29,9 @@ class Sums:
         return max(self._rows.values(), default=0)
 
     def add(self, values: Batch) -> None:
-        """Add per-row values. Each name has a tensor of shape [B]."""
+        """Add per-row values. Each name has a tensor of shape [B], without a gradient."""
         for name, rows in values.items():
-            total = rows.detach().sum(dtype=torch.float64)
+            total = rows.sum(dtype=torch.float64)
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
             self._rows[name] = self._rows.get(name, 0) + rows.shape[0]
 
@@ -110,7 +110,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._on_gpu = device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
@@ -121,13 +121,13 @@ class Stopwatch:
 
     def seconds(self) -> float:
         """Return the total seconds. Waits for the last measurement."""
-        if self._device.type != "cuda" or not self._spans:
+        if not (self._on_gpu and self._spans):
             return float(sum(end - begin for begin, end in self._spans))
         self._spans[-1][1].synchronize()
         return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1000
 
     def _now(self) -> Any:
-        if self._device.type != "cuda":
+        if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()

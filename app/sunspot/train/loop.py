@@ -2,9 +2,8 @@
 
 from contextlib import closing
 
-import torch
-
 from sunspot.data.source import Batch
+from sunspot.parallel.gradients import add_gradients
 from sunspot.train.joining import Joining, WorkerConfig
 from sunspot.train.replacement import end_replacement
 from sunspot.train.run import TrainingRun
@@ -83,7 +82,7 @@ def take_step(run: TrainingRun, batch: Batch) -> None:
     for part in run.parts(batch):
         losses, metrics = run.losses(part)
         run.refuse_detached(losses)
-        losses.backward(torch.full_like(losses, run.weight))  # like (losses.sum() * run.weight).backward(), but faster
+        add_gradients(losses, run.weight)
         run.log({"loss": losses, **metrics})
     run.clip()
     run.optimizer.step()
