@@ -16,6 +16,7 @@ from torch import nn
 
 from sunspot.parallel.collectives import sync_buffers
 from sunspot.parallel.data_parallel import DataParallel
+from sunspot.parallel.gradients import add_gradients
 from tests.harness.loop import train_ranks
 from tests.harness.process_group import in_processes
 
@@ -119,6 +120,19 @@ def train(style: str, model: Any, inner: Experts, rows: slice, world_size: int) 
         optimizer.step()
         optimizer.zero_grad()
         yield unused, {name: each.detach().clone() for name, each in inner.named_parameters()}
+
+
+def test_the_gradients_of_a_weighted_backward_pass_are_those_of_the_weighted_sum_of_the_losses() -> None:
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3)
+    found = []
+    for run_backward in (add_gradients, lambda losses, weight: (losses.sum() * weight).backward()):
+        model.zero_grad()
+        for part in rows.split(2):  # gradients are added to those of earlier passes
+            run_backward(model(part).square().flatten(), 0.3)
+        found.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+    assert len(found[0]) == 4
+    assert all(map(torch.equal, *found))
 
 
 STYLES = (

@@ -44,22 +44,28 @@ def reduced(group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
             sums.add({"loss": torch.tensor([0.1 + rank / 3, window + number / 7])})
         if rank == window:
             sums.add({"later": torch.tensor([float(rank), 0.1])})
-        means, everyone = reduce(sums, [float(rank), math.nan, -1.0 / (rank + 1)], group)
-        found.append((means, everyone.tolist(), sums.totals()))
+        numbers = {"unknown": math.nan, "speed": -1.0 / (rank + 1), "size": 300.0 * rank}
+        combined, table = reduce(sums, numbers, group)
+        found.append((combined, {name: values.tolist() for name, values in table.items()}, sums.totals()))
     return found
 
 
-def test_all_workers_get_the_same_means_and_the_numbers_of_every_rank(tmp_path: Path) -> None:
+def test_all_workers_get_the_same_means_and_only_rank_0_gets_the_numbers_of_every_rank(tmp_path: Path) -> None:
     ranks = in_processes(tmp_path, 3, reduced)
     for window in range(2):
         parts = [rank[window][-1] for rank in ranks]
         sums = {name: [part.get(name, (0.0, 0)) for part in parts] for name in ("later", "loss")}
         means = {name: sum(t for t, _ in each) / sum(n for _, n in each) for name, each in sums.items()}
         for rank in ranks:
-            assert rank[window][0] == means, "means are equal to the last bit"
-            assert [(row[0], math.isnan(row[1]), row[2]) for row in rank[window][1]] == [
-                *((0.0, True, -1.0), (1.0, True, -1 / 2), (2.0, True, -1 / 3))
-            ]
+            combined = rank[window][0]
+            assert combined.means == means, "means are equal to the last bit"
+            assert combined.rows == 12
+            assert math.isnan(combined.maxima.pop("unknown"))
+            assert combined.maxima == {"speed": -1 / 3, "size": 600.0}
+        table, *others = [rank[window][1] for rank in ranks]
+        assert all(map(math.isnan, table.pop("unknown")))
+        assert table == {"speed": [-1.0, -1 / 2, -1 / 3], "size": [0.0, 300.0, 600.0]}
+        assert others == [{}, {}]
 
 
 def test_a_record_combines_all_workers_and_keeps_the_numbers_of_each_rank(group: dist.ProcessGroup) -> None:
@@ -69,10 +75,7 @@ def test_a_record_combines_all_workers_and_keeps_the_numbers_of_each_rank(group:
     record = window.close(2, 1, 0.1)
     assert (record["rows"], record["loss"], record["world_size"]) == (4, 1.5, 1)
     assert all(isinstance(record[name], float) for name in NUMBERS)
-    assert window.ranks is not None
-    assert window.ranks["rows"] == [4]
-    assert window.ranks["data_wait_s"] == [0.5]
-    assert window.ranks["steps_s"] == [0.4]
+    assert [window.ranks[name].tolist() for name in ("rows", "data_wait_s", "steps_s")] == [[4.0], [0.5], [0.4]]
     assert set(window.own) == {*window.ranks, "time"}
 
 

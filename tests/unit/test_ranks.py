@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sunspot.background import TokenBucket
@@ -61,7 +62,7 @@ def test_old_records_are_combined_but_new_ones_are_kept(run: Run, set_constants:
     history = RankHistory(run, attempt.number)
     history.end()
     for number in range(1, 1001):
-        history.append(record(number), record(number)["ranks"])
+        history.append(record(number), {name: np.array(each) for name, each in record(number)["ranks"].items()})
         if number % 5 == 0:
             history.flush()
             sizes.append(sum(entry.size for entry in run.storage.list(run.key("ranks"))))
@@ -90,13 +91,14 @@ def test_the_rank_records_of_a_long_run_are_written_once_a_minute(run: Run, monk
     history, spans = RankHistory(run, 1), lineage([start(run, "job")])
     for number in range(1, 2 * FLUSH_BURST + 1):
         now = 10.0 * number
-        history.append(record(number), {"rows": [number]})
+        history.append(record(number), {"rows": np.array([number])})
         history.flush()
         read = len(list(iter_rank_records(run, spans)))
         assert read == number or number > FLUSH_BURST
         assert read >= number - FLUSH_EVERY_S / 10
-    history.append(record(1000), {"rows": [1, 2]})
+    history.append(record(1000), {"rows": np.array([1.0, 2.0]), "memory_left_mib": np.array([np.nan, 0.12345678])})
     history.end()
     history.flush()
     *_, last = iter_rank_records(run, spans)
-    assert (last["step"], to_rows(last["ranks"])) == (10_000, [{"rows": 1}, {"rows": 2}])
+    rows = [{"rows": 1, "memory_left_mib": None}, {"rows": 2, "memory_left_mib": 0.123457}]
+    assert (last["step"], to_rows(last["ranks"])) == (10_000, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import sunspot.data.torch_loader
 from sunspot.data.order import Steps
 from sunspot.data.shared_rows import LocalWorkers
 from sunspot.data.source import Batch, DataPlan, EmptySource
-from sunspot.data.torch_loader import TorchLoader, fits_on
+from sunspot.data.torch_loader import TorchLoader, fits_on, prefetch
 
 ROWS, BATCH = 23, 5
 
@@ -62,6 +63,39 @@ def test_the_ids_of_rows_that_go_to_a_device_stay_in_main_memory(monkeypatch: py
         assert loader.ids is not None
         assert loader.ids.dtype == torch.int64
         assert torch.equal(loader.ids, batch["row"])
+
+
+def test_a_thread_takes_the_next_batch_while_the_caller_works_on_the_previous_one() -> None:
+    threads = []
+    second = threading.Event()
+
+    def taken() -> Iterator[Batch]:
+        for number in range(3):
+            threads.append(threading.current_thread())
+            if number == 1:
+                second.set()
+            yield {"row": torch.tensor([number])}
+        raise ValueError("no more rows")
+
+    batches = prefetch(taken(), torch.device("cpu"))
+    found = [int(next(batches)["row"])]
+    assert second.wait(10)
+    assert len(threads) == 2
+    with pytest.raises(ValueError, match="no more rows"):
+        found.extend(int(batch["row"]) for batch in batches)
+    assert found == [0, 1, 2]
+    assert threading.current_thread() not in threads
+    assert not threads[0].is_alive()
+
+
+def test_the_thread_ends_with_the_rows_or_if_no_more_batches_are_wanted() -> None:
+    threads = set(threading.enumerate())
+    batch = {"row": torch.tensor([0])}
+    assert list(prefetch(iter([batch, batch]), torch.device("cpu"))) == [batch, batch]
+    batches = prefetch(iter([batch] * 9), torch.device("cpu"))
+    assert next(batches) is batch
+    batches.close()
+    assert set(threading.enumerate()) == threads
 
 
 def test_rows_are_only_kept_on_a_gpu_with_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare
 from sunspot.adapters.lightning import LightningTask, count_from, defines, make_trainer
 from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.source import Batch
-from sunspot.parallel.gradients import FiniteGradients, prepare
+from sunspot.parallel.gradients import prepare
 from sunspot.train.run import LibraryRun
 from sunspot.train.worker import Worker
 
@@ -72,8 +72,7 @@ class LightningRun(LibraryRun):
     def wrap_model(self) -> torch.nn.Module:
         """Wrap the module so that its gradients are averaged over the workers, and return it."""
         if self._worker.averages:
-            self.model = prepare(self.model, self.settings)
-        self._finite = FiniteGradients(self.model)
+            self.use_model(prepare(self.model, self.settings))
         return self.model
 
     def step(self) -> None:

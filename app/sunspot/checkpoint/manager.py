@@ -127,8 +127,9 @@ class CheckpointManager:
 
         `step_rows` is the total number of rows in the step.
         """
-        first, last = share(step_rows, self._place.world_size, 0)
-        self._ledger.begin_exchange(step, rows, last - first)
+        if self._settings.audit:
+            first, last = share(step_rows, self._place.world_size, 0)
+            self._ledger.begin_exchange(step, rows, last - first)
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
         """Record that `step` was taken, and that this worker consumed the `rows`, which are IDs, int64 [B].

@@ -4,7 +4,7 @@ If the rows leave enough GPU memory for training, they are kept there. A step th
 """
 
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import ray.train.torch
@@ -92,7 +92,7 @@ class TorchLoader:
         # With batch_size=None, each item is a complete batch, so the DataLoader does not collate single rows. Pinned
         # memory lets the next batch be copied to the GPU asynchronously.
         loader = DataLoader(taken, batch_size=None, pin_memory=self._device.type == "cuda")
-        return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
+        return prefetch(iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False)), self._device)
 
 
 class Selections(Dataset[Batch]):
@@ -113,6 +113,21 @@ class Selections(Dataset[Batch]):
             pinned = chosen.pin_memory() if self._device.type == "cuda" else chosen
             chosen = pinned.to(self._device, non_blocking=True)
         return {**{name: column.index_select(0, chosen) for name, column in self._rows.items()}, "row": chosen.long()}
+
+
+def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches, each of which a thread takes from the iterator while the caller works on the previous one.
+
+    The thread selects the rows and copies them into pinned memory, which can take longer than a step on a GPU. Ray's
+    loader begins the copy to the GPU in a stream of its own, and makes the stream of `device` wait for it.
+    """
+    with ThreadPoolExecutor(1, "prefetch") as thread:
+        if device.type == "cuda":
+            thread.submit(torch.cuda.set_device, device)  # each thread has a current device of its own
+        coming = thread.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = thread.submit(next, batches, None)
+            yield batch
 
 
 def cut_shares(order: np.ndarray, steps: Steps, world_size: int, rank: int) -> list[np.ndarray]:

@@ -66,6 +66,10 @@ for seconds."""
 DECIDE_EVERY_S = 0.01
 """Pause in seconds of the server's thread, so that one pass receives the heartbeats of many members."""
 
+FILES_PER_MEMBER = 3
+"""Number of files that the driver has open for each member: the connections of the membership, of the store, and of
+Ray."""
+
 RECONNECT_S = 60.0
 """Seconds for which a process tries to reach the driver. If the driver is gone, Ray ends the process sooner."""
 

@@ -3,8 +3,8 @@
 import math
 import resource
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +13,7 @@ import torch.distributed as dist
 from sunspot.data.source import Batch
 from sunspot.machine.cgroup import memory_left, read_throttling, resident_memory
 from sunspot.metric_names import LOSS, MetricRecord
-from sunspot.observe.ranks import to_column
-from sunspot.parallel.collectives import gather_objects
-from sunspot.run.history import Columns
+from sunspot.parallel.collectives import gather_on_rank0
 
 
 class Sums:
@@ -31,9 +29,9 @@ class Sums:
         return max(self._rows.values(), default=0)
 
     def add(self, values: Batch) -> None:
-        """Add per-row values. Each name has a tensor of shape [B]."""
+        """Add per-row values. Each name has a tensor of shape [B], without a gradient."""
         for name, rows in values.items():
-            total = rows.detach().sum(dtype=torch.float64)
+            total = rows.sum(dtype=torch.float64)
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
             self._rows[name] = self._rows.get(name, 0) + rows.shape[0]
 
@@ -47,20 +45,47 @@ class Sums:
         return {name: (float(total), self._rows[name]) for name, total in self._sums.items()}
 
 
-def reduce(sums: Sums, numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[dict[str, float], np.ndarray]:
-    """Return the means over all workers' rows, keyed by name, and all workers' numbers, float64 [workers, numbers].
+class Combined(NamedTuple):
+    """All workers' numbers in a window, combined."""
 
-    All workers must call this together, with equally many `numbers`. The results are bitwise equal, because each
-    worker adds the same values in rank order. Names without rows have no mean. Waits for the device.
+    rows: int
+    "The number of rows of all workers (`Sums.rows`)."
+    means: dict[str, float]
+    "The means over these rows, keyed by name. Names without rows have no mean."
+    maxima: dict[str, float]
+    "The largest of each of the workers' own numbers, keyed by name."
+
+
+def reduce(
+    sums: Sums, numbers: Mapping[str, float], group: dist.ProcessGroup
+) -> tuple[Combined, dict[str, np.ndarray]]:
+    """Return all workers' numbers combined. On rank 0, also return a table of `numbers`, float64 [workers] by name.
+
+    All workers must call this together, with the same names. They get the same result, because only rank 0 computes it,
+    in rank order. Waits for the device.
     """
-    ranks = gather_objects((sums.totals(), [*numbers]), group)
+    everyone = gather_on_rank0((sums.totals(), [*numbers.values()]), group)
+    table = {}
+    result: list[Combined | None] = [None]
+    if everyone:
+        table = dict(zip(numbers, np.array([own for _, own in everyone], float).T, strict=True))
+        result = [combine([totals for totals, _ in everyone], table)]
+    dist.broadcast_object_list(result, group=group, group_src=0)
+    assert result[0]
+    return result[0], table
+
+
+def combine(totals: list[dict[str, tuple[float, int]]], table: Mapping[str, np.ndarray]) -> Combined:
+    """Combine the workers' `totals` (`Sums.totals`) and their other numbers, float64 [workers] by name."""
+    rows_of_all = sum(max((rows for _, rows in own.values()), default=0) for own in totals)
     means = {}
-    for name in sorted({name for own, _ in ranks for name in own}):
-        having = [own[name] for own, _ in ranks if name in own]
+    for name in sorted({name for own in totals for name in own}):
+        having = [own[name] for own in totals if name in own]
         rows = sum(rows for _, rows in having)
         if rows:
             means[name] = sum(total for total, _ in having) / rows
-    return means, np.array([numbers for _, numbers in ranks], float)
+    maxima = {name: float(values.max()) for name, values in table.items()}
+    return Combined(rows_of_all, means, maxima)
 
 
 class CopyInMemory:
@@ -85,7 +110,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._on_gpu = device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
@@ -96,13 +121,13 @@ class Stopwatch:
 
     def seconds(self) -> float:
         """Return the total seconds. Waits for the last measurement."""
-        if self._device.type != "cuda" or not self._spans:
+        if not (self._on_gpu and self._spans):
             return float(sum(end - begin for begin, end in self._spans))
         self._spans[-1][1].synchronize()
         return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1000
 
     def _now(self) -> Any:
-        if self._device.type != "cuda":
+        if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -159,8 +184,8 @@ class MetricWindow:
         `throttled_s`: seconds, summed over processors, for which the container's CPU quota throttled this worker;
         `throttled_share`: fraction of the quota's periods in which this worker was throttled.
         """
-        self.ranks: Columns | None = None
-        "The numbers of all workers except the time. Only set on rank 0."
+        self.ranks: dict[str, np.ndarray] = {}
+        "The numbers of all workers except the time, float64 [workers] by name. It is empty on all ranks but rank 0."
         self._copied_loss: CopyInMemory | None = None
         "The mean loss at the previous use of `mean_loss` on a GPU."
         self._open()
@@ -224,22 +249,18 @@ class MetricWindow:
             "throttled_s": _known(throttling.seconds),
             "throttled_share": _known(throttling.share),
         }
-        means, everyone = reduce(self._sums, [*self.own.values()], self._group)
-        rows = round(everyone[:, 0].sum())
-        maxima = dict(zip(self.own, everyone.max(0).tolist(), strict=True))
-        if dist.get_rank(self._group) == 0:
-            columns = zip(self.own, everyone.T, strict=True)
-            self.ranks = {name: to_column(name, values) for name, values in columns if name != "time"}
-        self.recent.add(rows, means)
+        combined, ranks = reduce(self._sums, self.own, self._group)
+        self.ranks = {name: values for name, values in ranks.items() if name != "time"}
+        self.recent.add(combined.rows, combined.means)
         record = {
             "step": step,
             "epoch": epoch,
             "steps": self.steps,
-            "rows": rows,
-            **means,
+            "rows": combined.rows,
+            **combined.means,
             "learning_rate": learning_rate,
-            **{name: maxima[name] for name in NUMBERS},
-            "rows_per_s": rows / maxima["seconds"],
+            **{name: combined.maxima[name] for name in NUMBERS},
+            "rows_per_s": combined.rows / combined.maxima["seconds"],
             "world_size": dist.get_world_size(self._group),
         }
         self._open()

@@ -3,14 +3,13 @@
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from pydantic_core import from_json, to_json
 
 from sunspot.background import TokenBucket
 from sunspot.run import Run
-from sunspot.run.history import Columns
 from sunspot.run.streams import SIZES, LineWriter, new_stream
 
 MIN_RECORDS = 64
@@ -40,6 +39,9 @@ MEANS = {"step_time_median_s": "steps", "throttled_share": "seconds"}
 Of any other number, the last value is kept.
 """
 
+RankTable: TypeAlias = Mapping[str, np.ndarray]
+"""A mapping from names to the values of all ranks, float64 [ranks]. Unknown values are NaN."""
+
 
 class RankHistory:
     """Writes all ranks' numbers during one attempt."""
@@ -47,12 +49,12 @@ class RankHistory:
     def __init__(self, run: Run, attempt: int) -> None:
         self._attempt = attempt
         self._stream = LineWriter(run.storage, run.key("ranks", new_stream(attempt)), downsample)
-        self._waiting: list[tuple[dict[str, Any], Columns]] = []
+        self._waiting: list[tuple[dict[str, Any], RankTable]] = []
         self._lock = threading.Lock()
         self._ends = False
         self._pace = TokenBucket(FLUSH_BURST, FLUSH_EVERY_S)
 
-    def append(self, record: Mapping[str, Any], ranks: Columns) -> None:
+    def append(self, record: Mapping[str, Any], ranks: RankTable) -> None:
         """Add the ranks' numbers for a record of the metric history."""
         kept = {name: record[name] for name in ("step", "time", "steps", "seconds") if name in record}
         with self._lock:
@@ -68,7 +70,8 @@ class RankHistory:
             due = bool(self._waiting) and (self._ends or self._pace.take())
             waiting, self._waiting = (self._waiting, []) if due else ([], self._waiting)
         for record, ranks in waiting:  # not in `append`, because encoding a thousand ranks takes milliseconds
-            self._stream.append(to_json({**record, "ranks": ranks}))
+            columns = {name: to_column(name, values) for name, values in ranks.items()}
+            self._stream.append(to_json({**record, "ranks": columns}))
         self._stream.flush()
 
 
@@ -114,7 +117,7 @@ def _combine(name: str, records: Sequence[dict[str, Any]]) -> list[float | None]
     return to_column(name, np.where(known.any(0), found, np.nan))
 
 
-def to_column(name: str, values: Any) -> list[float | None]:
+def to_column(name: str, values: np.ndarray) -> list[float | None]:
     """Return an array, float64 [ranks], as JSON values: rounded to microseconds, with None for NaN."""
     if name == "rows":
         return [int(value) for value in values.tolist()]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -135,6 +136,27 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
         return [mine]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def gather_on_rank0(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every worker's object on rank 0, ordered by rank, and an empty list on the other workers.
+
+    All workers must call this together. Each object is sent to rank 0 directly. `gather_objects` sends every object
+    through all workers in turn, which takes a hundred times as long with 512 workers.
+    """
+    body = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    sizes = _gather_tensors(torch.tensor([len(body)]), group)
+    largest = torch.stack(sizes).amax(0) if sizes else torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(largest, group=group, group_src=0)
+    padded = torch.nn.functional.pad(body, (0, int(largest) - len(body)))  # pickle ignores what follows an object
+    return [pickle.loads(each.numpy().tobytes()) for each in _gather_tensors(padded, group)]
+
+
+def _gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return every worker's tensor on rank 0, and an empty list on the other workers. All have the same shape."""
+    everyone = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else []
+    dist.gather(mine, everyone or None, group=group, group_dst=0)
     return everyone
 
 

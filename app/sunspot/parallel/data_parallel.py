@@ -172,7 +172,8 @@ class DataParallel(DistributedDataParallel):
         others = [each for each in self._others if each.requires_grad]
         if again or others:  # DDP averages only once per forward pass
             average([*self._averaged, *others] if again else others, self.process_group)
-        passes.counts = self._count_changes()
+        if self._in_own_loop:  # otherwise, only passes after a forward pass are completed
+            passes.counts = self._count_changes()
 
     def _count_changes(self) -> list[int | None]:
         """Return PyTorch's version counter of each gradient, with None for missing gradients."""

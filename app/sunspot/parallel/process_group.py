@@ -19,11 +19,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from sunspot.machine.open_files import allow_open_files
 from sunspot.parallel.replica_groups import ReplicaGroups
 from sunspot.parallel.sum_guard import SumGuard
 
 FORM_LIMIT_S = 20
 """Seconds within which the members of a group must connect. The loss of a member ends the wait earlier."""
+
+FILES_PER_MEMBER = 2
+"""Number of files that a member has open for each other member: a connection of both groups, if both belong to gloo."""
 
 NCCL_LIMIT_S = 120
 """Time limit in seconds for NCCL's first collective, which finds all paths between the GPUs and connects them."""
@@ -84,8 +88,9 @@ class ProcessGroups:
         Call this inside `forming`. The store is opened here, so that `break_collectives` also closes its connection. If
         forming takes longer than `limit_s`, the groups are `overdue`, and the caller must call `break_collectives`,
         because torch's timeouts apply only to later collectives. Raises `RuntimeError` if a member is lost before the
-        groups have formed.
+        groups have formed, and `SettingsError` if this process cannot open enough files.
         """
+        allow_open_files("a worker", FILES_PER_MEMBER, world_size)
         self._form_by = time.monotonic() + limit_s
         with self._ending:  # so that a running `break_collectives` trips the guard of the group that it aborts
             self.sums = SumGuard(self._device if self._device.type == "cuda" and world_size > 1 else None)

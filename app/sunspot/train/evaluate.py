@@ -73,7 +73,7 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
             heartbeat(bool(batch) or together)
     if end.stop or end.restart:
         return Evaluation(None, end.stop, end.restart)
-    means, _ = reduce(sums, [], group)
+    means = reduce(sums, {}, group)[0].means
     computed = scores.compute_metrics(means.keys()) if scores else {}
     return Evaluation({f"{HELD_OUT}{name}": value for name, value in {**means, **computed}.items()})
 

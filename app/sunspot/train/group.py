@@ -31,12 +31,13 @@ from sunspot.elastic.failure_callback import ALWAYS_CONTINUE, FailureCallback, f
 from sunspot.elastic.failures import FailureJudge
 from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.membership import MembershipSnapshot
-from sunspot.elastic.membership_channel import MembershipServer, ask_living
+from sunspot.elastic.membership_channel import FILES_PER_MEMBER, MembershipServer, ask_living
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
 from sunspot.elastic.supervisor import supervised
 from sunspot.elastic.wanted_workers import SCALE_CHECK_EVERY_S, WantedWorkers
 from sunspot.elastic.watchdog import FIRST_STEP_S
 from sunspot.errors import SunspotError
+from sunspot.machine.open_files import allow_open_files
 from sunspot.observe.progress import News, shown_progress
 from sunspot.observe.prometheus import exported_run
 from sunspot.plan import Plan, Resources, choose_resources, choose_shard_degree
@@ -132,6 +133,7 @@ def open_context(
             stack.enter_context(Background(SCALE_CHECK_EVERY_S, wanted.read))
             asked = asked_nodes(resources.per_worker, wanted.range, plan.one_machine, degree or 1)
             workers = stack.enter_context(asked)
+            allow_open_files("the driver", FILES_PER_MEMBER, given.most)
             membership = stack.enter_context(MembershipServer(workers.least, control, degree or 1))
         fetch = functools.partial(fetch_news, control, note_end)
         stack.enter_context(shown_progress(fetch, plan.total_steps, plan.steps.per_epoch))

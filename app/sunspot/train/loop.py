@@ -2,10 +2,9 @@
 
 from contextlib import closing
 
-import torch
-
 from sunspot.data.source import Batch
 from sunspot.elastic.membership_channel import RegroupError
+from sunspot.parallel.gradients import add_gradients
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.train.joining import Joining, WorkerConfig, record_end
 from sunspot.train.replacement import end_replacement
@@ -96,7 +95,7 @@ def take_step(run: TrainingRun, batch: Batch) -> None:
     for part in run.parts(batch):
         losses, metrics = run.losses(part)
         run.refuse_detached(losses)
-        losses.backward(torch.full_like(losses, run.weight))  # like (losses.sum() * run.weight).backward(), but faster
+        add_gradients(losses, run.weight)
         run.log({"loss": losses, **metrics})
     run.clip()
     run.optimizer.step()

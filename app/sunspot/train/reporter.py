@@ -22,14 +22,14 @@ from sunspot.metric_names import MetricRecord
 from sunspot.observe.metrics import MetricWindow
 from sunspot.observe.progress import PROGRESS_EVERY_S, Progress
 from sunspot.observe.prometheus import RunGauges
-from sunspot.observe.ranks import RankHistory
+from sunspot.observe.ranks import RankHistory, RankTable
 from sunspot.parallel.nccl_log import own_log, read_network
 from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import IN_PLACE, ensure_owner, is_of_newest_driver, step_of
 from sunspot.run.audit import tidy_audit
 from sunspot.run.checkpoints import NAN_SINCE, NAN_WINDOWS
-from sunspot.run.history import Columns, Journals, model_metrics, tidy_journals
+from sunspot.run.history import Journals, model_metrics, tidy_journals
 from sunspot.run.incidents import Cause, describe_receipt, goodput
 from sunspot.run.status import (
     STATUS_EVERY_S,
@@ -160,7 +160,7 @@ class Reporter:
             progress = Progress(number, step, window.mean_loss, committed, time.time(), doing)
             self._control.send(ControlChannel.set_progress, progress)
 
-    def report(self, record: MetricRecord, recent: MetricRecord, ranks: Columns) -> None:
+    def report(self, record: MetricRecord, recent: MetricRecord, ranks: RankTable) -> None:
         """Add a record to the metric history, with the numbers of each rank.
 
         A record may cover a single step. The status and the terminal therefore show the `recent` means (`RecentMeans`),

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -17,8 +17,8 @@ from sunspot.metric_names import LOSS, refuse_names
 from sunspot.parallel.gradients import (
     FiniteGradients,
     clip_gradients,
-    complete_gradients,
     gradient_sync,
+    models_with_averaging,
     prepare,
     release,
 )
@@ -47,7 +47,7 @@ class TrainingRun:
         self.world_size = learner.place.world_size
         self.device = learner.place.device
         self._hooks: list[RemovableHandle] = []
-        self.model = self.prepare_model()
+        self.use_model(self.prepare_model())
         self.optimizer = learner.optimizer
         self.position = worker.group_start.step
         self.stopped = False
@@ -58,7 +58,8 @@ class TrainingRun:
         "The step that has begun, or None between two steps."
         self._drawn = 0
         "Number of random numbers that `draw` has used so far, for all rows of the open step."
-        self._finite = FiniteGradients(self.model)
+        self._sets_rates = learner.task.train is not None or learner.task.library_loop is not None
+        "True if a loop other than Sunspot's own has the optimizer, and could change its learning rates."
         self._rates = self._learning_rates()
         "Learning rate of each group in the newest step."
 
@@ -72,6 +73,12 @@ class TrainingRun:
         for optimizer in optimizers_in(self._learner.optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(lambda each, *_: self.before_change(each)))
         return model
+
+    def use_model(self, model: torch.nn.Module) -> None:
+        """Train this model, whose gradients are averaged over the workers."""
+        self.model = model
+        self._finite = FiniteGradients(model)
+        self._averaging = models_with_averaging(model)
 
     @property
     def epoch(self) -> int:
@@ -120,7 +127,8 @@ class TrainingRun:
 
     def set_learning_rates(self) -> None:
         """Set the learning rates and other scheduled options of the step. They are not stored in checkpoints."""
-        self._refuse_own_rates()
+        if self._sets_rates:
+            self._refuse_own_rates()
         set_options(self.optimizer, self._learner.rates.at(self.position, self.total_steps))
         self._rates = self._learning_rates()
 
@@ -146,9 +154,11 @@ class TrainingRun:
             )
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
-        for rows in self.passes():
-            whole = rows.stop - rows.start == batch["row"].shape[0]
-            yield batch if whole else {name: column[rows] for name, column in batch.items()}
+        all_rows = batch["row"].shape[0]
+        for rows, weight in self.weigh_passes():
+            number = rows.stop - rows.start
+            self._begin_pass(number, weight)
+            yield batch if number == all_rows else {name: column[rows] for name, column in batch.items()}
 
     def passes(self) -> Iterator[slice]:
         """Yield the rows of each forward and backward pass. The caller runs a pass before it requests the next one."""
@@ -156,8 +166,8 @@ class TrainingRun:
             self._begin_pass(rows.stop - rows.start, weight)
             yield rows
 
-    def weigh_passes(self) -> Iterator[tuple[slice, float]]:
-        """Yield each pass's rows in the batch, and the weight of each row's loss."""
+    def weigh_passes(self) -> Iterable[tuple[slice, float]]:
+        """Return each pass's rows in the batch, and the weight of each row's loss."""
         step, limit = self._step(), self._learner.plan.pass_limit
         return passes(self.model, step.own_rows, step.size, self.world_size, limit)
 
@@ -190,20 +200,22 @@ class TrainingRun:
             )
 
     def log(self, values: Batch) -> None:
-        refuse_names([name for name in values if name != LOSS], f"SUNSPOT_TASK={self.settings.task}: it logs")
+        refuse_names((name for name in values if name != LOSS), f"SUNSPOT_TASK={self.settings.task}: it logs")
         if not self.weight:
             return
         rows = self.pass_rows
+        logged = {}
         for name, value in values.items():
             if not isinstance(value, torch.Tensor):
                 raise self._error(f"logged {name} as a {type(value).__name__}; log a tensor")
             if value.shape not in ((), (rows,)):
                 shape = list(value.shape)
                 raise self._error(f"logged {name} of shape {shape}; log one number, or one for each of {rows} rows")
-        self._step().values.append({name: value.detach().expand(rows) for name, value in values.items()})
+            logged[name] = value.detach() if value.shape else value.detach().expand(rows)
+        self._step().values.append(logged)
 
     def clip(self, model: torch.nn.Module | None = None) -> None:
-        complete_gradients(self.model)
+        self._complete_gradients()
         replicas = self._worker.learner.place.replicas
         clip_gradients(self.model if model is None else model, self.settings.clip_norm, replicas)
 
@@ -212,11 +224,16 @@ class TrainingRun:
 
         `optimizer` is the optimizer that is about to take a step, if there is one.
         """
-        complete_gradients(self.model)
+        self._complete_gradients()
         self._worker.wait_before_change(optimizer)
-        if self._open:
+        if self._open and self._sets_rates:
             self._rates = self._learning_rates()
             self._open.learning_rate = self._rates[0]
+
+    def _complete_gradients(self) -> None:
+        """Average the gradients after the backward pass of a loss that did not use the model's output."""
+        for model in self._averaging:
+            model.complete()
 
     def step(self) -> None:
         if self._open is None:
@@ -299,8 +316,8 @@ class LibraryRun(TrainingRun):
 
 def passes(
     model: torch.nn.Module, own_rows: int, step_rows: int, world_size: int, limit: int
-) -> Iterator[tuple[slice, float]]:
-    """Split this worker's rows of a step into passes. Yield each pass's rows and the weight of each row's loss.
+) -> Iterable[tuple[slice, float]]:
+    """Split this worker's rows of a step into passes. Return each pass's rows and the weight of each row's loss.
 
     Gradients are averaged over the workers. Each row's loss is therefore multiplied by `world_size / step_rows`, which
     gives the mean over all rows of the step, no matter how they are distributed. If a worker has more than `limit`
@@ -308,19 +325,20 @@ def passes(
     workers run the same number of passes, because under FSDP each pass needs all workers. A worker with fewer rows runs
     some passes with weight 0.
     """
-    slices, idle = cut_into_passes(own_rows, step_rows, world_size, limit)
-    weights = [0.0] * idle + [world_size / step_rows] * (len(slices) - idle)
-    if len(slices) == 1:
-        yield slices[0], weights[0]
-        return
-    for number, each in enumerate(zip(slices, weights, strict=True)):
-        with gradient_sync(model, now=number == len(slices) - 1):
-            yield each
+    weighted = cut_into_passes(own_rows, step_rows, world_size, limit)
+    return weighted if len(weighted) == 1 else accumulate(model, weighted)
 
 
 @lru_cache
-def cut_into_passes(own_rows: int, step_rows: int, world_size: int, limit: int) -> tuple[list[slice], int]:
-    """Return the rows of each pass, and the number of passes with weight 0, which come first."""
-    own = list(micro_batches(own_rows, limit)) if own_rows else []
+def cut_into_passes(own_rows: int, step_rows: int, world_size: int, limit: int) -> tuple[tuple[slice, float], ...]:
+    """Return the rows of each pass, and the weight of each row's loss. Passes with weight 0 come first."""
+    own = [(rows, world_size / step_rows) for rows in micro_batches(own_rows, limit)] if own_rows else []
     idle = forward_passes(step_rows, world_size, limit) - len(own)
-    return [slice(0, MIN_ROWS)] * idle + own, idle
+    return *[(slice(0, MIN_ROWS), 0.0)] * idle, *own
+
+
+def accumulate(model: torch.nn.Module, weighted: tuple[tuple[slice, float], ...]) -> Iterator[tuple[slice, float]]:
+    """Yield the passes. The gradients that they accumulate are averaged over the workers in the last pass."""
+    for number, each in enumerate(weighted, 1):
+        with gradient_sync(model, now=number == len(weighted)):
+            yield each

@@ -357,7 +357,7 @@ class Worker:
         """Add a closed window's record to the metric history, and report it to Ray. All workers call this together."""
         self.telemetry.report(self.window.own)
         if self.reporter:
-            self.reporter.report(record, self.window.recent.newest, self.window.ranks or {})
+            self.reporter.report(record, self.window.recent.newest, self.window.ranks)
         if self.outlives_groups:
             return  # Ray's report is a barrier: this worker could wait in it while the others form the next group
         if abs(record["time"] - self._reported) >= REPORT_TO_RAY_EVERY_S:  # abs, because a clock may be set back

@@ -20,10 +20,10 @@ import numpy as np
 
 from scripts.bench import Figure
 from sunspot.background import TokenBucket
-from sunspot.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, to_column
+from sunspot.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, RankTable
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, claim, new_nonce, record_start
-from sunspot.run.history import Columns, Journal
+from sunspot.run.history import Journal
 from sunspot.run.status import RunState, Status, new_driver, write_status
 from sunspot.storage.local import LocalStorage
 
@@ -89,14 +89,14 @@ def make_record(number: int, now: float) -> dict[str, Any]:
     }
 
 
-def make_ranks(draw: random.Random) -> Columns:
+def make_ranks(draw: random.Random) -> RankTable:
     """Return numbers for each rank, with the spread of real numbers."""
     times = ("seconds", "step_time_median_s", "step_time_p95_s", "data_wait_s", "steps_s", "forward_s")
     sizes = ("memory_mib", "gpu_memory_mib", "resident_mib", "memory_left_mib")
     columns = {name: np.array([draw.random() * 10 for _ in range(RANKS)]) for name in times}
     columns |= {name: np.array([round(draw.random() * 50_000, 3) for _ in range(RANKS)]) for name in sizes}
     columns |= {name: np.zeros(RANKS) for name in ("throttled_s", "throttled_share")}
-    return {"rows": [200] * RANKS, **{name: to_column(name, values) for name, values in columns.items()}}
+    return {"rows": np.full(RANKS, 200.0), **columns}
 
 
 def look(storage: str) -> float:
