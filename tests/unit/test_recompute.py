@@ -120,5 +120,7 @@ def test_recomputed_blocks_of_a_prepared_model_give_the_same_gradients(parallel:
 
 
 def test_a_model_without_blocks_is_rejected() -> None:
-    with pytest.raises(SettingsError, match=r"SUNSPOT_RECOMPUTE=blocks: Linear has no blocks .*; set SUNSPOT_RECOMPUTE=off"):
+    with pytest.raises(
+        SettingsError, match=r"SUNSPOT_RECOMPUTE=blocks: Linear has no blocks .*; set SUNSPOT_RECOMPUTE=off"
+    ):
         recompute_blocks(nn.Linear(200, 200))
