@@ -203,6 +203,9 @@ class Settings(BaseModel):
 
     learning_rate: float = setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
     "Peak learning rate, which the schedule scales."
+    reshard_after_forward: Literal["auto", "true", "false"] = setting("auto", "auto, true or false")
+    """Parameters to free after the forward pass under fsdp and hsdp, and to gather again in the backward pass: those of
+    the blocks (auto), all (true), or none (false)."""
     schedule: Literal["linear", "cosine", "constant"] = setting("linear", "linear, cosine or constant")
     "Shape of the learning rate's decay from its peak, for tasks that do not define a schedule."
     warmup_steps: StepsOrShare = setting(0, "an integer >= 0, or a fraction < 1 of all steps, e.g. 0.05")
