@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -261,31 +260,6 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
     return Resources(
         use_gpu, per_worker, threads, min(READING_TASK_CPUS, left) if nodes == 1 else READING_TASK_CPUS, reason
     )
-
-
-def choose_shard_degree(settings: Settings, room: Mapping[str, int]) -> int:
-    """Return the number of workers that hold one replica of the model under hsdp, and 0 otherwise.
-
-    `room` is the number of workers that fit on each node. Raises `SettingsError` if the workers cannot form replicas of
-    that size.
-    """
-    if settings.parallel != "hsdp":
-        return 0
-    workers = settings.num_workers
-    sizes = sorted(set(room.values()))
-    if not settings.shard_degree and len(sizes) > 1:
-        raise SettingsError(
-            "SUNSPOT_PARALLEL=hsdp: the nodes have room for different numbers of workers "
-            f"({', '.join(map(str, sizes))}); set SUNSPOT_SHARD_DEGREE to the number of workers that hold one model"
-        )
-    degree = settings.shard_degree or min([*sizes, workers.least])
-    if any(number % degree for number in workers):
-        why = f"SUNSPOT_SHARD_DEGREE={degree}" if settings.shard_degree else f"each node has room for {degree} workers"
-        raise SettingsError(
-            f"SUNSPOT_NUM_WORKERS={workers}: {why}, and each replica of the model needs {degree}; use multiples of "
-            f"{degree}, or set a different SUNSPOT_SHARD_DEGREE"
-        )
-    return degree
 
 
 def with_absolute_paths(settings: Settings) -> Settings:

@@ -195,6 +195,31 @@ def test_a_replica_leaves_and_returns_without_a_repeated_step(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("survivors", ["auto", "off"])
+def test_an_elastic_run_has_whole_replicas_at_all_times(
+    survivors: str, program: Program, make_data: MakeData, ray_address: str
+) -> None:
+    run = the_run(program)
+    settings = {**SURVIVING, "SURVIVORS": survivors, "PARALLEL": "hsdp", "NUM_WORKERS": "2..6"}
+    settings["RESOURCES_PER_WORKER"] = '{"CPU": 0.2, "spot-worker": 1}'
+    with start_node(ray_address, **{"spot-worker": 3}):
+        training = program.begin(**settings, DATASET=make_data(40_000, row_group=1000))
+        begun = wait_for_receipts(run, 1, training)[0]
+        assert begun.world_after == 2, "there is room for three workers, and a replica has two"
+        wait_for_reported_step(run, 60, training)
+        with start_node(ray_address, **{"spot-worker": 2}) as second:
+            grown = wait_for_receipts(run, 2, training)[-1]
+            assert (grown.cause, grown.replayed, grown.world_after) == (Cause.SCALE_UP, 0, 4)
+            assert {attempt.metadata.settings["SUNSPOT_SHARD_DEGREE"] for attempt in read_attempts(run)} == {"2"}
+            wait_for_reported_step(run, grown.last_step + 20, training)
+            second.lose()
+            assert wait_for_receipts(run, 3, training)[-1].world_after == 2
+            training.result(240)
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
 def test_a_run_finishes_without_a_preempted_node(program: Program, make_data: MakeData, ray_address: str) -> None:
     run = the_run(program)
     workers = {"NUM_WORKERS": 2, "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}'}

@@ -38,7 +38,7 @@ from sunspot.ray_internals.controller import (
     replace_lost_alone,
     reserved_groups,
 )
-from sunspot.ray_internals.coordinator import COORDINATOR, ask_of_groups, install_coordinator
+from sunspot.ray_internals.coordinator import COORDINATOR, ask_of_groups, install_coordinator, offer_whole_replicas
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
@@ -137,7 +137,11 @@ def test_room_on_a_node_is_limited_by_its_scarcest_resource(
     assert find_room([node("x", alive=False, **resources)], per_worker) == {}
 
 
-@pytest.mark.parametrize(("workers", "begin"), [(WorkerRange(2, 2), 2), (WorkerRange(2, 8), 4)], ids=str)
+@pytest.mark.parametrize(
+    ("workers", "begin"),
+    [(WorkerRange(2, 2), 2), (WorkerRange(2, 8), 4), (WorkerRange(3, 9, multiple=3), 3)],
+    ids=str,
+)
 def test_a_run_on_one_machine_does_not_wait_for_other_nodes(
     workers: WorkerRange, begin: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +186,15 @@ def test_a_group_restarts_to_scale_up() -> None:
     # Ray Train would form a group of the nodes that it knew 20 s earlier.
     cluster = FakeCluster(WorkerRange(1, 3), lag_s=20)
     assert cluster.run_for(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "scale_up: 1 -> 2 workers")]
+
+
+def test_a_group_restarts_only_for_whole_replicas() -> None:
+    nodes = [node(name, CPU=2.0, spot=2.0) for name in "abc"]
+    cluster = FakeCluster(WorkerRange(4, 8, multiple=4))
+    running = group(1, "a", "a", "b", "b")
+    assert cluster.run_for(60, running, *nodes) == [], "six workers would fit, but they form only one replica"
+    more = [*nodes, node("d", CPU=2.0, spot=2.0), node("e", CPU=2.0, spot=2.0)]
+    assert cluster.run_for(60, running, *more) == [(SETTLED_S, "scale_up: 4 -> 8 workers")]
 
 
 def test_nodes_that_join_at_about_the_same_time_cause_one_restart() -> None:
@@ -458,6 +471,18 @@ def test_the_coordinator_of_sunspot_requests_nodes_of_each_node_group(no_coordin
     ask_of_groups(per_worker, {"spot": 1, "paid": 2})
     of_groups = [{**per_worker, "spot": 1.0}, *[{**per_worker, "paid": 1.0}] * 2]
     assert sorted(map(str, asked_of_ray())) == sorted(map(str, [*of_groups, {"CPU": 2.0}]))
+    remove_coordinator()
+
+
+def test_the_coordinator_of_sunspot_offers_whole_replicas(no_coordinator: None) -> None:
+    assert install_coordinator() == 0
+    cpu = {"CPU": 0.25}
+    offer_whole_replicas(cpu, 3)
+    reserve("train-replicas", 4, cpu)
+    assert sum(reserved("train-replicas", cpu).values()) == 3
+    install_coordinator()
+    reserve("train-others", 4, cpu)
+    assert sum(reserved("train-others", cpu).values()) == 4, "the next run may need no replicas"
     remove_coordinator()
 
 

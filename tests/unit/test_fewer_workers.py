@@ -17,11 +17,11 @@ from tests.harness.runs import begin, start
 JOB, CLUSTER = "run-1", "run-1-x"
 
 
-def train(run: Run, *world_sizes: int, state: RunState = RunState.RUNNING) -> None:
+def train(run: Run, *world_sizes: int, state: RunState = RunState.RUNNING, **more: str) -> None:
     """Start one attempt per minute with these numbers of workers. The last attempt started a minute ago."""
     begin(run)
     now = time.time()
-    settings = {"SUNSPOT_NUM_WORKERS": "2..3"}
+    settings = {"SUNSPOT_NUM_WORKERS": "2..3"} | {f"SUNSPOT_{name}": value for name, value in more.items()}
     for number, world_size in enumerate(world_sizes):
         at = now - 60 * (len(world_sizes) - number)
         attempt = start(run, JOB, world_size=world_size, settings=settings, tier="beginning", at=at)
@@ -147,6 +147,11 @@ def test_missing_workers_are_reported_even_without_a_cluster(run: Run, sunspot: 
     found = findings(sunspot)
     assert list(found) == ["fewer workers"]
     assert found["fewer workers"]["waits_for"] == "room on this machine"
+
+
+def test_missing_workers_are_also_counted_in_replicas(run: Run, sunspot: Command) -> None:
+    train(run, 8, NUM_WORKERS="8..32", PARALLEL="hsdp", SHARD_DEGREE="8")
+    assert "8 of 8..32 workers (1 of 1..4 replicas) train since" in findings(sunspot)["fewer workers"]["evidence"]
 
 
 def test_only_pods_whose_nodes_are_known_to_be_lost_are_marked() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from sunspot.parallel.sharding import is_dtensor, part_of, shard_model
 from sunspot.settings import Settings
-from tests.harness.loop import make_worker, plan_without_evaluation, train_ranks
+from tests.harness.loop import find_place, make_worker, plan_without_evaluation, train_ranks
 from tests.harness.process_group import in_processes
 
 GPT: dict[str, Any] = {
@@ -46,3 +48,39 @@ def test_torchs_own_clipping_raises_an_error_instead_of_using_a_wrong_norm(tmp_p
             torch.nn.utils.clip_grad_norm_(worker.learner.model.parameters(), 1.0)
 
     in_processes(tmp_path, 2, clip)
+
+
+class TwoBlocks(nn.Module):
+    """A model with two blocks (`MIN_BLOCK_PARAMETERS`), and a head that belongs to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(101, 101) for _ in range(2))
+        self.head = nn.Linear(101, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            rows = torch.tanh(block(rows))
+        return self.head(rows)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
+def test_parameters_that_stay_gathered_give_the_same_gradients(parallel: str, tmp_path: Path) -> None:
+    head, blocks = {"head.weight", "head.bias"}, {f"blocks.{n}.{name}" for n in "01" for name in ("weight", "bias")}
+    kept = {"auto": head, "true": set(), "false": {*head, *blocks}}
+
+    def compare(group: Any) -> None:
+        gradients = []
+        for value, expected in kept.items():
+            settings = Settings(parallel=parallel, shard_degree=2, reshard_after_forward=value)
+            torch.manual_seed(0)
+            model = shard_model(TwoBlocks(), settings, torch.device("cpu"), find_place(settings, group).replicas)
+            loss = model(torch.randn(5, 101)).square().sum()
+            assert {name for name, each in model.named_parameters() if not is_dtensor(each)} == expected
+            loss.backward()
+            gradients.append([part_of(each.grad) for each in model.parameters() if each.grad is not None])
+        assert len(gradients[0]) == 6
+        for found in gradients[1:]:
+            assert all(map(torch.equal, found, gradients[0]))
+
+    in_processes(tmp_path, 2, compare)

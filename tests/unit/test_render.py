@@ -699,6 +699,42 @@ def test_a_pod_can_use_all_gpus_of_a_node(profile: str) -> None:
     assert head["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"] == "8Gi"
 
 
+@pytest.mark.parametrize(
+    ("workers", "degree", "pods", "said"),
+    [
+        ("32", "", (4, 4), "4 nodes of 8 workers: 4 replicas of 8"),
+        ("8..32", "", (1, 4), "1..4 nodes of 8 workers: 1..4 replicas of 8"),
+        ("16..32", "16", (2, 4), "2..4 nodes of 8 workers: 1..2 replicas of 16"),
+        ("8", "4", (1, 1), "1 node of 8 workers: 2 replicas of 4"),
+    ],
+)
+def test_replicas_of_the_model_fill_whole_nodes(workers: str, degree: str, pods: tuple[int, int], said: str) -> None:
+    given = {"NUM_WORKERS": workers, "PARALLEL": "hsdp", "SHARD_DEGREE": degree}
+    rendered = render("gke-a3-8gpu", given)
+    _, group = groups_of(rendered)
+    assert (group["minReplicas"], group["maxReplicas"]) == pods
+    assert settings_of_job(rendered).shard_degree == int(degree or 8)
+    explained = {value.name: (value.value, value.source) for value in rendered.derived}
+    assert explained["replicas of the model"] == (said, "SUNSPOT_SHARD_DEGREE workers hold one replica")
+    assert explained["SUNSPOT_SHARD_DEGREE"][1] == (
+        "given" if degree else "the workers of one pod, which has a node's GPUs"
+    )
+
+
+def test_workers_that_cannot_form_whole_replicas_are_refused_before_the_job_is_submitted(tmp_path: Path) -> None:
+    hsdp = {"PARALLEL": "hsdp"}
+    one = refusal("gke-spot", {**hsdp, "NUM_WORKERS": "4"})
+    assert (
+        "PARALLEL=hsdp: each node has room for 1 worker, so each worker would hold the whole model; set SUNSPOT_S"
+        in one
+    )
+    assert "NUM_WORKERS=12 does not fill whole pods" in refusal("gke-a3-8gpu", {**hsdp, "NUM_WORKERS": "12"})
+    split = refusal("gke-a3-8gpu", {**hsdp, "NUM_WORKERS": "8..32", "SHARD_DEGREE": "16"})
+    assert "NUM_WORKERS=8..32: SUNSPOT_SHARD_DEGREE=16, and each replica of the model needs 16; use multiples" in split
+    spread = render("gke-spot", {**hsdp, "NUM_WORKERS": "4", "SHARD_DEGREE": "2"})
+    assert "4 nodes of 1 worker: 2 replicas of 2" in [value.value for value in spread.derived]
+
+
 def test_pod_sizes_grow_with_gpus_and_workers(tmp_path: Path) -> None:
     mine = own_profile(tmp_path, "extends: gke-spot\nworker: {gpus: 8, memory: 100Gi, per_gpu: {cpu: 7500m}}")
     rendered = render(mine, {"NUM_WORKERS": "16..512"})

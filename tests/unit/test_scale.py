@@ -162,6 +162,18 @@ def test_a_run_that_cannot_be_scaled_or_an_invalid_number_is_rejected(
     assert read_scale(run) is None
 
 
+def test_a_number_of_workers_that_fills_no_whole_replicas_is_refused(run: Run, sunspot: Command) -> None:
+    begin(run)
+    settings = {"SUNSPOT_NUM_WORKERS": "2..8", "SUNSPOT_PARALLEL": "hsdp", "SUNSPOT_SHARD_DEGREE": "2"}
+    start(run, "host-1-abc", world_size=4, settings=settings)
+    set_status(run, RunState.RUNNING, owner="host-1-abc", scalable="2..8", world_size=4)
+    assert sunspot("scale", "run", "3..7") == 6
+    assert "each replica of its model needs 2; use multiples of 2, such as 4..6" in sunspot.err
+    assert read_scale(run) is None
+    assert sunspot("scale", "run", "4..6") == 0, sunspot.err
+    assert read_scale(run)
+
+
 def test_a_run_in_restart_mode_is_refused(run: Run, sunspot: Command) -> None:
     begin(run)
     start(run, "host-1-abc", world_size=2, settings={"SUNSPOT_NUM_WORKERS": "1..4"})
@@ -206,6 +218,12 @@ def test_only_a_valid_request_for_the_current_num_workers_has_an_effect(
     request_: ScaleRequest | None, workers: WorkerRange
 ) -> None:
     assert narrowed(GIVEN, request_) == workers
+
+
+def test_a_request_never_splits_a_replica() -> None:
+    given = WorkerRange(2, 8, multiple=2)
+    assert narrowed(given, ScaleRequest("3..5", "2..8")) == WorkerRange(4, 4, multiple=2)
+    assert narrowed(given, ScaleRequest("3", "2..8")) == WorkerRange(2, 2, multiple=2)
 
 
 def test_the_last_known_request_stays_in_force_while_storage_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from sunspot.elastic.groups import GroupChoice, capacity_by_group, nodes_to_rele
 from sunspot.elastic.messages import WorkerGroup
 from sunspot.errors import SunspotError
 from sunspot.formatting import in_words, plural
-from sunspot.ray_internals.coordinator import ROUNDING, ask_of_groups
+from sunspot.ray_internals.coordinator import ask_of_groups, workers_in
 from sunspot.ray_internals.nodes import staying_nodes
 from sunspot.run.incidents import Cause
 from sunspot.settings import WorkerRange
@@ -74,7 +74,7 @@ class NodeMonitor:
         choice: GroupChoice | None = None,
     ) -> None:
         self.per_worker = resources_per_worker
-        self._most = workers.most
+        self._workers = workers
         self._usable = usable
         self._settled_s = SETTLED_S + lag_s
         self._choice = choice
@@ -89,7 +89,7 @@ class NodeMonitor:
 
     def limit(self, most: int) -> None:
         """Change the largest number of workers."""
-        self._most = most
+        self._workers = self._workers._replace(most=most)
 
     def check(
         self,
@@ -148,7 +148,7 @@ class NodeMonitor:
         return NodeEvent(Cause.SCALE_UP, f"{size} -> {possible} workers")
 
     def _possible(self, nodes: list[dict[str, Any]]) -> int:
-        return min(self._most, sum(self._room.get(node["NodeID"], 0) for node in nodes))
+        return self._workers.fit(sum(self._room.get(node["NodeID"], 0) for node in nodes))
 
 
 def find_lost(group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
@@ -177,10 +177,7 @@ def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float
     for node in nodes:
         total = node["Resources"]
         if node["Alive"] and not (HEAD in total and not total.get("CPU") and not total.get("GPU")):
-            fits = [
-                (total.get(name, 0.0) + ROUNDING) // amount for name, amount in resources_per_worker.items() if amount
-            ]
-            room[node["NodeID"]] = int(min(fits, default=0))
+            room[node["NodeID"]] = workers_in(total, resources_per_worker)
     return {node: workers for node, workers in room.items() if workers}
 
 
@@ -233,18 +230,16 @@ def wait_for_nodes(
 
 @contextmanager
 def asked_nodes(
-    resources_per_worker: dict[str, float], workers: WorkerRange, one_machine: bool = False, degree: int = 1
+    resources_per_worker: dict[str, float], workers: WorkerRange, one_machine: bool = False
 ) -> Iterator[WorkerRange]:
     """Request nodes for the maximum number of workers, and yield the number of workers to start in survivor mode.
 
     Ray replaces these workers, but adds none. If the run began with the minimum number, it would soon restart with more
     workers. This function therefore waits for a first node, and then until no other node has joined for
-    FIRST_SETTLED_S. With `one_machine`, it does not wait, because no other node can join. The number of workers is a
-    multiple of `degree`.
+    FIRST_SETTLED_S. With `one_machine`, it does not wait, because no other node can join.
     """
     if one_machine:
-        found = min(sum(find_room(staying_nodes(), resources_per_worker).values()), workers.most)
-        room = max(found - found % degree, workers.least)
+        room = max(workers.fit(sum(find_room(staying_nodes(), resources_per_worker).values())), workers.least)
         print(f"  this machine has room for {plural(room, 'worker')}", flush=True)
         yield WorkerRange(room, room)
         return
@@ -258,7 +253,7 @@ def asked_nodes(
             if found != room:
                 room, since = found, now
             time.sleep(NODE_CHECK_EVERY_S)
-        chosen = max(room - room % degree, workers.least)
+        chosen = max(workers.fit(room), workers.least)
         print(f"there are nodes for {room} of {workers} workers; starting with {chosen}", flush=True)
         yield WorkerRange(chosen, chosen)
     finally:

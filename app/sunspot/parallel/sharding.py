@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ MIN_BLOCK_PARAMETERS = 10_000
 """Smallest number of parameters in a block that is gathered separately. Smaller blocks are not worth a message."""
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """torch's normalization layers. The base class of batch and instance norms is not public."""
+RESHARD = {"auto": None, "true": True, "false": False}
+"""FSDP2's argument for each value of RESHARD_AFTER_FORWARD. With None, only the root keeps its parameters."""
 CHANNELS_LAST = ("cuda",)
 """Device types on which convolutions are faster with the memory layout [B, H, W, C], which cuDNN prefers."""
 
@@ -117,12 +120,13 @@ def shard_model(
         apart = not hasattr(whole, "param_dtype_override_fn")  # before torch 2.15, norms need their own collectives
         if not apart:
             rounded = replace(rounded, param_dtype_override_fn=lambda each: each.dtype if each in kept else None)
+        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=RESHARD[settings.reshard_after_forward])
         for block in find_blocks(model):
             policy = rounded if settings.precision == "bf16" and not is_norm(block) else whole
             for norm in [module for module in block.modules() if policy is rounded and apart and is_norm(module)]:
-                fully_shard(norm, mesh=mesh, mp_policy=whole)
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=whole)
+                shard(norm, mp_policy=whole)
+            shard(block, mp_policy=policy)
+        shard(model, mp_policy=whole)
         if is_fsdp(model) and hasattr(model, "set_reduce_scatter_unused_params"):  # new in torch 2.15
             # Otherwise, ranks that use different parameters of a block would sum unrelated gradients.
             model.set_reduce_scatter_unused_params(True)

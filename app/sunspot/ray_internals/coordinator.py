@@ -6,6 +6,7 @@ ray.data._internal.cluster_autoscaler   Ray's coordinator, which no public API r
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -77,6 +78,36 @@ def ask_of_groups(per_worker: dict[str, float], workers: dict[str, int]) -> None
     ray.get(coordinator.ask_of_groups.remote(per_worker, workers), timeout=COORDINATOR_START_TIMEOUT_S)
 
 
+def offer_whole_replicas(per_worker: dict[str, float], multiple: int) -> None:
+    """Make Ray Train start groups whose number of workers is a multiple. Only our coordinator supports this."""
+    coordinator = ray.get_actor(COORDINATOR, COORDINATOR)
+    ray.get(coordinator.offer_whole_replicas.remote(per_worker, multiple), timeout=COORDINATOR_START_TIMEOUT_S)
+
+
+def workers_in(resources: Mapping[str, float], per_worker: Mapping[str, float]) -> int:
+    """Return how many workers fit into a node's resources."""
+    fits = [(resources.get(name, 0.0) + ROUNDING) // amount for name, amount in per_worker.items() if amount]
+    return int(min(fits, default=0))
+
+
+def without_surplus(
+    reserved: dict[str, dict[str, float]], per_worker: Mapping[str, float], multiple: int
+) -> dict[str, dict[str, float]]:
+    """Return the resources reserved on each node, without those of the workers beyond a multiple.
+
+    The surplus workers are those on the last nodes.
+    """
+    offered = dict(reserved)
+    surplus = sum(workers_in(there, per_worker) for there in reserved.values()) % multiple
+    for node, there in reversed(reserved.items()):
+        here = workers_in(there, per_worker)
+        left_out = min(surplus, here)
+        if left_out:
+            offered[node] = {name: amount * (here - left_out) for name, amount in per_worker.items()}
+            surplus -= left_out
+    return offered
+
+
 def _create_coordinator() -> None:
     """Create our coordinator with Ray's own options, unless a coordinator exists."""
     from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
@@ -88,6 +119,7 @@ def _create_coordinator() -> None:
         def __init__(self) -> None:
             self._per_worker: dict[str, float] = {}
             self._of_groups: dict[str, int] = {}
+            self._multiple = 1
             super().__init__(get_cluster_nodes=staying_nodes, send_resources_request=self._send)
 
         def ask_of_groups(self, per_worker: dict[str, float], workers: dict[str, int]) -> None:
@@ -95,6 +127,10 @@ def _create_coordinator() -> None:
             with self._lock:
                 self._per_worker, self._of_groups = per_worker, workers
                 self._merge_and_send_requests()
+
+        def offer_whole_replicas(self, per_worker: dict[str, float], multiple: int) -> None:
+            """Offer resources for a multiple of this number of workers."""
+            self._per_worker, self._multiple = per_worker, multiple
 
         def _send(self, bundles: list[Any], label_selectors: list[Any] | None = None) -> None:
             if self._of_groups:
@@ -111,12 +147,14 @@ def _create_coordinator() -> None:
             if not requester_id.startswith(TRAIN_REQUESTER):  # Ray Data asks all the time, so it gets the last answer
                 return super().get_reserved_resources(requester_id, recompute)
             reserved = super().get_reserved_resources(requester_id, recompute=True)
+            offered = without_surplus(reserved, self._per_worker, self._multiple)
             return {
-                node: {name: amount + ROUNDING for name, amount in there.items()} for node, there in reserved.items()
+                node: {name: amount + ROUNDING for name, amount in there.items()} for node, there in offered.items()
             }
 
         def forget_runs(self) -> None:
-            """Remove the reservations of Ray Train's controllers."""
+            """Remove the reservations of Ray Train's controllers, and their requirement of whole replicas."""
+            self._multiple = 1
             for requester in [name for name in self._ongoing_reqs if name.startswith(TRAIN_REQUESTER)]:
                 self.cancel_request(requester)
 

@@ -126,6 +126,15 @@ def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
     return str(recorded.get(PREFIX + name.upper(), FIELDS[name].default))
 
 
+def recorded_multiple(attempts: Sequence[Attempt]) -> int:
+    """Return the number of workers that hold one replica of the model under PARALLEL=hsdp, and 1 otherwise.
+
+    The newest attempt recorded it. Raises `DamageError` if it is not a number.
+    """
+    replicated = recorded_setting(attempts, "parallel") == "hsdp"
+    return max(1, int(recorded_number(attempts, "shard_degree"))) if replicated else 1
+
+
 def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
     """Return a setting's value in the newest attempt as a number. Raises `DamageError` if it is not a number."""
     text = recorded_setting(attempts, name)

@@ -153,7 +153,7 @@ def narrowed(given: "WorkerRange", request: ScaleRequest | None) -> "WorkerRange
     if request is None or request.num_workers != str(given):
         return given
     try:
-        workers = parse_workers(request.workers)
+        workers = parse_workers(request.workers).in_multiples_of(given.multiple)
     except ValueError:
         return given
     return workers if given.least <= workers.least and workers.most <= given.most else given

@@ -2,8 +2,8 @@
 
 `definitions.py` has one field for each setting, which is read from an environment variable (`fields.py`).
 `job_context.py` has the values that a job's manifest sets in the same way. `file.py` reads settings from
-`sunspot.toml`. `task_arguments.py` reads `SUNSPOT_TASK_ARGS`. `search_space.py` parses a search space, and draws the
-values of each trial.
+`sunspot.toml`. `task_arguments.py` reads `SUNSPOT_TASK_ARGS`. `worker_range.py` counts workers in whole replicas of the
+model. `search_space.py` parses a search space, and draws the values of each trial.
 """
 
 from sunspot.settings.definitions import (
@@ -15,13 +15,11 @@ from sunspot.settings.definitions import (
     RUN_NAME_LENGTH,
     SETTING_NAMES,
     Settings,
-    WorkerRange,
     accepts,
     cut,
     describe_settings,
     differences,
     load_settings,
-    parse_workers,
     recorded_settings,
     refuse,
     setting_text,
@@ -31,6 +29,7 @@ from sunspot.settings.definitions import (
 )
 from sunspot.settings.fields import parse_json
 from sunspot.settings.job_context import HEAD, JobContext, NodeGroup, NodePrice
+from sunspot.settings.worker_range import WorkerRange, choose_shard_degree, parse_workers
 
 __all__ = [
     "BUCKET_URLS",
@@ -47,6 +46,7 @@ __all__ = [
     "Settings",
     "WorkerRange",
     "accepts",
+    "choose_shard_degree",
     "cut",
     "describe_settings",
     "differences",

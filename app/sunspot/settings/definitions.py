@@ -36,6 +36,7 @@ from sunspot.settings.goal import check_budget, check_deadline
 from sunspot.settings.job_context import JobContext
 from sunspot.settings.mixture import check_dataset
 from sunspot.settings.task_arguments import TaskArguments, plain
+from sunspot.settings.worker_range import WorkerRange, choose_shard_degree, parse_workers
 from sunspot.spelling import OTHER_SETTINGS, SUBMIT_OPTIONS, find_meant
 
 PREFIX = "SUNSPOT_"
@@ -60,31 +61,6 @@ READING_SHARE = 0.25
 
 BUCKET_URLS = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
 """The URLs that STORAGE_PATH and DATASET accept, for messages."""
-
-
-class WorkerRange(NamedTuple):
-    """The allowed numbers of training workers. `least == most` unless the run is elastic."""
-
-    least: int
-    most: int
-
-    @property
-    def elastic(self) -> bool:
-        return self.least != self.most
-
-    def __str__(self) -> str:
-        return f"{self.least}..{self.most}" if self.elastic else str(self.least)
-
-
-def parse_workers(value: Any) -> WorkerRange:
-    """Return a number of workers, or a range such as `2..8`. Raises `ValueError` if the value is neither."""
-    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(value))
-    if not match:
-        raise ValueError("not a number or a range")
-    least, most = int(match[1]), int(match[2] or match[1])
-    if not 1 <= least <= most:
-        raise ValueError("out of range")
-    return WorkerRange(least, most)
 
 
 def _check_task(value: str) -> str:
@@ -234,6 +210,9 @@ class Settings(BaseModel):
     keeps several copies, and splits each of them among SUNSPOT_SHARD_DEGREE workers."""
     shard_degree: int = setting(0, "an integer >= 0", ge=0)
     "Number of workers that hold one copy of the model under hsdp, or 0 for the workers of one node."
+    reshard_after_forward: Literal["auto", "true", "false"] = setting("auto", "auto, true or false")
+    """Parameters to free after the forward pass under fsdp and hsdp, and to gather again in the backward pass: those of
+    the blocks (auto), all (true), or none (false)."""
     recompute: Literal["off", "blocks"] = setting("off", "off or blocks")
     "Activations to compute again in the backward pass instead of keeping them: none, or those inside the blocks."
 
@@ -305,6 +284,11 @@ class Settings(BaseModel):
     def sharded(self) -> bool:
         """True if each worker holds only a part of the model (fsdp and hsdp)."""
         return self.parallel != "ddp"
+
+    @property
+    def worker_multiple(self) -> int:
+        """Number whose multiples are the allowed numbers of workers: SHARD_DEGREE under hsdp, otherwise 1."""
+        return max(1, self.shard_degree) if self.parallel == "hsdp" else 1
 
     def environment(self) -> dict[str, str]:
         """Return all settings and the values of `job` as environment variables, in the order of definition."""
@@ -386,8 +370,11 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
             del known[name]  # so that no other message shows its value
     try:
         settings = _parse(known)
+        choose_shard_degree(settings.num_workers, settings.worker_multiple)
     except ValidationError as error:
         problems += [_explain(problem) for problem in error.errors(include_url=False)]
+    except SettingsError as error:
+        problems.append(str(error))
     refuse(problems, "in the settings")
     return settings
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -37,18 +37,19 @@ from sunspot.elastic.supervisor import supervised
 from sunspot.elastic.wanted_workers import SCALE_CHECK_EVERY_S, WantedWorkers
 from sunspot.elastic.watchdog import FIRST_STEP_S
 from sunspot.errors import SunspotError
+from sunspot.formatting import plural
 from sunspot.machine.open_files import allow_open_files
 from sunspot.observe.progress import News, shown_progress
 from sunspot.observe.prometheus import exported_run
-from sunspot.plan import Plan, Resources, choose_resources, choose_shard_degree
+from sunspot.plan import Plan, Resources, choose_resources
 from sunspot.ray_internals.backend import BackendConfig, SurvivorConfig
 from sunspot.ray_internals.controller import end_groups_at_once, replace_lost_alone
-from sunspot.ray_internals.coordinator import install_coordinator
+from sunspot.ray_internals.coordinator import install_coordinator, offer_whole_replicas
 from sunspot.ray_internals.nodes import reachable_nodes, staying_nodes
 from sunspot.run import Claimant, open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.requests import StopRequest
-from sunspot.settings import Settings, WorkerRange
+from sunspot.settings import Settings, WorkerRange, choose_shard_degree
 from sunspot.storage.limits import retry_storage
 from sunspot.tasks import load_task
 from sunspot.train.broken_gpus import BrokenInTraining, RequiredResources, leave_out_at_start, new_nodes_checked
@@ -97,8 +98,6 @@ class TrainingContext:
     resources: Resources
     scratch: str
     "A folder for Ray's own files."
-    shard_degree: int = 0
-    "Number of workers that hold one replica of the model, or 0 unless PARALLEL is hsdp."
 
 
 @contextmanager
@@ -119,8 +118,21 @@ def open_context(
         refuse_lack(settings, resources.per_worker, ray.cluster_resources())
     print(f"  {resources.reason}", flush=True)
     left_out = leave_out_at_start(nodes, required_resources(plan, resources)) if resources.use_gpu else []
-    degree = choose_shard_degree(settings, find_room(nodes, resources.per_worker))
-    lag_s = install_coordinator() if given.elastic and not (plan.outlives or choice) else 0.0
+    if settings.parallel == "hsdp":
+        rooms = find_room(nodes, resources.per_worker).values()
+        degree = choose_shard_degree(given, settings.shard_degree, rooms)
+        plan = replace(plan, settings=settings.model_copy(update={"shard_degree": degree}))
+        given = given.in_multiples_of(degree)
+        print(f"  replicas of the model: {given.replicas}, of {plural(degree, 'worker')} each", flush=True)
+    restarts = not plan.outlives and (given.elastic or choice)
+    lag_s = install_coordinator() if restarts else 0.0
+    if restarts and given.multiple > 1:
+        if lag_s:
+            raise SunspotError(
+                "Ray's autoscaling coordinator on this cluster may start any number of workers, also without a whole "
+                "replica of the model; set SUNSPOT_NUM_WORKERS to a single number, or SUNSPOT_PARALLEL to ddp or fsdp"
+            )
+        offer_whole_replicas(resources.per_worker, given.multiple)
     wanted: WantedWorkers | None = None
     with ExitStack() as stack:
         stack.enter_context(exported_run(settings.run_name))
@@ -131,17 +143,17 @@ def open_context(
             wanted = WantedWorkers(claimant.run, given)
             retry_storage(settings.storage_timeout_s, "reading how many workers are wanted", wanted.read)
             stack.enter_context(Background(SCALE_CHECK_EVERY_S, wanted.read))
-            asked = asked_nodes(resources.per_worker, wanted.range, plan.one_machine, degree or 1)
+            asked = asked_nodes(resources.per_worker, wanted.range, plan.one_machine)
             workers = stack.enter_context(asked)
             allow_open_files("the driver", FILES_PER_MEMBER, given.most)
-            membership = stack.enter_context(MembershipServer(workers.least, control, degree or 1))
+            membership = stack.enter_context(MembershipServer(workers.least, control, given.multiple))
         fetch = functools.partial(fetch_news, control, note_end)
         stack.enter_context(shown_progress(fetch, plan.total_steps, plan.steps.per_epoch))
         usable = stack.enter_context(new_nodes_checked(control, nodes)) if resources.use_gpu else reachable_nodes
         monitor = NodeMonitor(resources.per_worker, given, usable, lag_s, choice)
         stack.enter_context(supervised(control, stop_request, monitor, membership, wanted))
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
-        yield TrainingContext(plan, claimant, stop_request, control, membership, workers, resources, scratch, degree)
+        yield TrainingContext(plan, claimant, stop_request, control, membership, workers, resources, scratch)
 
 
 def choose_node_groups(settings: Settings) -> GroupChoice | None:
@@ -253,7 +265,6 @@ def make_worker_config(context: TrainingContext) -> WorkerConfig:
         collective_timeout_s=max(COLLECTIVE_TIMEOUT_S, plan.settings.hang_timeout_s + WATCHDOG_GRACE_S),
         membership=context.membership.address if context.membership else None,
         folder=os.getcwd(),
-        shard_degree=context.shard_degree,
     )
 
 

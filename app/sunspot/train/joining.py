@@ -66,8 +66,6 @@ class WorkerConfig:
     collective_timeout_s: float
     membership: MembershipAddress | None = None
     "Address at which surviving workers form their groups. None if Ray Train forms the groups and ends them together."
-    shard_degree: int = 0
-    "Number of workers that hold one replica of the model, or 0 unless PARALLEL is hsdp."
     folder: str = ""
     "Working directory of the driver, to which relative paths in TASK_ARGS refer."
 
@@ -83,7 +81,8 @@ class WorkerConfig:
 
     def replica_groups(self) -> ReplicaGroups | None:
         """Return groups that have not formed yet, or None unless PARALLEL is hsdp."""
-        return ReplicaGroups(self.shard_degree) if self.shard_degree else None
+        settings = self.plan.settings
+        return ReplicaGroups(settings.shard_degree) if settings.parallel == "hsdp" else None
 
     def claimant(self) -> Claimant:
         """Return a new claimant of the run. Each group needs its own."""

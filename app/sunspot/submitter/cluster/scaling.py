@@ -14,7 +14,7 @@ from typing import Any
 from sunspot.errors import ClusterError, ConflictError, GaveUpError
 from sunspot.formatting import plural
 from sunspot.run import Run
-from sunspot.run.attempts import Attempt, newest_number, read_attempts, recorded_setting
+from sunspot.run.attempts import Attempt, newest_number, read_attempts, recorded_multiple, recorded_setting
 from sunspot.run.owner import Owner
 from sunspot.run.requests import ScaleRequest, clear_scale, describe_requester, narrowed, request_scale
 from sunspot.run.status import RunState
@@ -83,7 +83,8 @@ def _require_scalable(access: RunAccess, snapshot: RunSnapshot, wanted: WorkerRa
         )
     again = f"`sunspot stop {access.arguments}` saves and stops the run; then start it with {NUM_WORKERS}={wanted}, "
     again += "and it continues from there"
-    setting = recorded_setting(read_attempts(run), "num_workers")
+    attempts = read_attempts(run)
+    setting = recorded_setting(attempts, "num_workers")
     if not status.scalable:
         why = "its workers cannot leave or join while others train (docs/elastic.md says which runs can)"
         if ".." not in setting:
@@ -92,6 +93,13 @@ def _require_scalable(access: RunAccess, snapshot: RunSnapshot, wanted: WorkerRa
     given = parse_workers(status.scalable)
     if not (given.least <= wanted.least and wanted.most <= given.most):
         raise ConflictError(f"{run.name} cannot have {wanted} workers, because {NUM_WORKERS}={given}. {again}")
+    multiple = recorded_multiple(attempts)
+    nearest = wanted.in_multiples_of(multiple)
+    if str(nearest) != str(wanted):
+        each = f"each replica of its model needs {multiple}"
+        raise ConflictError(
+            f"{run.name} cannot have {wanted} workers, because {each}; use multiples of {multiple}, such as {nearest}"
+        )
     return given
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from sunspot.formatting import as_time, in_words, plural
+from sunspot.run.attempts import recorded_multiple
 from sunspot.run.requests import narrowed
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.pod_problems import find_problem, find_refusal
@@ -28,8 +29,11 @@ def find_fewer_workers(case: Case, seen: ClusterSeen) -> Iterator[Finding]:
     unseen = "room on this machine" if case.local else "not known, because no cluster shows its pods"
     waits_for = _find_missing(seen, seen.job) if seen.job and not seen.unseen_pods else unseen
     figures, details = summarize_figures(case)
+    multiple = recorded_multiple(case.seen.attempts)
+    replicas = f" ({status.world_size // multiple} of {requested.in_multiples_of(multiple).replicas} replicas)"
+    trains = f"{status.world_size} of {requested} workers{replicas if multiple > 1 else ''} train"
     when = f" since {as_time(since)}, for {in_words(case.now - since)}" if since else ""
-    evidence = f"{status.world_size} of {requested} workers train{when}; waiting for: {waits_for}; {figures}"
+    evidence = f"{trains}{when}; waiting for: {waits_for}; {figures}"
     advice = "do nothing, unless you need all workers now; the others join as soon as they can"
     details |= {"workers": status.world_size, "workers_wanted": str(requested), "since": since, "waits_for": waits_for}
     yield Finding(Diagnosis.FEWER_WORKERS, Severity.NOTE, evidence, advice, details)

@@ -63,7 +63,7 @@ class Demand:
         """Return the number of worker pods that fit into `room`, between the run's minimum and maximum."""
         workers = self.sets["workers"]
         others = self.least - workers.least_amount(workers.least, self.of_pod)
-        fit = (n for n in range(workers.most, workers.least, -1) if self._fits(others, n, room))
+        fit = (n for n in range(workers.most, workers.least, -workers.step) if self._fits(others, n, room))
         return next(fit, workers.least)
 
     def _fits(self, others: float, workers: int, room: float) -> bool:

@@ -51,7 +51,7 @@ from sunspot.submitter.manifest.profile import (
     load_profile,
     manifests,
 )
-from sunspot.submitter.manifest.shape import RESOURCES_PER_WORKER, USE_GPU, Shape, choose_shape
+from sunspot.submitter.manifest.shape import RESOURCES_PER_WORKER, SHARD_DEGREE, USE_GPU, Shape, choose_shape
 from sunspot.submitter.manifest.yaml_files import read_yaml, to_yaml
 from sunspot.submitter.printing import write_file
 
@@ -332,6 +332,8 @@ def _resolve(
         per_worker = json.dumps(shape.per_worker, sort_keys=True)
         for variable, value in ((USE_GPU, "true" if shape.gpus else "false"), (RESOURCES_PER_WORKER, per_worker)):
             chosen[variable] = (value, shape.reasons.get(variable) or chosen[variable][1])
+        if SHARD_DEGREE in shape.reasons:
+            chosen[SHARD_DEGREE] = (str(shape.shard_degree), shape.reasons[SHARD_DEGREE])
         if len(profile.groups) > 1:
             groups = [
                 {"name": group_name(number), "most": pods * shape.workers_per_pod, "after_s": group.after_s}
@@ -485,6 +487,8 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, origin: Profil
     trials = f" of each of {shape.runs} trials" if shape.runs > 1 else ""
     per_pod = f"{shape.gpus} GPUs per pod with one worker each" if shape.gpus > 1 else "one worker per pod"
     add("training pods", shape.pods, f"NUM_WORKERS{trials}, {per_pod}")
+    if shape.shard_degree:
+        add("replicas of the model", shape.describe_replicas(), f"{SHARD_DEGREE} workers hold one replica")
     found += _explain_sizes(ray_container(workers), profile, origin)
     for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True)):
         if len(profile.groups) > 1:

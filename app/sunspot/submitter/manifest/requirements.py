@@ -25,6 +25,8 @@ class PodSet:
     least: int
     "Number of pods that the run needs to start."
     most: int
+    step: int = 1
+    "Number of pods that a replica of the model fills, if it needs several. More pods are useful only in such steps."
 
     def least_amount(self, number: int, amount_of: Callable[[Pod], float]) -> float:
         """Return the smallest total of `amount_of` for `number` of these pods."""
@@ -67,20 +69,23 @@ def pod_sets(manifest: Mapping[str, Any]) -> dict[str, PodSet]:
     least = {name: int(group.get("replicas") or 0) for name, group in groups.items()}
     room = {name: int(group.get("maxReplicas") or least[name]) for name, group in groups.items()}
 
-    def pod_set(names: list[str], numbers: tuple[int, int]) -> PodSet:
-        return PodSet({name: pods[name] for name in names}, {name: room[name] for name in names}, *numbers)
+    def pod_set(names: list[str], numbers: tuple[int, int], step: int = 1) -> PodSet:
+        return PodSet({name: pods[name] for name in names}, {name: room[name] for name in names}, *numbers, step)
 
     training = [name for name, group in groups.items() if SLOT in group.get("resources", {})] or list(groups)[:1]
     workers = sum(least[name] for name in training), sum(room[name] for name in training)
+    variables = {entry["name"]: entry.get("value", "") for entry in ray_container(head).get("env", ())}
+    per_pod = int(groups[training[0]].get("resources", {}).get(SLOT, 1)) if training else 1
+    degree = variables.get(f"{PREFIX}SHARD_DEGREE", "")
+    sharded = variables.get(f"{PREFIX}PARALLEL") == "hsdp" and degree.isdigit()
+    step = math.lcm(max(1, int(degree)), per_pod) // per_pod if sharded else 1
     if len(training) > 1:  # the RayJob starts without workers, and the driver requests all of them
-        variables = {entry["name"]: entry.get("value", "") for entry in ray_container(head).get("env", ())}
         numbers = variables.get(f"{PREFIX}NUM_WORKERS", "").split("..")
-        per_pod = int(groups[training[0]]["resources"][SLOT])
         if numbers[0].isdigit():
             workers = math.ceil(int(numbers[0]) / per_pod), math.ceil(int(numbers[-1]) / per_pod)
     others = {name: pod_set([name], (least[name], room[name])) for name in groups if name not in training}
     head_set = PodSet({"head": pods["head"]}, {"head": 1}, 1, 1)
-    return {"head": head_set, "workers": pod_set(training, workers), **others}
+    return {"head": head_set, "workers": pod_set(training, workers, step), **others}
 
 
 def requests_of(pod: Pod, kind: str = "requests") -> dict[str, float]:

@@ -4,14 +4,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sunspot.errors import SettingsError
 from sunspot.formatting import plural
-from sunspot.settings import PREFIX, READING_SHARE, Settings, WorkerRange
+from sunspot.settings import PREFIX, READING_SHARE, Settings, WorkerRange, choose_shard_degree
 from sunspot.submitter.manifest.profile import DataWorkers, Profile, Worker
 from sunspot.submitter.manifest.quantities import parse_quantity
 
 USE_GPU = PREFIX + "USE_GPU"
 
 RESOURCES_PER_WORKER = PREFIX + "RESOURCES_PER_WORKER"
+
+SHARD_DEGREE = PREFIX + "SHARD_DEGREE"
 
 SLOT = "training-worker"
 """Custom Ray resource of training pods. Each pod offers one unit per worker, and each worker takes one unit. With CPUs
@@ -39,6 +42,8 @@ class Shape:
     "Reasons for the derived settings, keyed by variable."
     runs: int = 1
     "Number of concurrent trials of a search."
+    shard_degree: int = 0
+    "Number of workers that hold one replica of the model, or 0 unless PARALLEL is hsdp."
 
     @property
     def workers_per_pod(self) -> int:
@@ -49,6 +54,15 @@ class Shape:
     def workers(self) -> int:
         """The maximum number of training workers."""
         return self.pods.most * self.workers_per_pod
+
+    def describe_replicas(self) -> str:
+        """Return the numbers of nodes and of the model's replicas, such as `4 nodes of 8 workers: 4 replicas of 8`."""
+        each, degree = self.workers_per_pod, self.shard_degree
+        replicas = WorkerRange(self.pods.least * each, self.pods.most * each, degree).replicas
+        nodes, copies = (
+            f"{name}{'s' * (number.most > 1)}" for name, number in (("node", self.pods), ("replica", replicas))
+        )
+        return f"{self.pods} {nodes} of {plural(each, 'worker')}: {replicas} {copies} of {degree}"
 
     @property
     def autoscaled(self) -> bool:
@@ -79,11 +93,19 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
 
     gpus = offered if use_gpu else 0
     per_pod = max(gpus, 1)
+    degree = 0
     workers = WorkerRange(settings.num_workers.least * at_once, settings.num_workers.most * at_once)
     if workers.least % per_pod or workers.most % per_pod:
         each = f" for each of {at_once} trials" if at_once > 1 else ""
         has = f"does not fill whole pods, which have {gpus} GPUs (worker.gpus) with one worker each"
         problems.append(f"SUNSPOT_NUM_WORKERS={settings.num_workers}{each} {has}; set it to a multiple of {gpus}")
+    elif settings.parallel == "hsdp":
+        try:
+            degree = choose_shard_degree(settings.num_workers, settings.shard_degree, [per_pod])
+        except SettingsError as error:
+            problems.append(str(error))
+        if not settings.shard_degree:
+            reasons[SHARD_DEGREE] = "the workers of one pod, which has a node's GPUs"
     pods = WorkerRange(max(1, workers.least // per_pod), max(1, workers.most // per_pod))
 
     group_pods = [min(group.max or pods.most, pods.most) for group in profile.groups]
@@ -112,7 +134,7 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
     if use_gpu:
         per_worker = {**per_worker, "GPU": per_worker.get("GPU", 1)}
     per_worker = {**per_worker, SLOT: 1}
-    shape = Shape(pods, group_pods, gpus, cpus, per_worker, data, reasons, at_once)
+    shape = Shape(pods, group_pods, gpus, cpus, per_worker, data, reasons, at_once, degree)
     return shape, problems + _find_misfits(settings, shape, per_pod)
 
 
