@@ -66,7 +66,7 @@ def _index_shard(path: str) -> int:
     except tarfile.TarError as error:
         raise DataError(f"{path} is not a tar file of samples: {shorten(error)}; write it again") from error
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
+    columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
     labels = columns.get(LABEL)
     if labels and all(isinstance(label, str) and re.match(CLASS_NUMBER, label) for label in labels):
         columns[LABEL] = list(map(int, labels))

@@ -203,10 +203,8 @@ class Worker:
             record |= results or {}
             self._end_if_diverged(record, last=self._patience.over)
 
-        if epoch_ends and self._evaluation_done and self.reporter:
-            absent = describe_absent(plan.settings.checkpoint_metric, model_metrics(record))
-            if absent:
-                warn_once(log, absent)
+        if self.evaluated and self._ends_epoch(step):
+            self._warn_about_metric(record)
 
         # Act. Report before saving, because a checkpoint relies on the history up to its step.
         if record:
@@ -280,6 +278,12 @@ class Worker:
         record |= self._nan_watch.state
         self.record = record
         return record
+
+    def _warn_about_metric(self, record: MetricRecord) -> None:
+        """Warn if the record of an epoch's end lacks the metric that ranks checkpoints."""
+        absent = describe_absent(self.learner.plan.settings.checkpoint_metric, model_metrics(record))
+        if absent and self.reporter:
+            warn_once(log, absent)
 
     def _end_if_diverged(self, record: MetricRecord, last: bool) -> None:
         """Raise `DivergedError` on all workers if the loss has been NaN or infinite for too long.
