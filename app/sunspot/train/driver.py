@@ -16,7 +16,7 @@ from sunspot.report.summary import describe_outcome
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import fatal_error, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, SkippedCheckpoint, Unusable, find_newest_good
-from sunspot.run.handover import MOVE, read_handover, take_over_from
+from sunspot.run.handover import MOVE, read_handover
 from sunspot.run.identity import Rows, record_identity
 from sunspot.run.logs import shipped_driver_output
 from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
@@ -75,7 +75,8 @@ def train_run(
         return claimed_for, origin
 
     if settings.job.moves_from:
-        take_over_from(run, settings.job.moves_from, owner or new_owner(settings.job.job_id))
+        old = Owner.parse(settings.job.moves_from).describe()
+        print(f"moving from {old}, which trains until the workers here are ready to continue", flush=True)
     with shipped_driver_output(run), tracked(run, settings, driver), report_result(run, driver):
         owner, origin = with_deadline(limit_s, "reading the newest checkpoint", find_origin)
         claimant = Claimant(run, owner, driver)
