@@ -14,7 +14,7 @@ from sunspot.formatting import plural, visible
 from sunspot.report import FILE, read_report, render
 from sunspot.report.summary import describe_outcome
 from sunspot.run import Claimant, Run, open_run
-from sunspot.run.attempts import fatal_error, give_up_damaged, read_attempts, refuse_if_superseded
+from sunspot.run.attempts import fatal_error, give_up_damaged, read_attempts, refuse_if_left, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, SkippedCheckpoint, Unusable, find_newest_good
 from sunspot.run.handover import MOVE, read_handover
 from sunspot.run.identity import Rows, record_identity
@@ -69,6 +69,7 @@ def train_run(
         attempts = read_attempts(run)
         claimed_for = owner or new_owner(settings.job.job_id)
         refuse_if_superseded(attempts, claimed_for)
+        refuse_if_left(run, attempts, claimed_for)
         origin = Origin(*find_newest_good(run, attempts, trust_listing=True))  # its loader verifies it
         if origin.checkpoint and origin.checkpoint.finished:  # perhaps nothing loads it, so it is verified here
             origin = Origin(*find_newest_good(run, attempts))
