@@ -52,7 +52,7 @@ BUDGETS = {
     "tasks": 1120,
     "templates": 90,
     "tracking": 700,
-    "train": 4190,
+    "train": 4200,
     "tune": 560,
     "ui": 850,
 }

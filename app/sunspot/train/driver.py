@@ -190,10 +190,11 @@ def train(
     run = claimant.run
     patience = plan.settings.early_stop_evaluations
 
-    def finish(checkpoint: Checkpoint) -> tuple[RunState, str]:
-        if not checkpoint.completes(plan.total_steps, patience):
+    def finish(checkpoint: Checkpoint | None) -> tuple[RunState, str]:
+        if not checkpoint or not checkpoint.completes(plan.total_steps, patience):
             how = resume_hint(run.name, bool(plan.settings.job.job_id))
-            print(f"  stopped by {_describe_stop(claimant)} at step {checkpoint.step} of {plan.total_steps}; {how}")
+            step = checkpoint.step if checkpoint else 0
+            print(f"  stopped by {_describe_stop(claimant)} at step {step} of {plan.total_steps}; {how}")
             return RunState.STOPPED, _stop_reason(claimant)
         reason = ""
         if checkpoint.step < plan.total_steps:
