@@ -34,7 +34,7 @@ BUDGETS = {
     "data": 3560,
     "elastic": 2760,
     "machine": 230,
-    "observe": 450,
+    "observe": 470,
     "parallel": 940,
     "places": 140,
     "predict": 840,

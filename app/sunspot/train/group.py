@@ -128,7 +128,7 @@ def open_context(
     lag_s = install_coordinator() if given.elastic and not (plan.outlives or choice) else 0.0
     wanted: WantedWorkers | None = None
     with ExitStack() as stack:
-        stack.enter_context(exported_run(settings.run_name))
+        stack.enter_context(exported_run(claimant.run, bool(settings.deadline or settings.budget)))
         control = stack.enter_context(open_control())
         control.send(ControlChannel.add_left_out, left_out)
         workers, membership = given, None
