@@ -46,7 +46,7 @@ BUDGETS = {
     "storage": 1630,
     "submitter": 1040,
     "submitter/cluster": 3420,
-    "submitter/commands": 1800,
+    "submitter/commands": 1820,
     "submitter/doctor": 1590,
     "submitter/manifest": 1750,
     "tasks": 1120,
