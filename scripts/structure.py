@@ -45,7 +45,7 @@ BUDGETS = {
     "settings": 750,
     "storage": 1630,
     "submitter": 1040,
-    "submitter/cluster": 3420,
+    "submitter/cluster": 3430,
     "submitter/commands": 1820,
     "submitter/doctor": 1590,
     "submitter/manifest": 1750,

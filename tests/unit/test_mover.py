@@ -22,7 +22,7 @@ from sunspot.run.status import RunState, Status, StatusKind, write_status
 from sunspot.submitter.cluster.api import connect
 from sunspot.submitter.cluster.applied import REQUEST, read_request
 from sunspot.submitter.cluster.mover import Mover, may_consider
-from sunspot.submitter.cluster.observation import RunSnapshot
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, ClusterSeen
 from sunspot.submitter.cluster.views import job_view
 from sunspot.submitter.cluster.waiting import Reconciler
@@ -98,12 +98,26 @@ def test_wait_moves_a_run_that_lost_workers_and_follows_it_to_its_end(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str, trains_in_east: str
 ) -> None:
     with in_thread(lambda: drive_in_west(clusters, sunspot.run, trains_in_east)):
-        assert sunspot("wait", "run", "--context", "east", "--profile", profile, "--timeout", "60") == 0, sunspot.err
+        assert sunspot("wait", "run", "--profile", profile, "--timeout", "100") == 0, sunspot.err
 
     assert jobs(clusters) == {"east": 0, "west": 1}
     [job] = clusters["west"].jobs.values()
     assert settings_of(job)["SUNSPOT_EPOCHS"] == "7", "it was not rendered from the request in the RayJob"
     assert "run: moving to west, the cheapest place (6.00 an hour) that can provide 90% of the nodes" in sunspot.err
+
+
+def test_wait_finds_the_cluster_in_which_a_run_is(
+    clusters: dict[str, FakeCluster], sunspot: Command, profile: str
+) -> None:
+    access, mover = RunAccess(sunspot.run, connect()), Mover(profile)
+    found = [mover.find(access).cluster]
+    record_submission(sunspot.run, SubmissionRecord("run-1", place="west"))
+    found.append(mover.find(access).cluster)
+    write_status(sunspot.run, Status(RunState.RUNNING, "run-1#a@sunspot/0/east", attempt=1))
+    found.append(mover.find(access).cluster)
+
+    assert [cluster.context for cluster in found if cluster] == [None, "west", "east"]
+    assert jobs(clusters) == {"east": 0, "west": 0}
 
 
 @pytest.mark.usefixtures("trains_in_east")

@@ -19,8 +19,10 @@ from sunspot.errors import ClusterError, SettingsError, SunspotError
 from sunspot.places.experience import Sighting
 from sunspot.run.handover import left_for_move
 from sunspot.run.overview import LOST_AFTER_S
+from sunspot.run.owner import Owner
+from sunspot.run.requests import newest_submission
 from sunspot.run.sightings import NODES_WITHIN_S
-from sunspot.run.status import is_alive
+from sunspot.run.status import is_alive, read_status
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.applied import read_request
 from sunspot.submitter.cluster.moving import move_run
@@ -94,12 +96,19 @@ class Mover:
         """The storage path in the profile, or None."""
         return (choose_profile(JobRequest(self._profile)).settings or {}).get("STORAGE_PATH")
 
-    def clusters(self) -> list[Cluster]:
-        """Return the clusters and namespaces of the places, each once. Sends no requests."""
+    def clusters(self) -> dict[str, Cluster]:
+        """Return the cluster and namespace of each place. Sends no requests."""
         places = choose_profile(JobRequest(self._profile)).places or ()
-        requests = [JobRequest(self._profile, place=place.name) for place in places]
-        found = [connect(context_of(each), choose_profile(each).namespace) for each in requests]
-        return list({(each.server, each.namespace): each for each in found}.values())
+        requests = {place.name: JobRequest(self._profile, place=place.name) for place in places}
+        return {name: connect(context_of(each), choose_profile(each).namespace) for name, each in requests.items()}
+
+    def find(self, access: RunAccess) -> RunAccess:
+        """Return access to the cluster of the place where the run is alive, or was last submitted."""
+        status, submitted = read_status(access.run), newest_submission(access.run)
+        place = submitted.place if submitted else ""
+        if status and is_alive(status, time.time()):
+            place = Owner.parse(status.owner).place
+        return RunAccess(access.run, self.clusters().get(place, access.cluster), access.cluster_error)
 
     def attend(self, access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
         """Begin a move if the run needs one. Return the new RayJob once the run has moved. Does not wait for that."""

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> None:
     if args.all:
         _watch_all(args, mover)
     access = reach_run(run_target(args), "wait" if mover else "")
+    if mover and args.context is None:
+        access = mover.find(access)
     wait_for_end(access, args.timeout, ProgressLines(access.run, args.json), mover)
 
 
@@ -57,8 +59,9 @@ def _watch_all(args: argparse.Namespace, mover: Mover | None) -> None:
         else:
             print_text(f"{run}: {state}{f', {reason}' if reason else ''}", flush=True)
 
-    clusters = mover.clusters() if mover else [connect(args.context, args.namespace)]
-    reconcilers = [Reconciler(cluster, args.storage, show, mover) for cluster in clusters]
+    clusters = mover.clusters().values() if mover else [connect(args.context, args.namespace)]
+    distinct = {(cluster.server, cluster.namespace): cluster for cluster in clusters}
+    reconcilers = [Reconciler(cluster, args.storage, show, mover) for cluster in distinct.values()]
     while True:
         map_parallel(Reconciler.reconcile, reconcilers)
         time.sleep(RECONCILE_EVERY_S)
