@@ -372,7 +372,7 @@ def explore(model: type[Moves]) -> None:
     run_state_machine_as_test(
         model,
         settings=settings(
-            max_examples=1000 if thorough else 40,
+            max_examples=2000 if thorough else 60,
             stateful_step_count=40,
             suppress_health_check=list(HealthCheck),
         ),
