@@ -171,12 +171,11 @@ def test_a_run_in_a_cluster_that_no_longer_answers_is_moved(
 
     def reconcile_until_moved() -> bool:
         reconciler.reconcile()
-        return jobs(clusters)["west"] == 1
+        record = newest_submission(sunspot.run)
+        return record is not None and record.place == "west"
 
     wait_until(reconcile_until_moved, seconds=60)
-    record = newest_submission(sunspot.run)
-    assert record
-    assert record.place == "west"
+    assert jobs(clusters)["west"] == 1
     start(sunspot.run, owner_of(clusters["west"]))
     with pytest.raises(SupersededError, match="west"):
         start(sunspot.run, trains_in_east)
