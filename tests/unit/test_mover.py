@@ -82,6 +82,10 @@ def drive_in_west(clusters: dict[str, FakeCluster], run: Run, old: str) -> None:
     wait_until(lambda: jobs(clusters)["west"] == 1, seconds=60)
     stopped = Status(RunState.STOPPED, old, "stopped by its move to run-2 in west", attempt=1, step=12)
     write_status(run, stopped, StatusKind.ENDED)
+    [name] = clusters["east"].jobs
+    clusters["east"].set_status(name, "Complete", "SUCCEEDED")
+    requests = len(clusters["east"].requests)
+    wait_until(lambda: len(clusters["east"].requests) > requests + 5, seconds=60)
     new = owner_of(clusters["west"])
     attempt = start(run, new, checkpoint_name(12, 1, read_attempts(run)[-1].nonce))
     write_status(run, Status(RunState.RUNNING, new, attempt=2, step=13, driver=attempt.driver), StatusKind.WORKERS)
