@@ -15,9 +15,10 @@ import pytest
 from sunspot.errors import ClusterError, SupersededError
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, checkpoint_name, read_attempts, refuse_if_left
+from sunspot.run.overview import RunSummary
 from sunspot.run.owner import Owner
 from sunspot.run.requests import SubmissionRecord, newest_submission, record_submission, withdraw_submission
-from sunspot.run.seen import RunSeen, RunSummary
+from sunspot.run.seen import RunSeen
 from sunspot.run.status import RunState, Status, StatusKind, write_status
 from sunspot.submitter.cluster.api import connect
 from sunspot.submitter.cluster.applied import REQUEST, read_request
