@@ -34,7 +34,7 @@ def test_a_run_that_moves_repeats_no_step(
     output = new.communicate(timeout=150)[0]
 
     assert new.returncode == 0, output
-    assert "waiting until run-1 in east has saved a checkpoint and stopped" in output
+    assert "moving from run-1 in east, which trains until the workers here are ready" in output
     first, second = read_attempts(run)
     assert (Owner.parse(first.owner), Owner.parse(second.owner)) == (east, west)
     assert (moved.cause, moved.replayed) == (Cause.RESUMED, 0)

@@ -11,14 +11,17 @@ import pytest
 from sunspot.errors import SunspotError
 from sunspot.run.attempts import read_attempts
 from sunspot.run.logs import rank_stream, read_stream
+from sunspot.run.requests import request_stop
 from sunspot.run.status import RunState, read_status
 from sunspot.submitter.cluster.deletion import deletion_order
 from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.findings import Diagnosis
+from tests.harness.constants import SetConstants
 from tests.harness.finished_run import STEPS, FinishedRun, driver_output
 from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, audit, newest, the_run, wait_for_step
+from tests.harness.waiting import wait_until
 
 SLOW = {
     "TASK": "tests.tasks.slow",
@@ -161,3 +164,18 @@ def test_a_bug_in_the_task_ends_the_run_at_once_and_its_location_is_reported(
     assert str(ended.value).endswith("; `sunspot check` tries the task in seconds\n`sunspot doctor run` explains more")
     assert "Traceback" not in str(ended.value)
     assert len(read_attempts(the_run(program))) == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_while_it_waits_for_nodes_ends(program: Program, set_constants: SetConstants) -> None:
+    set_constants("sunspot.train.group", NO_GROUP_S=0.2)
+    set_constants("sunspot.run.outcome", DRIVER_CHECK_EVERY_S=0.2)
+    run = the_run(program)
+    training = program.begin(RESOURCES_PER_WORKER='{"CPU": 100}')
+    wait_until(lambda: read_status(run) is not None, training)
+    request_stop(run, "test")
+    assert training.result(60) == 0
+
+    status = read_status(run)
+    assert status
+    assert (status.state, status.step) == (RunState.STOPPED, 0)

@@ -18,7 +18,7 @@ import ray
 import yaml
 
 from sunspot.elastic.nodes import HEAD
-from sunspot.observe.prometheus import COUNTERS, GAUGES, INCIDENTS, RUN_ACTIVE, RUN_GAUGES
+from sunspot.observe.prometheus import COUNTERS, GAUGES, INCIDENTS, LIMIT_GAUGES, RUN_ACTIVE, RUN_GAUGES
 from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.incidents import Cause
@@ -88,6 +88,8 @@ def test_every_alert_names_a_command_and_has_tests_for_firing_and_staying_silent
         "SunspotGoodputLow",
         "SunspotStraggler",
         "SunspotMemoryClimbing",
+        "SunspotDeadlineAtRisk",
+        "SunspotBudgetTooSmall",
         "SunspotFailed",
         "SunspotNeverTrained",
         "SunspotEndedEarly",
@@ -335,7 +337,7 @@ def test_a_real_run_exports_every_metric_of_the_dashboard_and_the_alerts(
 ) -> None:
     """The values match the run, and Prometheus's own check of names and units finds no fault."""
     data = make_data(rows=320, test_rows=32)
-    every = {f"ray_sunspot_{name}" for name in (*COUNTERS, *GAUGES, *RUN_GAUGES, INCIDENTS, RUN_ACTIVE)}
+    every = {f"ray_sunspot_{name}" for name in (*COUNTERS, *GAUGES, *RUN_GAUGES, *LIMIT_GAUGES, INCIDENTS, RUN_ACTIVE)}
     every |= {f"ray_sunspot_step_duration_seconds_{part}" for part in ("bucket", "sum", "count")}
     assert wanted() <= every
     began = time.time()
@@ -343,6 +345,7 @@ def test_a_real_run_exports_every_metric_of_the_dashboard_and_the_alerts(
         TASK="tests.tasks.slow",
         RUN_NAME="exported",
         DATASET=data,
+        DEADLINE="2020-01-01T00:00Z",
         GLOBAL_BATCH_SIZE=16,  # an epoch has 20 steps
         EPOCHS=2000,  # the run does not end before its metrics are scraped
         CHECKPOINT_EVERY_S=30,
@@ -370,6 +373,8 @@ def test_a_real_run_exports_every_metric_of_the_dashboard_and_the_alerts(
     assert 0 < gauges["checkpoint_interval_seconds"] < 30  # an epoch takes less
     assert 0 < gauges["checkpoint_commit_seconds"] < 30
     assert only(seen, RUN_ACTIVE) == 1
+    assert only(seen, "deadline_missed_seconds") > 1e8
+    assert only(seen, "budget_excess_ratio") == 0
     incidents = {one.labels["cause"]: one.value for one in seen if one.name == "ray_sunspot_incidents"}
     assert incidents == {str(cause): 0 for cause in Cause if cause.incident}
     for rank, resident in by_rank(seen, "resident_memory_bytes").items():

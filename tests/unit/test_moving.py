@@ -11,6 +11,7 @@ import pytest
 
 from sunspot.errors import ConflictError
 from sunspot.run import Claimant, Run, open_run, to_json
+from sunspot.run.attempts import read_attempts
 from sunspot.run.handover import HANDOVER, Handover, read_handover, take_over_from
 from sunspot.run.outcome import recorded_outcome
 from sunspot.run.owner import Owner
@@ -20,6 +21,7 @@ from sunspot.submitter.manifest.render import settings_of
 from tests.harness.commands import Command
 from tests.harness.constants import SetConstants
 from tests.harness.kubernetes import FakeCluster
+from tests.harness.runs import commit, start
 from tests.harness.waiting import wait_until
 from tests.unit.test_placing import clusters, jobs, profile, submit, sunspot
 
@@ -107,6 +109,7 @@ def test_the_new_driver_gives_up_if_the_old_one_does_not_end(run: Run, set_const
 @pytest.fixture
 def trains_in_east(clusters: dict[str, FakeCluster], sunspot: Command, profile: str) -> None:
     assert submit(sunspot, profile, "--place", "east") == 0, sunspot.err
+    start(sunspot.run, owner_of(clusters["east"]))
     write_status(sunspot.run, Status(RunState.RUNNING, owner_of(clusters["east"]), attempt=1, step=10, world_size=2))
 
 
@@ -126,9 +129,10 @@ def test_a_run_moves_and_its_old_job_is_deleted(
         assert jobs(clusters)["east"] == 1, "the old RayJob was deleted before the new one trained"
         [job] = clusters["west"].jobs.values()
         assert settings_of(job)["SUNSPOT_MOVES_FROM"] == old
-        write_status(sunspot.run, Status(RunState.STOPPED, old, attempt=1, step=12), StatusKind.ENDED)
-        new = Status(RunState.RUNNING, owner_of(clusters["west"]), attempt=2, step=12, driver="0000000b")
-        write_status(sunspot.run, new, StatusKind.WORKERS)
+        stopped = Status(RunState.STOPPED, old, "stopped by its move to run-2 in west", attempt=1, step=12)
+        write_status(sunspot.run, stopped, StatusKind.ENDED)
+        saved = commit(sunspot.run, read_attempts(sunspot.run)[-1], 12)
+        start(sunspot.run, owner_of(clusters["west"]), saved.name)
 
     driver = threading.Thread(target=drive)
     driver.start()

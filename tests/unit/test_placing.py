@@ -21,6 +21,7 @@ from sunspot.submitter.manifest.profile import load_profile
 from sunspot.submitter.manifest.render import JobRequest, render, settings_of
 from tests.harness.commands import Command
 from tests.harness.kubernetes import CORE, FakeCluster
+from tests.harness.runs import commit, start
 
 PLACES = [
     {"name": "east", "context": "east", "worker": {"price": 2.0}},
@@ -159,6 +160,21 @@ def test_a_run_avoids_a_place_in_which_another_run_found_no_nodes(
     fail_in(sunspot.run, "east")
 
     assert submit(sunspot, profile) == 0, sunspot.err
+    assert jobs(clusters) == {"east": 0, "west": 1}
+
+
+def test_a_run_with_a_state_counts_the_traffic_of_its_checkpoints(
+    clusters: dict[str, FakeCluster], sunspot: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "far.yaml"
+    places = [{**PLACES[0], "traffic_price": 1e9}, PLACES[1]]
+    path.write_text(yaml.safe_dump({"extends": "kind", "places": places}))
+    assert submit(sunspot, str(path), "--dry-run") == 0, sunspot.err
+    assert "place: east, the cheapest place (4.00 an hour)" in sunspot.err
+    commit(sunspot.run, start(sunspot.run, "me"), 5)
+    write_status(sunspot.run, Status(RunState.STOPPED, "me", attempt=1))
+    assert submit(sunspot, str(path)) == 0, sunspot.err
+
     assert jobs(clusters) == {"east": 0, "west": 1}
 
 

@@ -58,6 +58,7 @@ from sunspot.run.checkpoints import (
     leads_to_newest,
     list_directories,
 )
+from sunspot.run.handover import take_over_from
 from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.incidents import Receipt, read_receipts
@@ -273,8 +274,12 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
     Like `claim_next`, returns all attempts, the claimed one last. Returns an empty list if this job may no longer train
     the run. Raises `ConflictError` if the run has been started over with other settings, and `SupersededError` if the
     run was deleted while these workers were training.
+
+    If the run moves here, first waits until the driver in the old place has saved and ended (`run.handover`).
     """
     run = claimant.run
+    if settings.job.moves_from:
+        take_over_from(run, settings.job.moves_from, claimant.owner)
     status = read_status(run, claimant.driver) if claimant.driver else None
     trained = {label_of(inventory.live.checkpoint) for inventory in inventories if inventory.live}
 

@@ -7,8 +7,7 @@ for 20 s, so a thread sets all gauges repeatedly.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,9 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from sunspot.background import Background
 from sunspot.machine.cgroup import memory_left, resident_memory
+from sunspot.run import Run
+from sunspot.run.forecast import forecast
+from sunspot.run.seen import look, read_details
 
 EXPORT_EVERY_S = 5.0
 """Seconds between exports.
@@ -69,7 +71,16 @@ It is computed from storage, because an incident ends the process that would cou
 """
 
 RUN_ACTIVE = "run_active"
-"""Name of the gauge that the driver exports."""
+"""Name of the gauge that every driver exports."""
+
+LIMIT_GAUGES = {
+    "deadline_missed_seconds": "Seconds by which the run will miss its DEADLINE at this speed, or 0.",
+    "budget_excess_ratio": "Expected cost beyond the BUDGET, divided by the budget, or 0.",
+}
+"""Gauges of a run with DEADLINE or BUDGET, exported by the driver."""
+
+FORECAST_EVERY_S = 20.0
+"""Seconds between two forecasts. Each of them reads the run from storage."""
 
 
 class RunGauges(NamedTuple):
@@ -169,12 +180,31 @@ class Telemetry:
 
 
 @contextmanager
-def exported_run(run: str) -> Iterator[None]:
-    """Context manager in which the driver exports the run as active, even while it waits for workers."""
+def exported_run(run: Run, has_limits: bool = False) -> Iterator[None]:
+    """Context manager in which the driver exports the run as active, even while it waits for workers.
+
+    With `has_limits`, it also exports how far the run will exceed its deadline and its budget.
+    """
     text = "1 while a driver trains the run, even if it has no workers yet."
-    active = _make(Gauge, RUN_ACTIVE, text, {"run": run})
-    active.set(1)
-    with Background(EXPORT_EVERY_S, partial(active.set, 1)):
+    of_run = {"run": run.name}
+    gauges = {RUN_ACTIVE: _make(Gauge, RUN_ACTIVE, text, of_run)}
+    values = {RUN_ACTIVE: 1.0}
+
+    def predict() -> None:
+        expected = forecast(read_details(look(run)))
+        excess = expected.excess / expected.budget if expected.budget else 0.0
+        values.update(zip(LIMIT_GAUGES, (expected.late_s, excess), strict=True))
+
+    def export() -> None:
+        for name, value in list(values.items()):
+            gauges[name].set(value)
+
+    export()
+    with ExitStack() as stack:
+        if has_limits:
+            gauges |= {name: _make(Gauge, name, text, of_run) for name, text in LIMIT_GAUGES.items()}
+            stack.enter_context(Background(FORECAST_EVERY_S, predict))
+        stack.enter_context(Background(EXPORT_EVERY_S, export))
         yield
 
 

@@ -38,7 +38,7 @@ from sunspot.run.objects import (
     with_checksum,
 )
 from sunspot.run.owner import Owner
-from sunspot.run.requests import refuse_if_deleted
+from sunspot.run.requests import read_submissions, refuse_if_deleted
 from sunspot.run.status import list_statuses, newest_status
 
 log = logging.getLogger(__name__)
@@ -325,12 +325,34 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
         raise _superseded(newest)
 
 
+def refuse_if_left(run: Run, attempts: list[Attempt], owner: str) -> None:
+    """Raise `SupersededError` if the run left this owner's place before the owner ever claimed the run.
+
+    The owner's RayJob can be in a cluster that did not answer, so nobody could delete it. According to the records of
+    submissions, it was withdrawn, or the newest attempt's RayJob was submitted after it.
+    """
+    own = Owner.parse(owner)
+    if not own.place or any(attempt.owner == owner for attempt in attempts):
+        return
+    submitted = read_submissions(run)
+    numbers = {(record.job, record.place): number for number, record in enumerate(submitted)}  # the newest of each
+    mine = numbers.get((own.job, own.place))
+    if mine is None:
+        return  # another tool applied the RayJob
+    if submitted[mine].withdrawn:
+        raise SupersededError(f"{own.describe()} was withdrawn, because the run stays in its old place")
+    newest = Owner.parse(attempts[-1].owner) if attempts else own
+    if numbers.get((newest.job, newest.place), -1) > mine:
+        raise _superseded(attempts[-1])
+
+
 def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
     """Claim the run for `attempt`. Return False if its number is already taken.
 
     Raises `SupersededError` if the owner has lost the run, or if the run is being deleted.
     """
     refuse_if_superseded(attempts, attempt.owner, attempt.driver)
+    refuse_if_left(run, attempts, attempt.owner)
     refuse_if_deleted(run)
     return run.storage.create(_key(run, attempt.number), with_checksum(asdict(attempt)))
 

@@ -1,9 +1,10 @@
-"""Hands a run over from the driver of one owner to that of another, without repeating a step.
+"""Hands a run over from the driver of one owner to the workers of another, without repeating a step.
 
-The new driver writes a request that names both owners, and waits. The old driver reads it, saves after its current
-step, and ends as stopped. Only then does the new driver claim the run. If the old driver is gone, the new driver
-continues from the newest checkpoint, like any new driver. Claims alone decide who owns the run, so a lost or late
-request cannot give it two owners.
+The new workers form their group while the old ones train. Then the new rank 0 writes a request that names both owners,
+and waits. The old driver reads it, saves after its current step, and ends as stopped. Only then does the new rank 0
+claim the run, so the run pauses only for the save, the claim and the restore. If the old driver is gone, the new
+workers continue from the newest checkpoint, like any new group. Claims alone decide who owns the run, so a lost or
+late request cannot give it two owners.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sunspot.errors import ConflictError
 from sunspot.run import Run, to_json
 from sunspot.run.objects import Timestamp, read, read_if_exists, read_or_default
 from sunspot.run.owner import Owner
-from sunspot.run.status import is_alive, read_status
+from sunspot.run.status import RunState, Status, is_alive, read_status
 
 HANDOVER = "handover.json"
 """Name of the request."""
@@ -44,24 +45,30 @@ def read_handover(run: Run) -> Handover | None:
     return read_if_exists(lambda: read_or_default(lambda: read(run, Handover, HANDOVER), Handover()))
 
 
+def left_for_move(status: Status) -> bool:
+    """Return True if the run's driver has saved and ended for a move."""
+    return status.state is RunState.STOPPED and status.reason.startswith(f"stopped by {MOVE}")
+
+
+def is_moving(status: Status, now: float) -> bool:
+    """Return True if the driver has ended for a move so recently that the new workers can still claim the run."""
+    return left_for_move(status) and now - status.seen < HANDED_OVER_WITHIN_S
+
+
 def clear_handover(run: Run) -> None:
     """Delete the request, so that the old driver keeps training if it has not read the request yet."""
     run.storage.delete(run.key(HANDOVER))
 
 
 def take_over_from(run: Run, old: str, new: str) -> None:
-    """Ask the driver of owner `old` to save and end for owner `new`, and return once it no longer trains.
+    """Ask the driver of owner `old` to save and end for owner `new`, and return once the old owner no longer trains.
 
     Returns at once if it does not train. Raises `ConflictError` if it still trains after HANDED_OVER_WITHIN_S, and
     `StorageError`.
     """
-    if not _trains(run, old):
-        return
-    print(f"  waiting until {Owner.parse(old).describe()} has saved a checkpoint and stopped", flush=True)
-    run.storage.write(run.key(HANDOVER), to_json(asdict(Handover(old, new, time.time()))))
     deadline = time.monotonic() + HANDED_OVER_WITHIN_S
     try:
-        while _trains(run, old):
+        while not has_handed_over(run, old, new):
             if time.monotonic() > deadline:
                 raise ConflictError(
                     f"{Owner.parse(old).describe()} did not save a checkpoint and stop within "
@@ -70,6 +77,17 @@ def take_over_from(run: Run, old: str, new: str) -> None:
             time.sleep(LOOK_EVERY_S)
     finally:
         clear_handover(run)
+
+
+def has_handed_over(run: Run, old: str, new: str) -> bool:
+    """Return True if owner `old` no longer trains. Otherwise, make sure that there is a request to it by `new`."""
+    if not _trains(run, old):
+        return True
+    request = read_handover(run)
+    if not request or (request.old, request.new) != (old, new):
+        print(f"  waiting until {Owner.parse(old).describe()} has saved a checkpoint and stopped", flush=True)
+        run.storage.write(run.key(HANDOVER), to_json(asdict(Handover(old, new, time.time()))))
+    return False
 
 
 def _trains(run: Run, owner: str) -> bool:

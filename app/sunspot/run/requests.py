@@ -5,13 +5,14 @@ tells users what was submitted and where. A record is never applied to a cluster
 storage could have written it.
 """
 
+import functools
 import getpass
 import os
 import re
 import signal
 import socket
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sunspot.background import map_parallel
@@ -218,6 +219,8 @@ class SubmissionRecord:
     "The RayJob as it was applied."
     time: Timestamp = 0.0
     "The time of the submission, in seconds since the epoch."
+    withdrawn: Timestamp = 0.0
+    "The time at which the RayJob was deleted because the run stays in its old place, or 0."
 
 
 def record_submission(run: Run, submission: SubmissionRecord) -> str:
@@ -229,10 +232,22 @@ def record_submission(run: Run, submission: SubmissionRecord) -> str:
     return key
 
 
+def withdraw_submission(run: Run, job: str, place: str) -> None:
+    """Record that a RayJob in a place must no longer train the run. Raises `StorageError`."""
+    for key in reversed(list_submissions(run)):
+        record = _read_submission(run, key)
+        if (record.job, record.place) == (job, place):
+            run.storage.write(key, to_json(asdict(replace(record, withdrawn=time.time()))))
+            return
+
+
 def newest_submission(run: Run) -> SubmissionRecord | None:
-    """Return the record of the newest submission, or None. If the record is damaged, only `job` is set."""
-    keys = list_submissions(run)
-    return read_if_exists(lambda: _read_submission(run, keys[-1])) if keys else None
+    """Return the record of the newest submission that is in force, or None. If it is damaged, only `job` is set."""
+    for key in reversed(list_submissions(run)):
+        record = read_if_exists(functools.partial(_read_submission, run, key))
+        if record and not record.withdrawn:
+            return record
+    return None
 
 
 def read_submissions(run: Run) -> list[SubmissionRecord]:

@@ -64,7 +64,7 @@ def find_sightings(
         if place and status.attempt:
             yield Sighting(place, status.seen if alive else now, _share(attempts[-1], status.world_size) * alive)
     for number, submission in enumerate(submissions, 1):
-        end = submissions[number].time if number < len(submissions) else now
+        end = submission.withdrawn or (submissions[number].time if number < len(submissions) else now)
         began = any(
             Owner.parse(attempt.owner).job == submission.job and submission.time <= attempt.time <= end
             for attempt in attempts

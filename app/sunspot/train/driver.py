@@ -14,9 +14,9 @@ from sunspot.formatting import plural, visible
 from sunspot.report import FILE, read_report, render
 from sunspot.report.summary import describe_outcome
 from sunspot.run import Claimant, Run, open_run
-from sunspot.run.attempts import fatal_error, give_up_damaged, read_attempts, refuse_if_superseded
+from sunspot.run.attempts import fatal_error, give_up_damaged, read_attempts, refuse_if_left, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, SkippedCheckpoint, Unusable, find_newest_good
-from sunspot.run.handover import MOVE, read_handover, take_over_from
+from sunspot.run.handover import MOVE, read_handover
 from sunspot.run.identity import Rows, record_identity
 from sunspot.run.logs import shipped_driver_output
 from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
@@ -71,13 +71,15 @@ def train_run(
         attempts = read_attempts(run)
         claimed_for = owner or new_owner(settings.job.job_id)
         refuse_if_superseded(attempts, claimed_for)
+        refuse_if_left(run, attempts, claimed_for)
         origin = Origin(*find_newest_good(run, attempts, trust_listing=True))  # its loader verifies it
         if origin.checkpoint and origin.checkpoint.finished:  # perhaps nothing loads it, so it is verified here
             origin = Origin(*find_newest_good(run, attempts))
         return claimed_for, origin
 
     if settings.job.moves_from:
-        take_over_from(run, settings.job.moves_from, owner or new_owner(settings.job.job_id))
+        old = Owner.parse(settings.job.moves_from).describe()
+        print(f"moving from {old}, which trains until the workers here are ready to continue", flush=True)
     with shipped_driver_output(run), tracked(run, settings, driver), report_result(run, driver):
         owner, origin = with_deadline(limit_s, "reading the newest checkpoint", find_origin)
         claimant = Claimant(run, owner, driver)
@@ -192,10 +194,11 @@ def train(
     run = claimant.run
     patience = plan.settings.early_stop_evaluations
 
-    def finish(checkpoint: Checkpoint) -> tuple[RunState, str]:
-        if not checkpoint.completes(plan.total_steps, patience):
+    def finish(checkpoint: Checkpoint | None) -> tuple[RunState, str]:
+        if not checkpoint or not checkpoint.completes(plan.total_steps, patience):
             how = resume_hint(run.name, bool(plan.settings.job.job_id))
-            print(f"  stopped by {_describe_stop(claimant)} at step {checkpoint.step} of {plan.total_steps}; {how}")
+            step = checkpoint.step if checkpoint else 0
+            print(f"  stopped by {_describe_stop(claimant)} at step {step} of {plan.total_steps}; {how}")
             return RunState.STOPPED, _stop_reason(claimant)
         reason = ""
         if checkpoint.step < plan.total_steps:

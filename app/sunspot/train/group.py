@@ -76,6 +76,12 @@ NO_MEMBERS_S = 20.0
 ENDED_S = 5.0
 """Maximum number of seconds between the announced end of all workers and the trainer's end. Ray needs about 2 s."""
 
+NO_GROUP_S = 60.0
+"""Seconds without a worker group after which a run that `sunspot stop` or a move must end does so without saving.
+
+A group that starts within this time can still save the steps that only the nodes' memory has.
+"""
+
 NO_RESIZE_S = 1e9
 """Seconds between two resizes of a worker group by Ray, which is long enough that they never happen.
 
@@ -135,7 +141,7 @@ def open_context(
         offer_whole_replicas(resources.per_worker, given.multiple)
     wanted: WantedWorkers | None = None
     with ExitStack() as stack:
-        stack.enter_context(exported_run(settings.run_name))
+        stack.enter_context(exported_run(claimant.run, bool(settings.deadline or settings.budget)))
         control = stack.enter_context(open_control())
         control.send(ControlChannel.add_left_out, left_out)
         workers, membership = given, None
@@ -187,8 +193,16 @@ def train_group(context: TrainingContext, start: TrainerStart) -> GroupOutcome:
     control.send(ControlChannel.set_counts, start.counts)
     trainer = make_trainer(context)
 
+    lacking_since: float | None = None
+
     def has_nothing_to_save() -> bool:
-        return context.stop_request.signal is not None and control.call_or_none(ControlChannel.has_group) is False
+        nonlocal lacking_since
+        request = context.stop_request
+        if not request.asked or control.call_or_none(ControlChannel.has_group) is not False:
+            lacking_since = None
+            return False
+        lacking_since = lacking_since or time.monotonic()
+        return request.signal is not None or time.monotonic() - lacking_since > NO_GROUP_S
 
     error: Exception | None = None
     limit_s = settings.hang_timeout_s + FIRST_STEP_S if settings.hang_timeout_s else math.inf

@@ -30,8 +30,10 @@ DRIVER_BACKOFF_S = 5
 
 def fit(
     plan: Plan, claimant: Claimant, stop_request: StopRequest, note_end: Callable[[str], None] = lambda why: None
-) -> Checkpoint:
+) -> Checkpoint | None:
     """Train until the plan is complete or a stop is requested, and return the newest checkpoint.
+
+    Returns None if the stop marker or a move ends the run before its first checkpoint.
 
     `note_end` is called repeatedly with the reason why the newest worker group ended, or with an empty string while a
     group trains. Raises the error that ended the run, which is a worker's `SunspotError`, or one that states Ray's
@@ -79,7 +81,7 @@ def choose_next_start(context: TrainingContext, outcome: GroupOutcome, start: Tr
 
 def outcome_of_training(
     plan: Plan, claimant: Claimant, stop_request: StopRequest, failure: Exception | None
-) -> Checkpoint:
+) -> Checkpoint | None:
     """Return the newest checkpoint of a run that finished or was stopped, or raise the error that ended the run."""
     run = claimant.run
     fatal, checkpoint, skipped = read_end(plan, claimant)
@@ -87,6 +89,8 @@ def outcome_of_training(
         raise fatal
     if checkpoint and not failure and (is_last(checkpoint, plan) or stop_request.marked):
         return checkpoint
+    if stop_request.marked and not (checkpoint or failure or skipped):
+        return None
     if checkpoint:
         step = f"step {checkpoint.step} of {plan.total_steps}"
         kept = f"{step} is kept in {run.location}, and the same command continues from there"

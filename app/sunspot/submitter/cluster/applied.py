@@ -1,22 +1,31 @@
-"""Stores the manifest that `sunspot submit` applied, in an annotation of the RayJob.
+"""Stores the manifest that `sunspot submit` applied, and its request, in annotations of the RayJob.
 
-`sunspot wait` and `sunspot resume` restart a RayJob from this annotation. It is more trustworthy than an object in
-storage, because only users who can run pods in the namespace can write it. The RayJob's own spec cannot be used,
-because Kueue changes it.
+`sunspot wait` and `sunspot resume` restart a RayJob from its manifest. The annotation is more trustworthy than an
+object in storage, because only users who can run pods in the namespace can write it. The RayJob's own spec cannot be
+used, because Kueue changes it.
+
+`sunspot wait --profile` renders the request again for another place. It only contains options and settings, so all
+other parts of the new RayJob come from the profile.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from sunspot.code_archive import CODE
 from sunspot.errors import ClusterError
 from sunspot.run.owner import new_submission
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL, set_variable
-from sunspot.submitter.manifest.render import JOB_ID, settings_of
+from sunspot.submitter.manifest.render import JOB_ID, SEARCH, JobRequest, Rendered, settings_of
 
 APPLIED = "sunspot/applied"
-"""The annotation's name."""
+"""The name of the annotation with the manifest."""
+
+REQUEST = "sunspot/request"
+"""The name of the annotation with the request."""
 
 
 def as_submission(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,6 +58,39 @@ def applied_manifest(job: JobView, run: str) -> dict[str, Any] | None:
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         fault = f"does not contain its own manifest in its annotation {APPLIED}"
         raise ClusterError(f"RayJob {job.name} {fault}; submit the run again") from error
+
+
+def with_request(rendered: Rendered) -> dict[str, Any]:
+    """Return a rendered RayJob with its request in an annotation, if the request can be rendered for another place.
+
+    The profile, the place and the namespace are not part of the annotation. A packed folder becomes its archive's URL.
+    """
+    manifest, request = rendered.manifest, rendered.request
+    if not request.place or request.cluster or manifest["spec"]["entrypoint"] == SEARCH:
+        return manifest
+    options = {name: getattr(request, name) for name in ("image", "queue", "generation")}
+    code = settings_of(manifest).get(CODE)
+    text = json.dumps({**options, "code": code, "settings": request.all_settings()})
+    metadata = manifest["metadata"]
+    return {**manifest, "metadata": {**metadata, "annotations": {**metadata["annotations"], REQUEST: text}}}
+
+
+def read_request(job: JobView, profile: str) -> JobRequest | None:
+    """Return the request of a RayJob that `sunspot submit` applied in a place, with this profile and without a place.
+
+    Returns None if the RayJob has none. Raises `ClusterError` if the annotation cannot be used.
+    """
+    text = (job.raw["metadata"].get("annotations") or {}).get(REQUEST)
+    if text is None or job.gitops_tool:
+        return None
+    try:
+        given = json.loads(text)
+        options = {name: given[name] for name in ("image", "queue", "generation", "code", "settings")}
+        content = json.dumps({**options, "profile": profile})
+        return TypeAdapter(JobRequest).validate_json(content, strict=True)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # pydantic's error is a ValueError
+        fault = f"RayJob {job.name} does not contain a usable request in its annotation {REQUEST}"
+        raise ClusterError(f"{fault}; `sunspot move` moves the run by hand") from error
 
 
 def without_copy(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Moves a live run to another place of its profile.
 
 1. `move_run` renders and applies a RayJob in the new place (`placing`). The run keeps training in the old place.
-2. When the new pods run, the new driver asks the old one to save and end, and then claims the run (`run.handover`).
+2. When the new workers are ready, they ask the old driver to save and end, and then claim the run (`run.handover`).
 3. `move_run` deletes the old RayJob. If the new driver does not start in time, `move_run` deletes the new one instead.
+
+`mover.Mover` moves runs without a user.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from dataclasses import replace
 
 from sunspot.errors import ClusterError, ConflictError, GaveUpError, SettingsError, SunspotError
 from sunspot.run import open_run
-from sunspot.run.handover import HANDED_OVER_WITHIN_S, MOVE, clear_handover, read_handover
+from sunspot.run.attempts import Attempt, attempts_with_start, read_attempts
+from sunspot.run.handover import HANDED_OVER_WITHIN_S, clear_handover, left_for_move, read_handover
 from sunspot.run.owner import Owner
+from sunspot.run.requests import withdraw_submission
 from sunspot.run.status import RunState, Status, is_alive, read_status
 from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.cluster.placing import RunJob, find_job_in_place, render_in_place, submit_in_place
@@ -24,6 +28,9 @@ from sunspot.submitter.manifest.render import MOVES_FROM, SEARCH, JobRequest
 from sunspot.submitter.printing import progress_note, warn
 
 POLL_EVERY_S = 1.0
+
+ENDED = (RunState.SUCCEEDED, RunState.STOPPED)
+"""States in which the run does not need the new place. After a failure, the new workers can try again."""
 
 NOTICED_WITHIN_S = 15.0
 """Seconds within which a driver acts on a request, because it reads requests every few seconds."""
@@ -58,27 +65,34 @@ def move_run(request: JobRequest, context: str | None, timeout: float) -> Submis
     set_variable(rendered.manifest, MOVES_FROM, before.owner)
     submission = submit(cluster, rendered, take_over=True)
     try:
-        moved = _wait_for_claim(submission, before, timeout)
+        claimed = _wait_for_claim(submission, before, timeout) or _undo(submission, before, left)
+        if not claimed:
+            reason = f"the run has ended in {old.place}"
+            return Submission(RunAccess(run, left.cluster), old.job, "finished", reason, False, old.place)
     except GaveUpError:
-        _undo(submission, before, left)
-        raise
+        claimed = _undo(submission, before, left)
+        if not claimed:
+            raise
     except (SunspotError, KeyboardInterrupt):
         warn(f"the move of {run.name} continues; run the same command to follow it again")
         raise
     left.delete()
-    return replace(submission, action="moved", reason=f"from {old.place} at step {moved.step}")
+    return replace(submission, action="moved", reason=f"from {old.place} at step {claimed.step}")
 
 
-def _wait_for_claim(submission: Submission, before: Status, timeout: float) -> Status:
-    """Return the first status of workers in the new place. `before` is the status of the old driver."""
+def _wait_for_claim(submission: Submission, before: Status, timeout: float) -> Attempt | None:
+    """Return the attempt of the workers in the new place, or None if the run has ended before they claimed it.
+
+    `before` is the status of the old driver. Raises `GaveUpError` if the new RayJob does not claim the run.
+    """
     run, place = submission.access.run, submission.place
     deadline = time.monotonic() + timeout
     with progress_note(f"waiting for nodes in {place}; the run keeps training meanwhile"):
         while True:
+            claimed = _find_claim(submission, before)
             status = read_status(run)
-            claimed = status and status.attempt > before.attempt and Owner.parse(status.owner).place == place
-            if status and (claimed or status.state is RunState.SUCCEEDED):
-                return status
+            if claimed or (status and status.state in ENDED and not left_for_move(status)):
+                return claimed
             stays = "it stays where it was"
             failure = _describe_failure(submission)
             if failure:
@@ -102,22 +116,37 @@ def _describe_failure(submission: Submission) -> str:
     return f"its RayJob {job.name} has ended: {job.message or job.deployment_status}" if job.terminal else ""
 
 
-def _undo(submission: Submission, before: Status, left: RunJob) -> None:
-    """Delete the new RayJob. If the old driver has already ended, start the old RayJob again."""
+def _find_claim(submission: Submission, before: Status) -> Attempt | None:
+    """Return the attempt with which the new RayJob's workers have claimed the run and chosen their start, or None."""
+    attempts = attempts_with_start(read_attempts(submission.access.run))
+    newer = [(attempt, Owner.parse(attempt.owner)) for attempt in attempts if attempt.number > before.attempt]
+    return next((each for each, by in newer if (by.job, by.place) == (submission.job, submission.place)), None)
+
+
+def _undo(submission: Submission, before: Status, left: RunJob) -> Attempt | None:
+    """Withdraw and delete the new RayJob. If the old driver has already ended, start the old RayJob again.
+
+    Returns None, or the new workers' attempt if they have claimed the run just before.
+    """
     run, cluster = submission.access.run, submission.access.require_cluster()
+    withdraw_submission(run, submission.job, submission.place)  # from now on, the new workers cannot claim the run
+    claimed = _find_claim(submission, before)
+    if claimed:
+        return claimed
     try:
         found = [job for job in cluster.list_jobs(run.name) if job.name == submission.job]
         delete_jobs(cluster, found, GONE_WITHIN_S)
-        deadline = time.monotonic() + (NOTICED_WITHIN_S if read_handover(run) else 0)
-        clear_handover(run)
-        while True:
-            status = read_status(run)
-            if status and status.owner == before.owner and status.reason.startswith(f"stopped by {MOVE}"):
-                access = RunAccess(run, left.cluster)
-                resume_run(access, access.observe())
-                return
-            if time.monotonic() > deadline:
-                return
-            time.sleep(POLL_EVERY_S)
     except ClusterError as error:
         warn(f"warning: RayJob {submission.job} in {submission.place} could not be deleted: {error}; delete it there")
+    deadline = time.monotonic() + (NOTICED_WITHIN_S if read_handover(run) else 0)
+    clear_handover(run)
+    while True:
+        status = read_status(run)
+        ended = status and status.owner == before.owner and left_for_move(status)
+        if ended or _find_claim(submission, before):
+            access = RunAccess(run, left.cluster)
+            resume_run(access, access.observe())
+            return None
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(POLL_EVERY_S)

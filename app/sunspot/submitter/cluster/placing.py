@@ -1,19 +1,21 @@
-"""Chooses the place of a run that is submitted, if its profile has several, and deletes its RayJob in another place."""
+"""Chooses the place of a run, if its profile has several, and deletes the RayJob in the place that the run leaves."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sunspot.errors import ClusterError, SettingsError
-from sunspot.places.choice import Goal, Offer, Situation, choose_place
-from sunspot.places.experience import learn
+from sunspot.errors import ClusterError, NotFoundError, SettingsError
+from sunspot.places.choice import HOUR_S, Choice, Goal, Move, Offer, Situation, choose_place, plan_move
+from sunspot.places.experience import Experience, Sighting, learn
 from sunspot.run import Run, open_run
 from sunspot.run.forecast import find_spent
 from sunspot.run.owner import Owner
 from sunspot.run.requests import newest_submission
+from sunspot.run.seen import look, read_details
 from sunspot.run.sightings import NODES_WITHIN_S, read_sightings
-from sunspot.run.status import is_alive, read_status
+from sunspot.run.status import Status, is_alive, read_status
 from sunspot.settings import Settings
 from sunspot.settings.goal import parse_budget, parse_deadline
 from sunspot.submitter.cluster.api import Cluster, connect
@@ -33,23 +35,17 @@ def render_in_place(request: JobRequest, context: str | None) -> tuple[Rendered,
     places = {place.name: place for place in choose_profile(request).places or ()}
     if request.place is not None or not places:
         return render_for_cluster(request, context or context_of(request))
-    rendered = _render_everywhere(request, places)
-    first = next(iter(rendered.values()))
-    run = open_run(first.settings.storage_path, first.settings.run_name)
-    offers = [_make_offer(each) for each in rendered.values()]
     with progress_note("reading how many nodes recent runs got in each place"):
-        now = time.time()
-        current = _find_current(run, now)
-        known = learn(read_sightings(run.storage, now))
-        goal = _find_goal(run, first.settings)
-        situation = Situation(now, work_s=_find_work(run))
+        prospects = read_prospects(request)
+    current = prospects.situation.place
     unanswered: list[str] = []
-    while offers:
-        choice = choose_place(offers, known, situation, goal)
-        if current in (offer.place for offer in offers):
+    while len(unanswered) < len(places):
+        choice = prospects.choose(unanswered)
+        if current and current in places and current not in unanswered:
             choice = replace(choice, place=current, reason="the run is already there")
         if not choice.place:
-            raise SettingsError(f"SUNSPOT_BUDGET={first.settings.budget} is spent; set a larger budget, or omit it")
+            budget = prospects.settings.budget
+            raise SettingsError(f"SUNSPOT_BUDGET={budget} is spent; set a larger budget, or omit it")
         placed = replace(request, place=choice.place)
         try:
             found = render_for_cluster(placed, context or places[choice.place].context)
@@ -57,7 +53,6 @@ def render_in_place(request: JobRequest, context: str | None) -> tuple[Rendered,
         except ClusterError as error:
             warn(f"place {choice.place} is ignored: {error}")
             unanswered.append(choice.place)
-            offers = [offer for offer in offers if offer.place != choice.place]
             continue
         warn(f"place: {choice.place}, {choice.reason}")
         if choice.warning:
@@ -138,6 +133,56 @@ def _fix(job: str, place: str) -> str:
     return f"delete the run's RayJob {job} in place {place}, because it takes the run over if it starts later"
 
 
+@dataclass(frozen=True)
+class Prospects:
+    """Everything on which the choice of a run's place depends."""
+
+    run: Run
+    settings: Settings
+    offers: Sequence[Offer]
+    known: Mapping[str, Experience]
+    situation: Situation
+    "Its place is where the run is alive, or where nodes can still come."
+    goal: Goal
+
+    def choose(self, without: Collection[str] = ()) -> Choice:
+        """Choose a place, but none of those in `without`. Raises `ValueError` if no place is left."""
+        offers = [offer for offer in self.offers if offer.place not in without]
+        return choose_place(offers, self.known, self.situation, self.goal)
+
+
+def read_prospects(request: JobRequest, failures: Sequence[Sighting] = ()) -> Prospects:
+    """Read how recent runs did in the places of a request's profile, and how far its run is.
+
+    `failures` are sightings of failed moves, which storage does not show. Raises `StorageError`.
+    """
+    places = {place.name: place for place in choose_profile(request).places or ()}
+    rendered = _render_everywhere(request, places)
+    settings = next(iter(rendered.values())).settings
+    run = open_run(settings.storage_path, settings.run_name)
+    now = time.time()
+    status = read_status(run)
+    state_gb = _find_state_bytes(run) / 1e9
+    save_s = (status.save_s if status else None) or 0.0
+    move = plan_move(state_gb, state_gb / save_s, 0.0, NODES_WITHIN_S) if state_gb and save_s else Move(NODES_WITHIN_S)
+    situation = Situation(now, _find_current(run, now), _find_work(status, settings), move)
+    step_s = (status.step_time_s if status else None) or 0.0
+    every_s = settings.checkpoint_every_s or settings.checkpoint_every_steps * step_s
+    saved_gb = state_gb * HOUR_S / max(every_s, save_s) if every_s else 0.0
+
+    def offer(place: Place) -> Offer:
+        """Return the hourly price of nodes and of traffic: the saved states and, after a move, the loaded state."""
+        found = _make_offer(rendered[place.name])
+        loaded_gb = 0.0 if place.name == situation.place else state_gb
+        traffic = (place.traffic_price or 0.0) * (saved_gb + loaded_gb)
+        return replace(found, price=traffic + found.price if found.price is not None else None)
+
+    known = learn([*read_sightings(run.storage, now), *failures])
+    return Prospects(
+        run, settings, [offer(each) for each in places.values()], known, situation, _find_goal(run, settings)
+    )
+
+
 def _render_everywhere(request: JobRequest, places: dict[str, Place]) -> dict[str, Rendered]:
     """Render the request in each place. The user's code is packed once."""
     first, *others = places
@@ -165,12 +210,21 @@ def _find_goal(run: Run, settings: Settings) -> Goal:
     return Goal(parse_deadline(settings.deadline), None if budget is None else budget - find_spent(run))
 
 
-def _find_work(run: Run) -> float | None:
-    """Return the seconds of training that are left with the last workers, or None if they are unknown."""
-    status = read_status(run)
+def _find_state_bytes(run: Run) -> int:
+    """Return the size of the run's newest checkpoint in bytes, or 0 without one."""
+    try:
+        checkpoint = read_details(look(run)).checkpoint
+    except NotFoundError:
+        return 0
+    return checkpoint.bytes if checkpoint else 0
+
+
+def _find_work(status: Status | None, settings: Settings) -> float | None:
+    """Return the seconds of training that are left with all wanted workers, or None if they are unknown."""
     if not status or not status.step_time_s or not status.total_steps:
         return None
-    return max(0, status.total_steps - status.step) * status.step_time_s
+    share = min(1.0, status.world_size / settings.num_workers.most) if status.world_size else 1.0
+    return max(0, status.total_steps - status.step) * status.step_time_s * share
 
 
 def _find_current(run: Run, now: float) -> str:

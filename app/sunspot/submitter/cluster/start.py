@@ -28,7 +28,7 @@ from sunspot.run.status import SILENT_AFTER_S, RunState, is_alive, read_status
 from sunspot.settings import PREFIX, Settings, differences
 from sunspot.settings.goal import parse_budget, parse_deadline
 from sunspot.submitter.cluster.api import Cluster, connect
-from sunspot.submitter.cluster.applied import applied_manifest, as_submission, without_copy
+from sunspot.submitter.cluster.applied import applied_manifest, as_submission, with_request, without_copy
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers, stored_arguments
 from sunspot.submitter.cluster.preflight import check, check_identity
 from sunspot.submitter.cluster.state import owns
@@ -119,7 +119,7 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
         _refuse_missed_goal(access.run, settings)
     arguments = (*rendered.request.arguments(), *cluster.options.split())
     return start_job(
-        access, PreparedJob(as_submission(rendered.manifest), arguments, expected, archive), dry_run, take_over
+        access, PreparedJob(as_submission(with_request(rendered)), arguments, expected, archive), dry_run, take_over
     )
 
 
@@ -168,7 +168,9 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
     status = snapshot.storage.status
     stop_wanted = snapshot.storage.summary.stop_requested
-    if job and not state.terminal and not elsewhere:
+    # A RayJob that waits for another owner's driver than the one that trains would not let the run save.
+    attaches = not moves_from or settings_of(job.raw).get(MOVES_FROM) == moves_from if job else False
+    if job and attaches and not state.terminal and not elsewhere:
         if stop_wanted and not dry_run:
             clear_stop(run)
         return submission("attached", "the stop marker is cleared" if stop_wanted else f"{state}: {reason}")

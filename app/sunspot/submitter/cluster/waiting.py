@@ -14,11 +14,13 @@ from sunspot.errors import ClusterError, ConflictError, GaveUpError, SunspotErro
 from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.attempts import step_of
+from sunspot.run.handover import is_moving, left_for_move
 from sunspot.run.seen import look
 from sunspot.run.status import RunState, Status
 from sunspot.settings import PREFIX, Settings
 from sunspot.submitter.cluster.api import ROLE, Cluster, UnreachableError
 from sunspot.submitter.cluster.applied import applied_manifest
+from sunspot.submitter.cluster.mover import Mover
 from sunspot.submitter.cluster.observation import (
     MAX_OUTAGE_S,
     OutageReporter,
@@ -29,6 +31,7 @@ from sunspot.submitter.cluster.observation import (
     warn_of_hidden,
 )
 from sunspot.submitter.cluster.progress_lines import ProgressLines
+from sunspot.submitter.cluster.start import Submission
 from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER, ClusterSeen
 from sunspot.submitter.cluster.stopping import POLL_EVERY_S
 from sunspot.submitter.cluster.views import JobView
@@ -56,14 +59,14 @@ class Restart(NamedTuple):
     "The manifest to apply instead, or None if a GitOps tool recreates the RayJob (`JobView.gitops_tool`)."
 
 
-def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) -> RunState:
+def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines, mover: Mover | None = None) -> RunState:
     """Follow the run until it has succeeded or been stopped, and return its state.
 
-    Restarts the run if the operator abandons its head pod. Raises `SunspotError` if the run fails or is lost,
-    `ConflictError` if it is being deleted, `NotFoundError` if it does not exist, `GaveUpError` after `timeout` seconds,
-    and `ClusterError` if the API server stays unreachable.
+    Restarts the run if the operator abandons its head pod. A `mover` moves the run to better places. Raises
+    `SunspotError` if the run fails or is lost, `ConflictError` if it is being deleted, `NotFoundError` if it does not
+    exist, `GaveUpError` after `timeout` seconds, and `ClusterError` if the API server stays unreachable.
     """
-    name, cluster = access.run.name, access.cluster
+    name = access.run.name
     restarts = HeadRestarts(access.run)
     began = time.monotonic()
     try:
@@ -71,14 +74,20 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) 
         access.require_known(snapshot)
         warn_of_hidden(snapshot)
         while True:
-            snapshot = _follow(access, began, timeout, show)
+            snapshot, moved = _follow(access, began, timeout, show, mover)
             state, reason = snapshot.state()
-            restart = restarts.next(snapshot)
-            if not (cluster and restart):
+            restart = None if moved else restarts.next(snapshot)
+            if restart and access.cluster:
+                moved = mover.rescue(access, snapshot) if mover else None
+                if not moved:
+                    show(snapshot, RunState.RETRYING, STARTED_AGAIN)
+                    start_again(access, restart)
+            elif not moved:
                 break
-            show(snapshot, RunState.RETRYING, STARTED_AGAIN)
-            start_again(access, restart)
+            access = moved.access if moved else access
         show(snapshot, state, reason)
+        if mover:
+            mover.close(name)
     finally:
         show.close()
     if state in (RunState.FAILED, RunState.LOST):
@@ -88,8 +97,10 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) 
     return state
 
 
-def _follow(access: RunAccess, began: float, timeout: float | None, show: ProgressLines) -> RunSnapshot:
-    """Show every change until the run has ended, and return the last snapshot.
+def _follow(
+    access: RunAccess, began: float, timeout: float | None, show: ProgressLines, mover: Mover | None
+) -> tuple[RunSnapshot, Submission | None]:
+    """Show every change until the run has ended or moved. Return the last snapshot, and the RayJob in the new place.
 
     If the run failed because the operator abandoned its head, the failure is not shown, because the run might restart.
     """
@@ -104,8 +115,10 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
                 show(snapshot, state, reason)
             # While the cluster does not answer, a failure can still be followed by another attempt.
             sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (access.cluster and snapshot.cluster.trouble)
-            if state.terminal and sure:
-                return snapshot
+            moved = mover.attend(access, snapshot) if mover else None
+            status = snapshot.storage.status
+            if moved or (state.terminal and sure and not (status and is_moving(status, time.time()))):
+                return snapshot, moved
             if timeout is not None and time.monotonic() - began > timeout:
                 still = f"{access.run.name} is {state} after {timeout:g} s: {reason}"
                 raise GaveUpError(f"{still}. The run continues; `sunspot wait {again}` follows it again")
@@ -213,28 +226,41 @@ class Reconciler:
     The annotations show the run's state and progress to Argo CD, dashboards and kubectl. A reconciler can be replaced
     at any time, because it keeps no important state.
 
-    `show` is called with a run's name, its state and the reason why it ended, whenever one of them changes.
+    `show` is called with a run's name, its state and the reason why it ended, whenever one of them changes. A `mover`
+    moves the runs to better places, even if the cluster no longer answers.
     """
 
-    def __init__(self, cluster: Cluster, storage_path: str | None, show: Callable[[str, RunState, str], None]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        storage_path: str | None,
+        show: Callable[[str, RunState, str], None],
+        mover: Mover | None = None,
+    ) -> None:
         self._cluster = cluster
+        self._mover = mover
         self._storage_path = storage_path
         self._show = show
         self._outage = OutageReporter()
         self._runs: dict[tuple[str, str | None], tuple[RunAccess, HeadRestarts]] = {}
         self._states: dict[str, tuple[RunState, str]] = {}
         self._troubles: dict[str, str] = {}
+        self._jobs: list[JobView] = []
+        "The RayJobs in the cluster's last answer."
         self._done: set[str] = set()
         "The uids of RayJobs that have ended or are being restarted."
 
     def reconcile(self) -> None:
         """Check every run once. Raises `ClusterError` if RayJobs cannot be listed."""
+        trouble = ""
         try:
-            jobs = self._cluster.list_jobs()
+            self._jobs = self._cluster.list_jobs()
         except UnreachableError as error:
-            self._outage.note(str(error))
+            trouble = str(error)
+        self._outage.note(trouble)
+        if trouble and not self._mover:
             return
-        self._outage.note("")
+        jobs = self._jobs
         newest = {job.raw["metadata"]["labels"][RUN_LABEL]: job for job in reversed(jobs)}
         map_parallel(lambda each: self._attend(*each), newest.items())
 
@@ -245,19 +271,22 @@ class Reconciler:
         try:
             access, restarts = self._reach(name, job)
             snapshot = RunSnapshot(ClusterSeen((job,)), look(access.run))
+            if self._mover:
+                self._mover.attend(access, snapshot)
             state, reason = snapshot.state()
             restart = restarts.next(snapshot)
             if restart:
                 self._done.add(job.uid)
                 self._show_once(name, RunState.RETRYING, STARTED_AGAIN)
                 # Restart in a thread, because Argo CD or Flux can take minutes and other runs must not wait.
-                threading.Thread(target=self._start_again, args=(access, restart), daemon=True).start()
+                threading.Thread(target=self._start_again, args=(access, snapshot, restart), daemon=True).start()
                 return
             self._show_once(name, state, reason if state.terminal else "")
             notes = annotations(state, snapshot.storage.status)
             if not notes.items() <= (job.raw["metadata"].get("annotations") or {}).items():
                 self._cluster.annotate(job, notes)
-            if job.terminal:
+            status = snapshot.storage.status
+            if job.terminal and not (self._mover and status and left_for_move(status)):
                 self._done.add(job.uid)
             self._troubles.pop(name, None)
         except SunspotError as error:
@@ -278,9 +307,10 @@ class Reconciler:
             self._states[name] = (state, reason)
             self._show(name, state, reason)
 
-    def _start_again(self, access: RunAccess, restart: Restart) -> None:
+    def _start_again(self, access: RunAccess, snapshot: RunSnapshot, restart: Restart) -> None:
         try:
-            start_again(access, restart)
+            if not (self._mover and self._mover.rescue(access, snapshot)):
+                start_again(access, restart)
         except SunspotError as error:
             warn(f"{access.run.name}: {error}")
             if isinstance(error, UnreachableError):

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from sunspot.errors import SettingsError
+from sunspot.submitter.cluster.mover import Mover
 from sunspot.submitter.cluster.placing import render_in_place, submit_in_place
 from sunspot.submitter.cluster.progress_lines import ProgressLines, print_pods, print_submission
 from sunspot.submitter.cluster.waiting import wait_for_end
@@ -38,7 +39,8 @@ def run(args: argparse.Namespace) -> None:
     print_submission(submission, args.json)
     if args.wait and not args.dry_run:
         access = submission.access
-        wait_for_end(access, args.timeout, ProgressLines(access.run, args.json))
+        mover = Mover(args.profile) if submission.place else None
+        wait_for_end(access, args.timeout, ProgressLines(access.run, args.json), mover)
 
 
 def _accepts_budget(budget: str, args: argparse.Namespace) -> bool:

@@ -108,7 +108,7 @@ Key = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-
 OwnKey = Annotated[Key, AfterValidator(_refuse_reserved)]
 LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
 
-OF_PLACE = ("name", "context")
+OF_PLACE = ("name", "context", "traffic_price")
 """Keys of a place that are not keys of a profile."""
 
 LABELS = 'labels with quoted values, e.g. {team: "vision"}, except Sunspot\'s own labels'
@@ -357,6 +357,8 @@ class Place(Profile):
     )
     context: Text | None = _takes("a context of the kubeconfig")
     "The context of the cluster. By default, the place is in the current context's cluster."
+    traffic_price: Price | None = _takes(PRICE)
+    "Price of 10^9 bytes of traffic between the place and the bucket. The choice of a place counts it."
     extends: None = _takes("nothing, because a place extends its profile")
     places: None = _takes("nothing, because a place cannot contain places")
 

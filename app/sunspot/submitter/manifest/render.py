@@ -105,13 +105,17 @@ class JobRequest:
         """The profile and, if the profile has places, the place."""
         return ProfileSource(self.profile, self.place)
 
+    def all_settings(self) -> dict[str, str]:
+        """Return the settings, including those from the environment, keyed by variable."""
+        given = [*_of_environment(), *self.settings.items()]
+        return dict(sorted({variable_of(name): value for name, value in given}.items()))
+
     def arguments(self) -> tuple[str, ...]:
         """Return the `sunspot submit` arguments for the same job, including settings from the environment.
 
         The namespace is not included.
         """
-        given = [*_of_environment(), *self.settings.items()]
-        settings = dict(sorted({variable_of(name): value for name, value in given}.items()))
+        settings = self.all_settings()
         places = {"--run": settings.pop(PREFIX + "RUN_NAME", None), "--storage": settings.pop(STORAGE_PATH, None)}
         options = {name: getattr(self, name) for name in ("place", "image", "code", "queue", "cluster")}
         chosen = {"--profile": self.profile, **places, **{f"--{name}": value for name, value in options.items()}}

@@ -1,0 +1,172 @@
+"""Moves runs between the places of a profile while `sunspot wait` watches them.
+
+1. `may_consider` decides from the run's RayJob and status whether the run can be better off elsewhere.
+2. `Mover` asks `places.choose_place` once a minute, with what this run and others have seen in the places.
+3. `moving.move_run` moves the run to the chosen place, which the RayJob's request is rendered for (`applied`).
+
+A move needs no memory: if a mover ends in the middle of one, the drivers complete it, and the next mover follows it.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
+
+from sunspot.background import start_thread
+from sunspot.errors import ClusterError, SettingsError, SunspotError
+from sunspot.places.experience import Sighting
+from sunspot.run.handover import left_for_move
+from sunspot.run.overview import LOST_AFTER_S
+from sunspot.run.owner import Owner
+from sunspot.run.requests import newest_submission
+from sunspot.run.sightings import NODES_WITHIN_S
+from sunspot.run.status import is_alive, read_status
+from sunspot.submitter.cluster.api import Cluster, connect
+from sunspot.submitter.cluster.applied import read_request
+from sunspot.submitter.cluster.moving import move_run
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.placing import context_of, read_prospects
+from sunspot.submitter.cluster.start import Submission, place_of
+from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, owns, was_written_by
+from sunspot.submitter.cluster.stopping import GONE_WITHIN_S
+from sunspot.submitter.manifest.render import JobRequest, choose_profile
+from sunspot.submitter.printing import warn
+
+CONSIDER_EVERY_S = 60.0
+"""Seconds between two choices of a run's place."""
+
+SETTLED_AFTER_S = 120.0
+"""Seconds for which another place must be better. A single lost node is often replaced within this time."""
+
+
+CLAIMED_WITHIN_S = 180.0
+"""Seconds within which the new workers claim a run after its old driver has ended for a move."""
+
+
+def may_consider(snapshot: RunSnapshot, now: float) -> bool:
+    """Return True if the run can be better off in another place. `now` is in seconds since the epoch.
+
+    A run that trains elsewhere, or that has ended, stays. A run that waits for its first driver has NODES_WITHIN_S for
+    that, and a silent one LOST_AFTER_S, because the operator may replace its head.
+    """
+    job, seen = snapshot.job, snapshot.storage
+    status = seen.status
+    if not job or seen.trouble or seen.summary.stop_requested or seen.summary.deleting:
+        return False
+    if status and is_alive(status, now):
+        return owns(job, status.owner)
+    if job.failure == HEAD_GIVEN_UP:
+        return not (status and status.state.terminal and was_written_by(seen, job))
+    if snapshot.state()[0].terminal:
+        return is_stranded(snapshot, now)
+    own = status if was_written_by(seen, job) else None
+    return now - own.seen > LOST_AFTER_S if own else now - job.created > NODES_WITHIN_S
+
+
+def is_stranded(snapshot: RunSnapshot, now: float) -> bool:
+    """Return True if the newest RayJob has ended for a move, and no other RayJob has claimed the run in time."""
+    job, status = snapshot.job, snapshot.storage.status
+    if not job or not status or not owns(job, status.owner):
+        return False
+    return left_for_move(status) and now - status.seen > CLAIMED_WITHIN_S
+
+
+class Mover:
+    """Moves runs between the places of one profile. It serves all runs that `sunspot wait` watches."""
+
+    def __init__(self, profile: str) -> None:
+        """Raises `SettingsError` if the profile cannot be used or has no places."""
+        self._profile = profile
+        self._considered: dict[str, float] = {}
+        "The monotonic time at which each run's place was last chosen."
+        self._better: dict[str, tuple[str, float]] = {}
+        "The other place that each run should be in, and the monotonic time since which this is so."
+        self._moves: dict[str, Future[Submission | None]] = {}
+        self._failures: dict[str, list[Sighting]] = {}
+        "Failed moves of each run. The places of these moves are avoided until the failures are forgotten."
+        if not choose_profile(JobRequest(profile)).places:
+            raise SettingsError(
+                f"profile {profile} has no places to which a run can move; add places, or omit --profile"
+            )
+
+    @property
+    def storage_path(self) -> str | None:
+        """The storage path in the profile, or None."""
+        return (choose_profile(JobRequest(self._profile)).settings or {}).get("STORAGE_PATH")
+
+    def clusters(self) -> dict[str, Cluster]:
+        """Return the cluster and namespace of each place. Sends no requests."""
+        places = choose_profile(JobRequest(self._profile)).places or ()
+        requests = {place.name: JobRequest(self._profile, place=place.name) for place in places}
+        return {name: connect(context_of(each), choose_profile(each).namespace) for name, each in requests.items()}
+
+    def find(self, access: RunAccess) -> RunAccess:
+        """Return access to the cluster of the place where the run is alive, or was last submitted."""
+        status, submitted = read_status(access.run), newest_submission(access.run)
+        place = submitted.place if submitted else ""
+        if status and is_alive(status, time.time()):
+            place = Owner.parse(status.owner).place
+        return RunAccess(access.run, self.clusters().get(place, access.cluster), access.cluster_error)
+
+    def attend(self, access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
+        """Begin a move if the run needs one. Return the new RayJob once the run has moved. Does not wait for that."""
+        name, now = access.run.name, time.monotonic()
+        if name in self._moves:
+            return self._moves.pop(name).result() if self._moves[name].done() else None
+        if now - self._considered.get(name, -CONSIDER_EVERY_S) < CONSIDER_EVERY_S:
+            return None
+        self._considered[name] = now
+        request, reason = self._choose(access, snapshot)
+        place, since = self._better.get(name, ("", now))
+        if not request or place != request.place:
+            since = now
+        self._better[name] = (request.place or "" if request else "", since)
+        if request and now - since >= SETTLED_AFTER_S:
+            self._moves[name] = start_thread(partial(self._move, access.run.name, request, reason), "move")
+        return None
+
+    def rescue(self, access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
+        """Submit a run whose head was abandoned in a better place. Return None if this fails or no place is better."""
+        request, reason = self._choose(access, snapshot)
+        return self._move(access.run.name, request, reason) if request else None
+
+    def close(self, name: str) -> None:
+        """Wait until the move of a run that has ended is undone."""
+        wait([move for move in [self._moves.pop(name, None)] if move], GONE_WITHIN_S)
+
+    def _choose(self, access: RunAccess, snapshot: RunSnapshot) -> tuple[JobRequest | None, str]:
+        """Return a request for the run in another place and the reason, or None if the run should stay.
+
+        The run also stays if its request or storage cannot be read.
+        """
+        try:
+            return self._compare(access, snapshot)
+        except SunspotError as error:
+            warn(f"{access.run.name} stays where it is: {error}")
+            return None, ""
+
+    def _compare(self, access: RunAccess, snapshot: RunSnapshot) -> tuple[JobRequest | None, str]:
+        """Return what `_choose` does. Raises `SunspotError`."""
+        run, job = access.run, snapshot.job
+        now = time.time()
+        request = read_request(job, self._profile) if job and may_consider(snapshot, now) else None
+        if not job or not request:
+            return None, ""
+        prospects = read_prospects(request, self._failures.get(run.name, ()))
+        if prospects.run.location != run.location:
+            raise ClusterError(f"RayJob {job.name} asks to train {prospects.run.location} instead of {run.location}")
+        choice = prospects.choose()
+        stays = choice.place == place_of(job.raw) and not is_stranded(snapshot, now)
+        return (None if stays or not choice.place else replace(request, place=choice.place)), choice.reason
+
+    def _move(self, name: str, request: JobRequest, reason: str) -> Submission | None:
+        """Move a run. Return None if that fails. The run then stays where it was."""
+        warn(f"{name}: moving to {request.place}, {reason}")
+        try:
+            return move_run(request, None, NODES_WITHIN_S)
+        except SunspotError as error:
+            warn(f"{name}: {error}")
+            self._failures.setdefault(name, []).append(Sighting(request.place or "", time.time(), 0.0))
+            return None
