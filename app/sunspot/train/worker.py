@@ -303,9 +303,9 @@ class Worker:
         """
         self.wait_for_copy()
         if self._undo and self.learner.place.replicas:
-            # Either all workers of a replica have complete gradients, or none changes its shard. The state of the
-            # replica's workers would otherwise belong to different steps.
-            self.learner.place.replicas.sum_in_replica(torch.zeros(1, device=self.learner.place.device))
+            # Either all workers have complete gradients, or none changes its shard. Otherwise, the shards that are left
+            # after a loss could belong to different steps.
+            self.learner.place.replicas.await_all_workers(self.learner.place.device)
         if self._sums and self._undo:  # without `_undo`, the next group does not use this process's state
             self._guard_change(self._sums, self._undo, optimizer)
         if self._undo and optimizer:
