@@ -35,7 +35,7 @@ BUDGETS = {
     "elastic": 2780,
     "machine": 230,
     "observe": 450,
-    "parallel": 940,
+    "parallel": 970,
     "places": 140,
     "predict": 840,
     "ray_internals": 410,
