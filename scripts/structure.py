@@ -32,7 +32,7 @@ BUDGETS = {
     "baseline": 90,
     "checkpoint": 2580,
     "data": 3560,
-    "elastic": 2780,
+    "elastic": 2760,
     "machine": 230,
     "observe": 450,
     "parallel": 970,
