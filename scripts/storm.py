@@ -35,7 +35,7 @@ from scripts.storm_task import SHARED_MEMORY, moment_of
 from sunspot.checkpoint.parts import load_model
 from sunspot.errors import SunspotError, run_and_exit
 from sunspot.run import Run, open_run
-from sunspot.run.attempts import IN_PLACE, read_attempts
+from sunspot.run.attempts import IN_PLACE, Attempt, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, by_step, find_newest_good, list_directories
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, read_receipts
@@ -226,14 +226,21 @@ class Storm:
         return losses
 
     def _choose(self, members: list[psutil.Process], spared: psutil.Process | None) -> list[psutil.Process]:
-        """Return one or two members to kill. A worker with each shard stays in the group."""
-        names = read_attempts(self._run)[-1].metadata.processes
-        ranks = {int(name.rpartition("-")[2]): rank for rank, name in enumerate(names)}
+        """Return one or two members to kill. A worker with each shard of the state stays in the group."""
+        attempts = read_attempts(self._run)
+        ranks = ranks_of(attempts[-1])
+        stepped = receipts_of(self._run, self._process)[-1].attempt
+        trained = [pid for attempt in attempts if attempt.number == stepped for pid in ranks_of(attempt)]
         others = [member for member in members if member != spared and member.pid in ranks]
         number = min(self._chance.choice([1, 1, 1, 2]), len(ranks) - 1, len(others))
         victims = self._chance.sample(others, number)
-        left = {rank % self._degree for pid, rank in ranks.items() if pid not in {victim.pid for victim in victims}}
-        return victims if len(left) == self._degree else []
+        living = set(trained).intersection(ranks) - {victim.pid for victim in victims}
+        return victims if len({ranks[pid] % self._degree for pid in living}) == self._degree else []
+
+
+def ranks_of(attempt: Attempt) -> dict[int, int]:
+    """Return the rank of each process of an attempt, by process id."""
+    return {int(name.rpartition("-")[2]): rank for rank, name in enumerate(attempt.metadata.processes)}
 
 
 def receipts_of(run: Run, process: subprocess.Popen[bytes]) -> list[Receipt]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sunspot.elastic.membership import Member, Membership
-from sunspot.elastic.replicas import arrange
+from sunspot.elastic.replicas import arrange, newest_whole
 
 DEGREE = 2
 
@@ -28,7 +29,7 @@ def test_all_possible_replicas_form_and_bound_members_keep_their_shards(data: st
     degree = data.draw(st.integers(1, 3))
     everyone = [Member(f"{node}{number}", node) for number, node in enumerate(nodes)]
     shards = {member: data.draw(st.integers(0, degree - 1)) for member in everyone if data.draw(st.booleans())}
-    bound = {member for member in shards if data.draw(st.booleans())}
+    bound = {member: float(data.draw(st.integers(4, 5))) for member in shards if data.draw(st.booleans())}
     arranged = arrange(everyone, shards, bound, degree)
     assert len(set(arranged)) == len(arranged)
     assert not len(arranged) % degree
@@ -37,23 +38,26 @@ def test_all_possible_replicas_form_and_bound_members_keep_their_shards(data: st
     held = Counter(shards[member] for member in left if member in bound)
     free = sum(member not in bound for member in left)
     assert sum(not held[shard] for shard in range(degree)) > free, "the members that are left can form a replica"
+    kept = {member: step for member, step in bound.items() if member in arranged}
+    if degree > 1:
+        assert newest_whole(kept, shards, degree) == newest_whole(bound, shards, degree), "the newest state is left out"
 
 
 def test_members_on_the_same_node_form_a_replica() -> None:
     everyone = members("a1", "b1", "a2", "b2")
-    assert names(arrange(everyone, {}, set(), DEGREE)) == ["a1", "a2", "b1", "b2"]
+    assert names(arrange(everyone, {}, {}, DEGREE)) == ["a1", "a2", "b1", "b2"]
 
 
 def test_a_replica_forms_across_nodes_if_no_node_has_all_shards() -> None:
     everyone = members("a1", "b2")
     shards = dict(zip(everyone, (1, 0), strict=True))
-    assert names(arrange(everyone, shards, set(everyone), DEGREE)) == ["b2", "a1"]
+    assert names(arrange(everyone, shards, dict.fromkeys(everyone, 5.0), DEGREE)) == ["b2", "a1"]
 
 
 def test_a_process_that_waited_takes_its_former_shard_again() -> None:
     waited, newcomer = members("a1", "a2")
-    assert names(arrange([newcomer, waited], {waited: 0}, set(), DEGREE)) == ["a1", "a2"]
-    assert names(arrange([newcomer, waited], {waited: 1}, set(), DEGREE)) == ["a2", "a1"]
+    assert names(arrange([newcomer, waited], {waited: 0}, {}, DEGREE)) == ["a1", "a2"]
+    assert names(arrange([newcomer, waited], {waited: 1}, {}, DEGREE)) == ["a2", "a1"]
 
 
 class Group:
@@ -106,6 +110,21 @@ def test_the_workers_of_two_broken_replicas_continue_as_one_replica() -> None:
     group.membership.lose("a1", group.now)
     group.lose("b2")
     assert group.decide() == ["b1", "a2"]
+
+
+@pytest.mark.parametrize("steps", [(6, 5, 5), (5, 6, 6)])
+def test_the_members_that_continue_hold_all_shards_of_the_same_step(steps: tuple[int, ...]) -> None:
+    """Otherwise, nobody could continue, because the shards of two steps are no state."""
+    membership = Membership(4, DEGREE)
+    for uid in ("a1", "a2", "a3", "a4"):
+        membership.enter(Member(uid, "a"))
+        membership.request_to_join(uid, 0.0)
+    membership.decide(1.0)
+    membership.lose("a1", 2.0)
+    for uid, step in zip(("a2", "a3", "a4"), steps, strict=True):
+        membership.request_to_join(uid, 2.0, step)
+    membership.decide(3.0)
+    assert [member.uid for member in membership.generation.members] == ["a3", "a4"]
 
 
 def test_no_group_forms_until_a_new_process_completes_a_replica() -> None:

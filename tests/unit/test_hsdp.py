@@ -37,6 +37,26 @@ def test_all_layouts_train_the_same_weights(tmp_path: Path) -> None:
             np.testing.assert_allclose(sharded[name], weights, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_three_replicas_train_the_same_weights_as_one_worker(tmp_path: Path) -> None:
+    more = {"micro_batch_size": 2, "clip_norm": 0.05, "ema": 0.9}
+    plain = train_ranks(tmp_path / "ddp", 1, **GPT, **more)
+    replicated = train_ranks(tmp_path / "hsdp", 6, **GPT, **more, parallel="hsdp", shard_degree=2)
+    for name, weights in plain.items():
+        np.testing.assert_allclose(replicated[name], weights, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_gradients_sent_in_bf16_are_rounded_as_much_as_in_other_layouts(tmp_path: Path) -> None:
+    exact = train_ranks(tmp_path / "exact", 1, **GPT)
+    layouts: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {}, "hsdp": {"shard_degree": 2}}
+    apart = {}
+    for parallel, more in layouts.items():
+        rounded = train_ranks(tmp_path / parallel, 4, **GPT, **more, parallel=parallel, gradient_precision="bf16")
+        apart[parallel] = np.mean([np.abs(rounded[name] - weights).mean() for name, weights in exact.items()])
+    assert 0 < apart["hsdp"] < 2 * min(apart["ddp"], apart["fsdp"])
+
+
 def test_torchs_own_clipping_raises_an_error_instead_of_using_a_wrong_norm(tmp_path: Path) -> None:
     plan = plan_without_evaluation(Settings(**GPT, parallel="hsdp", shard_degree=2))
 

@@ -152,10 +152,11 @@ def test_clipping_uses_the_norm_of_the_complete_step_and_model(tmp_path: Path) -
     assert not np.allclose(free["4.weight"], alone["4.weight"], atol=1e-3)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_gradients_sent_in_bf16_are_rounded(parallel: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("parallel", "degree"), [("ddp", 0), ("fsdp", 0), ("hsdp", 1)])
+def test_gradients_sent_in_bf16_are_rounded(parallel: str, degree: int, tmp_path: Path) -> None:
     """Rounding changes them little. A single worker sends no gradients."""
     exact = train_ranks(tmp_path / "exact", 2, **TINY)
-    rounded = train_ranks(tmp_path / "rounded", 2, **TINY, parallel=parallel, gradient_precision="bf16")
+    sent = {"parallel": parallel, "shard_degree": degree, "gradient_precision": "bf16"}
+    rounded = train_ranks(tmp_path / "rounded", 2, **TINY, **sent)
     apart = np.abs(rounded["4.weight"] - exact["4.weight"]).max()
     assert 1e-7 < apart < 1e-3

@@ -6,12 +6,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sunspot.checkpoint.memory_files
 import sunspot.checkpoint.node_state
 import sunspot.checkpoint.part_exchange
 from sunspot.checkpoint.memory import NodeMemory, Slot
@@ -130,6 +132,19 @@ def test_losing_a_neighbor_ends_the_exchange_but_keeps_existing_copies(tmp_path:
         return "ended"
 
     assert in_processes(tmp_path, 3, act) == ["ended", "died", "ended"]
+
+
+def test_a_group_that_lives_on_makes_no_copies_after_a_failed_exchange(
+    group: dist.ProcessGroup, tmp_path: Path, set_constants: SetConstants
+) -> None:
+    set_constants(sunspot.checkpoint.memory_files, SHARED_MEMORY=tmp_path)
+    memory = NodeMemory("run")
+    exchange = PartExchange(memory, ["a"], group, 1)
+    slot = Mock(mark=Mock(side_effect=RuntimeError("Connection closed by peer")))
+    exchange.complete(slot, Checkpoint(checkpoint_name(1, 1), 1, 1, 10, 10, 1), b"")
+    assert memory.shared, "if the failure has ended the group, the next group makes copies at once"
+    exchange.agree_to_copy(True)
+    assert not memory.shared
 
 
 def test_a_shard_damaged_in_transit_does_not_count_as_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -404,7 +404,7 @@ def test_the_old_copy_is_kept_while_memory_is_full(
     trainee.memory._paused_until = time.monotonic()
     assert [copy(step) for step in (8, 9)] == [8, 9]
     [lost, regained] = trainee.warnings
-    assert lost.startswith("copies in shared memory are paused until there is room: No space left on device")
+    assert lost.startswith("copies in shared memory are paused: No space left on device")
     assert regained == "copies in shared memory continue at step 8"
 
 
@@ -580,6 +580,7 @@ class Exchange(PartExchange):
         self._memory = memory
         self._rank = 1
         self._parts = 2
+        self._failure = ""
         self.cost_s = 0.0
         self.answers: list[bool | RuntimeError] = []
 
@@ -628,9 +629,8 @@ def test_a_worker_that_lost_its_neighbor_keeps_its_copies() -> None:
     part = Part()
     part.copy(1, True)
     assert part.copy(2, RuntimeError("Connection closed by peer")) == {1, 2}
-    assert not part.memory.shared
-    [warning] = part.warnings
-    assert "parts cannot be exchanged: Connection closed by peer" in warning
+    assert part.memory.shared, "the next group can make copies at once"
+    assert not part.warnings
     snapshot = part.take(3, for_storage=True)
     snapshot.copied.result()
     assert 1 in {held.step for held in find_parts(RUN)}

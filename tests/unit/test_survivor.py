@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -43,19 +45,53 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
         return Survivor(address, limit_s)
 
 
-def test_receiving_a_newer_state_clears_the_name_of_the_older_one(tmp_path: Path) -> None:
-    """Otherwise, the process would offer the newer parameters under the name of the older step if its group ended."""
+def test_a_process_has_its_own_state_until_it_loads_a_newer_one() -> None:
+    """Until then, the group can return to the older state. While the process loads, it has neither of them."""
+    survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
+    survivor.kept = BEHIND, StateMetadata({}, 0.0, ())
+    attempt = Attempt(3, "job", FURTHEST.checkpoint, 5)
+    state = TrainingState(taken=7.0, tier=IN_PLACE)
+    with survivor.replacing_state(attempt, state):
+        assert survivor.kept is None
+    assert survivor.kept
+    assert survivor.kept[0].checkpoint == checkpoint_name(5, 3)
 
-    def act(group: Any) -> LiveState | None:
+
+def test_no_worker_gives_up_its_shard_before_all_have_received_a_newer_one(tmp_path: Path) -> None:
+    """Rank 1 is lost before it sends the second shard, so rank 2 must not load the first shard."""
+
+    def act(group: Any) -> None:
         rank = dist.get_rank()
         model = torch.nn.Linear(2, 2)
-        survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
-        survivor.prepare(lambda: Mock(saved=lambda: SavedObjects(model, torch.optim.SGD(model.parameters()))))
-        survivor.kept = (FURTHEST, BEHIND)[rank], StateMetadata({}, 0.0, ())
-        survivor.hand_over(WorkerPlace(group, rank, 2), SurvivingState(FURTHEST.checkpoint, True, (0,)), 10)
-        return survivor.kept[0] if survivor.kept else None
+        saved = SavedObjects(model, torch.optim.SGD(model.parameters()))
+        holders = SurvivingState(FURTHEST.checkpoint, True, (0, 1), shards=2)
+        lost = patch("torch.distributed.isend", side_effect=RuntimeError("lost")) if rank == 1 else nullcontext()
+        with lost, pytest.raises(RuntimeError):
+            hand_over(WorkerPlace(group, rank, 4), holders, saved, StateMetadata({}, 0.0, ()), 10)
 
-    assert in_processes(tmp_path, 2, act) == [FURTHEST, None]
+    in_processes(tmp_path, 4, act)
+
+
+def test_the_loss_of_the_sender_ends_the_transfer_of_a_large_tensor_at_once(tmp_path: Path) -> None:
+    """Gloo would wait until the timeout for the rest of a tensor of which a part has arrived."""
+    took_s = tmp_path / "took_s"
+
+    def act(group: Any) -> None:
+        rank = dist.get_rank()
+        model = torch.nn.Linear(5000, 5000)
+        saved = SavedObjects(model, torch.optim.SGD(model.parameters()))
+        holders = SurvivingState(FURTHEST.checkpoint, True, (1,))
+        dist.barrier()
+        if rank == 1:
+            threading.Timer(0.02, os._exit, (0,)).start()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            hand_over(WorkerPlace(group, rank, 2), holders, saved, StateMetadata({}, 0.0, ()), 10)
+        took_s.write_text(str(time.monotonic() - began))
+
+    with pytest.raises(pytest.fail.Exception, match="rank 1"):
+        in_processes(tmp_path, 2, act)
+    assert float(took_s.read_text()) < 10
 
 
 @pytest.mark.parametrize(("hang_timeout_s", "limits_s"), [(300.0, [900.0]), (0.0, [])])
@@ -85,7 +121,9 @@ def test_a_process_that_received_a_state_can_offer_it_before_its_group_trains() 
     """Otherwise, all processes would return to a copy if the only other process with the state died then."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     attempt = Attempt(3, "job", FURTHEST.checkpoint, 5, nonce="11111111")
-    survivor.keep(attempt, TrainingState(metrics={"loss": 1.0}, taken=7.0, ledger=("window",), tier=IN_PLACE))
+    state = TrainingState(metrics={"loss": 1.0}, taken=7.0, ledger=("window",), tier=IN_PLACE)
+    with survivor.replacing_state(attempt, state):
+        pass
     assert survivor.kept == (
         LiveState(checkpoint_name(5, 3, "11111111"), evaluated=True),
         StateMetadata({"loss": 1.0}, 7.0, ("window",)),

@@ -348,13 +348,7 @@ class NodeMemory:
         self._paused_until = max(self._paused_until, time.monotonic() + RETRY_S)
         if not self._failing:
             self._failing = True
-            self._log(f"copies in shared memory are paused until there is room: {why}; {FALLBACK}")
-
-    def stop(self, why: str) -> None:
-        """Stop making copies that outlive this process. Existing copies are kept."""
-        if self.shared:
-            self._log(f"copies in shared memory have ended: {why}; {FALLBACK}")
-        self._paused_until = math.inf
+            self._log(f"copies in shared memory are paused: {why}; {FALLBACK}")
 
     def keep_parts_of(self, checkpoint: str | None) -> None:
         """Remove all copied parts except those of `checkpoint`, which are kept until there is a newer copy."""

@@ -10,8 +10,7 @@ import itertools
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from sunspot.checkpoint.pieces import Piece, ReadPlan, extent_of
 from sunspot.checkpoint.tensors import keys_of, make_outline, padded, tensors_in
 from sunspot.machine.shared_pages import Pages, map_pages
 from sunspot.parallel.collectives import gather_objects, run_on_all_ranks
+from sunspot.parallel.transfers import transfer
 from sunspot.run import Run
 from sunspot.run.checkpoints import FILES_AT_ONCE, Checkpoint, compare_bytes
 
@@ -54,9 +54,9 @@ def share_pages(
             holders.setdefault(number, []).append(other)
         for number in wants:
             receivers.setdefault((number, nodes[other]), other)
-    work = []
+    outgoing: dict[int, list[torch.Tensor]] = {}
+    incoming: dict[int, list[torch.Tensor]] = {}
     sent = Counter[int]()
-    limit = timedelta(seconds=TIMEOUT_S)
     for (number, node), receiver in sorted(receivers.items()):
         if node in {nodes[holder] for holder in holders[number]}:
             continue
@@ -66,11 +66,11 @@ def share_pages(
             size = wanted[number].size
             pages = received[number] = Pages(size)
             target = map_pages(pages.path, size, shared=True)
-            work += [dist.irecv(each, sender, group, number) for each in target.split(CHUNK)]
+            incoming.setdefault(sender, []).extend(target.split(CHUNK))
         elif rank == sender:
-            work += [dist.isend(each, receiver, group, number) for each in own[number].data.split(CHUNK)]
-    for each in work:  # the limit ends the wait for a frozen node
-        cast(dist.Work, each).wait(limit)
+            outgoing.setdefault(receiver, []).extend(own[number].data.split(CHUNK))
+    if group:  # the limit ends the wait for a frozen node
+        transfer(group, outgoing, incoming, TIMEOUT_S)
     for number, pages in received.items():
         if zlib.crc32(as_bytes(map_pages(pages.path, wanted[number].size))) != wanted[number].crc32:
             raise RuntimeError("a copy of the state from another node does not match its marker's checksum")

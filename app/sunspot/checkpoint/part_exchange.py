@@ -18,6 +18,7 @@ from sunspot.checkpoint.memory import Changed, NodeMemory, Slot, Use
 from sunspot.checkpoint.memory_files import MemorySnapshot
 from sunspot.errors import shorten
 from sunspot.parallel.collectives import any_rank, gather_objects
+from sunspot.parallel.transfers import transfer
 from sunspot.run.checkpoints import Checkpoint
 
 CHUNK = 16 << 20
@@ -59,6 +60,8 @@ class PartExchange:
         kept = sum(nodes[backup] == here != node for node, backup in zip(nodes, backups, strict=True))
         self.cost_s = 0.0
         "Seconds for which the newest transfer delayed training."
+        self._failure = ""
+        "The error that has ended the exchange. The next group creates another one."
         memory.expect_copies(2 * (nodes.count(here) + kept))  # the newest and the next copy of each part
 
     def agree_to_copy(self, has_slot: bool) -> bool:
@@ -66,9 +69,9 @@ class PartExchange:
 
         All workers must call this together, in the training thread. `has_slot` is False on a worker that cannot copy.
         """
-        lacking, stopped = any_rank(self._control, not has_slot, not self._memory.shared)
+        lacking, stopped = any_rank(self._control, not has_slot, not self._memory.shared or bool(self._failure))
         if stopped:
-            self._memory.pause("a worker has no room")
+            self._memory.pause(self._failure or "a worker has no room, or cannot exchange parts")
         return not lacking
 
     def complete(self, slot: Slot, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple) -> None:
@@ -83,7 +86,7 @@ class PartExchange:
                 problem = problem or "a worker could not keep its part, or another node's part"
             self._memory.finish_copy(slot, manifest.step, problem)
         except RuntimeError as error:
-            self._memory.stop(f"parts cannot be exchanged: {shorten(error)}")
+            self._failure = f"parts cannot be exchanged: {shorten(error)}"
         finally:
             slot.uses.discard(Use.SEALING)
 
@@ -128,11 +131,8 @@ class PartExchange:
         from_peers = [[(rank, message) for message in _messages(buffers)] for rank, buffers in received.items()]
         together: Iterator[tuple[Any, ...]] = itertools.zip_longest(to_backup, *from_peers)
         for mine, *theirs in together:
-            work = [dist.irecv(message[1], group=self._group, group_src=message[0]) for message in theirs if message]
-            if mine is not None:
-                work.append(dist.isend(mine, group=self._group, group_dst=self._backup_rank))
-            for each in work:
-                cast(dist.Work, each).wait()
+            incoming = {rank: [message] for rank, message in filter(None, theirs)}
+            transfer(self._group, {} if mine is None else {self._backup_rank: [mine]}, incoming, TIMEOUT_S)
 
 
 def ranks_by_node(nodes: Iterable[str]) -> dict[str, list[int]]:

@@ -24,7 +24,7 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-from sunspot.elastic.replicas import arrange
+from sunspot.elastic.replicas import arrange, newest_whole
 
 SETTLE_S = 0.05
 """Seconds that the server waits for more losses before a generation forms, because nodes often go together."""
@@ -323,16 +323,15 @@ class Membership:
         """Return the members of as many whole replicas as possible, by rank."""
         shards = {member: self.shard_of(member) for member in members}
         last = {member.lasting_name for member in self.generation.members}
-        bound = {member for member in members if member.lasting_name in last}
+        bound = {member: self._step_of(member) for member in members if member.lasting_name in last}
         return arrange(members, shards, bound, self._degree)
 
     def _newest_held(self, members: list[Member]) -> float:
         """Return the newest step of which these members hold all shards, or -inf if they form no replica."""
-        newest = [-math.inf] * self._degree
-        for rank, member in enumerate(self._arrange(members)):
-            held = self._step_of(member) if self._is_member(member.uid) else NO_STATE
-            newest[rank % self._degree] = max(newest[rank % self._degree], held)
-        return min(newest)
+        arranged = self._arrange(members)
+        shards = {member: rank % self._degree for rank, member in enumerate(arranged)}
+        held = {member: self._step_of(member) for member in arranged if self._is_member(member.uid)}
+        return max(newest_whole(held, shards, self._degree), NO_STATE if arranged else -math.inf)
 
     def _over_limit(self, candidates: list[Member]) -> list[Member]:
         """Return the candidates beyond the limit. Members of the newest generation stay rather than newcomers.

@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sunspot.elastic.membership import Member
 
 
-def arrange(members: Sequence[Member], shards: Mapping[Member, int], bound: Set[Member], degree: int) -> list[Member]:
+def arrange(
+    members: Sequence[Member], shards: Mapping[Member, int], bound: Mapping[Member, float], degree: int
+) -> list[Member]:
     """Return the members of as many whole replicas of `degree` members as possible, by rank.
 
     The member with rank r gets shard r % degree of replica r // degree. `shards` contains the shard that each member
-    held last. The `bound` members keep it, because they hold that shard of the newest state. The others can take any
-    shard, but building their old shard's model again would take time.
+    held last. The `bound` members keep it, because they hold that shard of the state after the given step. The others
+    can take any shard, but building their old shard's model again would take time.
+
+    After a loss, the steps can differ by one. One of the replicas then holds all shards of the newest step for which
+    this is possible, so that the others can receive it.
 
     Members of the same node form replicas first, because a node's own network is the fastest. Replicas of bound members
     precede the other replicas, and both kinds keep the order of `members`.
     """
     if degree == 1:
         return list(members)
+    newest = newest_whole(bound, shards, degree)
+    holders = [member for member in members if bound.get(member) == newest]
+    replicas = _split_by_node(holders, shards, bound, degree)[:1]
+    first = {member for replica in replicas for member in replica}
+    replicas += _split_by_node([member for member in members if member not in first], shards, bound, degree)
+    position = {member: number for number, member in enumerate(members)}
+    replicas.sort(key=lambda replica: (not bound.keys() >= set(replica), min(position[member] for member in replica)))
+    return [member for replica in replicas for member in replica]
+
+
+def newest_whole(steps: Mapping[Member, float], shards: Mapping[Member, int], degree: int) -> float:
+    """Return the newest step of which the members hold all shards, given each member's step, or -inf."""
+    held = [{step for member, step in steps.items() if shards[member] == shard} for shard in range(degree)]
+    return max(set.intersection(*held), default=-math.inf)
+
+
+def _split_by_node(
+    members: Sequence[Member], shards: Mapping[Member, int], bound: Collection[Member], degree: int
+) -> list[list[Member]]:
+    """Return as many whole replicas as possible, and among them as many as possible with members of only one node."""
     pools: dict[str, list[Member]] = {}
     for member in members:
         pools.setdefault(member.node, []).append(member)
@@ -30,14 +56,11 @@ def arrange(members: Sequence[Member], shards: Mapping[Member, int], bound: Set[
         whole, others = _split(pool, shards, bound, degree)
         replicas += whole
         left += others
-    replicas += _split(left, shards, bound, degree)[0]
-    position = {member: number for number, member in enumerate(members)}
-    replicas.sort(key=lambda replica: (not bound >= set(replica), min(position[member] for member in replica)))
-    return [member for replica in replicas for member in replica]
+    return replicas + _split(left, shards, bound, degree)[0]
 
 
 def _split(
-    pool: Sequence[Member], shards: Mapping[Member, int], bound: Set[Member], degree: int
+    pool: Sequence[Member], shards: Mapping[Member, int], bound: Collection[Member], degree: int
 ) -> tuple[list[list[Member]], list[Member]]:
     """Return the whole replicas that the members of a pool can form, and the other members."""
     free = [member for member in pool if member not in bound]

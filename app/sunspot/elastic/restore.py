@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import cycle
 from typing import Any
 
@@ -26,6 +25,7 @@ from sunspot.elastic.copies import ChosenCopy, SurvivingState
 from sunspot.errors import ConflictError, NotFoundError, SettingsError
 from sunspot.parallel.collectives import WorkerPlace, broadcast_from_rank0, gather_objects, run_on_all_ranks
 from sunspot.parallel.sharding import part_of
+from sunspot.parallel.transfers import transfer
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import IN_PLACE, read_attempts
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
@@ -35,7 +35,7 @@ from sunspot.storage import Storage, open_storage
 from sunspot.storage.limits import retry_storage
 
 SEND_LIMIT_S = 120
-"""Maximum number of seconds to transfer one tensor. The loss of either side ends the transfer sooner."""
+"""Maximum number of seconds to transfer a tensor, on average. The loss of either side ends the transfer sooner."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,9 @@ def hand_over(
     the state sends the tensors in `saved` to the ranks assigned to it, and its own result contains no tensors. All
     ranks use the `metadata` of the first rank that has the state, because the loss of a member may have left these
     ranks with different values.
+
+    If the state has several shards, no rank returns before every rank has received its shard. Until then, the ranks
+    have the shards of their own state, which they would need if a sender was lost.
     """
     assert place.group
     rank = place.rank
@@ -103,22 +106,19 @@ def hand_over(
         total_steps=total_steps,
         ledger=tuple(metadata.ledger),
     )
-    work: list[Any] = []
     if rank in senders.values():
-        receivers = [other for other, sender in senders.items() if sender == rank]
         own = [part_of(tensor.detach()).cpu().contiguous() for tensor in tensors_in(state)]
-        sent = [(tag, tensor, other) for tag, tensor in enumerate(own) if tensor.numel() for other in receivers]
-        work = [dist.isend(tensor, other, place.group, tag) for tag, tensor, other in sent]
+        receivers = [other for other, sender in senders.items() if sender == rank]
+        transfer(place.group, dict.fromkeys(receivers, own), {}, SEND_LIMIT_S)
     elif rank in senders:
         # Each part has its own memory, because the optimizer keeps the tensors. Other ranks are waiting, so no time is
         # spent on setting the memory to zero first.
         parts = structure.items()
         received = {name: in_buffer(part, np.empty(max(1, size_of(part)), np.uint8)) for name, part in parts}
-        targets = [(tag, tensor) for tag, tensor in enumerate(tensors_in(received)) if tensor.numel()]
-        work = [dist.irecv(tensor, senders[rank], place.group, tag) for tag, tensor in targets]
+        transfer(place.group, {}, {senders[rank]: tensors_in(received)}, SEND_LIMIT_S)
         known = TrainingState(**{**vars(known), **received})
-    for each in work:
-        each.wait(timedelta(seconds=SEND_LIMIT_S))
+    if senders and surviving.shards > 1:
+        dist.barrier(place.group)
     return known
 
 

@@ -5,5 +5,5 @@ the sums of a broken group out of the parameters. `collectives` lets all workers
 values. `sharding` moves the model to each worker (ddp), or divides its tensors among the workers (fsdp). `recompute`
 frees the activations of blocks until the backward pass. `gradients` averages gradients once per optimizer step, under
 ddp with the wrapper in `data_parallel`. `decisions` sends rank 0's decisions after a step to all workers. `nccl_log`
-finds out which network NCCL uses.
+finds out which network NCCL uses. `transfers` sends tensors from worker to worker.
 """

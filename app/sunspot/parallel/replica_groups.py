@@ -128,6 +128,11 @@ class ReplicaGroups:
             dist.all_reduce(value, group=self._own)
         return value
 
+    def await_all_workers(self, device: torch.device) -> None:
+        """Wait until all workers of all replicas have called this, or let the device wait for them."""
+        with self._collective():
+            dist.all_reduce(torch.zeros(1, device=device))
+
     @contextmanager
     def _collective(self) -> Iterator[None]:
         self._collective_began = time.monotonic()
@@ -139,8 +144,10 @@ class ReplicaGroups:
     def end_if_stuck(self) -> None:
         """End this process if it hangs in a collective of groups whose connections were shut down.
 
-        In about one of forty losses, such a collective did not return (torch 2.15, gloo). All other workers would
-        wait for this process, and then for its replacement, which takes only seconds.
+        If a message has arrived or was sent only in part when its connection ends, gloo does not end the wait for the
+        rest of the message (`Pair::signalException`, torch 2.15). Most collectives end nevertheless, because they also
+        wait for another message. Otherwise, all other workers would wait for this process until the collective times
+        out. Its replacement takes only seconds.
         """
         formed, cut = self._formed, time.monotonic()
 

@@ -114,10 +114,10 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
         if setup.survivor and learner:
             learner.move(place)
             if state.model is not None:
-                weights = shard_model_state(learner.model, state.model)
-                load_weights(learner.model, weights, str(attempt.starts_from))
-                load_rest(state, learner.model, learner.optimizer)
-                setup.survivor.keep(attempt, state)
+                with setup.survivor.replacing_state(attempt, state):
+                    weights = shard_model_state(learner.model, state.model)
+                    load_weights(learner.model, weights, str(attempt.starts_from))
+                    load_rest(state, learner.model, learner.optimizer)
         else:
             learner = build_learner(plan, place, attempt, state, make_loader)
     survivor = setup.survivor

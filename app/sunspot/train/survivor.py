@@ -289,14 +289,14 @@ class Survivor:
     def hand_over(self, place: WorkerPlace, holders: SurvivingState, total_steps: int) -> TrainingState:
         """Return the state to continue from, which its `holders` send. All workers of the group call this together."""
         saved = self.learner.saved() if self.learner and self.kept else None
-        state = hand_over(place, holders, saved, self.kept[1] if self.kept else None, total_steps)
-        if place.rank not in holders.ranks:  # the received state replaces its own, which has another name
-            self.kept = None
-        return state
+        return hand_over(place, holders, saved, self.kept[1] if self.kept else None, total_steps)
 
-    def keep(self, attempt: Attempt, state: TrainingState) -> None:
-        """Keep the name and position of the received state, in case the group ends before its first step."""
+    @contextmanager
+    def replacing_state(self, attempt: Attempt, state: TrainingState) -> Iterator[None]:
+        """Context manager for loading the received state. If the group ends before its first step, it is kept."""
         assert state.taken is not None
+        self.kept = None
+        yield
         name = checkpoint_name(attempt.step, attempt.number, attempt.nonce)
         self.kept = LiveState(name, state.evaluated), StateMetadata(state.metrics, state.taken, state.ledger)
 

@@ -83,9 +83,9 @@ class StepGuard:
         if not undo or not sums:
             return
         if self._place.replicas:
-            # Either all workers of a replica have complete gradients, or none changes its shard. The state of the
-            # replica's workers would otherwise belong to different steps.
-            self._place.replicas.sum_in_replica(torch.zeros(1, device=self._place.device))
+            # Either all workers have complete gradients, or none changes its shard. Otherwise, the shards that are left
+            # after a loss could belong to different steps.
+            self._place.replicas.await_all_workers(self._place.device)
         self.confirm()
         if optimizer and optimizer is self._cancellable and sums.can_cancel(optimizer) and undo.nothing_early:
             sums.begin_step(optimizer)
