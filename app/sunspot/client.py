@@ -85,7 +85,7 @@ def submit(
     example in another cluster, is taken over.
 
     Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` if the run is live with other settings or
-    elsewhere. After an error, nothing has changed.
+    elsewhere. If a check fails, no RayJob has been created. The RayJob of an ended submission may have been deleted.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_in_place(request, context)

@@ -143,7 +143,7 @@ def test_workers_whose_parameters_differ_all_return_to_an_earlier_copy(
     with pytest.raises(RegroupError):
         build.build_worker(setup, state, Phases())
     survivor.forget.assert_called_once_with()
-    assert survivor.keep.call_count == handed_over
+    assert survivor.replacing_state.call_count == handed_over
 
 
 def test_a_skipped_evaluation_is_recorded_as_an_event(tmp_path: Path, warned: list[str]) -> None:

@@ -11,8 +11,8 @@ In survivor mode, membership_channel.MembershipServer.declare_lost decides, in t
 to the server, and member_connections.MemberConnections serves all of them in one thread. A worker is lost at once if
 its connection ends because the process has exited. It is lost after MACHINE_LIMIT_S (1 s) if the kernel of its machine
 no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no heartbeat; a worker that is
-building its model may take longer. Ray finds out later. It then asks failures.FailureJudge, which counts the loss
-against MAX_FAILURES, and replaces the process.
+building its model may take longer. Ray finds out later. failures.FailureJudge then counts the loss against
+MAX_FAILURES, and Ray replaces the process.
 
 In restart mode, Ray Train's controller decides. A worker is lost if its actor has died or does not answer a health
 check. Ray then calls failure_callback.FailureCallback, which asks failures.FailureJudge whether another group starts.
@@ -29,7 +29,7 @@ is about to replace.
 
 A loss in survivor mode, from the last packet of a process to the repeated step
 -------------------------------------------------------------------------------
-These eight files tell the whole story, in this order:
+These files tell the whole story, in this order:
 
  1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), and tells the other members of its
                                           group, which is also called a generation, that the group has ended
@@ -40,15 +40,18 @@ These eight files tell the whole story, in this order:
                                           group, and joins the next one
  4. train.survivor.Survivor               finds out that the error has ended only the group (`outlives`), and keeps the
                                           state for the next group (`abandon_group`)
- 5. train.undo.StepGuard                  decides whether the abandoned step counts. If the step was not complete, or a
-                                          wrong sum has cancelled it, `StepUndo` restores the state from before the step
+ 5. train.undo.StepGuard                  decides whether the abandoned step counts. It counts if `Worker.finish_step`
+                                          has accepted it, unless the GPU has cancelled it because its sums were
+                                          aborted. Otherwise, `StepUndo` restores the state from before the step
  6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
                                           `build` lead to steps 7, 8 and 9
  7. membership.Membership                 forms the group once all living members ask to join it (`decide`), which they
                                           do in `Survivor.form`
  8. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt that starts
                                           from it (`claim_in_place`)
- 9. restore.hand_over                     sends that state to the ranks that lack it. train.loop then repeats the step
+ 9. restore.hand_over                     sends that state to the ranks that lack it. `build` then compares all ranks'
+                                          parameters. If they are equal, train.loop repeats the step. If they are not,
+                                          all ranks form another group, which returns to the newest copy
 
 After the repeated step, receipts.make_receipt records what the loss cost (train.reporter.Reporter.took_step).
 

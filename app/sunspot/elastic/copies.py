@@ -1,4 +1,4 @@
-"""Chooses the in-memory copy from which a worker group may start."""
+"""Chooses the live state or the in-memory copy from which a worker group may start."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

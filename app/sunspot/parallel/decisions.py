@@ -37,7 +37,7 @@ class StepActions(NamedTuple):
     restart: bool = False
     "Save and exit, so that Ray starts a new worker group."
     regroup: bool = False
-    "Form a new group of the current members, in the same processes."
+    "Form a new group in the same processes, because workers join or leave."
     profile: bool = False
     "Begin a profile, whose request rank 0 then broadcasts."
     busy: bool = False

@@ -1,9 +1,10 @@
 """The submitter: the command `sunspot` and the library below it, which need neither torch nor Ray.
 
-`sunspot submit` runs these steps, and `sunspot.client.submit` runs all of them except the first. `submit` in
-cluster/start.py calls the modules that turn the rendered manifest into a RayJob in the cluster.
+`sunspot submit` runs these steps, and `sunspot.client.submit` runs them without the first one and without waiting.
+`submit` in cluster/start.py calls the modules that turn the rendered manifest into a RayJob in the cluster.
 
     commands/submit.py         turns the command line into a JobRequest
+    cluster/placing.py         chooses the place, if the profile has places (render_in_place, submit_in_place)
     manifest/render.py         renders the manifest (render)
     cluster/preflight.py       checks the cluster and storage for problems (check)
     cluster/applied.py         gives the RayJob a new owner ID, and stores its manifest in an annotation (as_submission)

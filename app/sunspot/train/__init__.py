@@ -23,15 +23,19 @@ The modules are used in this order:
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------
  1. run.TrainingRun.batches        takes this worker's rows of the step from the loader (`data.order` assigns them)
- 2. worker.Worker.begin_step       begins to exchange the rows' IDs (AUDIT), and keeps what it needs to undo the step
+ 2. worker.Worker.begin_step       in survivor mode, begins to exchange the rows' IDs (AUDIT), and keeps what is needed
+                                   to undo the step
  3. run.TrainingRun.parts          splits the rows into parts that fit in memory (MICRO_BATCH_SIZE)
  4. loop.take_step                 runs the forward and backward pass of each part
- 5. parallel.gradients             averages the gradients over all workers, during the last backward pass
+ 5. parallel.data_parallel         averages the gradients over all workers (ddp), during the last backward pass
  6. worker.Worker.wait_before_change  is called by a hook of the optimizer. It waits until the previous state is copied
-                                   and, in survivor mode, until the gradients are known to be complete
+                                   and, in survivor mode, until the gradients are complete. On a GPU, a fused optimizer
+                                   does not wait: the GPU cancels its step if a sum was aborted (`parallel.sum_guard`)
  7. optimizer.step                 changes the parameters
- 8. worker.Worker.finish_step      counts the step, and gets from `parallel.decisions` what rank 0 decided after this
-                                   step or the previous one: to save, copy, report, stop, restart or form a new group
+ 8. worker.Worker.finish_step      counts the step, or counts it one step later if the GPU could still cancel it. It
+                                   gets from `parallel.decisions` what rank 0 decided after this step or the previous
+                                   one: to save, copy, report, stop, restart or form a new group. It also evaluates
+                                   after an epoch
  9. checkpoint.CheckpointManager.save  begins to copy the state if a copy or a checkpoint is due
 
 If a worker is lost in steps 2 to 8, a collective raises an error on the other workers, or `Worker` raises RegroupError.
@@ -45,7 +49,7 @@ In survivor mode, the step is then handled as follows (`survivor.abandon_step`, 
   under PARALLEL=fsdp, all workers return to the newest copy in memory or to the newest checkpoint.
 
 Under PARALLEL=hsdp, a worker has only its shard of the state, and gets it from a worker with the same shard. In step 6,
-the workers of a replica agree that all of them have complete gradients, so that their shards belong to the same step.
+all workers agree that their gradients are complete, so that their shards belong to the same step.
 
 In restart mode, all processes end, and the next group starts from the newest copy or checkpoint (`sunspot.elastic`).
 

@@ -111,7 +111,7 @@ class Step:
 class Worker:
     """A worker of a group. All kinds of training loops use the same few methods.
 
-    A loop calls `begin_step` before each step, `wait_before_change` before it changes parameters, and `finish_step`
+    `TrainingRun` calls `begin_step` before each step, `wait_before_change` before parameters change, and `finish_step`
     after each step. If the group ends during a step, `step_guard` undoes the step (`survivor.abandon_step`).
     """
 
