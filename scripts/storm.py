@@ -226,7 +226,7 @@ class Storm:
         return losses
 
     def _choose(self, members: list[psutil.Process], spared: psutil.Process | None) -> list[psutil.Process]:
-        """Return one or two members to kill. A worker with each shard of the state stays in the group."""
+        """Return one or two members to kill, or none if the other workers would then lack a shard of the state."""
         attempts = read_attempts(self._run)
         ranks = ranks_of(attempts[-1])
         stepped = receipts_of(self._run, self._process)[-1].attempt
@@ -239,7 +239,7 @@ class Storm:
 
 
 def ranks_of(attempt: Attempt) -> dict[int, int]:
-    """Return the rank of each process of an attempt, by process id."""
+    """Return the rank of each process of an attempt, keyed by process id."""
     return {int(name.rpartition("-")[2]): rank for rank, name in enumerate(attempt.metadata.processes)}
 
 

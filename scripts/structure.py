@@ -31,7 +31,7 @@ BUDGETS = {
     "adapters": 790,
     "baseline": 90,
     "checkpoint": 2580,
-    "data": 4060,
+    "data": 4070,
     "elastic": 2760,
     "machine": 250,
     "observe": 480,

@@ -29,9 +29,9 @@ SIGNED = r"""(?ix)
       | (\b(?:sig|signature|credential|security-token)\s*[=:]\s*)[^\s&,'"]+   # a signed request or URL
       | (\bauthorization['"]?\s*[=:]\s*b?['"]?)[^\n'"]+
       | (\bbearer\s+)[^\s'"]+"""
-"""Pattern of texts that are secret regardless of their value. The matching group before the secret is kept. The
-pattern is compiled on first use, because every command imports this module. Functions import what `--help` does not
-need."""
+"""Pattern of texts that are secret regardless of their value. The matching group before the secret is kept. Every
+command imports this module, so the pattern is compiled on first use. Imports that `--help` does not need are in
+functions."""
 
 
 class SunspotError(Exception):

@@ -167,7 +167,7 @@ def test_a_bug_in_the_task_ends_the_run_at_once_and_its_location_is_reported(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_while_it_waits_for_nodes_ends(program: Program, set_constants: SetConstants) -> None:
+def test_a_stop_request_ends_a_run_that_waits_for_nodes(program: Program, set_constants: SetConstants) -> None:
     set_constants("sunspot.train.group", NO_GROUP_S=0.2)
     set_constants("sunspot.run.outcome", DRIVER_CHECK_EVERY_S=0.2)
     run = the_run(program)

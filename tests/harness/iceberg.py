@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROOT = "s3://warehouse/table"
-"""The folder of the tables in their metadata. Tests read the tables as copies."""
+"""The folder of each table according to its metadata. The test tables are elsewhere, like copies of a table."""
 
 DATA_FILE = {
     "type": "record",
@@ -52,7 +52,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def data_file(path: str, content: int = 0, form: str = "PARQUET") -> bytes:
-    """Encode a record of DATA_FILE, whose last columns have values of every type that Iceberg uses."""
+    """Encode a record of DATA_FILE. Its last fields cover the types that its other fields do not use."""
     sizes = long(1) + long(-2) + long(16) + long(7) + long(-300) + long(0)
     numbers = long(3) + long(0) + struct.pack("<d", 0.5) + long(1) + struct.pack("<f", 0.5) + long(2) + b"\1" + long(0)
     return long(content) + text(f"{ROOT}/{path}") + text(form) + long(150) + sizes + b"ab" + numbers
@@ -70,7 +70,7 @@ def avro(schema: dict[str, Any], records: list[bytes], codec: str = "deflate") -
 
 
 def write_snapshot(table: Path, number: int, files: list[bytes], ids: dict[str, int], status: int = 1) -> None:
-    """Add a snapshot that consists of these data files, each in a manifest of its own, as the current one."""
+    """Add a snapshot of these data files, and make it the current one. Each data file has its own manifest."""
     folder = table / "metadata"
     folder.mkdir(parents=True, exist_ok=True)
     manifests = []

@@ -35,7 +35,7 @@ LAYOUTS = {
 
 SETTINGS: dict[str, Any] = {
     "task": "tests.tasks.double",
-    # The width is odd, so that the shards have different sizes, and a block has more than `MIN_BLOCK_PARAMETERS`.
+    # An odd width gives shards of different sizes. This one also gives blocks of more than `MIN_BLOCK_PARAMETERS`.
     "task_args": {"layers": 2, "width": 51, "heads": 3, "context": 16},
     "global_batch_size": 13,
     "max_steps": SAVED_AT + MORE_STEPS,

@@ -114,7 +114,7 @@ def test_the_workers_of_two_broken_replicas_continue_as_one_replica() -> None:
 
 @pytest.mark.parametrize("steps", [(6, 5, 5), (5, 6, 6)])
 def test_the_members_that_continue_hold_all_shards_of_the_same_step(steps: tuple[int, ...]) -> None:
-    """Otherwise, nobody could continue, because the shards of two steps are no state."""
+    """Otherwise, nobody could continue, because shards of different steps do not form a state."""
     membership = Membership(4, DEGREE)
     for uid in ("a1", "a2", "a3", "a4"):
         membership.enter(Member(uid, "a"))

@@ -123,7 +123,7 @@ def test_help_and_usage_errors_import_no_heavy_library(words: list[str]) -> None
     assert not imported_by(*words, code=0 if "--help" in words else 2) & {*HEAVY, "torch", "ray", "numpy"}
 
 
-def test_the_list_of_commands_imports_no_module_for_errors() -> None:
+def test_help_imports_no_modules_that_only_errors_need() -> None:
     assert not imported_by("--help", code=0) & {"difflib", "logging", "traceback", "urllib"}
 
 

@@ -98,13 +98,15 @@ def train(model: nn.Module, take_step: Callable[[nn.Module, list[torch.Tensor]],
 
 
 @pytest.mark.parametrize("take_step", [step_once, call_twice, accumulate, discard_pass, evaluate_between])
-def test_graphs_change_no_weight_and_no_buffer(take_step: Callable[[nn.Module, list[torch.Tensor]], None]) -> None:
+def test_training_with_graphs_gives_the_same_weights_and_buffers(
+    take_step: Callable[[nn.Module, list[torch.Tensor]], None],
+) -> None:
     model = Mlp()
     expected = train(copy.deepcopy(model), take_step)
     graphs = FakeGraphs()
     model.forward = GraphedForward(model, graphs)  # type: ignore[method-assign]
     state = train(model, take_step)
-    assert graphs.replays > 2  # one of them compares the graph
+    assert graphs.replays > 2  # one replay compares the graph with a normal pass
     for name, value in expected.items():
         assert torch.equal(state[name], value), name
 
@@ -118,7 +120,7 @@ def test_a_graph_with_wrong_gradients_is_not_used(fault: float, capsys: pytest.C
     state = train(model, step_once)
     assert graphs.replays == 1
     assert all(torch.equal(state[name], value) for name, value in expected.items())
-    assert "graph of the model for inputs of 6x4: none, because its results differ" in capsys.readouterr().out
+    assert "graph of the model for inputs of shape 6x4: not used, because its results differ" in capsys.readouterr().out
 
 
 def test_a_model_that_cannot_be_captured_trains_without_a_graph(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,8 +131,8 @@ def test_a_model_that_cannot_be_captured_trains_without_a_graph(capsys: pytest.C
     model.forward = GraphedForward(model, fail)  # type: ignore[method-assign]
     train(model, step_once)
     assert capsys.readouterr().out == (
-        "graph of the model for inputs of 6x4: none, because capturing it failed: operation not permitted when stream "
-        "is capturing\n"
+        "CUDA graph of the model for inputs of shape 6x4: not used, because its capture failed: operation not "
+        "permitted when stream is capturing\n"
     )
 
 
@@ -141,7 +143,7 @@ def test_a_model_with_hooks_gets_no_graph(capsys: pytest.CaptureFixture[str]) ->
     model.forward = GraphedForward(model, graphs)  # type: ignore[method-assign]
     train(model, step_once)
     assert not graphs.replays
-    assert "its modules have hooks" in capsys.readouterr().out
+    assert "the model has hooks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -153,13 +155,13 @@ def test_a_model_with_hooks_gets_no_graph(capsys: pytest.CaptureFixture[str]) ->
         (Settings(graph="auto", recompute="blocks"), "cuda", "SUNSPOT_RECOMPUTE=blocks runs blocks again"),
     ],
 )
-def test_the_reason_for_no_graphs_is_printed(
+def test_the_reason_why_no_graphs_are_used_is_printed(
     settings: Settings, device: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Mlp()
     use_graphs(model, settings, torch.device(device))
     assert not isinstance(model.forward, GraphedForward)
-    assert f"SUNSPOT_GRAPH=auto: no graphs, because {reason}" in capsys.readouterr().out
+    assert f"SUNSPOT_GRAPH=auto: CUDA graphs are not used, because {reason}" in capsys.readouterr().out
 
 
 def test_a_model_on_a_gpu_gets_graphs() -> None:

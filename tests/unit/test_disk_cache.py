@@ -1,4 +1,4 @@
-"""Tests for the cache on the node's disk: what is read from a bucket again, its limit, and faults of the disk."""
+"""Tests for the cache on the node's disk: repeated reads, use by several processes, the size limit, and disk faults."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_images_in_folders_are_cached(s3_bucket: str, s3_proxy: FaultProxy, cach
 
 
 @pytest.mark.parametrize("scheme", CLOUDS)
-def test_every_cloud_names_the_version_of_a_file(
+def test_files_in_the_buckets_of_every_cloud_are_cached(
     scheme: str, request: pytest.FixtureRequest, cache_folder: Path
 ) -> None:
     url = f"{scheme}://{request.getfixturevalue(BUCKETS[scheme])}"
@@ -149,7 +149,9 @@ def test_errors_of_the_bucket_are_raised_and_nothing_incomplete_is_kept(
     assert read_epoch(url, s3_proxy).labels == [0, 1, 2]
 
 
-def test_the_rest_of_a_file_that_was_cut_is_not_kept(s3_bucket: str, s3_proxy: FaultProxy, cache_folder: Path) -> None:
+def test_a_file_that_is_truncated_while_it_is_open_is_not_cached(
+    s3_bucket: str, s3_proxy: FaultProxy, cache_folder: Path
+) -> None:
     url = f"s3://{s3_bucket}"
     put_digits(url, [0, 1, 2])
     content = open_storage(url).read("digits/0.parquet")
@@ -162,7 +164,7 @@ def test_the_rest_of_a_file_that_was_cut_is_not_kept(s3_bucket: str, s3_proxy: F
     assert read_epoch(url, s3_proxy).labels == [0, 1, 2]
 
 
-def test_a_file_that_is_not_a_table_is_reported_as_without_a_cache(
+def test_the_cache_does_not_change_the_error_for_an_invalid_file(
     s3_bucket: str, s3_proxy: FaultProxy, cache_folder: Path
 ) -> None:
     open_storage(f"s3://{s3_bucket}").write("digits/0.parquet", b"no table")
@@ -209,7 +211,7 @@ def test_processes_that_need_the_same_entry_read_it_once(tmp_path: Path) -> None
     assert int((tmp_path / "size").read_text()) == used(tmp_path) == 6 * ON_DISK
 
 
-def test_a_process_waits_only_so_long_for_another_one(
+def test_a_process_waits_for_another_one_only_until_a_timeout(
     tmp_path: Path, set_constants: SetConstants, warned: list[str]
 ) -> None:
     set_constants(disk_cache, WAIT_S=0.05)
@@ -302,7 +304,7 @@ def test_a_full_disk_stops_additions_with_one_warning(tmp_path: Path, warned: li
     cache = DiskCache(str(tmp_path), limit=1 << 20)
     bucket.read(cache, "a")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # like a full disk, a write fails half-way
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # as on a full disk, a write fails halfway
     try:
         for name in ("b", "b", "c"):
             assert bucket.read(cache, name) == CONTENT

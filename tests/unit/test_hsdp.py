@@ -47,7 +47,7 @@ def test_three_replicas_train_the_same_weights_as_one_worker(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_gradients_sent_in_bf16_are_rounded_as_much_as_in_other_layouts(tmp_path: Path) -> None:
+def test_hsdp_rounds_bf16_gradients_as_much_as_other_layouts(tmp_path: Path) -> None:
     exact = train_ranks(tmp_path / "exact", 1, **GPT)
     layouts: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {}, "hsdp": {"shard_degree": 2}}
     apart = {}
@@ -71,7 +71,7 @@ def test_torchs_own_clipping_raises_an_error_instead_of_using_a_wrong_norm(tmp_p
 
 
 class TwoBlocks(nn.Module):
-    """A model with two blocks (`MIN_BLOCK_PARAMETERS`), and a head that belongs to the root."""
+    """A model with two blocks of more than `MIN_BLOCK_PARAMETERS`, and a head that belongs to the root module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests for Iceberg tables: the files of a snapshot, and everything that makes Parquet files alone insufficient."""
+"""Tests for Iceberg tables: the files of a snapshot, and tables that cannot be read from Parquet files alone."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_a_table_gives_the_same_rows_in_the_same_row_groups_as_parquet(tmp_path:
     for name, values in everything(table).items():
         np.testing.assert_array_equal(values, expected[name])
     assert table.notes == (
-        f"{tmp_path}/table: reads snapshot 13; if the table changes, resume with SUNSPOT_DATASET={tmp_path}/table@13",
+        f"{tmp_path}/table: reading snapshot 13; if the table changes, resume with SUNSPOT_DATASET={tmp_path}/table@13",
     )
 
 
-def test_a_later_snapshot_is_other_data_and_the_earlier_one_can_still_be_read(tmp_path: Path) -> None:
+def test_a_later_snapshot_counts_as_different_data_and_earlier_ones_stay_readable(tmp_path: Path) -> None:
     table = tmp_path / "table"
     before = open_images(write_iceberg(table, image_rows(40), 2))
     files = [data_file("data/000.parquet"), data_file("data/001.parquet")]
@@ -78,17 +78,17 @@ def write_again(table: Path) -> None:
     [
         (add_file(1, "PARQUET"), ["has delete files", "data/x", "rewrite_data_files", "remove-dangling-deletes=true"]),
         (add_file(1, "PUFFIN"), ["has delete files"]),
-        (add_file(0, "ORC"), ["other formats than Parquet"]),
+        (add_file(0, "ORC"), ["formats other than Parquet"]),
         (lambda table: write_snapshot(table, 20, [], IDS), ["has no rows"]),
-        (lambda table: replace_state(table, **{"current-snapshot-id": -1}), ["has no snapshot -1, but 12"]),
+        (lambda table: replace_state(table, **{"current-snapshot-id": -1}), ["has no snapshot -1 (available: 12"]),
         (lambda table: replace_state(table, location="s3://other/table"), ["is outside its Iceberg table's folder"]),
         (lambda table: replace_state(table, snapshots=3), ["does not describe an Iceberg table"]),
-        (write_again, ["00000-other.metadata.json", "only one can be current"]),
+        (write_again, ["00000-other.metadata.json", "only one of these can be current"]),
         (lambda table: (table / "metadata" / "snap-12.avro").write_bytes(b"Obj"), ["snap-12.avro is damaged"]),
         (lambda table: (table / "metadata" / "12-m0.avro").unlink(), ["12-m0.avro was not found"]),
     ],
 )
-def test_a_table_whose_rows_are_not_those_of_its_parquet_files_is_rejected(
+def test_a_table_that_cannot_be_read_from_its_parquet_files_alone_is_rejected(
     change: Callable[[Path], object], faults: list[str], tmp_path: Path
 ) -> None:
     table = tmp_path / "table"
@@ -114,7 +114,7 @@ def test_avro_values_of_every_type_are_decoded(codec: str) -> None:
     }
     assert second == first | {"content": 1, "file_path": f"{ROOT}/b"}
     for wrong in (avro(DATA_FILE, [], "snappy"), content[:-16] + b"x" * 16):
-        with refusal(DataError, "file is damaged, or not Avro with codec null or deflate"):
+        with refusal(DataError, "file is damaged, or is not an Avro file with the codec null or deflate"):
             read_avro(wrong, "file")
 
 
@@ -127,17 +127,17 @@ def test_a_damaged_manifest_is_rejected(kept: int, tmp_path: Path) -> None:
         find_snapshot(str(tmp_path / "table"))
 
 
-def test_a_file_with_another_column_of_the_same_name_is_rejected(tmp_path: Path) -> None:
+def test_a_file_with_a_different_column_of_the_same_name_is_rejected(tmp_path: Path) -> None:
     write_iceberg(tmp_path / "table", image_rows(40), 2)
     files = [data_file("data/000.parquet"), data_file("data/001.parquet")]
     write_snapshot(tmp_path / "table", 20, files, IDS | {"size": 4})
     settings = Settings(dataset=str(tmp_path / "table"))
     assert open_table(settings, {"label": Column("int64")})[0].row_groups == (20, 20)
-    with refusal(DataError, "000.parquet: size was another column", "rewrite-all=true"):
+    with refusal(DataError, "000.parquet: size was a different column", "rewrite-all=true"):
         open_table(settings, {"size": Column()})
 
 
-def test_a_folder_called_metadata_alone_is_no_table(tmp_path: Path) -> None:
+def test_a_folder_called_metadata_does_not_make_an_iceberg_table(tmp_path: Path) -> None:
     (tmp_path / "metadata").mkdir()
     pq.write_table(pa.table({"x": [1.0]}), tmp_path / "a.parquet")
     assert find_snapshot(str(tmp_path)) is None

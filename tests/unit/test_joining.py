@@ -138,7 +138,7 @@ def test_a_process_joins_a_new_group_after_an_error_that_ended_only_its_group(
     assert survivor.write_outputs.called is (raised is RegroupError)
 
 
-def test_the_end_of_a_replacement_is_not_recorded_if_it_has_not_trained(run: Run) -> None:
+def test_an_error_in_a_replacement_that_has_not_trained_is_not_recorded(run: Run) -> None:
     control = LocalControl()
     setup: Any = SimpleNamespace(survivor=survivor_that(replaces=True), place=PLACE, run=run, control=control)
     joining.record_end(SunspotError("the rows take 40 GB, and 12 GB are left there"), setup)

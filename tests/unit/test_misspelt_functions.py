@@ -14,7 +14,7 @@ NAMES = (f"task_with_names_{number}" for number in itertools.count())
 
 
 def describe(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> list[str]:
-    """Return the warnings for a small task that also has this text."""
+    """Return the warnings for a small task whose source also contains this text."""
     name = next(NAMES)
     (folder / f"{name}.py").write_text(f"from tests.tasks.tiny import build_model, loss\n{text}\n")
     monkeypatch.syspath_prepend(folder)

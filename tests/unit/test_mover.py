@@ -49,7 +49,7 @@ def quick(set_constants: SetConstants) -> None:
 
 @pytest.fixture
 def trains_in_east(clusters: dict[str, FakeCluster], sunspot: Command, profile: str) -> str:
-    """Start a run that has one of its two workers left. Return its owner."""
+    """Start a run that has lost one of its two workers, and return its owner."""
     assert submit(sunspot, profile, "--place", "east", "--set", "EPOCHS=7") == 0, sunspot.err
     [name] = clusters["east"].jobs
     clusters["east"].set_status(name, "Running", "RUNNING")
@@ -111,9 +111,7 @@ def test_wait_moves_a_run_that_lost_workers_and_follows_it_to_its_end(
     assert "run: moving to west, the cheapest place (6.00 an hour) that can provide 90% of the nodes" in sunspot.err
 
 
-def test_wait_finds_the_cluster_in_which_a_run_is(
-    clusters: dict[str, FakeCluster], sunspot: Command, profile: str
-) -> None:
+def test_wait_finds_the_cluster_of_a_run(clusters: dict[str, FakeCluster], sunspot: Command, profile: str) -> None:
     access, mover = RunAccess(sunspot.run, connect()), Mover(profile)
     found = [mover.find(access).cluster]
     record_submission(sunspot.run, SubmissionRecord("run-1", place="west"))
@@ -126,7 +124,7 @@ def test_wait_finds_the_cluster_in_which_a_run_is(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_whose_move_fails_stays_and_does_not_try_the_same_place_at_once(
+def test_a_run_whose_move_failed_stays_and_avoids_the_same_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reconciler = Reconciler(connect("east"), sunspot.run.storage.locate(""), lambda *words: None, Mover(profile))
@@ -152,7 +150,7 @@ def test_a_run_whose_move_fails_stays_and_does_not_try_the_same_place_at_once(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_whose_head_is_given_up_starts_again_in_a_better_place(
+def test_a_run_whose_head_was_abandoned_starts_again_in_a_better_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str, set_constants: SetConstants
 ) -> None:
     set_constants("sunspot.run.status", SILENT_AFTER_S=0.0)
@@ -251,13 +249,13 @@ FAILED = {
         "its RayJob is gone",
     ],
 )
-def test_only_a_run_that_can_be_better_off_elsewhere_is_considered(
+def test_only_a_run_that_could_be_better_off_elsewhere_may_move(
     job: dict[str, Any] | None, status: Status | None, expected: bool
 ) -> None:
     assert may_consider(snapshot(job, status), NOW) is expected
 
 
-def test_a_run_that_its_user_has_stopped_or_that_storage_hides_is_not_considered() -> None:
+def test_a_run_may_not_move_after_a_stop_request_or_while_storage_fails() -> None:
     alive = status_of("run-1", 5)
 
     assert not may_consider(snapshot(JOB, alive, summary=RunSummary(stop_requested=True)), NOW)
@@ -269,7 +267,7 @@ def with_request(text: str | None) -> dict[str, Any]:
     return {**job, "metadata": {**job["metadata"], "annotations": {} if text is None else {REQUEST: text}}}
 
 
-def test_a_request_does_not_choose_its_profile_place_or_namespace() -> None:
+def test_a_request_cannot_choose_a_profile_or_a_place_or_a_namespace() -> None:
     options = {"image": "mine:1", "queue": None, "generation": 2, "code": None, "settings": {"SUNSPOT_EPOCHS": "7"}}
     text = json.dumps({**options, "profile": "other", "place": "east", "namespace": "kube-system", "cluster": "x"})
     request = read_request(job_view(with_request(text)), "mine.yaml")
@@ -285,12 +283,12 @@ def test_a_damaged_request_is_refused(text: str) -> None:
         read_request(job_view(with_request(text)), "mine.yaml")
 
 
-def test_runs_without_a_request_and_of_gitops_tools_are_not_moved() -> None:
+def test_a_run_without_a_request_or_from_a_gitops_tool_is_not_moved() -> None:
     assert read_request(job_view(with_request(None)), "mine.yaml") is None
     assert read_request(job_view(kept(with_request("{}"))), "mine.yaml") is None
 
 
-# --------------------------------------------------------------------------------------------------- a late RayJob
+# ------------------------------------------------------------------------------- a RayJob that starts too late
 
 
 EAST, WEST = Owner("run-1", "a", "sunspot", "0", "east"), Owner("run-1", "b", "sunspot", "1", "west")

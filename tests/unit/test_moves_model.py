@@ -1,4 +1,4 @@
-"""A model of a run that moves between two clusters. No order of answers, failures and come-backs gives it two owners.
+"""A model of a run that moves between two clusters, which fail and recover in any order. It never has two owners.
 
 Hypothesis chooses when pods start, drivers act and die, clusters and the bucket stop answering, and the mover acts. The
 drivers and the mover use the real code for handovers, claims, records of submissions, sightings and the choice of a
@@ -61,7 +61,7 @@ class Job:
     owner: Owner
     moves_from: str
     number: int
-    "The number of the submission, in order."
+    "The number of the submission, counted from 1."
     phase: str = "pending"
     "One of pending, waiting (its workers are ready, but have not claimed the run), training and ended."
     attempt: Attempt | None = None
@@ -82,7 +82,7 @@ class Moves(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         type(self).histories += 1
-        attempts_module._read_version.cache_clear()  # each model has the same run location
+        attempts_module._read_version.cache_clear()  # all models have the same run location
         self.storage = ClockedStorage()
         self.clock = patch("time.time", lambda: self.storage.now)
         self.clock.start()
@@ -159,7 +159,7 @@ class Moves(RuleBasedStateMachine):
         self.saved[name] = list(job.state)
         return name
 
-    # ------------------------------------------------------------------------------------------------ the outside
+    # -------------------------------------------------------------------------------------------- the environment
 
     @rule(seconds=st.sampled_from([1, 10, 60, 1000]))
     def time_passes(self, seconds: int) -> None:

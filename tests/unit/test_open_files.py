@@ -1,4 +1,4 @@
-"""Tests of raising the limit on open files, each in a process of its own, because hard limits cannot be raised."""
+"""Tests of raising the limit on open files. Each test lowers the limits of its own process, which is irreversible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def limited() -> Iterator[Executor]:
 
 
 def limits_with(workers: int) -> tuple[int, int]:
-    """Return the limits after enough files were allowed for a driver of this many workers."""
+    """Allow enough open files for a driver of this many workers, and return the limits."""
     allow_open_files("the driver", 3, workers)
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
@@ -36,7 +36,7 @@ def test_the_soft_limit_is_raised_only_if_a_group_needs_more(limited: Executor) 
     assert limited.submit(limits_with, enough + 1).result() == (HARD, HARD)
 
 
-def test_a_hard_limit_that_is_too_low_is_refused_with_the_number_of_workers_that_it_allows(limited: Executor) -> None:
+def test_the_error_about_a_low_hard_limit_says_how_many_workers_it_allows(limited: Executor) -> None:
     with pytest.raises(SettingsError, match="1,249 workers, the driver needs 4,003 open files") as refused:
         limited.submit(limits_with, 1249).result()
     assert "is 4,000 (`ulimit -Hn`)" in str(refused.value)

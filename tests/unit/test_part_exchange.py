@@ -134,7 +134,7 @@ def test_losing_a_neighbor_ends_the_exchange_but_keeps_existing_copies(tmp_path:
     assert in_processes(tmp_path, 3, act) == ["ended", "died", "ended"]
 
 
-def test_a_group_that_lives_on_makes_no_copies_after_a_failed_exchange(
+def test_a_group_that_continues_makes_no_copies_after_a_failed_exchange(
     group: dist.ProcessGroup, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     set_constants(sunspot.checkpoint.memory_files, SHARED_MEMORY=tmp_path)

@@ -163,7 +163,7 @@ def test_a_run_avoids_a_place_in_which_another_run_found_no_nodes(
     assert jobs(clusters) == {"east": 0, "west": 1}
 
 
-def test_a_run_with_a_state_counts_the_traffic_of_its_checkpoints(
+def test_a_run_with_a_checkpoint_avoids_a_place_with_expensive_traffic(
     clusters: dict[str, FakeCluster], sunspot: Command, tmp_path: Path
 ) -> None:
     path = tmp_path / "far.yaml"

@@ -717,7 +717,7 @@ def test_replicas_of_the_model_fill_whole_nodes(workers: str, degree: str, pods:
     explained = {value.name: (value.value, value.source) for value in rendered.derived}
     assert explained["replicas of the model"] == (said, "SUNSPOT_SHARD_DEGREE workers hold one replica")
     assert explained["SUNSPOT_SHARD_DEGREE"][1] == (
-        "given" if degree else "the workers of one pod, which has a node's GPUs"
+        "given" if degree else "the number of workers in a pod, which has all GPUs of a node"
     )
 
 

@@ -162,7 +162,7 @@ def test_a_run_that_cannot_be_scaled_or_an_invalid_number_is_rejected(
     assert read_scale(run) is None
 
 
-def test_a_number_of_workers_that_fills_no_whole_replicas_is_refused(run: Run, sunspot: Command) -> None:
+def test_a_number_of_workers_that_would_split_a_replica_is_refused(run: Run, sunspot: Command) -> None:
     begin(run)
     settings = {"SUNSPOT_NUM_WORKERS": "2..8", "SUNSPOT_PARALLEL": "hsdp", "SUNSPOT_SHARD_DEGREE": "2"}
     start(run, "host-1-abc", world_size=4, settings=settings)

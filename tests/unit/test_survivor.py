@@ -45,7 +45,7 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
         return Survivor(address, limit_s)
 
 
-def test_a_process_has_its_own_state_until_it_loads_a_newer_one() -> None:
+def test_a_process_keeps_its_own_state_until_it_loads_a_newer_one() -> None:
     """Until then, the group can return to the older state. While the process loads, it has neither of them."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor.kept = BEHIND, StateMetadata({}, 0.0, ())
@@ -73,7 +73,7 @@ def test_no_worker_gives_up_its_shard_before_all_have_received_a_newer_one(tmp_p
 
 
 def test_the_loss_of_the_sender_ends_the_transfer_of_a_large_tensor_at_once(tmp_path: Path) -> None:
-    """Gloo would wait until the timeout for the rest of a tensor of which a part has arrived."""
+    """Gloo alone would wait until the timeout for the rest of a tensor that has arrived in part."""
     took_s = tmp_path / "took_s"
 
     def act(group: Any) -> None:

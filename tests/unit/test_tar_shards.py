@@ -1,4 +1,4 @@
-"""Tests for tar shards in the layout of WebDataset: their index, their rows, and the order of both loaders."""
+"""Tests for tar shards in WebDataset's layout: their index, their rows, and the order in both loaders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_columns(location: str | Path, **columns: Column) -> TableSource:
 
 
 def put_samples(folder: Path, *members: tuple[str, Any], rows: int = 2) -> Path:
-    """Write a shard, whose members' names begin with the number of a sample, and its index."""
+    """Write a shard with these members, or with this many images of label 1, and its index."""
     folder.mkdir(exist_ok=True)
     given = members or [
         (f"{row}.{suffix}", each) for row in range(rows) for suffix, each in (("png", PNG), ("cls", b"1"))
@@ -51,7 +51,7 @@ def put_samples(folder: Path, *members: tuple[str, Any], rows: int = 2) -> Path:
 
 
 def streamed(source: Source, step: int, workers: int) -> list[list[int]]:
-    """Return the labels that LOADER=ray gives to each worker from a step on."""
+    """Return the row numbers and sizes that LOADER=ray gives to each worker from a step on."""
     steps = Steps(rows_in(source), 16)
     order = run_order("ray", source.row_groups, 7)
     streams: list[list[int]] = [[] for _ in range(workers)]
@@ -133,11 +133,11 @@ def test_each_file_of_a_sample_is_a_column(tmp_path: Path) -> None:
 
 def test_columns_whose_values_differ_in_type_are_left_out_with_a_warning(tmp_path: Path, warned: list[str]) -> None:
     put_samples(tmp_path, ("0.json", b'{"x": 1, "y": 1}'), ("1.json", b'{"x": "one", "y": 2}'))
-    assert any("the column x is left out" in text for text in warned)
+    assert any("the column x is omitted" in text for text in warned)
     assert everything(open_columns(tmp_path, y=Column()))["y"].tolist() == [1, 2]
 
 
-def test_a_sample_without_a_label_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_label_names_the_sample(tmp_path: Path) -> None:
     put_samples(tmp_path, ("0.png", PNG), ("0.cls", b"1"), ("lost.png", PNG))
     with refusal(DataError, "a.tar, sample lost: label is null"):
         open_images(tmp_path)
@@ -174,7 +174,7 @@ def test_an_incomplete_shard_is_rejected(kept: int, tmp_path: Path) -> None:
         main(["--from", "tar", str(tmp_path)])
 
 
-def test_rows_behind_the_end_of_a_shard_are_not_lost(tmp_path: Path) -> None:
+def test_a_shard_that_contains_a_second_archive_is_rejected(tmp_path: Path) -> None:
     path = put_samples(tmp_path) / "a.tar"
     path.write_bytes(path.read_bytes() * 2)
     with refusal(DataError, "another tar file follows"):
@@ -213,7 +213,7 @@ def test_a_shard_that_was_rewritten_with_the_same_size_is_noticed(tmp_path: Path
     assert open_images(tmp_path).fingerprint != before
 
 
-def test_a_new_index_of_the_same_shard_is_the_same_data(tmp_path: Path) -> None:
+def test_indexing_a_shard_again_does_not_change_the_data(tmp_path: Path) -> None:
     before = open_images(put_samples(tmp_path)).fingerprint
     index = tmp_path / "a.tar.index"
     pq.write_table(pq.read_table(index), index, use_dictionary=False)
@@ -222,7 +222,7 @@ def test_a_new_index_of_the_same_shard_is_the_same_data(tmp_path: Path) -> None:
     assert open_images(tmp_path.with_name("copy")).fingerprint == before
 
 
-def test_indexed_shards_come_before_tables_about_them(tmp_path: Path) -> None:
+def test_indexed_shards_take_precedence_over_parquet_files_beside_them(tmp_path: Path) -> None:
     """img2dataset writes a Parquet file and statistics beside each tar file."""
     put_samples(tmp_path)
     pq.write_table(pa.table({"url": ["x"]}), tmp_path / "a.parquet")

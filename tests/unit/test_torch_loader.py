@@ -88,7 +88,7 @@ def test_a_thread_takes_the_next_batch_while_the_caller_works_on_the_previous_on
     assert not threads[0].is_alive()
 
 
-def test_the_thread_ends_with_the_rows_or_if_no_more_batches_are_wanted() -> None:
+def test_the_thread_ends_after_the_last_batch_or_when_its_caller_stops() -> None:
     threads = set(threading.enumerate())
     batch = {"row": torch.tensor([0])}
     assert list(prefetch(iter([batch, batch]), torch.device("cpu"))) == [batch, batch]

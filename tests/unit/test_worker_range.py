@@ -51,18 +51,18 @@ def test_a_replica_fills_a_node_unless_shard_degree_is_set(
         ("4", 8, [], r"such as 8, or set a different SUNSPOT_SHARD_DEGREE"),
         ("4", 0, [4, 2, 2], r"different numbers of workers \(2, 4\); set SUNSPOT_SHARD_DEGREE"),
         ("4", 0, [], r"no node has room for a worker yet; set SUNSPOT_SHARD_DEGREE"),
-        ("4", 0, [1, 1, 1, 1], r"each node has room for 1 worker, so each .* even on several nodes, or .*=ddp"),
+        ("4", 0, [1, 1, 1, 1], r"each node has room for 1 worker, so each .* can span several nodes, or .*=ddp"),
         ("1..4", 0, [4], r"NUM_WORKERS=1\.\.4 allows a single worker, so each worker would hold the whole model"),
     ],
 )
-def test_workers_that_cannot_form_whole_replicas_are_refused_with_the_fix(
+def test_the_error_for_incomplete_replicas_says_how_to_fix_it(
     workers: str, given: int, rooms: list[int], said: str
 ) -> None:
     with pytest.raises(SettingsError, match=said):
         choose_shard_degree(parse_workers(workers), given, rooms)
 
 
-def test_a_number_of_workers_that_is_no_multiple_of_shard_degree_is_an_invalid_setting() -> None:
+def test_num_workers_must_be_a_multiple_of_shard_degree() -> None:
     given = {"PARALLEL": "hsdp", "SHARD_DEGREE": "4", "NUM_WORKERS": "6"}
     with pytest.raises(
         SettingsError, match=r"2 problems in the settings:\n  SUNSPOT_NUM_WORKERS=6: .*\n  SUNSPOT_TASKS"

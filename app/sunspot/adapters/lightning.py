@@ -33,7 +33,7 @@ UNREAD_SETTINGS = {
     **unread_without_defaults(("build_optimizer", "schedule")),
     "parallel": "has a LightningModule, which is never sharded; set it to ddp",
     "compile": "has a LightningModule, which is never compiled; set it to off, and use torch.compile in build_module",
-    "graph": "has a LightningModule, whose passes are never captured; set it to off",
+    "graph": "has a LightningModule, which is never captured in CUDA graphs; set it to off",
 }
 """The reasons why settings do not work with a LightningModule, keyed by setting."""
 

@@ -61,7 +61,7 @@ class PartExchange:
         self.cost_s = 0.0
         "Seconds for which the newest transfer delayed training."
         self._failure = ""
-        "The error that has ended the exchange. The next group creates another one."
+        "The error that ended the exchange, or an empty string. The next group creates a new exchange."
         memory.expect_copies(2 * (nodes.count(here) + kept))  # the newest and the next copy of each part
 
     def agree_to_copy(self, has_slot: bool) -> bool:

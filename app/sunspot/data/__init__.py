@@ -7,10 +7,10 @@ rows by row group.
 `find_sources` calls `table.open_table` for other columns, `packing.open_packed` for lists of tokens or
 `text.open_text` for bytes of text. `torch_dataset.open_datasets` calls a task's `build_dataset`.
 
-3. `dataset_files.list_files` lists a dataset's files on disk or in a bucket, and `disk_cache.DiskCache` keeps what is
-read from a bucket on the node's disk. `table_files.open_table_file` opens a file of any supported format, and
-`columns.Column` converts its values to arrays. `labels` numbers the classes. For tar files, `tar_index` has written an
-index before. `iceberg.find_snapshot` lists the files of an Iceberg table instead.
+3. `dataset_files.list_files` lists a dataset's files on disk or in a bucket. For an Iceberg table,
+`iceberg.find_snapshot` lists the files instead. `disk_cache.DiskCache` caches data from buckets on the node's disk.
+`table_files.open_table_file` opens a file of any supported format. Tar files need an index, which `tar_index` writes.
+`columns.Column` converts a file's values to arrays. `labels` numbers the classes.
 
 4. `held_out.hold_out` holds out rows if TEST_SHARE is set. `mixed_source.open_mixture` does the same as 1 to 4 for each
 source of a mixture, and joins them.

@@ -1,6 +1,6 @@
-"""Reads Avro object container files, in which Iceberg lists its files (Avro 1.12 specification).
+"""Reads Avro object container files, in which an Iceberg table lists its data files (Avro 1.12 specification).
 
-Types that these lists do not contain are not supported: enums, maps, and references to named types.
+Enums, maps, and references to named types are not supported, because Iceberg's lists do not contain them.
 """
 
 import io
@@ -16,19 +16,19 @@ from sunspot.errors import DataError, shorten
 MAGIC_BYTES = 4
 
 SYNC_BYTES = 16
-"""Size of the marker that follows the header and each block."""
+"""Size in bytes of the sync marker that follows the header and each block."""
 
 CODECS: dict[bytes, Callable[[bytes], bytes]] = {
     b"null": bytes,
     b"deflate": partial(zlib.decompress, wbits=-zlib.MAX_WBITS),
 }
-"""The function that decompresses a block, keyed by codec. Iceberg uses deflate unless a table sets another codec."""
+"""Functions that decompress a block, keyed by codec. Iceberg uses deflate unless a table sets another codec."""
 
 FORMATS = {"boolean": "?", "float": "<f", "double": "<d"}
 """The `struct` formats of primitive types with a fixed size."""
 
 ITEM = {"type": "record", "fields": [{"name": "key", "type": "string"}, {"name": "value", "type": "bytes"}]}
-"""Schema of an item of a header's metadata, a map. Avro encodes a map like an array of its items."""
+"""Schema of an entry in the header's metadata. The metadata is a map, which Avro encodes like an array of entries."""
 
 
 def read_avro(content: bytes, path: str) -> list[Any]:
@@ -46,14 +46,16 @@ def read_avro(content: bytes, path: str) -> list[Any]:
             block = io.BytesIO(decompress(_take(file, _read_long(file))))
             values += [_decode(block, schema) for _ in range(count)]
             if _take(file, SYNC_BYTES) != sync:
-                raise ValueError("a block does not end with the file's marker")
+                raise ValueError("a block does not end with the file's sync marker")
         return values
     except (ValueError, LookupError, TypeError, zlib.error) as error:
-        raise DataError(f"{path} is damaged, or not Avro with codec null or deflate: {shorten(error)}") from error
+        raise DataError(
+            f"{path} is damaged, or is not an Avro file with the codec null or deflate: {shorten(error)}"
+        ) from error
 
 
 def _decode(file: BinaryIO, schema: Any) -> Any:
-    """Return the next value, given its schema in JSON."""
+    """Return the next value. `schema` is its Avro schema, parsed from JSON."""
     if isinstance(schema, list):
         return _decode(file, schema[_read_long(file)])
     if isinstance(schema, str):
@@ -90,7 +92,7 @@ def _read_plain(file: BinaryIO, name: str) -> Any:
 
 
 def _read_long(file: BinaryIO) -> int:
-    """Return an integer, stored in groups of seven bits from the lowest to the highest. The lowest bit is the sign."""
+    """Return the next integer. Its bits are stored in groups of seven, lowest first, and the lowest bit is the sign."""
     bits = shift = 0
     byte = 0x80
     while byte & 0x80:

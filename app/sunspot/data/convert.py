@@ -1,4 +1,4 @@
-"""Writes a dataset as Parquet that is fast to read, or an index of tar files (`python -m sunspot.data.convert`)."""
+"""Writes a dataset as Parquet that is fast to read, or indexes tar files (`python -m sunspot.data.convert`)."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ FILE_BYTES = 256 << 20
 """Largest number of bytes of pixels in a file. Larger datasets get several files."""
 
 DESCRIPTION = """\
-Write a dataset as Parquet that is fast to read, or an index for tar files, which then need no conversion.
+Write a dataset as Parquet that is fast to read, or index tar files, which then need no conversion.
 
     --from mnist [--data-root DIR] OUT            OUT/train/*.parquet and OUT/test/*.parquet
     --from imagefolder --root DIR [--size N] OUT  one folder of images per class; if DIR contains train and test
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--size", type=int, default=USUAL_SIDE, help="imagefolder: image height and width (default: %(default)s)"
     )
     parser.add_argument(
-        "out", metavar="OUT", help="a local directory that does not exist yet; tar: the folder of the files"
+        "out", metavar="OUT", help="a local directory that does not exist yet; tar: the folder with the tar files"
     )
     given = parser.parse_args(arguments)
     print_logs()

@@ -47,7 +47,7 @@ LANCE = ".lance"
 """Suffix of the data files in a Lance dataset."""
 
 INDEX = ".index"
-"""Suffix of the index of a tar file, which is appended to the name of the file."""
+"""Suffix of a tar file's index. It is appended to the name of the tar file."""
 
 PICTURES = "*/*"
 """The entry in `DatasetFiles.names` that stands for all images of a folder."""
@@ -96,7 +96,7 @@ class DatasetFiles(NamedTuple):
     notes: tuple[str, ...] = ()
     "Notes for the user about files that are not read."
     field_ids: Mapping[str, int] = {}
-    "The field IDs of an Iceberg table's columns. A file in which a column has another ID contains other values."
+    "The field IDs of an Iceberg table's columns, keyed by name. A different ID in a file means a different column."
 
 
 def absolute(location: str) -> str:
@@ -290,7 +290,7 @@ def read_range(path: str, offset: int, length: int) -> bytes:
 
 @contextlib.contextmanager
 def open_output(path: str) -> Iterator[pa.NativeFile]:
-    """Context manager that opens a file for writing. The file replaces an existing one."""
+    """Context manager that opens a file for writing, and replaces any existing file."""
     system, inner = _file_system(path)
     with arrow_errors(path), system.open_output_stream(inner) as file:
         yield file
@@ -341,7 +341,7 @@ def _cached_metadata(path: str) -> pq.FileMetaData:
 
 
 def _open(path: str) -> pa.NativeFile:
-    """Open a file. All reads of datasets go through here, and those from buckets through the cache on disk."""
+    """Open a dataset's file for reading. A file in a bucket is read through the disk cache, if there is one."""
     system, inner = _file_system(path)
     if "://" not in path:
         return system.open_input_file(inner)

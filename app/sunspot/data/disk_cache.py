@@ -1,14 +1,14 @@
-"""Keeps what is read from a dataset in a bucket in a folder on the node's disk, for all processes that use the folder.
+"""A cache of data from buckets, in a folder on the node's disk. All processes that use the folder share the cache.
 
-An entry is one range of one version of a file. Its name is a hash of the file's URL, size and ETag, and of the range.
-Rows are always read in the same ranges, so the next epoch finds all of its ranges here.
+An entry contains one range of one version of a file. Its name is a hash of the file's URL, size and ETag, and of the
+range. Rows are always read in the same ranges, so the next epoch finds all of its ranges in the cache.
 
     3f/3fa91c...    an entry: a checksum and the content, renamed to this name once it is complete
-    locks/3fa       locked while a process reads an entry with a name like this from the bucket, so that no other does
-    size            the size of all entries in bytes, which is changed under the lock locks/size
+    locks/3fa       locked while a process fetches an entry whose name begins with 3fa, so that no other does so
+    size            the total size of all entries in bytes. It is only changed while locks/size is locked
 
-Processes share nothing except these files, so that they can be in different pods. A process that is killed, or whose
-disk is full, leaves at most an unfinished entry behind, which counts as an entry until it is replaced or removed.
+Processes share nothing except these files, so they can run in different pods. A process that is killed, or whose disk
+is full, leaves at most one unfinished entry behind. The total size includes this entry until it is replaced or removed.
 """
 
 import hashlib
@@ -31,16 +31,16 @@ from sunspot.log import warn_once
 from sunspot.settings import FIELDS, PREFIX, Settings
 
 FOLDER, LIMIT_GB = PREFIX + "DATA_CACHE", PREFIX + "DATA_CACHE_GB"
-"""The variables of the settings. The processes that read rows inherit them from their pod or from the driver."""
+"""Environment variables of the cache's settings. Processes that read rows inherit them from their pod or driver."""
 
 CHECKSUM = struct.Struct(">I")
 """The beginning of an entry: the CRC-32 of the content."""
 
 DISK_BLOCK = 4096
-"""Unit in bytes in which a disk stores files."""
+"""Size in bytes of the blocks in which a disk stores files."""
 
 FREED = 0.1
-"""Fraction of the limit that is freed when the limit is reached, because finding the oldest entries takes seconds."""
+"""Fraction of the limit that is freed at a time, so that the slow search for the oldest entries is rarely needed."""
 
 WAIT_S = 60.0
 """Seconds to wait while another process reads an entry from the bucket or makes room."""
@@ -49,7 +49,7 @@ POLL_S = 0.01
 """Seconds between two attempts to lock a file."""
 
 PART_BYTES = 8 << 20
-"""Size in bytes of a request to the bucket. Larger ranges are read in several parts at the same time."""
+"""Maximum size in bytes of a request to the bucket. Larger ranges are read in several parts at the same time."""
 
 PARTS_AT_ONCE = 4
 
@@ -59,8 +59,8 @@ log = logging.getLogger(__name__)
 class DiskCache:
     """A cache in a folder. Its entries take at most `limit` bytes on the disk.
 
-    The cache never raises an error of its own. If an entry cannot be written, for example because the disk is full,
-    there is one warning, and this process adds no more entries.
+    The cache itself never raises errors. If an entry cannot be written, for example because the disk is full, the
+    cache logs one warning and adds no more entries in this process.
     """
 
     def __init__(self, folder: str, limit: int) -> None:
@@ -69,7 +69,10 @@ class DiskCache:
         self._writable = True
 
     def read(self, identity: str, fetch: Callable[[], bytes]) -> bytes | memoryview:
-        """Return the content of an entry, or of `fetch`, which becomes the entry. Raises whatever `fetch` raises."""
+        """Return the content of the entry for `identity`, or the result of `fetch`, which is stored as a new entry.
+
+        Raises whatever `fetch` raises.
+        """
         name = hashlib.sha256(identity.encode()).hexdigest()
         entry = self._folder / name[:2] / name
         content: bytes | memoryview | None = self._find(entry)
@@ -96,7 +99,7 @@ class DiskCache:
             else:
                 entry.unlink()
         if not intact:
-            self._warn("an entry is damaged and is read again; check the node's disk")
+            self._warn("an entry is damaged, and is read from the bucket again; check the node's disk")
         return content if intact else None
 
     def _add(self, entry: Path, content: bytes) -> None:
@@ -111,9 +114,9 @@ class DiskCache:
                 unfinished.replace(entry)
 
     def _make_room(self, size: int) -> bool:
-        """Add `size` to the size of all entries, after removing the least recently used entries if necessary.
+        """Add `size` to the total size of all entries, after removing the least recently used entries if necessary.
 
-        Returns False if the size cannot be changed.
+        Returns False if the lock of the total size cannot be acquired.
         """
         record = self._folder / "size"
         with self._lock("size") as locked:
@@ -126,7 +129,7 @@ class DiskCache:
         return locked
 
     def _remove_oldest(self, left: int) -> int:
-        """Remove the least recently used entries until all entries take at most `left` bytes, and return their size."""
+        """Remove the least recently used entries until the rest take at most `left` bytes, and return their size."""
         entries = []
         for path in self._folder.glob("??/*"):
             with suppress(FileNotFoundError):  # another process has just removed or renamed it
@@ -142,7 +145,7 @@ class DiskCache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[bool]:
-        """Context manager that holds a lock. It yields False if this is impossible or takes longer than WAIT_S."""
+        """Context manager that holds a lock. It yields False if the lock cannot be acquired within WAIT_S."""
         with ExitStack() as held:
             locked = False
             with self._stop_adding_on_error():
@@ -154,7 +157,7 @@ class DiskCache:
 
     @contextmanager
     def _stop_adding_on_error(self) -> Iterator[None]:
-        """Context manager that turns an error of the disk into a warning, after which no more entries are added."""
+        """Context manager that turns errors into warnings. After a disk error, no more entries are added."""
         try:
             yield
         except Timeout as error:
@@ -169,7 +172,7 @@ class DiskCache:
 
 
 class CachedFile(io.RawIOBase):
-    """A bucket's file that is read through a cache. Arrow calls `seek` and `read` under a lock of the file."""
+    """A file in a bucket that is read through a cache. Arrow holds a lock while it calls `seek` and `read`."""
 
     def __init__(self, open_file: Callable[[], pa.NativeFile], url: str, cache: DiskCache) -> None:
         self._open = open_file
@@ -213,13 +216,13 @@ class CachedFile(io.RawIOBase):
 
 
 def find_etag(file: pa.NativeFile) -> bytes:
-    """Return the ETag of a bucket's file, which identifies its version, or an empty value if the file has no ETag."""
+    """Return the ETag that identifies the version of a file in a bucket. It is empty if the bucket sends none."""
     headers: dict[str, bytes] = {name.lower(): value for name, value in (file.metadata() or {}).items()}
     return headers.get("etag", b"")
 
 
 def read_through_cache(open_file: Callable[[], pa.NativeFile], url: str) -> pa.NativeFile:
-    """Return the open file, read through the cache in this process's environment if there is a cache."""
+    """Return the file that `open_file` opens. It is read through the cache if DATA_CACHE is set in the environment."""
     folder = os.environ.get(FOLDER, "")
     if not folder:
         return open_file()
@@ -233,5 +236,5 @@ def _open_cache(folder: str, limit: int) -> DiskCache:
 
 
 def export_cache(settings: Settings) -> None:
-    """Set the cache in this process's environment, which the processes of a local Ray session inherit."""
+    """Set the cache's variables in this process's environment, which processes of a local Ray session inherit."""
     os.environ |= {name: value for name, value in settings.environment().items() if name in (FOLDER, LIMIT_GB)}

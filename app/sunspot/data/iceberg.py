@@ -1,10 +1,10 @@
-"""Lists the data files of a snapshot of an Iceberg table (Iceberg table specification, versions 1 to 3).
+"""Lists the data files in a snapshot of an Iceberg table (Iceberg table specification, versions 1 to 3).
 
     metadata/00003-<uuid>.metadata.json    schemas and snapshots
     metadata/snap-<id>-<uuid>.avro         a snapshot's manifest list
     metadata/<uuid>-m0.avro                a manifest, which lists Parquet files with their status
 
-No catalog is asked. The metadata file with the highest number in its name describes the table's current state.
+No catalog is used. The metadata file with the highest number in its name describes the table's current state.
 """
 
 import gzip
@@ -19,16 +19,17 @@ from sunspot.errors import DataError, shorten
 from sunspot.formatting import some_of
 
 METADATA = "metadata"
-"""The folder of a table that contains everything but its rows."""
+"""The subfolder of a table that contains everything except the rows."""
 
 METADATA_FILE = re.compile(r"v?([0-9]*).*\.metadata\.json")
-"""Pattern for the name of a metadata file, such as v3.metadata.json or 00003-<uuid>.metadata.json, with its number."""
+"""Pattern for the name of a metadata file, such as v3.metadata.json or 00003-<uuid>.metadata.json.
+The group is its number."""
 
 SNAPSHOT = re.compile(r"(.+)@([0-9]+)")
-"""Pattern for the location of a table with the ID of one of its snapshots."""
+"""Pattern for a table's location that is followed by `@` and the ID of a snapshot."""
 
 SCHEME = re.compile(r"^([a-z0-9+]+:)?[./]*/")
-"""Pattern for the beginning of a path, which can be s3:// or s3a://, or file:/// or /, in a single table."""
+"""Pattern for the beginning of a path, such as s3:// or file:///. It can differ between the paths in one table."""
 
 DELETED = 2
 """The status of a file that a snapshot no longer contains."""
@@ -37,7 +38,8 @@ DELETED = 2
 def find_snapshot(location: str) -> DatasetFiles | None:
     """List the data files of an Iceberg table's current snapshot, or of snapshot N if `location` ends with `@N`.
 
-    Returns None if there is no Iceberg table. Raises `DataError` if the rows cannot be read from Parquet files alone.
+    Returns None if `location` is not an Iceberg table. Raises `DataError` if the rows cannot be read from Parquet files
+    alone.
     """
     match = SNAPSHOT.fullmatch(location)
     table = match[1] if match else location
@@ -47,7 +49,9 @@ def find_snapshot(location: str) -> DatasetFiles | None:
     if not newest:
         return None
     if len(newest) > 1:
-        raise DataError(f"{' and '.join(newest)}: only one can be current; delete those that the catalog does not name")
+        raise DataError(
+            f"{' and '.join(newest)}: only one of these can be current; delete the files that the catalog does not use"
+        )
     try:
         content = _read_file(newest[0])
         state = json.loads(gzip.decompress(content) if ".gz." in newest[0] else content)
@@ -55,22 +59,22 @@ def find_snapshot(location: str) -> DatasetFiles | None:
         number = int(match[2]) if match else state.get("current-snapshot-id")
         if number not in snapshots:
             raise DataError(
-                f"{table} has no snapshot {number}, but {some_of(sorted(map(str, snapshots))) or 'none at all'}; "
-                f"set SUNSPOT_DATASET={table}@ID to choose a snapshot, or append rows to an empty table"
+                f"{table} has no snapshot {number} (available: {some_of(sorted(map(str, snapshots))) or 'none'}); "
+                f"set SUNSPOT_DATASET={table}@ID to choose an available snapshot, or append rows if the table is empty"
             )
         schemas = {schema["schema-id"]: schema for schema in state.get("schemas", [])}
         schema = schemas.get(snapshots[number].get("schema-id", state.get("current-schema-id"))) or state["schema"]
         files = _list_data_files(table, state["location"], snapshots[number]["manifest-list"])
-        note = f"{table}: reads snapshot {number}; if the table changes, resume with SUNSPOT_DATASET={table}@{number}"
+        note = f"{table}: reading snapshot {number}; if the table changes, resume with SUNSPOT_DATASET={table}@{number}"
         return DatasetFiles(table, files, (note,), {field["name"]: field["id"] for field in schema["fields"]})
     except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         raise DataError(f"{newest[0]} does not describe an Iceberg table, or is damaged: {shorten(error)}") from error
 
 
 def _list_data_files(table: str, root: str, manifest_list: str) -> list[str]:
-    """Return the sorted paths of a snapshot's data files below the table's folder.
+    """Return the sorted paths of a snapshot's data files, relative to the table's folder.
 
-    `root` is that folder's path in the metadata. It differs from `table` if the table was copied.
+    `root` is the folder's path according to the metadata. It differs from `table` if the table was copied.
     """
 
     def read(path: str) -> list[Any]:
@@ -81,16 +85,18 @@ def _list_data_files(table: str, root: str, manifest_list: str) -> list[str]:
     files = [entry["data_file"] for manifest in manifests for entry in manifest if entry["status"] != DELETED]
     wrong = [file["file_path"] for file in files if file.get("content") or file["file_format"].upper() != "PARQUET"]
     if wrong or not files:
-        fault = f"has delete files, or files in other formats than Parquet ({wrong[0]})" if wrong else "has no rows"
-        raise DataError(
-            f"{table} {fault}; append rows, or run Iceberg's rewrite_data_files with the options rewrite-all=true and "
-            "remove-dangling-deletes=true"
+        fault = (
+            f"has delete files, or files in formats other than Parquet ({wrong[0]}); run Iceberg's rewrite_data_files "
+            "with the options rewrite-all=true and remove-dangling-deletes=true"
+            if wrong
+            else "has no rows; append rows to the table"
         )
+        raise DataError(f"{table} {fault}")
     return sorted({_below(root, file["file_path"]) for file in files})
 
 
 def _below(root: str, path: str) -> str:
-    """Return a path relative to `root`. Raises `DataError` if it is outside."""
+    """Return `path` relative to `root`. Raises `DataError` if `path` is outside `root`."""
     above = SCHEME.sub("", root).rstrip("/") + "/"
     plain = SCHEME.sub("", path)
     if not plain.startswith(above):

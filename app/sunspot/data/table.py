@@ -353,7 +353,7 @@ def _check_file(path: str, columns: dict[str, Column], model: ModelData | None, 
             stored = (field.metadata or {}).get(FIELD_ID)  # files that were added to a table can lack IDs
             if stored and found.field_ids and int(stored) != found.field_ids.get(field.name):
                 raise DataError(
-                    f"{path}: {field.name} was another column of the Iceberg table when this file was written; run "
+                    f"{path}: {field.name} was a different column of the Iceberg table when this file was written; run "
                     "Iceberg's rewrite_data_files with the option rewrite-all=true"
                 )
         if not sum(file.groups):

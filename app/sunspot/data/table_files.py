@@ -1,4 +1,4 @@
-"""One interface to all formats: Parquet, CSV, JSON lines, Arrow files of `datasets`, tar shards, and image folders."""
+"""One interface to all data formats: Parquet, CSV, JSON lines, Arrow files of `datasets`, tar shards, image folders."""
 
 import contextlib
 import io
@@ -38,21 +38,23 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 TAR = ".tar"
 
 SHARD = b"shard"
-"""Metadata key of an index. Its value in JSON has the shard's `size`, and the types of `members` by column."""
+"""Metadata key in the index of a shard. Its value is a JSON object: `size` is the shard's size in bytes, and `members`
+maps the columns that are read from the shard to their types."""
 
 KEY = "__key__"
-"""The column with the name of each sample, which its members in the shard have in common."""
+"""The column with the name of each sample, which is also in the names of the sample's files in the shard."""
 
 BEGIN = "__begin__"
 LENGTH = "__length__"
 CRC = "__crc32__"
-"""The columns of an index with the bytes of each sample in the shard, from its first member's header, and their CRC."""
+"""The columns of an index with the position and length of each sample in the shard, and the CRC-32 of these bytes. A
+sample begins with the tar header of its first file."""
 
 GROUP_BYTES = 4 << 20
-"""Bytes in a row group that `sunspot.data.convert` writes. A streaming reader fetches a row group at once."""
+"""Bytes in a row group that `sunspot.data.convert` writes. A streaming reader fetches one row group at a time."""
 
 MIN_GROUP_ROWS, MAX_GROUP_ROWS = 64, 2048
-"""Smallest and largest number of rows in such a row group."""
+"""Smallest and largest number of rows in a row group that `sunspot.data.convert` writes."""
 
 TEXT_GROUP_ROWS = 1024
 """Rows in a row group of CSV or JSON lines. The formats themselves have no groups."""
@@ -125,14 +127,15 @@ class ParquetTable(TableFile):
 
 
 class TarShard(ParquetTable):
-    """A tar file of samples and its index, a Parquet file (`sunspot.data.tar_index`).
+    """A tar file of samples and its index, which is a Parquet file (`sunspot.data.tar_index`).
 
-    Classes and JSON fields are in the index. For any other member of a sample, the index contains its position in the
-    shard. Columns of members are read from the shard, one range for each row group, and checked.
+    Classes and JSON fields are stored in the index. For each other file of a sample, the index contains its position
+    in the shard. Such files are read from the shard, in one range per row group, and the checksum of each sample is
+    verified.
     """
 
     def __init__(self, path: str) -> None:
-        self._repair = f"write its index: python -m sunspot.data.convert --from tar {os.path.dirname(path)}"
+        self._repair = f"write a new index: python -m sunspot.data.convert --from tar {os.path.dirname(path)}"
         try:
             super().__init__(path + INDEX)
         except (FileNotFoundError, pa.ArrowInvalid) as error:

@@ -3,7 +3,7 @@
 A shard has the layout of WebDataset: 0001.jpg, 0001.cls and 0001.json are the members of sample 0001, and follow each
 other. Each sample is a row:
 
-  - The member with the suffix of an image is the column `image`.
+  - A member with an image suffix is the column `image`.
   - `cls` is the column `label`. If all labels of a shard are class numbers, they are integers, otherwise text.
   - Each field of `json` is a column.
   - Any other member is a column with the name of its suffix. It is text if its suffix is in TEXT, otherwise bytes.
@@ -31,7 +31,8 @@ from sunspot.errors import DataError, shorten
 log = logging.getLogger(__name__)
 
 MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")
-"""Pattern for the path of a member: its sample, and its suffix from the first dot on. Other files are skipped."""
+"""Pattern for the path of a member. The groups are its sample and its suffix, which begins after the first dot of the
+file's name. Other files are skipped."""
 
 TEXT = ("txt", "text", "transcript")
 """Suffixes of members that are text, as in WebDataset."""
@@ -41,9 +42,10 @@ READ_BYTES = 8 << 20
 
 
 def index_shards(location: str) -> dict[str, int]:
-    """Write an index beside each tar file below a folder, on disk or in a bucket, and return the number of rows.
+    """Write an index beside each tar file below a folder, which can be on disk or in a bucket.
 
-    Raises `DataError` if a file cannot be split into samples, and `StorageError` if an index cannot be written.
+    Returns the total number of rows, keyed by an empty string. Raises `DataError` if a file cannot be split into
+    samples, and `StorageError` if an index cannot be written.
     """
     location = absolute(location)
     shards = [name for name in list_all(location).sizes if name.lower().endswith(TAR)]
@@ -61,7 +63,7 @@ def _index_shard(path: str) -> int:
         keys = {row[KEY] for row in rows}
         if len(keys) < len(rows) or not rows:
             raise tarfile.ReadError(
-                "it has no samples, or the files of a sample do not follow each other (use tar --sort=name)"
+                "it has no samples, or the files of a sample are not next to each other (use tar --sort=name)"
             )
     except tarfile.TarError as error:
         raise DataError(f"{path} is not a tar file of samples: {shorten(error)}; write it again") from error
@@ -78,7 +80,7 @@ def _index_shard(path: str) -> int:
         try:
             arrays[name] = pa.array([[v.start, v.stop] if isinstance(v, range) else v for v in values])
         except (pa.ArrowException, OverflowError) as error:
-            log.warning(f"{path}: the column {name} is left out, because its values differ in type: {shorten(error)}")
+            log.warning(f"{path}: the column {name} is omitted, because its values differ in type: {shorten(error)}")
     about = json.dumps({"size": size, "members": members}).encode()
     with open_output(path + INDEX) as index:
         table = pa.table(arrays).replace_schema_metadata({SHARD: about})
@@ -87,7 +89,7 @@ def _index_shard(path: str) -> int:
 
 
 def _read_rows(file: io.BufferedReader) -> Iterator[dict[str, Any]]:
-    """Yield the row of each sample. A member that is a column of its own has the range of its bytes as its value.
+    """Yield the row of each sample. If a member is a column, its value is the range of the member's bytes in the file.
 
     Raises `tarfile.TarError` if the file is damaged, or if a column has several values.
     """
@@ -108,11 +110,11 @@ def _read_rows(file: io.BufferedReader) -> Iterator[dict[str, Any]]:
         file.seek(archive.offset)
         rest = file.read(READ_BYTES)
         if len(rest) < tarfile.BLOCKSIZE or any(rest):
-            raise tarfile.ReadError("its end is missing, or another tar file follows in it")
+            raise tarfile.ReadError("its end is missing, or another tar file follows it")
 
 
 def _list_members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Yield the sample, the suffix in lower case, and the header of each member."""
+    """Yield each member's sample, lower-case suffix, and tar header."""
     for member in archive:
         match = MEMBER.fullmatch(member.name)
         if match and not member.isdir():

@@ -116,10 +116,10 @@ class Selections(Dataset[Batch]):
 
 
 def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches, each of which a thread takes from the iterator while the caller works on the previous one.
+    """Yield the batches. A thread prepares the next batch while the caller works on the current one.
 
-    The thread selects the rows and copies them into pinned memory, which can take longer than a step on a GPU. Ray's
-    loader begins the copy to the GPU in a stream of its own, and makes the stream of `device` wait for it.
+    The thread selects the rows and copies them into pinned memory. This can take longer than a step on a GPU. Ray's
+    loader copies the batch to the GPU in a separate CUDA stream, and makes the current stream of `device` wait for it.
     """
     with ThreadPoolExecutor(1, "prefetch") as thread:
         if device.type == "cuda":

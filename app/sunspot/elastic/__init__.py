@@ -32,21 +32,21 @@ A loss in survivor mode, from the last packet of a process to the repeated step
 These files tell the whole story, in this order:
 
  1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), and tells the other members of its
-                                          group, which is also called a generation, that the group has ended
- 2. membership_channel.MembershipClient   receives this on each of these members, and breaks the collectives of its
-                                          process, so that no step hangs. Gloo's collectives then raise an error. NCCL's
-                                          end without an error, but with wrong sums
+                                          group that this group has ended. A group is also called a generation
+ 2. membership_channel.MembershipClient   receives this message in each of these members, and breaks the collectives of
+                                          its process, so that no step hangs. Collectives of gloo then raise an error.
+                                          Those of NCCL end without an error, but with wrong sums
  3. train.loop.train_in_group             catches the error that ends the step. `train_in_groups` then abandons the
                                           group, and joins the next one
- 4. train.survivor.Survivor               finds out that the error has ended only the group (`outlives`), and keeps the
+ 4. train.survivor.Survivor               decides whether the error has ended only the group (`outlives`), and keeps the
                                           state for the next group (`abandon_group`)
  5. train.undo.StepGuard                  decides whether the abandoned step counts. It counts if `Worker.finish_step`
                                           has accepted it, unless the GPU has cancelled it because its sums were
                                           aborted. Otherwise, `StepUndo` restores the state from before the step
  6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
                                           `build` lead to steps 7, 8 and 9
- 7. membership.Membership                 forms the group once all living members ask to join it (`decide`), which they
-                                          do in `Survivor.form`
+ 7. membership.Membership                 forms the group (`decide`) once all living members have asked to join it. They
+                                          ask in `Survivor.form`
  8. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt that starts
                                           from it (`claim_in_place`)
  9. restore.hand_over                     sends that state to the ranks that lack it. `build` then compares all ranks'
@@ -62,10 +62,11 @@ process ends (train.replacement.end_replacement).
 
 These types describe the state on its way to the next group:
 
-- copies.LiveState names the state that one survivor has. restore.StateMetadata has everything else but its tensors.
+- copies.LiveState names the state that one survivor has. restore.StateMetadata contains the rest of this state,
+  except for its tensors.
 - copies.SurvivingState names the newest of these states, and the ranks that have it.
 - claim.StartPoint is what the next group starts from: a SurvivingState, a copy in memory, a checkpoint, or nothing.
-- restore.TrainingState is the loaded or received state. Its tensors are empty on a rank that already has them.
+- restore.TrainingState is the loaded or received state. It contains no tensors on a rank that already has them.
 
 A restart of the whole group, from the notice to the first step of the new group
 --------------------------------------------------------------------------------

@@ -275,7 +275,8 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
     the run. Raises `ConflictError` if the run has been started over with other settings, and `SupersededError` if the
     run was deleted while these workers were training.
 
-    If the run moves here, first waits until the driver in the old place has saved and ended (`run.handover`).
+    If the run is moving to this place, this first waits until the driver in the old place has saved a checkpoint and
+    ended (`run.handover`).
     """
     run = claimant.run
     if settings.job.moves_from:

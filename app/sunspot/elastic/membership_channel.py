@@ -67,8 +67,8 @@ DECIDE_EVERY_S = 0.01
 """Pause in seconds of the server's thread, so that one pass receives the heartbeats of many members."""
 
 FILES_PER_MEMBER = 3
-"""Number of files that the driver has open for each member: the connections of the membership, of the store, and of
-Ray."""
+"""Number of files that the driver has open for each member: its connections to the membership server, to the store, and
+to Ray."""
 
 RECONNECT_S = 60.0
 """Seconds for which a process tries to reach the driver. If the driver is gone, Ray ends the process sooner."""
@@ -219,7 +219,7 @@ class MembershipServer:
         self._control.send(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
 
     def _decide(self) -> None:
-        """Send members the end of their group, a change that follows their current step, or the next group."""
+        """Send the messages that end a group, announce a change after the current step, or form the next group."""
         with self._lock:
             messages = self._membership.decide(time.monotonic())
             changing = any(isinstance(message, Change) for _, message in messages)

@@ -16,11 +16,11 @@ def arrange(
     """Return the members of as many whole replicas of `degree` members as possible, by rank.
 
     The member with rank r gets shard r % degree of replica r // degree. `shards` contains the shard that each member
-    held last. The `bound` members keep it, because they hold that shard of the state after the given step. The others
-    can take any shard, but building their old shard's model again would take time.
+    held last. `bound` maps each member that must keep this shard, because it holds the shard's state, to the step of
+    this state. The other members can take any shard, but must build their model again unless they held that shard last.
 
-    After a loss, the steps can differ by one. One of the replicas then holds all shards of the newest step for which
-    this is possible, so that the others can receive it.
+    After a loss, the steps can differ by one. If the bound members hold all shards of a step, one replica gets all
+    shards of the newest such step, and can send them to the others.
 
     Members of the same node form replicas first, because a node's own network is the fastest. Replicas of bound members
     precede the other replicas, and both kinds keep the order of `members`.
@@ -38,7 +38,7 @@ def arrange(
 
 
 def newest_whole(steps: Mapping[Member, float], shards: Mapping[Member, int], degree: int) -> float:
-    """Return the newest step of which the members hold all shards, given each member's step, or -inf."""
+    """Return the newest step of which the members hold all shards, or -inf. `steps` contains each member's step."""
     held = [{step for member, step in steps.items() if shards[member] == shard} for shard in range(degree)]
     return max(set.intersection(*held), default=-math.inf)
 
@@ -46,7 +46,7 @@ def newest_whole(steps: Mapping[Member, float], shards: Mapping[Member, int], de
 def _split_by_node(
     members: Sequence[Member], shards: Mapping[Member, int], bound: Collection[Member], degree: int
 ) -> list[list[Member]]:
-    """Return as many whole replicas as possible, and among them as many as possible with members of only one node."""
+    """Return as many whole replicas as possible. As few of them as possible have members on several nodes."""
     pools: dict[str, list[Member]] = {}
     for member in members:
         pools.setdefault(member.node, []).append(member)

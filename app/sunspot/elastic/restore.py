@@ -35,7 +35,7 @@ from sunspot.storage import Storage, open_storage
 from sunspot.storage.limits import retry_storage
 
 SEND_LIMIT_S = 120
-"""Maximum number of seconds to transfer a tensor, on average. The loss of either side ends the transfer sooner."""
+"""Maximum number of seconds per tensor of a transfer, on average. If either side is lost, the transfer ends sooner."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def hand_over(
     ranks use the `metadata` of the first rank that has the state, because the loss of a member may have left these
     ranks with different values.
 
-    If the state has several shards, no rank returns before every rank has received its shard. Until then, the ranks
-    have the shards of their own state, which they would need if a sender was lost.
+    If the state has several shards, no rank returns before every rank has received its shard. Until then, each rank
+    keeps the shard of its previous state, which it would need if a sender was lost.
     """
     assert place.group
     rank = place.rank

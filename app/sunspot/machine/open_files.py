@@ -11,8 +11,8 @@ OWN_FILES = 256
 def allow_open_files(process: str, per_worker: int, workers: int) -> None:
     """Raise this process's limit, if necessary, so that it can have `per_worker` files open for each of the `workers`.
 
-    The soft limit is raised to the hard limit, which only an administrator can raise. Raises `SettingsError`, with the
-    name of the `process`, if the hard limit is too low.
+    The soft limit can be raised up to the hard limit, which only an administrator can raise. Raises `SettingsError` if
+    the hard limit is too low. `process` is the name of this process in the error's message.
     """
     needed = OWN_FILES + per_worker * workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

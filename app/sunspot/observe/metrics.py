@@ -29,7 +29,7 @@ class Sums:
         return max(self._rows.values(), default=0)
 
     def add(self, values: Batch) -> None:
-        """Add per-row values. Each name has a tensor of shape [B], without a gradient."""
+        """Add per-row values. Each name has a tensor of shape [B] that requires no gradient."""
         for name, rows in values.items():
             total = rows.sum(dtype=torch.float64)
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
@@ -49,20 +49,20 @@ class Combined(NamedTuple):
     """All workers' numbers in a window, combined."""
 
     rows: int
-    "The number of rows of all workers (`Sums.rows`)."
+    "The total number of rows of all workers."
     means: dict[str, float]
     "The means over these rows, keyed by name. Names without rows have no mean."
     maxima: dict[str, float]
-    "The largest of each of the workers' own numbers, keyed by name."
+    "The maximum of each other number over all workers, keyed by name."
 
 
 def reduce(
     sums: Sums, numbers: Mapping[str, float], group: dist.ProcessGroup
 ) -> tuple[Combined, dict[str, np.ndarray]]:
-    """Return all workers' numbers combined. On rank 0, also return a table of `numbers`, float64 [workers] by name.
+    """Return the combined numbers of all workers, and each worker's `numbers`, float64 [workers], keyed by name.
 
-    All workers must call this together, with the same names. They get the same result, because only rank 0 computes it,
-    in rank order. Waits for the device.
+    All workers must call this together, with the same names. They get the same combined numbers, because only rank 0
+    computes them, in rank order. Each worker's numbers are returned only on rank 0. Waits for the device.
     """
     everyone = gather_on_rank0((sums.totals(), [*numbers.values()]), group)
     table = {}
@@ -76,7 +76,7 @@ def reduce(
 
 
 def combine(totals: list[dict[str, tuple[float, int]]], table: Mapping[str, np.ndarray]) -> Combined:
-    """Combine the workers' `totals` (`Sums.totals`) and their other numbers, float64 [workers] by name."""
+    """Combine the workers' `totals` (`Sums.totals`) and the `table` of other numbers, float64 [workers], by name."""
     rows_of_all = sum(max((rows for _, rows in own.values()), default=0) for own in totals)
     means = {}
     for name in sorted({name for own in totals for name in own}):
@@ -185,7 +185,7 @@ class MetricWindow:
         `throttled_share`: fraction of the quota's periods in which this worker was throttled.
         """
         self.ranks: dict[str, np.ndarray] = {}
-        "The numbers of all workers except the time, float64 [workers] by name. It is empty on all ranks but rank 0."
+        "Each worker's numbers, except for the time: float64 [workers], keyed by name. Empty on all ranks but rank 0."
         self._copied_loss: CopyInMemory | None = None
         "The mean loss at the previous use of `mean_loss` on a GPU."
         self._open()

@@ -154,7 +154,7 @@ def gather_on_rank0(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return every worker's tensor on rank 0, and an empty list on the other workers. All have the same shape."""
+    """Return every worker's tensor on rank 0, and an empty list on the others. All tensors have the same shape."""
     everyone = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else []
     dist.gather(mine, everyone or None, group=group, group_dst=0)
     return everyone

@@ -172,7 +172,7 @@ class DataParallel(DistributedDataParallel):
         others = [each for each in self._others if each.requires_grad]
         if again or others:  # DDP averages only once per forward pass
             average([*self._averaged, *others] if again else others, self.process_group)
-        if self._in_own_loop:  # otherwise, only passes after a forward pass are completed
+        if self._in_own_loop:  # in other loops, this is called only after a forward pass, and needs no counts
             passes.counts = self._count_changes()
 
     def _count_changes(self) -> list[int | None]:

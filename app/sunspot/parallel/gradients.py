@@ -57,8 +57,8 @@ def release(model: nn.Module) -> None:
 def add_gradients(losses: torch.Tensor, weight: float) -> None:
     """Run the backward pass of the rows' losses, [B], like `(losses.sum() * weight).backward()`.
 
-    This calls the function that `torch.autograd.backward` calls after checks of the arguments (torch 2.15). In a small
-    step, these checks take as long as the backward pass.
+    This calls the function that `torch.autograd.backward` calls once it has checked its arguments (torch 2.15). In a
+    small step, these checks take as long as the backward pass.
     """
     gradients = torch.full_like(losses, weight)
     _engine_run_backward((losses,), (gradients,), False, False, (), allow_unreachable=True, accumulate_grad=True)

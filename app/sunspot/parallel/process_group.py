@@ -27,7 +27,8 @@ FORM_LIMIT_S = 20
 """Seconds within which the members of a group must connect. The loss of a member ends the wait earlier."""
 
 FILES_PER_MEMBER = 2
-"""Number of files that a member has open for each other member: a connection of both groups, if both belong to gloo."""
+"""Number of files that a member has open for each other member: a connection in each of the two groups, if both use
+gloo."""
 
 NCCL_LIMIT_S = 120
 """Time limit in seconds for NCCL's first collective, which finds all paths between the GPUs and connects them."""

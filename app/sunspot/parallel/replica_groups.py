@@ -129,7 +129,7 @@ class ReplicaGroups:
         return value
 
     def await_all_workers(self, device: torch.device) -> None:
-        """Wait until all workers of all replicas have called this, or let the device wait for them."""
+        """Wait until all workers of all replicas have called this. If `device` is a GPU, only the GPU waits."""
         with self._collective():
             dist.all_reduce(torch.zeros(1, device=device))
 
@@ -144,10 +144,10 @@ class ReplicaGroups:
     def end_if_stuck(self) -> None:
         """End this process if it hangs in a collective of groups whose connections were shut down.
 
-        If a message has arrived or was sent only in part when its connection ends, gloo does not end the wait for the
-        rest of the message (`Pair::signalException`, torch 2.15). Most collectives end nevertheless, because they also
-        wait for another message. Otherwise, all other workers would wait for this process until the collective times
-        out. Its replacement takes only seconds.
+        If a connection ends when only a part of a message has been sent or received, gloo keeps waiting for the rest of
+        the message (`Pair::signalException`, torch 2.15). Most collectives end nevertheless, because they also wait for
+        another message. If one did not, all other workers would wait for this process until the collective times out.
+        Replacing the process takes only seconds.
         """
         formed, cut = self._formed, time.monotonic()
 

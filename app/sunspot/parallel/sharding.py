@@ -32,7 +32,7 @@ MIN_BLOCK_PARAMETERS = 10_000
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """torch's normalization layers. The base class of batch and instance norms is not public."""
 RESHARD = {"auto": None, "true": True, "false": False}
-"""FSDP2's argument for each value of RESHARD_AFTER_FORWARD. With None, only the root keeps its parameters."""
+"""FSDP2's argument for each value of RESHARD_AFTER_FORWARD. With None, only the root keeps its gathered parameters."""
 CHANNELS_LAST = ("cuda",)
 """Device types on which convolutions are faster with the memory layout [B, H, W, C], which cuDNN prefers."""
 

@@ -19,15 +19,15 @@ def transfer(
     received: Mapping[int, Sequence[torch.Tensor]],
     limit_s: float,
 ) -> None:
-    """Send the tensors in `sent`, and fill the tensors in `received`, which other ranks send.
+    """Send the tensors in `sent` to other ranks, and receive the tensors in `received` from other ranks.
 
-    The keys are ranks in `group`. A sender and its receiver must have equally many tensors of the same sizes, in the
-    same order. Raises `RuntimeError` if one of the other ranks is lost, or if a tensor takes more than `limit_s`
-    seconds on average.
+    The keys are ranks in `group`. A sender and its receiver must list tensors of the same sizes, in the same order.
+    Raises `RuntimeError` if one of the other ranks is lost, or if the transfer takes longer than `limit_s` seconds
+    per tensor.
 
-    If a connection ends while a tensor is on its way, gloo (torch 2.15) does not end the wait for the rest of the
-    tensor: `Pair::signalException` reaches only the operations that have not begun. Each rank therefore waits for small
-    messages first, which arrive after the tensors.
+    If a connection ends while a tensor is on its way, gloo (torch 2.15) keeps waiting for the rest of the tensor:
+    `Pair::signalException` reaches only the operations that have not begun. Each rank therefore waits for a small
+    message that the other rank sends after the tensors.
     """
     work: list[Any] = []
     ends: list[Any] = []

@@ -79,7 +79,7 @@ def ask_of_groups(per_worker: dict[str, float], workers: dict[str, int]) -> None
 
 
 def offer_whole_replicas(per_worker: dict[str, float], multiple: int) -> None:
-    """Make Ray Train start groups whose number of workers is a multiple. Only our coordinator supports this."""
+    """Make Ray Train start only groups whose size is divisible by `multiple`. Only our coordinator supports this."""
     coordinator = ray.get_actor(COORDINATOR, COORDINATOR)
     ray.get(coordinator.offer_whole_replicas.remote(per_worker, multiple), timeout=COORDINATOR_START_TIMEOUT_S)
 
@@ -93,9 +93,9 @@ def workers_in(resources: Mapping[str, float], per_worker: Mapping[str, float]) 
 def without_surplus(
     reserved: dict[str, dict[str, float]], per_worker: Mapping[str, float], multiple: int
 ) -> dict[str, dict[str, float]]:
-    """Return the resources reserved on each node, without those of the workers beyond a multiple.
+    """Return the resources reserved on each node, without those of surplus workers.
 
-    The surplus workers are those on the last nodes.
+    The surplus workers are on the last nodes. The number of the other workers is divisible by `multiple`.
     """
     offered = dict(reserved)
     surplus = sum(workers_in(there, per_worker) for there in reserved.values()) % multiple
@@ -129,7 +129,7 @@ def _create_coordinator() -> None:
                 self._merge_and_send_requests()
 
         def offer_whole_replicas(self, per_worker: dict[str, float], multiple: int) -> None:
-            """Offer resources for a multiple of this number of workers."""
+            """Offer resources only for numbers of workers that are divisible by `multiple`."""
             self._per_worker, self._multiple = per_worker, multiple
 
         def _send(self, bundles: list[Any], label_selectors: list[Any] | None = None) -> None:

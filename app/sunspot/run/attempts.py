@@ -127,9 +127,9 @@ def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
 
 
 def recorded_multiple(attempts: Sequence[Attempt]) -> int:
-    """Return the number of workers that hold one replica of the model under PARALLEL=hsdp, and 1 otherwise.
+    """Return how many workers hold one replica of the model under PARALLEL=hsdp, and 1 otherwise.
 
-    The newest attempt recorded it. Raises `DamageError` if it is not a number.
+    The number is read from the newest attempt. Raises `DamageError` if the recorded value is not a number.
     """
     replicated = recorded_setting(attempts, "parallel") == "hsdp"
     return max(1, int(recorded_number(attempts, "shard_degree"))) if replicated else 1
@@ -328,8 +328,9 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
 def refuse_if_left(run: Run, attempts: list[Attempt], owner: str) -> None:
     """Raise `SupersededError` if the run left this owner's place before the owner ever claimed the run.
 
-    The owner's RayJob can be in a cluster that did not answer, so nobody could delete it. According to the records of
-    submissions, it was withdrawn, or the newest attempt's RayJob was submitted after it.
+    This is the case if the records of submissions show that the owner's RayJob was withdrawn, or that the RayJob of the
+    newest attempt was submitted later. The owner's RayJob can still run if its cluster did not answer when the RayJob
+    should have been deleted.
     """
     own = Owner.parse(owner)
     if not own.place or any(attempt.owner == owner for attempt in attempts):

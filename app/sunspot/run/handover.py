@@ -1,10 +1,10 @@
 """Hands a run over from the driver of one owner to the workers of another, without repeating a step.
 
 The new workers form their group while the old ones train. Then the new rank 0 writes a request that names both owners,
-and waits. The old driver reads it, saves after its current step, and ends as stopped. Only then does the new rank 0
-claim the run, so the run pauses only for the save, the claim and the restore. If the old driver is gone, the new
-workers continue from the newest checkpoint, like any new group. Claims alone decide who owns the run, so a lost or
-late request cannot give it two owners.
+and waits. The old driver reads it, saves after its current step, and stops. Only then does the new rank 0 claim the
+run, so the run pauses only for the save, the claim and the restore. If the old driver is gone, the new workers continue
+from the newest checkpoint, like any new group. Claims alone decide who owns the run, so a lost or late request cannot
+give it two owners.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read_handover(run: Run) -> Handover | None:
 
 
 def left_for_move(status: Status) -> bool:
-    """Return True if the run's driver has saved and ended for a move."""
+    """Return True if the run's driver has saved a checkpoint and ended because the run moves."""
     return status.state is RunState.STOPPED and status.reason.startswith(f"stopped by {MOVE}")
 
 
@@ -61,10 +61,10 @@ def clear_handover(run: Run) -> None:
 
 
 def take_over_from(run: Run, old: str, new: str) -> None:
-    """Ask the driver of owner `old` to save and end for owner `new`, and return once the old owner no longer trains.
+    """Ask the driver of owner `old` to save and end in favor of owner `new`, and wait until `old` no longer trains.
 
-    Returns at once if it does not train. Raises `ConflictError` if it still trains after HANDED_OVER_WITHIN_S, and
-    `StorageError`.
+    Returns at once if it does not train. Raises `StorageError`, and `ConflictError` if the old owner still trains after
+    HANDED_OVER_WITHIN_S.
     """
     deadline = time.monotonic() + HANDED_OVER_WITHIN_S
     try:
@@ -80,7 +80,7 @@ def take_over_from(run: Run, old: str, new: str) -> None:
 
 
 def has_handed_over(run: Run, old: str, new: str) -> bool:
-    """Return True if owner `old` no longer trains. Otherwise, make sure that there is a request to it by `new`."""
+    """Return True if owner `old` no longer trains. Otherwise, make sure that a request by `new` is in storage."""
     if not _trains(run, old):
         return True
     request = read_handover(run)

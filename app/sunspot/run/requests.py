@@ -242,7 +242,7 @@ def withdraw_submission(run: Run, job: str, place: str) -> None:
 
 
 def newest_submission(run: Run) -> SubmissionRecord | None:
-    """Return the record of the newest submission that is in force, or None. If it is damaged, only `job` is set."""
+    """Return the newest record of a submission that was not withdrawn. If it is damaged, only `job` is set."""
     for key in reversed(list_submissions(run)):
         record = read_if_exists(functools.partial(_read_submission, run, key))
         if record and not record.withdrawn:

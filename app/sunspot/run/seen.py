@@ -115,8 +115,10 @@ class RunSeen:
         checkpoint: Checkpoint | None,
         newest_record: dict[str, Any],
     ) -> "RunDetails":
-        """Return the run with everything else that was read from storage. The time of the read becomes the current
-        time, so that no age is negative."""
+        """Return this object together with everything else that was read from storage.
+
+        The result has the current time, so that no age is negative.
+        """
         return RunDetails(
             **vars(replace(self, time=time.time())),
             identity=identity,

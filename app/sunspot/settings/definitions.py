@@ -146,7 +146,7 @@ class Settings(BaseModel):
     dataset: Dataset = setting(
         "sample",
         "sample, mnist, or a path or URL of Parquet, CSV, JSON lines, tar shards, Iceberg tables, image folders, or "
-        "save_to_disk's output; or to several of these with weights, e.g. a:0.7,b:0.3",
+        "save_to_disk's output; or several of these with weights, e.g. a:0.7,b:0.3",
         min_length=1,
     )
     "Training data. Several sources with weights are a mixture."
@@ -203,8 +203,8 @@ class Settings(BaseModel):
     compile: Literal["off", "default", "max-autotune"] = setting("off", "off, default or max-autotune")
     "Mode of torch.compile, which needs a C or C++ compiler."
     graph: Literal["off", "auto"] = setting("off", "off or auto")
-    """CUDA graphs for the model's passes. auto captures a graph for each frequent shape of the inputs, and prints why
-    if it cannot."""
+    """CUDA graphs for forward and backward passes. auto captures a graph for each frequent input shape, and
+    prints the reason if it cannot."""
     parallel: Literal["ddp", "fsdp", "hsdp"] = setting("ddp", "ddp, fsdp or hsdp")
     """Distribution of the model. ddp keeps a copy on each worker, and fsdp splits the model among all workers. hsdp
     keeps several copies, and splits each of them among SUNSPOT_SHARD_DEGREE workers."""
@@ -287,7 +287,7 @@ class Settings(BaseModel):
 
     @property
     def worker_multiple(self) -> int:
-        """Number whose multiples are the allowed numbers of workers: SHARD_DEGREE under hsdp, otherwise 1."""
+        """The number of workers must be a multiple of this number: SHARD_DEGREE under hsdp, otherwise 1."""
         return max(1, self.shard_degree) if self.parallel == "hsdp" else 1
 
     def environment(self) -> dict[str, str]:

@@ -17,8 +17,8 @@ def setting(default: Any, takes: str, **limits: Any) -> Any:
 def read_docstrings(model: type[BaseModel]) -> dict[str, str]:
     """Return the docstring below each field of a model, including inherited fields, keyed by field.
 
-    Only help and documentation need these texts. To collect them for every process that imports a model, as pydantic
-    does with `use_attribute_docstrings`, takes 20 ms.
+    Only help and documentation need these texts. With `use_attribute_docstrings`, pydantic would collect them in every
+    process that imports the model, which takes 20 ms.
     """
     found: dict[str, str] = {}
     for owner in reversed(model.__mro__):

@@ -1,4 +1,4 @@
-"""The number of training workers, which comes in whole replicas of the model under PARALLEL=hsdp."""
+"""The number of training workers. Under PARALLEL=hsdp, the workers form whole replicas of the model."""
 
 import re
 from collections.abc import Iterable
@@ -29,13 +29,13 @@ class WorkerRange(NamedTuple):
         return f"{self.least}..{self.most}" if self.elastic else str(self.least)
 
     def in_multiples_of(self, number: int) -> "WorkerRange":
-        """Return the nearest range of multiples of `number`, which is inside of this range if possible."""
+        """Return the nearest range of multiples of `number`, which lies within this range if possible."""
         most = max(number, self.most - self.most % number)
         least = min(most, self.least + -self.least % number)
         return WorkerRange(least, most, number)
 
     def fit(self, room: int) -> int:
-        """Return the largest number of workers in whole replicas for which there is `room`, even if it is too small."""
+        """Return the largest number of workers in whole replicas that `room` allows. It can be less than `least`."""
         workers = min(self.most, room)
         return workers - workers % self.multiple
 
@@ -65,7 +65,7 @@ def choose_shard_degree(workers: WorkerRange, given: int, rooms: Iterable[int] =
             different = f"the nodes have room for different numbers of workers ({', '.join(map(str, sizes))})"
             raise SettingsError(
                 f"SUNSPOT_PARALLEL=hsdp: {different if sizes else 'no node has room for a worker yet'}; set "
-                "SUNSPOT_SHARD_DEGREE to the number of workers that hold one model"
+                "SUNSPOT_SHARD_DEGREE to the number of workers that hold one replica of the model"
             )
         degree = min(sizes[0], workers.least)
         why = f"each node has room for {plural(sizes[0], 'worker')}"
@@ -73,7 +73,8 @@ def choose_shard_degree(workers: WorkerRange, given: int, rooms: Iterable[int] =
             alone = why if sizes[0] == 1 else f"SUNSPOT_NUM_WORKERS={workers} allows a single worker"
             raise SettingsError(
                 f"SUNSPOT_PARALLEL=hsdp: {alone}, so each worker would hold the whole model; set SUNSPOT_SHARD_DEGREE "
-                "to the number of workers that hold one model, even on several nodes, or set SUNSPOT_PARALLEL=ddp"
+                "to the number of workers that hold one replica, which can span several nodes, or set "
+                "SUNSPOT_PARALLEL=ddp"
             )
     nearest = workers.in_multiples_of(degree)
     if str(nearest) != str(workers):

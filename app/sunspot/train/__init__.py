@@ -17,8 +17,8 @@ The modules are used in this order:
 7. `worker.Worker` ends each step (`finish_step`). It then saves, evaluates, reports, stops or restarts if needed.
    `Worker.wait_before_change` keeps parameters unchanged until the copy of the previous state is complete.
 8. If a worker is lost, `loop.train_in_groups` takes the others to the next group. `Survivor.abandon_group` keeps their
-   state, and `undo.StepGuard` undoes the step that the loss has interrupted. `sunspot.elastic` tells this from the
-   beginning. `replacement.end_replacement` ends a replacement that cannot train.
+   state, and `undo.StepGuard` undoes the step that the loss has interrupted. `sunspot.elastic` describes all of this
+   from the beginning. `replacement.end_replacement` ends a replacement that cannot train.
 
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------

@@ -22,7 +22,7 @@ PASSES_BEFORE_CAPTURE = 3
 """Number of passes with inputs of one shape that run without a graph, because a rare shape is not worth a graph."""
 
 MAX_GRAPHS = 4
-"""Most graphs of one model. Each graph keeps the memory of a whole pass."""
+"""Maximum number of graphs of one model. Each graph keeps the memory of a whole pass."""
 
 TOLERANCE = 0.01
 """Largest relative difference between the results of a graph and of the same pass without it.
@@ -31,16 +31,16 @@ bf16 has a relative precision of 2^-8, and the order of sums may differ. A graph
 """
 
 Key: TypeAlias = tuple[object, ...]
-"""The shapes and types of a pass's inputs, and the type of autocast."""
+"""The shapes, types and devices of a pass's inputs, and whether autocast is enabled."""
 
 
 def use_graphs(model: nn.Module, settings: Settings, device: torch.device) -> None:
-    """Let a model's passes become CUDA graphs, or print why GRAPH=auto has no effect."""
+    """Make a model run its passes as CUDA graphs, or print why GRAPH=auto has no effect."""
     if settings.graph == "off":
         return
     reason = find_obstacle(settings, device)
     if reason:
-        print(f"SUNSPOT_GRAPH={settings.graph}: no graphs, because {reason}")
+        print(f"SUNSPOT_GRAPH={settings.graph}: CUDA graphs are not used, because {reason}")
     else:
         model.forward = GraphedForward(model)  # type: ignore[method-assign]
 
@@ -52,7 +52,7 @@ def find_obstacle(settings: Settings, device: torch.device) -> str:
     if settings.parallel != "ddp":
         return f"SUNSPOT_PARALLEL={settings.parallel} exchanges parameters within a pass; only ddp can use graphs"
     if settings.compile != "off":
-        return f"SUNSPOT_COMPILE={settings.compile} compiles the model; max-autotune makes graphs itself"
+        return f"SUNSPOT_COMPILE={settings.compile} compiles the model; max-autotune creates its own graphs"
     if settings.recompute != "off":
         return f"SUNSPOT_RECOMPUTE={settings.recompute} runs blocks again in the backward pass"
     return ""
@@ -61,9 +61,10 @@ def find_obstacle(settings: Settings, device: torch.device) -> str:
 class GraphedForward:
     """A module's `forward`, which replays a CUDA graph if it has captured one for inputs of the same shapes.
 
-    Passes that a graph cannot replay run as before: an evaluation, a second pass before the backward pass of the first,
-    a pass that adds to gradients, inputs that are not tensors, and models with hooks. If a capture fails, or if its
-    results differ from those of the same pass without a graph, the shapes get no graph.
+    Passes that a graph cannot replay run as before: evaluations, a second forward pass before the backward pass of the
+    first, passes that add to existing gradients, and passes with inputs that are not tensors. A model with hooks gets
+    no graph. If the capture of a graph fails, or if its results differ from those of the same pass without it, inputs
+    of these shapes get no graph.
     """
 
     def __init__(self, module: nn.Module, make_graphed: Callable[..., Any] = torch.cuda.make_graphed_callables) -> None:
@@ -76,7 +77,7 @@ class GraphedForward:
         self._newest_pass: Callable[[], BackwardPass | None] = lambda: None
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Return the module's output, for one forward pass."""
+        """Run one forward pass, and return the module's output."""
         if options or not self._can_replay(inputs):
             return self._without_graph(*inputs, **options)
         key = (torch.is_autocast_enabled("cuda"), *((each.shape, each.dtype, each.device) for each in inputs))
@@ -113,14 +114,14 @@ class GraphedForward:
         self._newest_pass = weakref.ref(newest)
 
     def _capture(self, inputs: tuple[torch.Tensor, ...]) -> Callable[..., Any] | None:
-        """Return a graph for inputs of these shapes, or None if there can be none. Prints which of both it is."""
+        """Return a graph for inputs of these shapes, or None if that is impossible. Prints the outcome."""
         shapes = ", ".join("x".join(map(str, each.shape)) for each in inputs)
         if sum(graph is not None for graph in self._graphs.values()) == MAX_GRAPHS:
-            problem = f"there are {MAX_GRAPHS} graphs for other shapes already"
+            problem = f"there are already {MAX_GRAPHS} graphs for other shapes"
         elif any(has_hooks(module) for module in self._module.modules()):
-            problem = "its modules have hooks, which a graph would not call"
+            problem = "the model has hooks, which a graph would not call"
         elif any(isinstance(module, nn.SyncBatchNorm) for module in self._module.modules()):
-            problem = "SyncBatchNorm communicates with the other workers, who may change"
+            problem = "SyncBatchNorm communicates with the other workers, which may change"
         else:
             devices = [each.device for each in inputs if each.is_cuda][:1]
             buffers = [each.clone() for each in self._module.buffers()]
@@ -129,10 +130,11 @@ class GraphedForward:
                     graph = self._make(inputs)
                 problem = self._compare(graph, inputs, devices)
             except Exception as error:  # of any kind: the model is the user's, and a pass without a graph still works
-                problem = f"capturing it failed: {error}".partition("\n")[0]
+                problem = f"its capture failed: {error}".partition("\n")[0]
             for buffer, before in zip(self._module.buffers(), buffers, strict=True):
-                buffer.data.copy_(before)  # unlike `copy_`, this does not fail the backward pass of an earlier pass
-        print(f"graph of the model for inputs of {shapes}: {f'none, because {problem}' if problem else 'captured'}")
+                buffer.data.copy_(before)  # `buffer.copy_` would break the backward pass of an earlier forward pass
+        outcome = f"not used, because {problem}" if problem else "captured"
+        print(f"CUDA graph of the model for inputs of shape {shapes}: {outcome}")
         return None if problem else graph
 
     def _make(self, inputs: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
@@ -148,7 +150,7 @@ class GraphedForward:
             module.forward = self
 
     def _compare(self, graph: Callable[..., Any], inputs: tuple[torch.Tensor, ...], devices: list[torch.device]) -> str:
-        """Return what differs between a graph and the same pass without it, or an empty string."""
+        """Return a problem if the results of a graph and of the same pass without it differ, or an empty string."""
         results = []
         for forward in (self._without_graph, graph):
             with torch.random.fork_rng(devices):
@@ -172,7 +174,7 @@ class BackwardPass:
         self.began = False
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        """Record the beginning of the pass, whose gradient is that of an output."""
+        """Record that the pass has begun. `gradient` is the gradient of an output."""
         self.began = True
 
 

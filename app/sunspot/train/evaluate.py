@@ -91,7 +91,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def describe_absent(metric: str, names: Collection[str]) -> str:
-    """Return a message if CHECKPOINT_METRIC is `metric` and the task has no such metric, or an empty string if it does.
+    """Return a message if the task has no metric of the name `metric` (CHECKPOINT_METRIC), or an empty string.
 
     `names` are the task's metrics. Those of held-out rows have the prefix HELD_OUT.
     """

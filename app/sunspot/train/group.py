@@ -77,9 +77,10 @@ ENDED_S = 5.0
 """Maximum number of seconds between the announced end of all workers and the trainer's end. Ray needs about 2 s."""
 
 NO_GROUP_S = 60.0
-"""Seconds without a worker group after which a run that `sunspot stop` or a move must end does so without saving.
+"""Maximum number of seconds that a run waits for a worker group before `sunspot stop` or a move ends the run.
 
-A group that starts within this time can still save the steps that only the nodes' memory has.
+A group that starts within this time can still save the steps that are only in the nodes' memory. Otherwise, the run
+ends without saving.
 """
 
 NO_RESIZE_S = 1e9
@@ -129,14 +130,14 @@ def open_context(
         degree = choose_shard_degree(given, settings.shard_degree, rooms)
         plan = replace(plan, settings=settings.model_copy(update={"shard_degree": degree}))
         given = given.in_multiples_of(degree)
-        print(f"  replicas of the model: {given.replicas}, of {plural(degree, 'worker')} each", flush=True)
+        print(f"  replicas of the model: {given.replicas}, each with {plural(degree, 'worker')}", flush=True)
     restarts = not plan.outlives and (given.elastic or choice)
     lag_s = install_coordinator() if restarts else 0.0
     if restarts and given.multiple > 1:
         if lag_s:
             raise SunspotError(
-                "Ray's autoscaling coordinator on this cluster may start any number of workers, also without a whole "
-                "replica of the model; set SUNSPOT_NUM_WORKERS to a single number, or SUNSPOT_PARALLEL to ddp or fsdp"
+                "Ray's autoscaling coordinator on this cluster may start a number of workers that does not form whole "
+                "replicas of the model; set SUNSPOT_NUM_WORKERS to a single number, or SUNSPOT_PARALLEL to ddp or fsdp"
             )
         offer_whole_replicas(resources.per_worker, given.multiple)
     wanted: WantedWorkers | None = None

@@ -283,7 +283,7 @@ def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Surv
 
 
 def record_end(error: Exception, setup: WorkerSetup) -> None:
-    """Record the error that ends this worker, unless another process owns the run or only a replacement ends.
+    """Record the error that ends this worker, unless another process owns the run or this replacement ends alone.
 
     An error that no retry can fix is sent through the control channel, because storage itself may have failed. It is
     also written to storage, where the job's next driver finds it.

@@ -293,7 +293,10 @@ class Survivor:
 
     @contextmanager
     def replacing_state(self, attempt: Attempt, state: TrainingState) -> Iterator[None]:
-        """Context manager for loading the received state. If the group ends before its first step, it is kept."""
+        """Context manager for loading the received state.
+
+        Once loaded, the state is kept in case the group ends before its first step.
+        """
         assert state.taken is not None
         self.kept = None
         yield
@@ -321,8 +324,8 @@ class Survivor:
 def abandon_step(worker: Worker) -> tuple[LiveState, StateMetadata] | None:
     """Abandon the step that the end of the group has interrupted, and return the state to continue from.
 
-    The state is that after the newest step that counts. It is returned as its name and position. Returns None if the
-    interrupted step cannot be undone, or if this process has only a part of the state (fsdp).
+    This is the state after the newest step that counts. It is returned without its tensors, which this process keeps.
+    Returns None if the interrupted step cannot be undone, or if this process has only a part of the state (fsdp).
     """
     worker.step_guard.settle()
     worker.profiler.drop()

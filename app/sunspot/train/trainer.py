@@ -46,7 +46,7 @@ def fit(
             reserved = reserved_groups()
             others = live_controllers()
             with open_context(plan, claimant, stop_request, note_end) as context:
-                plan = context.plan  # it has the chosen SHARD_DEGREE, which later trainers keep on any nodes
+                plan = context.plan  # its SHARD_DEGREE has been chosen; later trainers keep it on any nodes
                 outcome = train_group(context, start)
                 start = choose_next_start(context, outcome, start)
             if outcome.fatal_error:

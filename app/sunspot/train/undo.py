@@ -46,16 +46,16 @@ class StepGuard:
     """Makes sure that each step of a worker in one group either counts as a whole or is undone.
 
     A step is complete once the optimizer has taken its step, and `accept` has been called. On a GPU, the sums of a
-    complete step may still turn out to be wrong (`SumGuard`). Such a step is in doubt, and counts only once `confirm`
-    has waited for the GPU. After the end of the group, `settle` counts the newest step if it is complete, and `undo`
-    undoes any other step.
+    complete step may still turn out to be wrong (`SumGuard`). Until `confirm` has waited for the GPU, the step is in
+    doubt and does not count. After the end of the group, `settle` counts the newest step if it is complete, and `undo`
+    undoes a step that does not count.
     """
 
     def __init__(self, undo: StepUndo | None, place: WorkerPlace, cancellable: Optimizer | None) -> None:
         """Guard the steps that a worker takes in the group of `place`.
 
-        `undo` is None if the next group does not use this process's state. The GPU may cancel the step of the
-        `cancellable` optimizer. It is None for a loop that may change parameters after the optimizer's step.
+        `undo` is None if the next group does not use this process's state. `cancellable` is the optimizer whose step
+        the GPU may cancel, or None if the loop may change parameters after the optimizer's step.
         """
         self._undo = undo
         self._place = place
@@ -63,7 +63,7 @@ class StepGuard:
         self._cancelled = False
         "True if the GPU has cancelled the newest step."
         self._count: Callable[[], None] | None = None
-        "Function that counts the newest step, until the step is counted."
+        "The function that counts the newest step, or None once the step is counted."
         if undo:
             undo.keep()
 
@@ -75,8 +75,8 @@ class StepGuard:
     def before_change(self, optimizer: Optimizer | None) -> None:
         """Make sure that aborted sums change no parameters, and that a change by `optimizer` can be undone.
 
-        Raises `RegroupError` if sums were aborted. The GPU itself cancels the step of a fused optimizer, and nothing
-        waits for its sums. Any other change waits.
+        Raises `RegroupError` if sums were aborted. The GPU itself can cancel the step of a fused optimizer, so this
+        does not wait for the sums of that step. Before any other change, it waits.
         """
         undo = self._undo
         sums = self._place.sums
@@ -116,7 +116,7 @@ class StepGuard:
     def confirm(self) -> None:
         """Count the newest step, unless it is counted already. Raises `RegroupError` if its sums were aborted.
 
-        This waits until the GPU has taken the step, if it is in doubt.
+        If the step is in doubt, this waits until the GPU has taken it.
         """
         if not self._count:
             return
@@ -126,7 +126,7 @@ class StepGuard:
         count()
 
     def settle(self) -> None:
-        """Count the newest complete step after the end of the group, unless the GPU has cancelled the step."""
+        """After the end of the group, count the newest complete step, unless the GPU has cancelled it."""
         self._cancelled = self._place.sums is not None and not self._place.sums.settle()
         if not self._cancelled:
             self.confirm()

@@ -257,7 +257,7 @@ class Worker:
         self.window.add_step(taken.values, taken.seconds, taken.data_wait_s)
 
     def _decide(self, taken: Step) -> StepActions:
-        """Return the actions after a step.
+        """Return the actions to take after a step.
 
         Rank 0 broadcasts what it wants. The rest follows from the step's number, so all ranks decide the same.
         """
@@ -271,7 +271,7 @@ class Worker:
         return agreed._replace(save=save, restart=restart, regroup=agreed.regroup and has_more)
 
     def _close_window(self, taken: Step, save: bool) -> MetricRecord:
-        """Return the metrics of the steps since the newest record. They include whether the values are finite."""
+        """Return the metrics of the steps since the newest record, with the counters of NaN values."""
         epoch = (taken.number - 1) // self.learner.plan.steps.per_epoch + 1
         record = self.window.close(taken.number, epoch, taken.learning_rate)
         self._nan_watch.look(record, taken.values, save)
@@ -280,7 +280,7 @@ class Worker:
         return record
 
     def _warn_about_metric(self, record: MetricRecord) -> None:
-        """Warn if the record of an epoch's end lacks the metric that ranks checkpoints."""
+        """Warn if the record at the end of an epoch lacks CHECKPOINT_METRIC, which ranks checkpoints."""
         absent = describe_absent(self.learner.plan.settings.checkpoint_metric, model_metrics(record))
         if absent and self.reporter:
             warn_once(log, absent)

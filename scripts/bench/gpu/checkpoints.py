@@ -18,7 +18,7 @@ from scripts.bench.in_process import group_of_one
 from sunspot.checkpoint import SavedObjects
 
 SAVES = 4
-"""Number of measured saves of each way on a GPU. One more save comes before them, because it allocates memory."""
+"""Number of saves measured for each way on a GPU. One more save comes before them, because it allocates memory."""
 
 WORK_S = 0.15
 """Seconds of forward and backward passes between a save and the next optimizer step."""

@@ -1,8 +1,8 @@
-"""Stores the manifest that `sunspot submit` applied, and its request, in annotations of the RayJob.
+"""Stores the manifest that `sunspot submit` applied, and the request it was rendered from, in a RayJob's annotations.
 
-`sunspot wait` and `sunspot resume` restart a RayJob from its manifest. The annotation is more trustworthy than an
-object in storage, because only users who can run pods in the namespace can write it. The RayJob's own spec cannot be
-used, because Kueue changes it.
+`sunspot wait` and `sunspot resume` restart a RayJob from this manifest. Annotations are more trustworthy than objects
+in storage, because only users who can run pods in the namespace can write them. The RayJob's own spec cannot be used,
+because Kueue changes it.
 
 `sunspot wait --profile` renders the request again for another place. It only contains options and settings, so all
 other parts of the new RayJob come from the profile.
@@ -61,9 +61,9 @@ def applied_manifest(job: JobView, run: str) -> dict[str, Any] | None:
 
 
 def with_request(rendered: Rendered) -> dict[str, Any]:
-    """Return a rendered RayJob with its request in an annotation, if the request can be rendered for another place.
+    """Return a rendered RayJob, with its request in an annotation if the request can be rendered for another place.
 
-    The profile, the place and the namespace are not part of the annotation. A packed folder becomes its archive's URL.
+    The annotation omits the profile, the place and the namespace. A packed folder is replaced by its archive's URL.
     """
     manifest, request = rendered.manifest, rendered.request
     if not request.place or request.cluster or manifest["spec"]["entrypoint"] == SEARCH:
@@ -76,9 +76,10 @@ def with_request(rendered: Rendered) -> dict[str, Any]:
 
 
 def read_request(job: JobView, profile: str) -> JobRequest | None:
-    """Return the request of a RayJob that `sunspot submit` applied in a place, with this profile and without a place.
+    """Return the request in a RayJob's annotation, with `profile` as its profile and without a place.
 
-    Returns None if the RayJob has none. Raises `ClusterError` if the annotation cannot be used.
+    Returns None if the RayJob has no such annotation, or is managed by a GitOps tool. Raises `ClusterError` if the
+    annotation cannot be used.
     """
     text = (job.raw["metadata"].get("annotations") or {}).get(REQUEST)
     if text is None or job.gitops_tool:
@@ -90,7 +91,7 @@ def read_request(job: JobView, profile: str) -> JobRequest | None:
         return TypeAdapter(JobRequest).validate_json(content, strict=True)
     except (ValueError, KeyError, TypeError, RecursionError) as error:  # pydantic's error is a ValueError
         fault = f"RayJob {job.name} does not contain a usable request in its annotation {REQUEST}"
-        raise ClusterError(f"{fault}; `sunspot move` moves the run by hand") from error
+        raise ClusterError(f"{fault}; to move the run by hand, use `sunspot move`") from error
 
 
 def without_copy(manifest: Mapping[str, Any]) -> dict[str, Any]:

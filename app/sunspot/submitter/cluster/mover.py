@@ -1,10 +1,10 @@
 """Moves runs between the places of a profile while `sunspot wait` watches them.
 
-1. `may_consider` decides from the run's RayJob and status whether the run can be better off elsewhere.
-2. `Mover` asks `places.choose_place` once a minute, with what this run and others have seen in the places.
-3. `moving.move_run` moves the run to the chosen place, which the RayJob's request is rendered for (`applied`).
+1. `may_consider` decides from the run's RayJob and status whether a move may help the run.
+2. Once a minute, `Mover` calls `places.choose_place` with the experience of this run and other runs in the places.
+3. `moving.move_run` renders the RayJob's request (see `applied`) for the chosen place, and moves the run there.
 
-A move needs no memory: if a mover ends in the middle of one, the drivers complete it, and the next mover follows it.
+If a mover ends during a move, nothing is lost: the drivers complete the move, and the next mover follows it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONSIDER_EVERY_S = 60.0
 """Seconds between two choices of a run's place."""
 
 SETTLED_AFTER_S = 120.0
-"""Seconds for which another place must be better. A single lost node is often replaced within this time."""
+"""Seconds for which another place must be better before a run moves. A lost node is often replaced in less time."""
 
 
 CLAIMED_WITHIN_S = 180.0
@@ -46,10 +46,11 @@ CLAIMED_WITHIN_S = 180.0
 
 
 def may_consider(snapshot: RunSnapshot, now: float) -> bool:
-    """Return True if the run can be better off in another place. `now` is in seconds since the epoch.
+    """Return True if a move to another place may be considered. `now` is in seconds since the epoch.
 
-    A run that trains elsewhere, or that has ended, stays. A run that waits for its first driver has NODES_WITHIN_S for
-    that, and a silent one LOST_AFTER_S, because the operator may replace its head.
+    A run stays if it has ended, or if a RayJob other than its newest one trains it. If a run has no driver yet, a move
+    is considered after NODES_WITHIN_S. If its driver is silent, a move is considered after LOST_AFTER_S, because the
+    operator may replace the head.
     """
     job, seen = snapshot.job, snapshot.storage
     status = seen.status
@@ -82,7 +83,7 @@ class Mover:
         self._considered: dict[str, float] = {}
         "The monotonic time at which each run's place was last chosen."
         self._better: dict[str, tuple[str, float]] = {}
-        "The other place that each run should be in, and the monotonic time since which this is so."
+        "The better place for each run, or an empty name, and the monotonic time since which this has not changed."
         self._moves: dict[str, Future[Submission | None]] = {}
         self._failures: dict[str, list[Sighting]] = {}
         "Failed moves of each run. The places of these moves are avoided until the failures are forgotten."
@@ -111,7 +112,7 @@ class Mover:
         return RunAccess(access.run, self.clusters().get(place, access.cluster), access.cluster_error)
 
     def attend(self, access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
-        """Begin a move if the run needs one. Return the new RayJob once the run has moved. Does not wait for that."""
+        """Begin a move if the run needs one, without waiting for it. Return the new RayJob once the run has moved."""
         name, now = access.run.name, time.monotonic()
         if name in self._moves:
             return self._moves.pop(name).result() if self._moves[name].done() else None
@@ -128,16 +129,16 @@ class Mover:
         return None
 
     def rescue(self, access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
-        """Submit a run whose head was abandoned in a better place. Return None if this fails or no place is better."""
+        """Move a run with an abandoned head to a better place. Return None if this fails or no place is better."""
         request, reason = self._choose(access, snapshot)
         return self._move(access.run.name, request, reason) if request else None
 
     def close(self, name: str) -> None:
-        """Wait until the move of a run that has ended is undone."""
+        """Wait until an unfinished move of a run is undone, after the run has ended."""
         wait([move for move in [self._moves.pop(name, None)] if move], GONE_WITHIN_S)
 
     def _choose(self, access: RunAccess, snapshot: RunSnapshot) -> tuple[JobRequest | None, str]:
-        """Return a request for the run in another place and the reason, or None if the run should stay.
+        """Return a request for the run in a better place, and the reason. The request is None if the run should stay.
 
         The run also stays if its request or storage cannot be read.
         """
@@ -148,7 +149,7 @@ class Mover:
             return None, ""
 
     def _compare(self, access: RunAccess, snapshot: RunSnapshot) -> tuple[JobRequest | None, str]:
-        """Return what `_choose` does. Raises `SunspotError`."""
+        """Return the result of `_choose`. Raises `SunspotError` if the request or storage cannot be read."""
         run, job = access.run, snapshot.job
         now = time.time()
         request = read_request(job, self._profile) if job and may_consider(snapshot, now) else None
@@ -156,7 +157,9 @@ class Mover:
             return None, ""
         prospects = read_prospects(request, self._failures.get(run.name, ()))
         if prospects.run.location != run.location:
-            raise ClusterError(f"RayJob {job.name} asks to train {prospects.run.location} instead of {run.location}")
+            raise ClusterError(
+                f"the request in RayJob {job.name} is for {prospects.run.location}, not for {run.location}"
+            )
         choice = prospects.choose()
         stays = choice.place == place_of(job.raw) and not is_stranded(snapshot, now)
         return (None if stays or not choice.place else replace(request, place=choice.place)), choice.reason

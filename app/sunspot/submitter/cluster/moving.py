@@ -4,7 +4,7 @@
 2. When the new workers are ready, they ask the old driver to save and end, and then claim the run (`run.handover`).
 3. `move_run` deletes the old RayJob. If the new driver does not start in time, `move_run` deletes the new one instead.
 
-`mover.Mover` moves runs without a user.
+`mover.Mover` moves runs automatically.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _describe_failure(submission: Submission) -> str:
 
 
 def _find_claim(submission: Submission, before: Status) -> Attempt | None:
-    """Return the attempt with which the new RayJob's workers have claimed the run and chosen their start, or None."""
+    """Return the submission's attempt, or None until its workers have claimed the run and chosen where to start."""
     attempts = attempts_with_start(read_attempts(submission.access.run))
     newer = [(attempt, Owner.parse(attempt.owner)) for attempt in attempts if attempt.number > before.attempt]
     return next((each for each, by in newer if (by.job, by.place) == (submission.job, submission.place)), None)
@@ -126,7 +126,8 @@ def _find_claim(submission: Submission, before: Status) -> Attempt | None:
 def _undo(submission: Submission, before: Status, left: RunJob) -> Attempt | None:
     """Withdraw and delete the new RayJob. If the old driver has already ended, start the old RayJob again.
 
-    Returns None, or the new workers' attempt if they have claimed the run just before.
+    If the new workers have already claimed the run, keeps the new RayJob and returns their attempt. Otherwise, returns
+    None.
     """
     run, cluster = submission.access.run, submission.access.require_cluster()
     withdraw_submission(run, submission.job, submission.place)  # from now on, the new workers cannot claim the run

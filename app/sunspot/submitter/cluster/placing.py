@@ -142,19 +142,19 @@ class Prospects:
     offers: Sequence[Offer]
     known: Mapping[str, Experience]
     situation: Situation
-    "Its place is where the run is alive, or where nodes can still come."
+    "The situation's place is where the run is alive, or where it can still get nodes."
     goal: Goal
 
     def choose(self, without: Collection[str] = ()) -> Choice:
-        """Choose a place, but none of those in `without`. Raises `ValueError` if no place is left."""
+        """Choose a place that is not in `without`. Raises `ValueError` if no place is left."""
         offers = [offer for offer in self.offers if offer.place not in without]
         return choose_place(offers, self.known, self.situation, self.goal)
 
 
 def read_prospects(request: JobRequest, failures: Sequence[Sighting] = ()) -> Prospects:
-    """Read how recent runs did in the places of a request's profile, and how far its run is.
+    """Read how recent runs did in the places of a request's profile, and how far the request's run has trained.
 
-    `failures` are sightings of failed moves, which storage does not show. Raises `StorageError`.
+    `failures` are sightings from failed moves, which are not recorded in storage. Raises `StorageError`.
     """
     places = {place.name: place for place in choose_profile(request).places or ()}
     rendered = _render_everywhere(request, places)
@@ -171,7 +171,7 @@ def read_prospects(request: JobRequest, failures: Sequence[Sighting] = ()) -> Pr
     saved_gb = state_gb * HOUR_S / max(every_s, save_s) if every_s else 0.0
 
     def offer(place: Place) -> Offer:
-        """Return the hourly price of nodes and of traffic: the saved states and, after a move, the loaded state."""
+        """Return a place's offer. Its price includes traffic: saved checkpoints and, after a move, a loaded one."""
         found = _make_offer(rendered[place.name])
         loaded_gb = 0.0 if place.name == situation.place else state_gb
         traffic = (place.traffic_price or 0.0) * (saved_gb + loaded_gb)
@@ -211,7 +211,7 @@ def _find_goal(run: Run, settings: Settings) -> Goal:
 
 
 def _find_state_bytes(run: Run) -> int:
-    """Return the size of the run's newest checkpoint in bytes, or 0 without one."""
+    """Return the size in bytes of the run's newest checkpoint, or 0 if the run has no checkpoint."""
     try:
         checkpoint = read_details(look(run)).checkpoint
     except NotFoundError:
@@ -220,7 +220,7 @@ def _find_state_bytes(run: Run) -> int:
 
 
 def _find_work(status: Status | None, settings: Settings) -> float | None:
-    """Return the seconds of training that are left with all wanted workers, or None if they are unknown."""
+    """Return the remaining seconds of training with the maximum number of workers, or None if this is unknown."""
     if not status or not status.step_time_s or not status.total_steps:
         return None
     share = min(1.0, status.world_size / settings.num_workers.most) if status.world_size else 1.0

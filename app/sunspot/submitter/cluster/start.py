@@ -168,7 +168,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
     status = snapshot.storage.status
     stop_wanted = snapshot.storage.summary.stop_requested
-    # A RayJob that waits for another owner's driver than the one that trains would not let the run save.
+    # During a move, attach only to a RayJob that asks the driver that trains now to save and end.
     attaches = not moves_from or settings_of(job.raw).get(MOVES_FROM) == moves_from if job else False
     if job and attaches and not state.terminal and not elsewhere:
         if stop_wanted and not dry_run:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         metavar="NAME",
-        help="move runs that `submit` has started between the places of this profile, if that is better for them",
+        help="move runs to better places of this profile; only affects runs that `submit` has started",
     )
     parser.add_argument("--timeout", metavar="S", type=seconds, help="stop waiting after S seconds (exit code 5)")
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     if args.all == (args.run is not None) or (args.all and args.timeout is not None):
         raise SettingsError("pass either the name of a run or --all. `wait --all` never ends, so it takes no --timeout")
     mover = Mover(args.profile) if args.profile else None
-    if mover and not os.environ.get(STORAGE_PATH):  # only runs in storage that the user has named may be changed
+    if mover and not os.environ.get(STORAGE_PATH):  # moves change files, so the RayJob's location is not trusted
         args.storage = args.storage or mover.storage_path
     if args.all:
         _watch_all(args, mover)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _watch_all(args: argparse.Namespace, mover: Mover | None) -> None:
-    """Print the state changes of all runs in the namespace or in the places until Ctrl-C."""
+    """Print the state changes of all runs in the namespace, or in the mover's places, until Ctrl-C."""
 
     def show(run: str, state: RunState, reason: str) -> None:
         if args.json:

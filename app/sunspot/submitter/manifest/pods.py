@@ -56,10 +56,10 @@ FEW_WORKERS = 16
 """Maximum number of workers that the default head supports without `per_worker`."""
 
 CACHE_FOLDER = "/data-cache"
-"""Folder at which `data_cache` mounts its volume."""
+"""Folder at which the `data_cache` volume is mounted."""
 
 CACHE_MARGIN = 1.05
-"""Size of that volume relative to the cache, because the cache's directories take space, too."""
+"""Size of the `data_cache` volume relative to the cache's limit. The cache's directories need the rest."""
 
 AUTOSCALER: dict[str, Any] = {
     "version": "v2",
@@ -240,7 +240,7 @@ def _set_machine(group: dict[str, Any], machine: Machine) -> None:
 
 
 def _add_data_cache(group: dict[str, Any], size: str | None) -> None:
-    """Add a volume for the cache of the dataset. The kubelet counts it against the limit of ephemeral storage."""
+    """Add a volume for the dataset cache. The kubelet counts it towards the pod's limit of ephemeral storage."""
     if not size:
         return
     bytes_in_all = math.ceil(parse_quantity(size) * CACHE_MARGIN)

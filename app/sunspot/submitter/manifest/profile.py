@@ -358,7 +358,7 @@ class Place(Profile):
     context: Text | None = _takes("a context of the kubeconfig")
     "The context of the cluster. By default, the place is in the current context's cluster."
     traffic_price: Price | None = _takes(PRICE)
-    "Price of 10^9 bytes of traffic between the place and the bucket. The choice of a place counts it."
+    "Price of 10^9 bytes of traffic between the place and the bucket. The choice of a place takes it into account."
     extends: None = _takes("nothing, because a place extends its profile")
     places: None = _takes("nothing, because a place cannot contain places")
 

@@ -26,7 +26,7 @@ class PodSet:
     "Number of pods that the run needs to start."
     most: int
     step: int = 1
-    "Number of pods that a replica of the model fills, if it needs several. More pods are useful only in such steps."
+    "Smallest number of pods that whole replicas of the model fill. More pods help only in multiples of this number."
 
     def least_amount(self, number: int, amount_of: Callable[[Pod], float]) -> float:
         """Return the smallest total of `amount_of` for `number` of these pods."""

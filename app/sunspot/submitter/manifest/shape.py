@@ -43,7 +43,7 @@ class Shape:
     runs: int = 1
     "Number of concurrent trials of a search."
     shard_degree: int = 0
-    "Number of workers that hold one replica of the model, or 0 unless PARALLEL is hsdp."
+    "Number of workers that hold one replica of the model, or 0 if PARALLEL is not hsdp."
 
     @property
     def workers_per_pod(self) -> int:
@@ -56,7 +56,7 @@ class Shape:
         return self.pods.most * self.workers_per_pod
 
     def describe_replicas(self) -> str:
-        """Return the numbers of nodes and of the model's replicas, such as `4 nodes of 8 workers: 4 replicas of 8`."""
+        """Describe the nodes and the replicas of the model, for example `4 nodes of 8 workers: 4 replicas of 8`."""
         each, degree = self.workers_per_pod, self.shard_degree
         replicas = WorkerRange(self.pods.least * each, self.pods.most * each, degree).replicas
         nodes, copies = (
@@ -105,7 +105,7 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
         except SettingsError as error:
             problems.append(str(error))
         if not settings.shard_degree:
-            reasons[SHARD_DEGREE] = "the workers of one pod, which has a node's GPUs"
+            reasons[SHARD_DEGREE] = "the number of workers in a pod, which has all GPUs of a node"
     pods = WorkerRange(max(1, workers.least // per_pod), max(1, workers.most // per_pod))
 
     group_pods = [min(group.max or pods.most, pods.most) for group in profile.groups]
