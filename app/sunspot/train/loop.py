@@ -48,8 +48,8 @@ def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
 def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> None:
     """Train in one worker group, until the run or the group ends.
 
-    Raises `GroupRestartError` or `RegroupError` if training continues in the next group. Other errors are raised as they
-    are, and are recorded once the group has claimed the run.
+    Raises `GroupRestartError` or `RegroupError` if training continues in the next group. Other errors are raised as
+    they are, and are recorded once the group has claimed the run.
     """
     with Joining(config, survivor) as joining:
         place = joining.form()
