@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from sunspot.observe.ranks import RankHistory
@@ -86,7 +87,8 @@ def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
     for record in records:
         journal.append({name: value for name, value in record.items() if name != "ranks"})
         if "ranks" in record:
-            ranks.append(record, to_columns(record["ranks"]))
+            columns = to_columns(record["ranks"])
+            ranks.append(record, {name: np.array(values, np.float64) for name, values in columns.items()})
     journal.flush()
     ranks.flush()
 
