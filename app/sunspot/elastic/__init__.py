@@ -50,7 +50,7 @@ These files tell the whole story, in this order:
  8. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt that starts
                                           from it (`claim_in_place`)
  9. restore.hand_over                     sends that state to the ranks that lack it. `build` then compares all ranks'
-                                          parameters. If they are equal, train.loop repeats the step. If they are not,
+                                          parameters. If they are equal, the loop repeats the step. If they are not,
                                           all ranks form another group, which returns to the newest copy
 
 After the repeated step, receipts.make_receipt records what the loss cost (train.reporter.Reporter.took_step).

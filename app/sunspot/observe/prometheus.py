@@ -74,8 +74,8 @@ RUN_ACTIVE = "run_active"
 """Name of the gauge that every driver exports."""
 
 LIMIT_GAUGES = {
-    "deadline_missed_seconds": "Seconds by which the run will miss its DEADLINE at its current speed, or 0.",
-    "budget_excess_ratio": "Expected cost beyond the BUDGET, divided by the budget, or 0.",
+    "deadline_missed_seconds": "Seconds by which the run will miss its SUNSPOT_DEADLINE at its current speed, or 0.",
+    "budget_excess_ratio": "Expected cost beyond SUNSPOT_BUDGET, divided by the budget, or 0.",
 }
 """Gauges of a run with DEADLINE or BUDGET, exported by the driver."""
 
