@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import ray
 
+from sunspot.elastic import sick_nodes, supervisor
 from sunspot.elastic.membership_channel import PROCESS_LIMIT_S
 from sunspot.ray_internals.controller import live_controllers, reserved_groups
+from sunspot.ray_internals.nodes import draining_nodes
 from sunspot.run.attempts import IN_PLACE, read_attempts
 from sunspot.run.checkpoints import find_newest_good
 from sunspot.run.failures import read_failures
@@ -20,6 +22,7 @@ from sunspot.settings import WorkerRange
 from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.cluster.scaling import Scaled, scale_run
 from tests.end_to_end.test_spot import SLOW
+from tests.harness.constants import SetConstants
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
 from tests.harness.training import (
@@ -81,6 +84,34 @@ def test_a_worker_is_given_back_and_returns_on_request_without_a_restart(
     assert all(process.is_running() for process in processes)
     training.result(240)
     assert newest(run).step == 2000
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_sick_node_without_repeating_a_step(
+    program: Program, make_data: MakeData, tmp_path: Path, ray_address: str, set_constants: SetConstants
+) -> None:
+    set_constants(sick_nodes, SICK_AFTER_S=4.0)
+    set_constants(supervisor, SICK_CHECK_EVERY_S=0.5)
+    run = the_run(program)
+    sick = {"TASK": "tests.tasks.sick", "TASK_ARGS": json.dumps({"folder": str(tmp_path)}), "REPORT_EVERY_S": 0.5}
+    sick |= {"NUM_WORKERS": "2..3", "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}'}
+    with start_node(ray_address, **WORKER_NODE), start_node(ray_address, **WORKER_NODE) as slow:
+        training = program.begin(**{**SURVIVING, **sick}, DATASET=make_data(8000, row_group=1000))
+        wait_for_reported_step(run, 60, training)
+        processes = worker_processes()
+        (tmp_path / "sick").write_text(slow.node_id)
+        left = wait_for_receipts(run, 2, training)[-1]
+        assert (left.cause, left.tier, left.replayed) == (Cause.SICK_NODE, IN_PLACE, 0)
+        assert (left.world_before, left.world_after) == (3, 2)
+        assert "its forward passes took 0.1" in left.detail
+        assert slow.node_id in draining_nodes(), "Ray schedules nothing more on it"
+        assert all(process.is_running() for process in processes)
+        training.result(240)
+        wait_until(lambda: not (reserved_groups() or live_controllers()))
+    assert len(receipts_of(run)) == 2, "no other node is left, and no restart follows"
+    assert newest(run).step == 400
     assert_complete(run)
     assert_audit_clean(program)
 

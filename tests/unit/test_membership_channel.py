@@ -47,9 +47,10 @@ from sunspot.elastic.membership_channel import (
     MembershipServer,
     ask_living,
 )
-from sunspot.elastic.messages import Incident
+from sunspot.elastic.messages import Incident, StepTimes
 from sunspot.run.incidents import Cause
 from tests.harness.constants import SetConstants
+from tests.harness.control import worker_group
 from tests.harness.waiting import wait_until
 
 BPF_RET, SO_ATTACH_FILTER = 0x06, 26
@@ -428,6 +429,27 @@ def test_an_unresponsive_machine_counts_as_a_lost_node(
         wait_until(lambda: server.snapshot().trains, seconds=5)
         server.declare_lost(server._connections["first"], error)
     assert [incident.cause for incident in reported(server)][:1] == [cause]
+
+
+def test_a_sick_node_is_left_between_two_steps_and_the_reason_is_recorded(server: MembershipServer) -> None:
+    group = worker_group(1, "old", "new")
+    slow = [StepTimes(1, 60.0 * n, 60.0, 1.0, (0.9, 0.2)) for n in range(10)]
+    with enter(server, "leaving", node="old") as leaving, enter(server, "staying", node="new") as staying:
+        assert isinstance(leaving.receive(), Generation)
+        assert isinstance(staying.receive(), Generation)
+        assert not server.leave_sick_node(slow, group, "old", 1), "the driver's own node is never left"
+        assert not server.leave_sick_node(slow, group, "head", 2), "too few workers would remain"
+        sick = server.leave_sick_node(slow, group, "head", 1)
+        assert sick
+        assert sick.node == "old"
+        assert isinstance(leaving.receive(), Change)
+        [incident] = reported(server)
+        assert (incident.cause, incident.detail) == (Cause.SICK_NODE, f"node old: {sick.why}")
+        leaving.send(JoinRequest(6))
+        staying.send(JoinRequest(6))
+        received = [staying.receive() for _ in range(3)]
+        assert received[:2] == [Change(1), Close(1)]
+        assert list(received[2].ranks) == ["staying"]
 
 
 def test_a_group_change_caused_by_a_draining_node_is_recorded_as_a_preemption(server: MembershipServer) -> None:

@@ -252,7 +252,7 @@ def test_the_driver_passes_each_change_of_the_request_on_once(run: Run, monkeypa
     control = LocalControl()
     wanted = WantedWorkers(run, GIVEN)
     now = [0.0]
-    membership = Mock(snapshot=lambda: SimpleNamespace(size=4))
+    membership = Mock(snapshot=lambda: SimpleNamespace(size=4), leave_sick_node=lambda *_: None)
     monitor = Mock(per_worker={"CPU": 1.0}, check=Mock(return_value=None), asked={})
     asked: list[int] = []
     monkeypatch.setattr(supervisor, "ask_for_nodes", lambda per_worker, workers: asked.append(workers))

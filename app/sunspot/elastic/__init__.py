@@ -55,10 +55,10 @@ These files tell the whole story, in this order:
 
 After the repeated step, receipts.make_receipt records what the loss cost (train.reporter.Reporter.took_step).
 
-If a node is preempted with a notice, another worker is ready to join, or a user wants fewer workers
-(wanted_workers.WantedWorkers), steps 1 and 2 do not happen. Instead, the membership server asks for a change between
-two steps, and `Worker.finish_step` raises RegroupError. Step 3 follows. If a replacement cannot train, only its own
-process ends (train.replacement.end_replacement).
+If a node is preempted with a notice, a node is sick (sick_nodes.SickNodes), another worker is ready to join, or a user
+wants fewer workers (wanted_workers.WantedWorkers), steps 1 and 2 do not happen. Instead, the membership server asks for
+a change between two steps, and `Worker.finish_step` raises RegroupError. Step 3 follows. If a replacement cannot train,
+only its own process ends (train.replacement.end_replacement).
 
 These types describe the state on its way to the next group:
 

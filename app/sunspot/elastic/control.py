@@ -18,10 +18,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sunspot.background import Background
 from sunspot.elastic.merged_incidents import Incidents
-from sunspot.elastic.messages import Command, FailureCounts, GroupEnd, Incident, RankError, WorkerGroup
+from sunspot.elastic.messages import Command, FailureCounts, GroupEnd, Incident, RankError, StepTimes, WorkerGroup
 from sunspot.observe.progress import News, Progress
 from sunspot.run.failures import Hang, describe_suspects, waited_for_rows
 from sunspot.run.incidents import Cause
+from sunspot.run.stragglers import RECENT_S
 
 COMMAND_EVERY_S = 0.5
 """Seconds between two polls of the command. A preemption notice may be as short as 15 s."""
@@ -39,6 +40,8 @@ class ControlChannel:
     def __init__(self) -> None:
         self._progress = Progress()
         self._metrics: list[dict[str, Any]] = []
+        self._step_times: list[StepTimes] = []
+        "The windows of the last RECENT_S seconds, oldest first."
         self._lines: list[str] = []
         self._command = Command()
         self._group: WorkerGroup | None = None
@@ -126,6 +129,10 @@ class ControlChannel:
     def add_metrics(self, record: dict[str, Any]) -> None:
         """Queue a record of the metric history to be printed in the terminal."""
         self._metrics.append(record)
+
+    def add_step_times(self, times: StepTimes) -> None:
+        """Add the step times of a window, and forget those of old windows."""
+        self._step_times = [each for each in self._step_times if each.time > times.time - RECENT_S] + [times]
 
     def log(self, line: str) -> None:
         """Queue a line to be printed in the terminal."""
@@ -219,6 +226,10 @@ class ControlChannel:
         Returns None if no group has begun yet, if the group was asked to end, or if it failed because of a GPU.
         """
         return self._group
+
+    def step_times(self) -> list[StepTimes]:
+        """Return the step times of the newest windows, oldest first."""
+        return self._step_times
 
     def has_group(self) -> bool:
         """Return True if a worker group has begun and has not failed."""

@@ -210,6 +210,11 @@ class Membership:
         self._changed = self._changed or most != self._most
         self._most = most
 
+    def size_without(self, node: str) -> int:
+        """Return how many members the next generation would have without a node."""
+        wanted = self._choose(self._requests.keys() | self.generation.ranks.keys())
+        return len(self._arrange([member for member in wanted if member.node != node]))
+
     def decide(self, now: float) -> list[tuple[str, Message]]:
         """Return the messages to send now, each with its recipient's uid.
 

@@ -42,7 +42,8 @@ from sunspot.elastic.member_connections import (
     open_connection,
 )
 from sunspot.elastic.membership import Change, Generation, Member, Membership, MembershipSnapshot, Message
-from sunspot.elastic.messages import Incident
+from sunspot.elastic.messages import Incident, StepTimes, WorkerGroup
+from sunspot.elastic.sick_nodes import SickNode, SickNodes
 from sunspot.formatting import plural
 from sunspot.parallel.process_group import LOOPBACK
 from sunspot.ray_internals.nodes import is_own_session
@@ -114,14 +115,17 @@ class MembershipServer:
     `MemberConnections` calls `receive` for each message, and `declare_lost` for each connection that has ended.
     """
 
-    def __init__(self, size: int, control: ControlClient, degree: int = 1) -> None:
+    def __init__(self, size: int, control: ControlClient, degree: int = 1, sick_nodes: SickNodes | None = None) -> None:
         """Create a server for `size` processes, with `degree` processes in each replica of the model.
 
-        It reports through `control` why groups end.
+        It reports through `control` why groups end. `sick_nodes` finds the nodes to leave.
         """
         self._control = control
         self._membership = Membership(size, degree)
         self._lock = threading.Lock()
+        self._sick_nodes = sick_nodes or SickNodes()
+        self._left: dict[str, str] = {}
+        "The sick nodes that were left, and the reasons."
         self._limited_because = ""
         "The reason for the limit on the number of members."
         self._connected: dict[MemberConnection, Member] = {}
@@ -164,6 +168,24 @@ class MembershipServer:
         """Exclude these nodes from the group as soon as their members complete the current step."""
         with self._lock:
             self._membership.drain(nodes)
+
+    def leave_sick_node(self, windows: list[StepTimes], group: WorkerGroup, kept: str, least: int) -> SickNode | None:
+        """Exclude a sick node of the group, if there is one, as soon as its members complete the current step.
+
+        The node `kept` is never left. At least `least` members must remain. Returns the sick node, or None.
+        """
+        with self._lock:
+            sick = self._sick_nodes.find(
+                windows,
+                group,
+                lambda node: 0 if node == kept else self._membership.size_without(node),
+                least,
+                time.monotonic(),
+            )
+            if sick:
+                self._left[sick.node] = sick.why
+                self._membership.drain([sick.node])
+        return sick
 
     def limit(self, most: int, why: str) -> None:
         """Limit the number of members. If there are more, some leave between two steps.
@@ -246,6 +268,9 @@ class MembershipServer:
         if leavers:
             preempted = [member for member in leavers if self._membership.drains(member)]
             names = ", ".join(sorted({member.display_name for member in preempted or leavers}))
+            sick = [self._left[member.node] for member in preempted if member.node in self._left]
+            if sick and len(sick) == len(preempted):
+                return Incident(Cause.SICK_NODE, f"{names}: {sick[0]}", time.time())
             if preempted:
                 return Incident(Cause.PREEMPTED, names, time.time())
             left = f"{plural(len(leavers), 'worker')} on {names}, {self._limited_because}"

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from sunspot.elastic.messages import Incident, Note
 from sunspot.run.incidents import Cause
 
-PLANNED = (Cause.JOINED, Cause.SCALE_UP, Cause.SCALE_DOWN, Cause.MOVED)
+PLANNED = (Cause.JOINED, Cause.SCALE_UP, Cause.SCALE_DOWN, Cause.SICK_NODE, Cause.MOVED)
 """Causes that end a group on purpose. If a worker is lost first, the loss becomes the cause."""
 
 HANGS = (Cause.HUNG, Cause.NO_ROWS)

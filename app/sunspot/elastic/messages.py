@@ -47,6 +47,22 @@ class WorkerGroup:
 
 
 @dataclass(frozen=True)
+class StepTimes:
+    """The duration of the steps in a window of the metric history."""
+
+    attempt: int
+    time: float
+    "Time at which the window was closed."
+    seconds: float
+    "Length of the window."
+    step_s: float
+    "Seconds of a whole step, which is the same for all ranks."
+    forward_s: tuple[float, ...]
+    """Seconds of a step that each rank spends in forward passes, without waiting for other ranks. If a rank has more
+    rows than is usual, this is the time for the usual number of rows."""
+
+
+@dataclass(frozen=True)
 class Note:
     """An event in the cluster or in a process, to be added to the run's events."""
 

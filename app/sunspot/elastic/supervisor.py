@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from sunspot.background import Background
+from sunspot.background import Background, Timer
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.membership_channel import MembershipServer
 from sunspot.elastic.messages import Incident, WorkerGroup
@@ -28,7 +28,7 @@ from sunspot.elastic.wanted_workers import WantedWorkers
 from sunspot.errors import EndAtOnceError, shorten
 from sunspot.machine.stop_signals import end_signals
 from sunspot.ray_internals.coordinator import ask_of_groups
-from sunspot.ray_internals.nodes import drain_nodes, draining_nodes
+from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, name_node
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
 from sunspot.settings import WorkerRange
@@ -43,6 +43,9 @@ SHORT_S = 60.0
 
 Ray places all of its lost processes together, so it may never replace one that was lost while it waits for
 those that were given back."""
+
+SICK_CHECK_EVERY_S = 5.0
+"""Seconds between two checks for a sick node."""
 
 INTERRUPTED = (
     "interrupted: saving and ending; the same command continues from there. Press Ctrl-C again to end without saving"
@@ -74,6 +77,9 @@ class Supervisor:
         "True once the group was told to have fewer workers than Ray has started."
         self._unchanged: tuple[object, float] = (None, 0.0)
         "The newest group and the live nodes, and the time since which they have been the same."
+        self._sick_check = Timer()
+        self._left: set[str] = set()
+        "Sick nodes that the group was told to leave."
         self._stopping = False
         "True once a signal has arrived and the user was told its effect."
         self._leaving = False
@@ -151,7 +157,11 @@ class Supervisor:
             self._membership.drain(draining)
         nodes = ray.nodes()
         if self._membership and group:  # Ray replaces lost workers, so that only room for more workers counts
-            group = replace(group, world_size=self._size_of(group, self._membership.snapshot().size, nodes))
+            if self._wanted and self._sick_check.due(SICK_CHECK_EVERY_S) and draining.keys() <= self._left:
+                self._leave_sick_node(self._membership, group, self._wanted.range.least)
+            staying = {rank: node for rank, node in group.nodes.items() if node not in self._left}
+            size = self._size_of(group, self._membership.snapshot().size, nodes)
+            group = replace(group, world_size=size, nodes=staying)  # a node that was left is not preempted
         event = monitor.check(group, nodes, draining, time.monotonic())
         if event:  # handled before anything that may fail, because the monitor finds each event only once
             drain_nodes(event.spare)
@@ -174,6 +184,23 @@ class Supervisor:
             ask_of_groups(monitor.per_worker, monitor.asked)
             self._asked = monitor.asked
             self._control.send(ControlChannel.log, f"requested workers: {describe_asked(self._asked)}")
+
+    def _leave_sick_node(self, membership: MembershipServer, group: WorkerGroup, least: int) -> None:
+        """Leave a sick node of the group, if there is one, and let Ray schedule nothing more on it.
+
+        The node's processes keep their places until the next restart. The restart comes after SHORT_S if other nodes
+        have room for them.
+        """
+        windows = self._control.call(ControlChannel.step_times)
+        sick = membership.leave_sick_node(windows, group, ray.get_runtime_context().get_node_id(), least)
+        if not sick:
+            return
+        self._left.add(sick.node)
+        self._gave_back = True
+        line = f"{name_node(sick.node)} is left, and the others keep training: {sick.why}"
+        self._control.send(ControlChannel.log, line)
+        self._control.send(ControlChannel.add_left_out, [line])
+        drain_nodes([sick.node], sick.why)
 
 
 @contextmanager

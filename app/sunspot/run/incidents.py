@@ -30,6 +30,8 @@ class Cause(enum.StrEnum):
     "More nodes became available."
     SCALE_DOWN = "scale_down"
     "Workers were given back, as a user asked."
+    SICK_NODE = "sick node"
+    "A node was left because it slowed down the others."
     JOINED = "joined"
     "A replacement joined the workers that had kept training."
     MOVED = "moved"
@@ -57,7 +59,7 @@ class Cause(enum.StrEnum):
         return self not in (Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER)
 
 
-NOTICED = (Cause.PREEMPTED, Cause.SCALE_UP, Cause.SCALE_DOWN, Cause.JOINED, Cause.MOVED)
+NOTICED = (Cause.PREEMPTED, Cause.SCALE_UP, Cause.SCALE_DOWN, Cause.SICK_NODE, Cause.JOINED, Cause.MOVED)
 """Causes that are known before the previous worker group ends."""
 
 

@@ -33,6 +33,7 @@ from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.membership import MembershipSnapshot
 from sunspot.elastic.membership_channel import FILES_PER_MEMBER, MembershipServer, ask_living
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
+from sunspot.elastic.sick_nodes import SickNodes
 from sunspot.elastic.supervisor import supervised
 from sunspot.elastic.wanted_workers import SCALE_CHECK_EVERY_S, WantedWorkers
 from sunspot.elastic.watchdog import FIRST_STEP_S
@@ -109,11 +110,16 @@ class TrainingContext:
 
 @contextmanager
 def open_context(
-    plan: Plan, claimant: Claimant, stop_request: StopRequest, note_end: Callable[[str], None] = lambda why: None
+    plan: Plan,
+    claimant: Claimant,
+    stop_request: StopRequest,
+    note_end: Callable[[str], None] = lambda why: None,
+    sick_nodes: SickNodes | None = None,
 ) -> Iterator[TrainingContext]:
     """Check the nodes, and yield a trainer's context. Nodes, signals and progress are monitored while it is open.
 
     Raises `SunspotError` if the run cannot train on these nodes. `note_end` is described in `trainer.fit`.
+    `sick_nodes` finds the nodes that the group leaves in survivor mode.
     """
     settings = plan.settings
     given = settings.num_workers
@@ -153,7 +159,7 @@ def open_context(
             asked = asked_nodes(resources.per_worker, wanted.range, plan.one_machine)
             workers = stack.enter_context(asked)
             allow_open_files("the driver", FILES_PER_MEMBER, given.most)
-            membership = stack.enter_context(MembershipServer(workers.least, control, given.multiple))
+            membership = stack.enter_context(MembershipServer(workers.least, control, given.multiple, sick_nodes))
         fetch = functools.partial(fetch_news, control, note_end)
         stack.enter_context(shown_progress(fetch, plan.total_steps, plan.steps.per_epoch))
         usable = stack.enter_context(new_nodes_checked(control, nodes)) if resources.use_gpu else reachable_nodes

@@ -16,6 +16,7 @@ from sunspot.elastic.merged_incidents import merge
 from sunspot.elastic.messages import Incident, WorkerGroup
 from sunspot.elastic.receipts import Phases, make_receipt
 from sunspot.elastic.restore import TrainingState
+from sunspot.elastic.sick_nodes import step_times
 from sunspot.errors import StorageError, SupersededError
 from sunspot.formatting import plural
 from sunspot.metric_names import MetricRecord
@@ -169,6 +170,9 @@ class Reporter:
         self._journals.metrics.append(record)
         self._ranks.append(record, ranks)
         self._control.send(ControlChannel.add_metrics, {**record, **recent})
+        if ranks:
+            times = step_times(self._start.attempt.number, record, ranks)
+            self._control.send(ControlChannel.add_step_times, times)
         self._summarize_copies()
         self._warn_of_nan(record)
         self._status = replace(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from sunspot.elastic.failures import WorkersFailedError
+from sunspot.elastic.sick_nodes import SickNodes
 from sunspot.errors import SunspotError
 from sunspot.plan import Plan
 from sunspot.ray_internals.controller import (
@@ -41,11 +42,12 @@ def fit(
     """
     start: TrainerStart | None = TrainerStart()
     failure: Exception | None = None
+    sick_nodes = SickNodes()
     with ray_session():
         while start:
             reserved = reserved_groups()
             others = live_controllers()
-            with open_context(plan, claimant, stop_request, note_end) as context:
+            with open_context(plan, claimant, stop_request, note_end, sick_nodes) as context:
                 plan = context.plan  # its SHARD_DEGREE has been chosen; later trainers keep it on any nodes
                 outcome = train_group(context, start)
                 start = choose_next_start(context, outcome, start)

@@ -9,28 +9,13 @@ from typing import Any
 from sunspot.formatting import in_words, plural
 from sunspot.run.failures import BRING_ROWS
 from sunspot.run.incidents import Cause
+from sunspot.run.stragglers import RECENT_S, STEADY_FRACTION, lags
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
-
-RECENT_S = 300.0
-"""Seconds of recent metric history that are examined to find out whether a run is slow."""
 
 MAX_DATA_WAIT = 0.3
 """Largest fraction of the step time that ranks can wait for rows without a finding. Below this fraction, faster reading
 would hardly help."""
-
-LAG_RATIO = 1.3
-"""Minimum ratio between a straggler's own time in a step (`RankThroughput.own`) and the time of the other ranks."""
-
-LAG_FRACTION = 0.1
-"""Minimum fraction of a step that a straggler costs."""
-
-MIN_LAG_S = 0.002
-"""Minimum number of seconds per step that a straggler costs. Two processes on one machine delay each other by less."""
-
-STEADY_FRACTION = 0.75
-"""Minimum fraction of the windows in which a straggler is the slowest rank. One bad minute does not make a straggler.
-"""
 
 THROTTLED_FRACTION = 0.25
 """Minimum fraction of throttled quota periods to report, like in the common Kubernetes alert CPUThrottlingHigh."""
@@ -177,12 +162,7 @@ def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
     lag = speed.lag(rank)
     others = speed.own[rank] - lag
     slowest = [_slowest(window) == rank for window in speed.windows]
-    if (
-        lag < MIN_LAG_S
-        or lag < LAG_FRACTION * speed.step_s
-        or speed.own[rank] < LAG_RATIO * others
-        or statistics.mean(slowest) < STEADY_FRACTION
-    ):
+    if not lags(speed.own[rank], others, speed.step_s) or statistics.mean(slowest) < STEADY_FRACTION:
         return
     others_wait = statistics.median(wait for other, wait in enumerate(speed.waits) if other != rank)
     reads = speed.waits[rank] - others_wait > lag / 2

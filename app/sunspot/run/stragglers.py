@@ -1,0 +1,26 @@
+"""Decides whether a worker or a node is so much slower than the others that it delays all of them."""
+
+RECENT_S = 300.0
+"""Seconds of recent metric history that are examined to find out whether a run is slow."""
+
+LAG_RATIO = 1.3
+"""Minimum ratio between a straggler's own time in a step and the time of the others."""
+
+LAG_FRACTION = 0.1
+"""Minimum fraction of a step that a straggler costs."""
+
+MIN_LAG_S = 0.002
+"""Minimum number of seconds per step that a straggler costs. Two processes on one machine delay each other by less."""
+
+STEADY_FRACTION = 0.75
+"""Minimum fraction of the windows in which a straggler is the slowest. One bad minute does not make a straggler."""
+
+
+def lags(own_s: float, others_s: float, step_s: float, ratio: float = LAG_RATIO) -> bool:
+    """Return True if a worker is a straggler, because it needs `own_s` seconds of a step, and the others `others_s`.
+
+    Neither time includes waiting for each other. The whole step takes `step_s`. `ratio` is the minimum ratio of the two
+    times.
+    """
+    lag_s = own_s - others_s
+    return lag_s >= max(MIN_LAG_S, LAG_FRACTION * step_s) and own_s >= ratio * others_s
