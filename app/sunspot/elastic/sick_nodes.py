@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sunspot.elastic.messages import StepTimes, WorkerGroup
 from sunspot.formatting import in_words
 from sunspot.run.stragglers import LAG_RATIO, STEADY_FRACTION, lags
@@ -24,15 +26,18 @@ AGAIN_AFTER_S = 1800.0
 """Seconds until another node can be left. They double with each node, so that a run does not shrink node by node."""
 
 
-def step_times(attempt: int, record: Mapping[str, Any], ranks: Mapping[str, Sequence[Any]]) -> StepTimes:
-    """Return the step times of a record of the metric history. `ranks` contains the numbers of each rank."""
+def step_times(attempt: int, record: Mapping[str, Any], ranks: Mapping[str, np.ndarray]) -> StepTimes:
+    """Return the step times of a record of the metric history.
+
+    `ranks` contains the numbers of each rank, float64 [ranks].
+    """
     steps = record["steps"]
-    usual = statistics.median(ranks["rows"])
-    forward_s = [
-        float(seconds) / steps * min(1.0, usual / max(rows, 1))
-        for seconds, rows in zip(ranks["forward_s"], ranks["rows"], strict=True)
-    ]
-    return StepTimes(attempt, record["time"], record["seconds"], max(ranks["steps_s"]) / steps, tuple(forward_s))
+    usual = np.median(ranks["rows"])
+    rows = np.maximum(ranks["rows"], 1)
+    forward_s = np.array(ranks["forward_s"]) / steps * np.minimum(1.0, usual / rows)
+    return StepTimes(
+        attempt, record["time"], record["seconds"], float(max(ranks["steps_s"])) / steps, tuple(forward_s.tolist())
+    )
 
 
 class SickNode(NamedTuple):
