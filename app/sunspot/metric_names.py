@@ -39,7 +39,7 @@ def refuse_names(names: Iterable[object], who: str) -> None:
         if fault:
             raise SettingsError(
                 f"{who} a metric with the name {shown(name)}: {fault}. Choose another name; the reserved "
-                f"names are {', '.join(sorted({LOSS, *RECORD_NAMES}))}, and all that begin with {HELD_OUT}"
+                f"names are {', '.join(sorted({LOSS, *RECORD_NAMES}))}, and all names that begin with {HELD_OUT}"
             )
 
 

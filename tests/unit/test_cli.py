@@ -154,7 +154,7 @@ def test_status_without_a_cluster_does_not_import_the_kubernetes_client(
         (["render", "--run", "a", "EPOCHS=3"], "EPOCHS=3: write --set EPOCHS=3"),
     ],
 )
-def test_an_unknown_word_is_reported_with_a_suggestion(
+def test_an_unknown_command_or_argument_is_reported_with_a_suggestion(
     capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:

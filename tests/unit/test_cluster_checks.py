@@ -301,7 +301,8 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "nodes for workers",
             lambda c: c.documents.update({"/api/v1/nodes": {"items": [node(unschedulable=True)]}}),
             "warning",
-            "0 of 1 node match, with room for 0 such pods if they were empty; 2 needed (other nodes: 1 cordoned)",
+            "0 of 1 node match, and would have room for 0 pods if nothing else ran there; the run needs 2 "
+            "(other nodes: 1 cordoned)",
             "unless an autoscaler adds matching nodes",
         ),
         (

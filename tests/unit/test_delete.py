@@ -192,7 +192,7 @@ def test_a_dataset_in_the_folder_of_a_run_is_kept(sunspot: Command, run: Run, tm
     run.storage.write(run.key("data", "part.parquet"), b"rows")
     assert sunspot("delete", "run", "--yes") == 0
     assert f"the dataset {run.location}/data is not touched" in sunspot.out
-    assert f"left in {run.location}, because no run uses these names: data: 1 file" in sunspot.err
+    assert f"left in {run.location}, because they do not belong to the run: data: 1 file" in sunspot.err
     assert files_of(run) == {"run/data/part.parquet"}
     settle("sample")
     assert sunspot("delete", "run", "--yes") == 0
@@ -345,14 +345,12 @@ def test_foreign_files_are_kept_and_reported(sunspot: Command, run: Run, tmp_pat
     kept = {key for key in files_of(run) if key.split("/")[1] in ("notes.txt", "photos", "run.json.bak", "tax", "zoo")}
     assert sunspot("delete", "run") == 2
     assert (
-        "not touched, because no run uses these names: notes.txt, photos, run.json.bak and 2 more: 6 files"
+        "not touched, because they do not belong to the run: notes.txt, photos, run.json.bak and 2 more: 6 files"
         in sunspot.out
     )
     assert sunspot("delete", "run", "--yes") == 0
-    said = (
-        f"left in {run.location}, because no run uses these names: notes.txt, photos, run.json.bak and 2 more: 6 files"
-    )
-    assert said in sunspot.err
+    names = "notes.txt, photos, run.json.bak and 2 more: 6 files"
+    assert f"left in {run.location}, because they do not belong to the run: {names}" in sunspot.err
     assert files_of(run) == kept
     assert {path.name for path in folder.iterdir()} == {"notes.txt", "photos", "run.json.bak", "tax", "zoo"}
     assert (folder / "photos" / "link").is_symlink()

@@ -78,7 +78,7 @@ def below(training: Trainer) -> int | None:
     return next((pid for pid, (parent, title) in list_processes().items() if parent == own and "time" in title), None)
 
 
-def test_processes_of_any_name_are_listed(tmp_path: Path) -> None:
+def test_processes_are_listed_even_if_their_names_are_not_utf_8(tmp_path: Path) -> None:
     program = tmp_path / os.fsdecode(b"sleep-\xff")
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([program, "60"]) as process:

@@ -58,7 +58,7 @@ def test_every_command_reports_that_the_rayjob_is_gone(cluster: FakeCluster, run
     assert "delete" not in finding["advice"]
 
 
-def test_a_run_whose_processes_are_still_saving_is_stopping(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_a_run_is_shown_as_stopping_while_its_processes_save(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run)
     assert state(sunspot) == (
         "stopping",

@@ -145,7 +145,7 @@ def test_the_same_message_on_all_ranks_ends_the_run_if_it_repeats(control: Contr
     assert judge({0: RuntimeError()}), "an error from outside may not occur again"
     assert not judge({0: RuntimeError()})
     assert control.gave_up_for[0].endswith(
-        "; all ranks failed alike, and would again; `sunspot check` tries the task in seconds"
+        "; all ranks failed alike, and would fail again; `sunspot check` tries the task in seconds"
     )
 
 
@@ -167,7 +167,7 @@ def test_a_bug_that_recurs_on_all_ranks_after_equally_many_steps_ends_the_run(
     assert fail(720, 60)
     assert not fail(780, 60)
     assert control.gave_up_for[0].endswith(
-        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): all ranks failed alike; "
+        "; 4 times in a row, each within 10 min of the previous one (SUNSPOT_MAX_FAILURES=3): all ranks failed alike; "
         "`sunspot check` tries the task in seconds"
     )
     assert control.channel.group_end().counts.final
@@ -282,7 +282,7 @@ def test_replacements_that_could_not_train_do_not_count_as_lost_workers(control:
 
     assert lose(1)
     assert all(lose(1, replacements=1) for _ in range(5))
-    assert control.heard("log")[-1].endswith("for replacements that could not train, and others start")
+    assert control.heard("log")[-1].endswith("for replacements that could not train, and new ones start")
     assert control.channel.group_end().counts.charged == 1
     assert not lose(0, 1, replacements=1), "the other lost process was the last member"
 
@@ -317,7 +317,7 @@ def test_failures_caused_by_missing_rows_are_counted_separately(control: Control
             assert control.said[-1].startswith("rank 1: no step for 300 s, after step 53")
             assert "Ray Data brought no rows" in control.said[-1]
             assert control.said[-1].endswith(
-                f"{left} of {MAX_STARVED} such restarts left, without charging SUNSPOT_MAX_FAILURES"
+                f"{left} of {MAX_STARVED} restarts for this reason left, without charging SUNSPOT_MAX_FAILURES"
             )
     assert not judge({0: LOST, 1: LOST})
     assert "Ray Data brought no rows" in control.gave_up_for[0]
@@ -524,7 +524,7 @@ def test_running_out_of_memory_repeatedly_ends_the_run_despite_new_checkpoints(
     assert not lose(40)
     assert control.channel.group_end().counts.final
     assert control.gave_up_for[0].endswith(
-        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): give the workers more "
+        "; 4 times in a row, each within 10 min of the previous one (SUNSPOT_MAX_FAILURES=3): give the workers more "
         "memory (worker.memory in the profile), or change the task so that it needs less"
     )
 

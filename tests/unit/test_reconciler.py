@@ -63,7 +63,7 @@ def test_a_local_path_in_a_rayjob_is_not_read(
     assert (shown, changes(cluster)) == ([], [])
     assert (
         capsys.readouterr().err.count(
-            f"only the RayJob run-1 says that the run run is kept in {run.storage.locate('')}"
+            f"the location {run.storage.locate('')} of run run is known only from the RayJob run-1"
         )
         == 1
     )

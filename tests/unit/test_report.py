@@ -180,7 +180,7 @@ def test_mistakes_come_first_and_every_image_has_a_text_alternative(run: Run) ->
     assert pictures[30]["alt"] == "Held-out row 100: label 0, predicted 0"
     assert pictures[50]["alt"] == "Training row 0: label 0"
     assert all(str(picture["src"]).startswith("data:image/png;base64,") for picture in pictures)
-    assert "1,970 right and 30 wrong: accuracy 98.50 %" in page.text
+    assert "1,970 right and 30 wrong predictions: accuracy 98.50 %" in page.text
     assert "Confusion matrix" in page.text
 
 
@@ -372,7 +372,7 @@ def test_a_malformed_png_is_omitted_with_a_note(run: Run) -> None:
     write_shown(run, predictions_of("step-00000188-attempt-0002", image=b"<svg onload=alert(1)>"))
     page = made(run)
     assert not page.all("img")
-    assert "Left out: 70 images, not PNG or too large for this page." in page.text
+    assert "Omitted: 70 images (not in PNG format, or too large for this page)." in page.text
 
 
 def test_a_report_of_a_hundred_thousand_records_keeps_their_extremes(run: Run) -> None:

@@ -57,7 +57,7 @@ ENOUGH = int(SICK_AFTER_S / EVERY_S) + 1
 
 def test_a_node_that_was_slow_for_minutes_is_left_with_a_reason() -> None:
     sick = find_sick_node(windows(ENOUGH, FAST, FAST, 0.4), THREE, lambda node: 2, 2)
-    times = "its forward passes took 0.4 s a step, those of the other nodes at most 0.2 s"
+    times = "its forward passes took 0.4 s a step, and those of the other nodes took at most 0.2 s"
     assert sick == SickNode("c", f"{times}, in 18 of 18 windows of 3 min")
 
 
@@ -214,7 +214,7 @@ def test_the_driver_leaves_a_sick_node_and_uses_other_nodes_later(monkeypatch: p
     assert set(after(supervisor.SICK_CHECK_EVERY_S).nodes.values()) == {"a", "b"}, "its drain is not a preemption"
     assert parts.membership.leave_sick_node.call_args.args == ([window(1, FAST, FAST, FAST)], THREE, "head", 2)
     assert list(parts.draining) == ["c"]
-    line = "node c is left, and the others keep training: it is slow"
+    line = "the run leaves node c, and the other nodes keep training: it is slow"
     assert parts.control.heard("log") == [line]
     assert parts.control.heard("add_left_out") == [[line]]
     parts.membership.leave_sick_node.return_value = None

@@ -487,7 +487,7 @@ def test_the_reason_names_the_node_of_a_head_being_deleted(ago: float, answers: 
     assert "told to go" not in reason
 
 
-def test_pod_problems_of_a_run_that_trains_are_reported() -> None:
+def test_pod_problems_are_reported_while_a_run_trains() -> None:
     pods = [view(head()), view(worker(1)), view(worker(2, UNSCHEDULABLE))]
     state, reason = judge(job(), pods, status=status(RunState.RUNNING, world_size=1), now=NOW)
     assert state is RunState.RUNNING

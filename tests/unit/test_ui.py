@@ -148,7 +148,7 @@ def test_the_list_shows_the_state_of_each_run_and_can_be_searched(tmp_path: Path
     }
     assert rows == {"q=digits": ["digits"], "q=memory": ["broken"], "state=pending": ["waiting"], "page=99": []}
     assert files(tmp_path) == before, "nothing is written"
-    with pytest.raises(StorageError, match="is opened read-only"):
+    with pytest.raises(StorageError, match="was opened read-only"):
         ReadOnlyStorage(storage).write("digits/stop.json", b"{}")
 
 

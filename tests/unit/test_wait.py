@@ -653,8 +653,8 @@ def test_commands_that_write_ignore_the_bucket_in_the_rayjob(
     with pytest.raises(SystemExit, match="2"):
         main([verb, "run", *(["--yes"] if verb == "delete" else [])])
     said = capsys.readouterr().err
-    assert f"only the RayJob {JOB} says that the run run is kept in {path}" in said
-    assert f"pass it with `sunspot {verb} run --storage '{path}'`, or set SUNSPOT_STORAGE_PATH" in said
+    assert f"the location {path} of run run is known only from the RayJob {JOB}" in said
+    assert f"run `sunspot {verb} run --storage '{path}'`, or set SUNSPOT_STORAGE_PATH" in said
     assert run.storage.list("run") == before
     assert JOB in cluster.jobs
 

@@ -122,7 +122,10 @@ class TrainerRun(LibraryRun):
         return (loss, outputs) if return_outputs else loss
 
     def _is_divided(self, items: Any) -> bool:
-        """Return True if the Trainer divides losses by `num_items_in_batch`, by the rule of its `training_step`."""
+        """Return True if the Trainer divides losses by `num_items_in_batch`.
+
+        This uses the same condition as its `training_step`.
+        """
         scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
         accepts = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
         return items is not None and (accepts if scaled is None else scaled)

@@ -75,7 +75,7 @@ class Slot:
         self._pinned = False
 
     def pin(self) -> str:
-        """Lock the slot's pages once, so that a GPU can copy to them without the CPU.
+        """Pin the slot's memory, so that a GPU can copy to it without the CPU. Later calls do nothing.
 
         Returns CUDA's error, or an empty string.
         """

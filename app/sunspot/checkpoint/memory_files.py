@@ -233,7 +233,7 @@ def lock_directory(location: str) -> tuple[Path, IO[str]]:
             lock.close()
         else:
             return directory, lock
-    raise OSError(f"{MAX_PROCESSES} processes of the run already use this node's shared memory, which is the maximum")
+    raise OSError(f"the maximum of {MAX_PROCESSES} processes of this run already use this node's shared memory")
 
 
 def _list_processes(location: str) -> list[Path]:

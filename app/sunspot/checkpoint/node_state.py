@@ -38,11 +38,11 @@ def share_pages(
     own: Mapping[int, LoadedSnapshot],
     wanted: Mapping[int, MemorySnapshot],
 ) -> dict[int, torch.Tensor]:
-    """Return private mappings of the bytes of all `wanted` copies, keyed like `wanted`.
+    """Map all `wanted` copies into private memory, and return the mappings under the same keys.
 
     All workers must call this together, and use the same key for the same copy. `own` contains the copies that this
-    rank has read. Their pages are closed at the end. If no rank of a node has a wanted copy, a rank of another node
-    sends it.
+    rank has read. This function closes the pages of these copies. If no rank of a node has a wanted copy, a rank of
+    another node sends it.
     """
     rank = dist.get_rank(group) if group else 0
     received = dict[int, Pages]()

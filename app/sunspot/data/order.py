@@ -127,7 +127,7 @@ def largest_pass(rows: int, world_size: int, limit: int) -> int:
 
 
 def forward_passes(rows: int, world_size: int, limit: int) -> int:
-    """Return rank 0's number of forward passes in a step of `rows` rows. No rank has more rows than rank 0."""
+    """Return the number of forward passes that rank 0, which has the largest share, runs in a step of `rows` rows."""
     begin, end = share(rows, world_size, 0)
     return len(list(micro_batches(end - begin, limit)))
 

@@ -2,8 +2,8 @@
 
 There are two modes; `plan.can_outlive` chooses one for a run. In survivor mode, a loss does not stop the other
 workers: they repeat the interrupted step without the lost one, and Ray replaces only that process. Survivor mode
-needs LOADER=torch, our training loop or a task's `train(run)`, and a single node group; SURVIVORS=off disables it. In
-restart mode, a loss ends the whole worker group, and Ray Train starts a new one from the newest state.
+needs LOADER=torch, Sunspot's training loop or a task's `train(run)`, and a single node group; SURVIVORS=off disables
+it. In restart mode, a loss ends the whole worker group, and Ray Train starts a new one from the newest state.
 
 Who decides that a worker is lost
 ---------------------------------
@@ -29,7 +29,7 @@ is about to replace.
 
 A loss in survivor mode, from the last packet of a process to the repeated step
 -------------------------------------------------------------------------------
-These files tell the whole story, in this order:
+These functions and classes take part, in this order:
 
  1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), and tells the other members of its
                                           group that this group has ended. A group is also called a generation

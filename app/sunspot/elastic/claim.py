@@ -83,7 +83,7 @@ class CheckpointLoaders(NamedTuple):
     """Function that loads a checkpoint on this rank and returns its faults, or None to verify every byte against the
     manifest."""
     load_parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: []
-    "Function that reads the part copies that this rank needs and returns the damaged copies."
+    "Function that reads the copies of shards that this rank needs, and returns the damaged ones."
     add_copies: Callable[[list[NodeInventory]], list[NodeInventory]] = lambda inventories: inventories
     """Function that adds the in-memory copies to the inventories. All workers call it together if no live state can be
     used."""
@@ -304,7 +304,7 @@ def make_attempt(
     before: list[Attempt],
     after: tuple[str, ...],
 ) -> Attempt:
-    """Return the attempt that follows those in `before`. Its start point is not chosen yet.
+    """Return the attempt that follows the attempts in `before`. Its start point is not chosen yet.
 
     `after` contains the IDs of drivers that began before this driver.
     """
@@ -420,7 +420,7 @@ def find_lost_start(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
 
 
 def newest_committed(run: Run, attempts: list[Attempt]) -> int:
-    """Return the step in the newest checkpoint's name, even if the checkpoint is damaged, or -1."""
+    """Return the step of the newest committed checkpoint in the lineage, even if it is damaged, or -1."""
     spans = lineage(attempts)
     names = [name for name, files in list_directories(run).items() if MANIFEST in files]
     return max((step_of(name) for name in names if leads_to_newest(name, spans)), default=-1)

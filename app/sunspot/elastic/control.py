@@ -59,7 +59,7 @@ class ControlChannel:
         self._lost_on: list[str] = []
         "Nodes on which processes were lost in survivor mode since the failure judge was last asked."
         self._free_memory: dict[str, int] = {}
-        "Bytes that were free on each GPU when the newest group began on it."
+        "Bytes that were free on each GPU when the newest group began to use it."
         self._failed_replacements: Counter[str] = Counter()
         "Number of replacements that could not train, by node."
         self._unjudged_replacements = 0
@@ -164,7 +164,7 @@ class ControlChannel:
     def set_counts(self, counts: FailureCounts, replacements: int = 0) -> None:
         """Record the number of groups that have failed in a row, and mark the lost processes as judged.
 
-        `replacements` is the number of replacements that could not train and were judged together with them.
+        `replacements` is the number of replacements that could not train and were judged together with these processes.
         """
         self._counts, self._lost_on = counts, []
         self._unjudged_replacements -= replacements

@@ -63,7 +63,7 @@ class SurvivingState(NamedTuple):
     "True if all `ranks` have evaluated the epoch that ends at this step."
     ranks: tuple[int, ...]
     """Ranks that have the state, or their shard of it. Ranks that have not evaluated it come first, because all ranks
-    take the first rank's metrics."""
+    use the first rank's metrics."""
     shards: int = 1
     "Number of shards of the state. Rank r has shard r % shards."
 
@@ -158,7 +158,7 @@ def exclude_damaged_parts(inventories: Sequence[NodeInventory], faulty: Sequence
 def exclude_crashing_copy(
     inventories: Sequence[NodeInventory], before: Sequence[Attempt]
 ) -> tuple[list[NodeInventory], str]:
-    """Remove the copy from which the last RESTORES groups took no step.
+    """Remove the copy from which the last RESTORES groups started without completing a step.
 
     Returns the remaining inventories, and the name of the removed copy or an empty string. If one of these groups has
     lost a node, no copy is removed, because the loss may have ended the group.

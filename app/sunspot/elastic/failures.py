@@ -93,7 +93,7 @@ Suspects = dict[str, int | None]
 the rank was lost without a report."""
 
 LeaveOut = Callable[[Suspects], list[str]]
-"""A function that leaves out the nodes with a broken GPU and returns a line about each."""
+"""A function that excludes the nodes with a broken GPU, and returns a line about each of them."""
 
 
 class WorkersFailedError(Exception):
@@ -214,7 +214,7 @@ class FailureJudge:
         repeated = alike == counts.error
         counts = replace(counts, error=alike)
         if alike and (repeated or (same_line and not any(error.taken for error in end.errors))):
-            return False, f"; all ranks failed alike, and would again; {CHECK}", replace(counts, final=True)
+            return False, f"; all ranks failed alike, and would fail again; {CHECK}", replace(counts, final=True)
         if short and self._one_machine and not end.progress.attempt:
             why = f"; it happened before the first step, and would happen again: {advise_memory(end.errors, True)}"
             return False, why, replace(counts, final=True)
@@ -222,7 +222,7 @@ class FailureJudge:
         counts = replace(counts, loops=count_ends(counts.loops, kinds, self._clock()))
         times = max((counts.loops[kind][0] for kind in kinds), default=0)
         if times > max(self._max, 1):
-            row = f"{plural(times, 'time')} in a row, each within {in_words(LOOP_S)} of the one before"
+            row = f"{plural(times, 'time')} in a row, each within {in_words(LOOP_S)} of the previous one"
             fix = advise_memory(end.errors, self._one_machine) if short else f"all ranks failed alike; {CHECK}"
             return False, f"; {row} (SUNSPOT_MAX_FAILURES={self._max}): {fix}", replace(counts, final=True)
         if end.hangs and waited_for_rows(end.hangs, end.hangs[0].world_size):
@@ -230,7 +230,7 @@ class FailureJudge:
             if counts.starved > MAX_STARVED:
                 before = f"the {MAX_STARVED} groups before it got no rows either"
                 return False, f". {BRING_ROWS}; {before}, and there is no new checkpoint", counts
-            left = f"{MAX_STARVED - counts.starved} of {MAX_STARVED} such restarts left"
+            left = f"{MAX_STARVED - counts.starved} of {MAX_STARVED} restarts for this reason left"
             return True, f". {BRING_ROWS}; starting again, {left}, without charging SUNSPOT_MAX_FAILURES", counts
         stepless = bool(end.errors) and all(one.from_memory and not one.taken for one in end.errors)
         if stepless and not lost and counts.restores < RESTORES:
@@ -239,7 +239,7 @@ class FailureJudge:
             why = f"; it took no step from a copy in memory, so another group starts {source}"
             return True, f"{why}, without charging SUNSPOT_MAX_FAILURES", counts
         if only_lost and not lost:
-            why = "; SUNSPOT_MAX_FAILURES is not charged for replacements that could not train, and others start"
+            why = "; SUNSPOT_MAX_FAILURES is not charged for replacements that could not train, and new ones start"
             return True, why, counts
         counts = replace(counts, charged=counts.charged + 1)
         if only_lost:

@@ -32,7 +32,7 @@ LOOK_EVERY_S = 0.05
 """Seconds between two checks for quiet connections."""
 
 AUTHENTICATE_S = 5.0
-"""Seconds within which a process must prove that it belongs to this training, and then say who it is."""
+"""Seconds within which a process must prove that it knows the key, and then identify itself."""
 
 EXTRA_UNAUTHENTICATED = 16
 """Number of unauthenticated connections allowed in addition to two per worker."""

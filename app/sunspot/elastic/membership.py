@@ -27,14 +27,14 @@ from functools import cached_property
 from sunspot.elastic.replicas import arrange, newest_whole
 
 SETTLE_S = 0.05
-"""Seconds that the server waits for more losses before a generation forms, because nodes often go together."""
+"""Seconds that the server waits for more losses before a generation forms, because nodes are often lost together."""
 
 FIRST_WAIT_S = 60.0
 """Seconds that the first group waits for all processes that were started."""
 
 NEXT_WAIT_S = 15.0
 """Seconds that a later group without any previous member waits for missing processes, which may bring a newer copy of
-the state. A process that comes later joins at a change."""
+the state. A process that comes later joins at the next change of the group."""
 
 ONLY_COPIES = -1
 """Placeholder for the step of a member without a usable state. Its node can still have an in-memory copy."""
@@ -82,7 +82,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Close:
-    """Message that tells members that their generation has ended and its collectives would wait forever."""
+    """Message that tells members that their generation has ended, and that its collectives would never complete."""
 
     number: int
 
@@ -339,11 +339,11 @@ class Membership:
         return max(newest_whole(held, shards, self._degree), NO_STATE if arranged else -math.inf)
 
     def _over_limit(self, candidates: list[Member]) -> list[Member]:
-        """Return the candidates beyond the limit. Members of the newest generation stay rather than newcomers.
+        """Return the candidates beyond the limit. Members of the newest generation take precedence over newcomers.
 
         All members that leave at one change are on the same node, because the node of a shard and the node of its copy
         must not leave together. No member leaves after a loss, or while the others lack the newest state. The next
-        change then excludes it.
+        change then excludes this member.
         """
         members = [member for member in candidates if self._is_member(member.uid)]
         newcomers = [member for member in candidates if not self._is_member(member.uid)]

@@ -3,7 +3,7 @@
 Members send heartbeats, ask for the next group, and announce the end of all groups. The server sends the group's
 members, and any change to them. All other reports and commands go through the control channel (control.py).
 
-`MembershipServer.declare_lost` is the only place where a process counts as lost. If a process ends, its connection
+`MembershipServer.declare_lost` is the only function that declares a process lost. If a process ends, its connection
 ends, so the loss is known at once. A lost node does not close its connections, but its kernel no longer answers. The
 server sends a byte to a member that has sent no heartbeat for a while. Even a busy kernel acknowledges such bytes, so
 a limit of MACHINE_LIMIT_S is enough. Members notice a lost driver in the same way. If a process is stopped, its kernel
@@ -91,7 +91,7 @@ class MembershipAddress:
     store_port: int
     "Port of the store in which the members of a generation meet."
     key: bytes = field(repr=False)
-    "Secret that proves that a process belongs to this training."
+    "Secret that proves that a process is a worker of this driver."
 
 
 @dataclass(frozen=True)

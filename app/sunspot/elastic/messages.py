@@ -126,7 +126,7 @@ class FailureCounts:
     starved: int = 0
     "Number of groups that got no rows."
     restores: int = 0
-    "Number of groups that took no step from an in-memory copy."
+    "Number of groups that started from an in-memory copy and took no step."
     kept: int = -1
     "Step of the newest checkpoint, or the newest step in survivor mode, when the last group failed."
     lost: int = 0
@@ -165,6 +165,6 @@ class GroupEnd:
     lost_on: list[str] = field(default_factory=list)
     "Nodes on which processes were lost in survivor mode. Ray numbers these processes differently."
     counts: FailureCounts = field(default_factory=FailureCounts)
-    "Counts as of the last judgement."
+    "Counts after the last decision of the failure judge."
     failed_replacements: int = 0
-    "Number of replacements that have reported since the last judgement that they could not train."
+    "Number of replacements that have reported, since the last decision, that they could not train."

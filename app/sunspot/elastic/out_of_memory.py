@@ -34,9 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def find_killed_for_memory(error: BaseException) -> tuple[str, str]:
-    """Return the Ray ID of the node where Ray killed a process because memory ran out, and the memory figures.
-
-    The figures are those that Ray reported for the process.
+    """Return the Ray ID of a node on which Ray killed a process to free memory, and a description with Ray's figures.
 
     `error` is the error that Ray raised for the process, or the failed health check that found it. Returns two empty
     strings if the process was not killed for this reason.
@@ -62,7 +60,7 @@ def find_short_of_memory(errors: Mapping[int, Exception], reported: list[RankErr
 def advise_memory(reported: list[RankError], one_machine: bool = False) -> str:
     """Return advice for a run that has run out of memory. `reported` contains the errors that ranks have reported."""
     if any(re.search("CUDA|CUBLAS|CUDNN", error.failure.message) for error in reported):
-        return "lower SUNSPOT_MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
+        return "lower SUNSPOT_MICRO_BATCH_SIZE, which does not change the result, or choose GPUs with more memory"
     if one_machine:
         return "lower SUNSPOT_NUM_WORKERS, end other programs, or change the task so that it needs less"
     return "give the workers more memory (worker.memory in the profile), or change the task so that it needs less"

@@ -77,9 +77,9 @@ def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
 def first_incident(start: StartPoint) -> Incident:
     """Return why a driver starts its first worker group, or an empty incident for a later group.
 
-    The run was taken over if the previous driver was still alive and belonged to another job. The previous driver was
-    alive if it wrote a status after this driver had begun. If the two drivers run in different places, a status of the
-    previous driver from shortly before the claim is enough. A previous driver of the same job is lost, even if its
+    The run was taken over if the previous driver was still alive and belonged to a different job. The previous driver
+    was alive if it wrote a status after this driver had begun. If the two drivers run in different places, a status of
+    the previous driver from shortly before the claim is enough. A previous driver of the same job is lost, even if its
     workers still run for a minute.
     """
     own, other = start.past.status, start.past.other

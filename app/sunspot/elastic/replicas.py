@@ -16,8 +16,8 @@ def arrange(
     """Return the members of as many whole replicas of `degree` members as possible, by rank.
 
     The member with rank r gets shard r % degree of replica r // degree. `shards` contains the shard that each member
-    held last. `bound` maps each member that must keep this shard, because it holds the shard's state, to the step of
-    this state. The other members can take any shard, but must build their model again unless they held that shard last.
+    held last. Some members must keep this shard, because they hold its state. `bound` maps these members to the steps
+    of their states. The other members can take any shard, but must build their model again if the shard is a new one.
 
     After a loss, the steps can differ by one. If the bound members hold all shards of a step, one replica gets all
     shards of the newest such step, and can send them to the others.
@@ -81,7 +81,7 @@ def _split(
 
 
 def _rank_for(shard: int, before: int | None) -> int:
-    """Return a sort key of a process for a shard, given the shard that it held before."""
+    """Return a sort key that is smaller for a process that fits a shard better. The process held `before`."""
     if before == shard:
         return 0
     return 1 if before is None else 2

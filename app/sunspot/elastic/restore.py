@@ -79,10 +79,10 @@ def hand_over(
 ) -> TrainingState:
     """Return the state from which the group continues. All workers of the group call this together.
 
-    Ranks without the state are divided among those that have it, or that have the same shard of it. Each rank that has
-    the state sends the tensors in `saved` to the ranks assigned to it, and its own result contains no tensors. All
-    ranks use the `metadata` of the first rank that has the state, because the loss of a member may have left these
-    ranks with different values.
+    Each rank without the state is assigned to a rank that has it. If the state is sharded, both ranks have the same
+    shard. Each rank that has the state sends the tensors in `saved` to the ranks assigned to it, and its own result
+    contains no tensors. All ranks use the `metadata` of the first rank that has the state. After a loss, other ranks
+    that have the state can have different metadata.
 
     If the state has several shards, no rank returns before every rank has received its shard. Until then, each rank
     keeps the shard of its previous state, which it would need if a sender was lost.

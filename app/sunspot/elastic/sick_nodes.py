@@ -17,13 +17,13 @@ from sunspot.formatting import in_words
 from sunspot.run.stragglers import LAG_RATIO, STEADY_FRACTION, lags
 
 SICK_AFTER_S = 180.0
-"""Seconds for which a group must have trained until one of its nodes can be sick. A short hiccup passes sooner."""
+"""Seconds for which a group must train before one of its nodes can count as sick. A short slowdown ends sooner."""
 
 MIN_WINDOWS = 5
 """Minimum number of metric windows in which the nodes are compared."""
 
 AGAIN_AFTER_S = 1800.0
-"""Seconds until another node can be left. They double with each node, so that a run does not shrink node by node."""
+"""Seconds until the run can leave another node. They double each time, so that a run does not shrink node by node."""
 
 
 def step_times(attempt: int, record: Mapping[str, Any], ranks: Mapping[str, np.ndarray]) -> StepTimes:
@@ -56,7 +56,7 @@ class SlowestNode(NamedTuple):
     own_s: float
     "Seconds per step in forward passes."
     others_s: float
-    "The next slowest node's seconds, or infinity if no other node had rows."
+    "The second slowest node's seconds per step in forward passes, or infinity if no other node had rows."
 
 
 def find_sick_node(
@@ -84,7 +84,7 @@ def find_sick_node(
     ]
     if not lagging[-1] or statistics.mean(lagging) < STEADY_FRACTION:
         return None
-    times = f"{newest.own_s:.3g} s a step, those of the other nodes at most {newest.others_s:.3g} s"
+    times = f"{newest.own_s:.3g} s a step, and those of the other nodes took at most {newest.others_s:.3g} s"
     steady = f"in {sum(lagging)} of {len(lagging)} windows of {in_words(covered_s)}"
     return SickNode(newest.node, f"its forward passes took {times}, {steady}")
 

@@ -39,10 +39,10 @@ WARN_AFTER_S = 30.0
 """Seconds for which node checks can fail before the user is warned. An occasional failure does no harm."""
 
 SHORT_S = 60.0
-"""Seconds for which a run that has given workers back may be too small before a restart replaces a lost worker.
+"""Seconds for which a run that has given back workers may be too small. After that, a restart replaces lost workers.
 
-Ray places all of its lost processes together, so it may never replace one that was lost while it waits for
-those that were given back."""
+Ray places all missing processes together. While it waits for the workers that were given back, it may therefore never
+replace a lost worker."""
 
 SICK_CHECK_EVERY_S = 5.0
 """Seconds between two checks for a sick node."""
@@ -76,7 +76,7 @@ class Supervisor:
         self._gave_back = False
         "True once the group was told to have fewer workers than Ray has started."
         self._unchanged: tuple[object, float] = (None, 0.0)
-        "The newest group and the live nodes, and the time since which they have been the same."
+        "The newest group, the live nodes, and the time of the last change of either."
         self._sick_check = Timer()
         self._left: set[str] = set()
         "Sick nodes that the group was told to leave."
@@ -197,7 +197,7 @@ class Supervisor:
             return
         self._left.add(sick.node)
         self._gave_back = True
-        line = f"{name_node(sick.node)} is left, and the others keep training: {sick.why}"
+        line = f"the run leaves {name_node(sick.node)}, and the other nodes keep training: {sick.why}"
         self._control.send(ControlChannel.log, line)
         self._control.send(ControlChannel.add_left_out, [line])
         drain_nodes([sick.node], sick.why)

@@ -60,7 +60,7 @@ STDERR = 2
 """File descriptor of the process's original stderr, even if `sys.stderr` is another stream."""
 
 FILE_PREFIX = "sunspot-hang-"
-"""Prefix of the name of each process's file."""
+"""Prefix for the name of the file with a process's stacks."""
 
 STALE_FILE_S = 86_400
 """Age in seconds after which a file is deleted, because its run was killed and has not started here again."""
@@ -338,5 +338,5 @@ def stacks_folder() -> Path:
 
 
 def stacks_prefix(run: Run) -> str:
-    """Return the beginning of the names of the run's files in that folder."""
+    """Return the prefix of the names of the run's files in `stacks_folder()`."""
     return f"{FILE_PREFIX}{hashlib.sha256(run.location.encode()).hexdigest()[:12]}-"

@@ -75,8 +75,8 @@ They are in a module variable, because most callers of `run_on_all_ranks` do not
 def sync_buffers(model: torch.nn.Module, sums: SumGuard | None) -> None:
     """Copy rank 0's buffers to every worker, so that all workers have the buffers of a checkpoint.
 
-    All workers must call this together. Before this call, each worker's batch norm has averages of only its own rows.
-    DDP also copies the buffers, but not until the next forward pass. With `sums`, an aborted broadcast changes
+    All workers must call this together. Before this call, each worker's batch norm statistics come only from its own
+    rows. DDP also copies the buffers, but not until the next forward pass. With `sums`, an aborted broadcast changes
     nothing.
     """
     for same, flat in flatten(model.buffers()):  # one message per type instead of one per buffer

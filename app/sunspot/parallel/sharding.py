@@ -224,8 +224,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def shard_like(value: Any, parameter: Any) -> Any:
     """Shard a tensor like a parameter. Under ddp, only adapt the memory layout.
 
-    `value` is the whole tensor or only this worker's part of it. Nothing is sent, and the result may share memory with
-    `value`. Anything but such a tensor is returned unchanged.
+    `value` is the whole tensor or only this worker's part of it. Any other value is returned unchanged. The ranks do
+    not communicate, and the result may share memory with `value`.
     """
     if not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.Tensor):
         return value

@@ -1,4 +1,4 @@
-"""Loads a checkpoint's model, and predicts rows or answers prompts in this process."""
+"""Loads a checkpoint's model, and makes predictions for rows or answers prompts in this process."""
 
 import logging
 import os
@@ -95,8 +95,8 @@ class Classifier:
     def describe(self) -> dict[str, Any]:
         """Return a description of the model as a dict.
 
-        The keys are `name`, `step` and `metrics` of the checkpoint, `shape` ([C, H, W] of an image), `classes` (their
-        number), `class_names` (if any), `device`, and `warnings` about skipped checkpoints.
+        The keys are the checkpoint's `name`, `step` and `metrics`, the `shape` [C, H, W] of an image, the number of
+        `classes`, their `class_names` (if any), the `device`, and `warnings` about skipped checkpoints.
         """
         names = ("name", "step", "metrics", "shape", "classes", "class_names", "warnings")
         return {**{name: getattr(self, name) for name in names}, "device": str(self._device)}

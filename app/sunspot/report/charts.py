@@ -17,7 +17,7 @@ from sunspot.report.html import Html, element, join
 from sunspot.report.model import Report
 
 WIDTH, HEIGHT = 360, 214
-"""Size of a drawing in its own units, each about a pixel on a phone, where a font size of 11 is readable."""
+"""Size of a drawing in its own units. On a phone, a unit is about a pixel, so a font size of 11 is readable."""
 
 LEFT, RIGHT = 42, 8
 """Margins beside the plot. The left margin has room for the axis labels."""
@@ -92,7 +92,7 @@ class XAxis(NamedTuple):
     positions: Sequence[float | None]
     marks: Sequence[tuple[float, str]]
     groups: Sequence[int]
-    "Group of each record. Records of different groups are not connected, because no work between them counts."
+    "Worker group of each record. No line connects records of different groups."
 
 
 def over_steps(report: Report) -> XAxis:
@@ -298,7 +298,7 @@ def _bounds(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _round_step(size: float) -> float:
-    """Return the smallest of the numbers 1, 2 or 5 times a power of ten that is not below `size`."""
+    """Return the smallest number that is 1, 2 or 5 times a power of ten and not below `size`."""
     power = 10.0 ** math.floor(math.log10(size))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size * 0.999)
 

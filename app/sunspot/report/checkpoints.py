@@ -30,9 +30,9 @@ def show(report: Report) -> Html:
         parts.append(paragraph(f"Left out: {number:,} {why}.", kind="note"))
     best = "lowest" if order == "min" else "highest"
     note = (
-        f"The {keep} with the {best} {metric} and the newest are kept. A checkpoint is verified if every file has the "
-        "size and the SHA-256 that its manifest lists. Files that were not written since the commit, according to "
-        "storage, are not read again."
+        f"The newest checkpoint and the {keep} with the {best} {metric} are kept. A checkpoint is verified if every "
+        "file has the size and the SHA-256 that its manifest lists. A file is not read again if, according to storage, "
+        "it has not changed since the commit."
     )
     return join([*parts, paragraph(note, kind="note")])
 

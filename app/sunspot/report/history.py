@@ -124,7 +124,7 @@ class History:
         self.results: dict[str, None] = {}
         "Names of the metrics that measure the model, in the order of their first records."
         self.left_out: set[str] = set()
-        "Names of the results beyond MAX_NAMES."
+        "Names of the results that are not kept, because there are more than MAX_NAMES."
         self.undrawable: dict[str, tuple[int, int]] = {}
         "Number of records with a NaN, infinite or huge value, and the first such step, keyed by name."
         self.newest_record: dict[str, Any] = {}
@@ -134,7 +134,7 @@ class History:
         self._usual_rows = 0.0
         "The usual number of rows per window in the newest attempt."
         self._few = set[int]()
-        "Indexes in `series` of records that average few rows."
+        "Indexes in `series` of records that contain means over few rows."
 
     def drawn(self, name: str) -> list[Any]:
         """Return a result's values for a curve. Means over few training rows are None.
@@ -173,7 +173,7 @@ class History:
                     self.undrawable[name] = times + 1, first
 
     def _keeps_new_result(self, name: str, record: dict[str, Any], best_by: str) -> bool:
-        """Return True if a new name is a result and fewer than MAX_NAMES are known."""
+        """Record a new name if it belongs to a result, and return True if it is among the first MAX_NAMES names."""
         if not is_result(name, record, best_by):
             return False
         kept = len(self.results) < MAX_NAMES

@@ -72,7 +72,7 @@ class Report:
     checkpoints: list[ListedCheckpoint]
     "The newest attempt's own and inherited checkpoints, and incomplete ones, sorted by step."
     checkpoints_left_out: dict[str, int]
-    "The number of checkpoints left out, keyed by reason."
+    "The number of omitted checkpoints, keyed by reason."
     predictions: Predictions | None
     shown: TaskExhibit | None
     "The task's own exhibits."
@@ -120,7 +120,7 @@ class Report:
 def read_report(seen: RunSeen, read_bytes: bool = True) -> Report:
     """Read the content of a run's report. Raises `StorageError` if storage cannot be reached.
 
-    If `read_bytes` is False, no checkpoint file is read, and a checkpoint that was written to after its commit is
+    If `read_bytes` is False, no checkpoint file is read, and a checkpoint whose files have changed since its commit is
     `unread`.
     """
     run = seen.run

@@ -27,7 +27,7 @@ SECTIONS: Sections = {
 """The heading and function of each section, keyed by anchor, in page order."""
 
 STATE_SIGNS = {RunState.SUCCEEDED: ("✓", "good"), RunState.FAILED: ("✗", "bad"), RunState.LOST: ("✗", "bad")}
-"""The sign and colour of each state."""
+"""The symbol and colour of each state."""
 
 STYLE = Path(__file__).with_name("style.css")
 

@@ -1,4 +1,4 @@
-"""Renders the section on predictions for held-out rows and the results of the task's `show` function."""
+"""Renders the section with the predictions for held-out rows, and with the results of the task's `show` function."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -45,15 +45,16 @@ def show(report: Report) -> Html:
         )
     right = sum(found.confusion[label][label] for label in range(found.classes))
     wrong = found.rows - right
-    rows = ["Of ", integer(found.rows), " held-out rows, ", element("code", found.checkpoint), " predicts "]
-    counts = [integer(right), " right and ", integer(wrong), " wrong: accuracy ", percent(found.accuracy), "."]
+    rows = ["For ", integer(found.rows), " held-out rows, ", element("code", found.checkpoint), " makes "]
+    counts = [integer(right), " right and ", integer(wrong), " wrong predictions: accuracy "]
+    counts += [percent(found.accuracy), "."]
     parts = [paragraph(*rows, *counts)]
     if seen.checkpoint and found.checkpoint != seen.checkpoint.name:
         parts.append(paragraph(f"The run has continued since: its newest checkpoint is {seen.checkpoint.name}."))
     most = f", {len(found.mistakes)} of {wrong:,}" if len(found.mistakes) < wrong else ""
     kinds = {
         f"Mistakes, the most certain first{most}": found.mistakes,
-        "Right predictions": found.right,
+        "Correct predictions": found.right,
         "Sample training rows": found.samples,
     }
     shows: list[Html] = []
@@ -65,7 +66,7 @@ def show(report: Report) -> Html:
         shows.append(_examples(title, fitting, found))
     parts += [shows[0], _confusion(found), *shows[1:]] if any(kinds.values()) else [_confusion(found)]
     if left_out:
-        note = f"Left out: {plural(left_out, 'image')}, not PNG or too large for this page."
+        note = f"Omitted: {plural(left_out, 'image')} (not in PNG format, or too large for this page)."
         parts.append(paragraph(note, kind="trouble"))
     return join([*parts, _exhibits(report)])
 

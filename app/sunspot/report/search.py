@@ -48,9 +48,9 @@ def read_search(run: Run) -> tuple[Run, SearchResults, Curves]:
 
 
 def render_search(run: Run, results: SearchResults, curves: Curves, link: str = "") -> bytes:
-    """Return the page, encoded as UTF-8.
+    """Return the report page of a search, encoded as UTF-8.
 
-    `link` is the address of a trial's report, with {} in place of its run's name.
+    `link` is the address of a trial's report, with {} in place of the name of the trial's run.
     """
     return whole_page(f"{run.name}: search", show_search(run, results, curves, link))
 

@@ -24,9 +24,9 @@ def show(report: Report) -> Html:
         _spread("Rows per second of one rank", report, "rows_per_s"),
         _spread("Seconds of a step on one rank", report, "step_time"),
     ]
-    lag = "In every step all ranks wait for the slowest, so one that lags slows all of them down. "
+    lag = "In every step, all ranks wait for the slowest one, so a slow rank slows down the whole run. "
     doctor = element("code", f"sunspot doctor {report.seen.run.name}")
-    note = paragraph(lag, doctor, " looks for it.", kind="note")
+    note = paragraph(lag, doctor, " looks for slow ranks.", kind="note")
     return join([element("div", join(charts), class_="charts"), _ranks(report), note])
 
 

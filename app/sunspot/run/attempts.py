@@ -50,7 +50,7 @@ MAX_ATTEMPTS_CACHED = 10_000
 """Maximum number of attempts, over all runs, that a process keeps in memory. Each attempt takes a few kB."""
 
 IN_PLACE = "in place"
-"""The tier of an attempt with workers that continue with the state they already have."""
+"""The tier of an attempt whose workers continue with the state that they already have."""
 
 CLAIM_TRIES = 20
 """Number of consecutive claims that a process can lose to other processes before it raises an error."""
@@ -336,7 +336,7 @@ def refuse_if_left(run: Run, attempts: list[Attempt], owner: str) -> None:
     if not own.place or any(attempt.owner == owner for attempt in attempts):
         return
     submitted = read_submissions(run)
-    numbers = {(record.job, record.place): number for number, record in enumerate(submitted)}  # the newest of each
+    numbers = {(record.job, record.place): number for number, record in enumerate(submitted)}  # newest submissions
     mine = numbers.get((own.job, own.place))
     if mine is None:
         return  # another tool applied the RayJob

@@ -336,8 +336,8 @@ def verify(
 ) -> list[tuple[Checkpoint, list[str]]]:
     """Return each checkpoint with its faults. Checkpoints that are deleted in the meantime are omitted.
 
-    Without `directories`, every byte is read, one checkpoint at a time. With `directories`, `inspect` is called instead
-    of `find_faults` if it is given.
+    Without `directories`, every byte is read, one checkpoint at a time. If `directories` and `inspect` are given,
+    `inspect` is called instead of `find_faults`.
     """
 
     def check(name: str) -> tuple[Checkpoint, list[str]] | None:
@@ -359,7 +359,7 @@ def find_newest_good(
 
     Checkpoints with weights that are not finite are skipped too, unless all intact checkpoints have such weights. With
     `trust_listing`, files with an unchanged version are not read. This suffices for display but not for loading.
-    `inspect` is called instead of `find_faults` if it is given.
+    If `inspect` is given, it is called instead of `find_faults`.
     """
     inspect = inspect or (lambda found, listed: find_faults(run, found, listed if trust_listing else None))
     spans = lineage(attempts)
@@ -448,7 +448,7 @@ def _key(run: Run, name: str, file: str) -> str:
 
 
 def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
-    """Return a checkpoint, and notes for the user that list the checkpoints that were passed over.
+    """Return a checkpoint, and notes for the user, for example about checkpoints that were passed over.
 
     `which` is a checkpoint's name, or 'newest' or 'best' for the newest or best intact checkpoint. Raises
     `NotFoundError` if there is no such checkpoint, and `DamageError` if no checkpoint is intact.
@@ -475,7 +475,7 @@ def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
             SkippedCheckpoint(c.name, Unusable.DAMAGED, "; ".join(faults)) for c, faults in checked if faults
         )
         if chosen and metric not in chosen.metrics:
-            notes.append(f"no checkpoint has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC); the newest is used")
+            notes.append(f"no checkpoint has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC); the newest one is used")
     notes += [f"passed over {each}" for each in passed_over]
     if chosen:
         return chosen, notes

@@ -15,7 +15,7 @@ from sunspot.run.seen import RunDetails, look, read_details
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run's limits, and how it will do if its speed and its nodes stay as they are. Unknown values are None."""
+    """A run's limits, and its expected end and cost if its speed and nodes stay the same. Unknown values are None."""
 
     now: float
     "Seconds since the epoch."
@@ -31,14 +31,14 @@ class Forecast:
 
     @property
     def late_s(self) -> float:
-        """The seconds by which the run will miss its deadline, or 0."""
+        """The number of seconds by which the run will miss its deadline, or 0."""
         if self.deadline is None:
             return 0.0
         return max(0.0, max(self.now, self.done_at or 0.0) - self.deadline)
 
     @property
     def excess(self) -> float:
-        """The sum by which the run will exceed its budget, or 0."""
+        """The amount by which the run will exceed its budget, or 0."""
         return 0.0 if self.budget is None or self.total is None else max(0.0, self.total - self.budget)
 
     def describe_deadline(self) -> str:
@@ -62,7 +62,7 @@ class Forecast:
 
     @property
     def warnings(self) -> list[str]:
-        """A text for each limit that the run will exceed."""
+        """A warning for each limit that the run will exceed."""
         late = f"it will miss its deadline by {in_words(self.late_s)}; it needs more workers or faster nodes"
         excess = (
             f"its budget is too small; it is expected to cost {money(self.total or 0.0)}, but will stop with a "

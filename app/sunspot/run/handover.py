@@ -63,7 +63,7 @@ def clear_handover(run: Run) -> None:
 def take_over_from(run: Run, old: str, new: str) -> None:
     """Ask the driver of owner `old` to save and end in favor of owner `new`, and wait until `old` no longer trains.
 
-    Returns at once if it does not train. Raises `StorageError`, and `ConflictError` if the old owner still trains after
+    Returns at once if `old` does not train. Raises `StorageError`, and `ConflictError` if `old` still trains after
     HANDED_OVER_WITHIN_S.
     """
     deadline = time.monotonic() + HANDED_OVER_WITHIN_S
@@ -72,7 +72,7 @@ def take_over_from(run: Run, old: str, new: str) -> None:
             if time.monotonic() > deadline:
                 raise ConflictError(
                     f"{Owner.parse(old).describe()} did not save a checkpoint and stop within "
-                    f"{HANDED_OVER_WITHIN_S:.0f} s, so it still has the run; try again later"
+                    f"{HANDED_OVER_WITHIN_S:.0f} s, so it still owns the run; try again later"
                 )
             time.sleep(LOOK_EVERY_S)
     finally:

@@ -1,9 +1,9 @@
 """The journals of a run: its metric history, the metrics of each rank, and its events.
 
-The metrics of each rank have a separate journal, because they would dominate the size of the metric history. A record
-of this journal has the `attempt`, `step`, `time`, `steps` and `seconds` of a record in the metric history. It also has
-`ranks`, a mapping from names to the values of all ranks. Old records are combined (observe/ranks.py). A combined record
-has the time and step of the last record that it replaces, and the number of replaced records in `records`.
+The metrics of each rank have a journal of their own, because they would make up most of the metric history. Its records
+have the same `attempt`, `step`, `time`, `steps` and `seconds` as those of the metric history, and also `ranks`, which
+maps each name to the values of all ranks. Old records are combined (observe/ranks.py). A combined record has the time
+and step of the last record that it replaces, and the number of replaced records in `records`.
 """
 
 import contextlib
@@ -261,7 +261,7 @@ def iter_rank_records(run: Run, spans: Sequence[Span], damaged: list[str] | None
 
 
 def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the records with the metrics of each rank from the newest attempt that has such records."""
+    """Return the records with the metrics of each rank from the newest attempt that has any."""
     recorded = {segment.attempt for segment in list_journal(run, "ranks", spans)}
     for span in spans:
         records = list(iter_rank_records(run, [span])) if span.attempt in recorded else []

@@ -157,7 +157,7 @@ def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
 
 
 def display_event(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event for display. A receipt is displayed as a recovery only if an incident preceded the start."""
+    """Return an event for display. A recovery event is displayed as a plain start unless an incident caused it."""
     deliberate = event.get("cause") in [cause for cause in Cause if not cause.incident]
     return {**event, "event": STARTED} if event.get("event") == RECOVERED and deliberate else event
 

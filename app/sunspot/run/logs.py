@@ -66,7 +66,7 @@ class LogWriter:
         self._written = 0
         "The number of bytes of the tail that are in storage or being written."
         self._lost = 0
-        "The number of bytes left out of the part of the tail that is not in storage yet."
+        "The number of bytes that were dropped from the unwritten part of the tail."
         self._later: list[tuple[int, int]] = []
         "The position and size of each complete segment in storage after the first FIRST_BYTES."
         self._ending = False

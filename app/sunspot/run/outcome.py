@@ -137,9 +137,9 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
 def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int, error: BaseException) -> bool:
     """Return True if a driver that ends with `error` should leave the run's previous status in force.
 
-    `begun` is the driver's first status, and `known` is the newest attempt then. A driver changes nothing until it
-    claims an attempt. A typo therefore neither creates a run nor ends a run that another driver trains or has ended. If
-    the run's job was retried, however, the end of the retry is also the end of the run.
+    `begun` is the driver's first status, and `known` is the newest attempt at that time. A driver changes nothing until
+    it claims an attempt. A typo therefore neither creates a run nor ends a run that another driver trains or has ended.
+    If the run's job was retried, however, the end of the retry is also the end of the run.
     """
     if newest_number(run) > known:
         return False

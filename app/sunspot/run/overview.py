@@ -72,7 +72,7 @@ def run_exists(run: Run) -> bool:
 
 
 def describe_absence(run: Run) -> str:
-    """Return a message that says that the run does not exist and suggests others. It is empty if the run exists."""
+    """Return a message that a run does not exist, with suggestions, or an empty string if the run exists."""
     if run_exists(run):
         return ""
     runs: list[str] = []
@@ -125,7 +125,7 @@ def summarize_run(name: str, entries: Collection[Entry]) -> RunSummary:
             checkpoint = file.partition("/")[0]
             if CHECKPOINT.fullmatch(checkpoint):
                 commits[checkpoint] = entry.modified
-    # The newest attempt owns the run. An older attempt can have a higher step that was lost since.
+    # The newest attempt owns the run. An older attempt can have a higher step that has been lost since.
     newest = max(commits, key=lambda checkpoint: (attempt_of(checkpoint), step_of(checkpoint)), default=None)
     return RunSummary(
         exists=bool("run.json" in times or status or submitted or DELETION in times),

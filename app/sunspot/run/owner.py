@@ -69,7 +69,7 @@ class Owner(NamedTuple):
 
 
 def new_submission(job_id: str) -> str:
-    """Return a unique JOB_ID for a new submission of a job. Only the submission differs from `job_id`."""
+    """Return a JOB_ID that is unique to a new submission of a job. Only its submission part differs from `job_id`."""
     return str(Owner.parse(job_id)._replace(submission=uuid.uuid4().hex[:8]))
 
 

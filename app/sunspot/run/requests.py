@@ -27,7 +27,7 @@ STOP, DELETION = "stop.json", "delete.json"
 """Names of the requests to stop and to delete a run."""
 
 SCALE = "scale.json"
-"""Name of the request to train with another number of workers."""
+"""Name of the request to train with a different number of workers."""
 
 
 SPENT_BUDGET = "its spent budget"
@@ -133,7 +133,7 @@ class ScaleRequest:
 
 
 def request_scale(run: Run, request: ScaleRequest) -> None:
-    """Ask the run to train with another number of workers, now and after each restart."""
+    """Ask the run to train with a different number of workers, now and after each restart."""
     run.storage.write(run.key(SCALE), to_json(asdict(request)))
 
 

@@ -47,8 +47,8 @@ class RunSeen:
 
     run: Run
     summary: RunSummary = field(default_factory=lambda: RunSummary(exists=False))
-    """The listed part of the run. `look` lists no more than the state depends on, so the sizes are incomplete, and only
-    the requests to stop or delete a live run are known."""
+    """The part of the run that was listed. `look` lists only what the state depends on, so the sizes are incomplete. If
+    the run is live, only the requests to stop or delete it are known."""
     status: Status | None = None
     time: float = field(default_factory=time.time)
     "The time of the read, in seconds since the epoch."
@@ -57,7 +57,7 @@ class RunSeen:
     refused: bool = False
     "True if this user has no access to the storage. The run's own processes might still have access."
     scale: ScaleRequest | None = None
-    "The request to train with another number of workers, if there is one. It is not read for lists of runs."
+    "The request to train with a different number of workers, if any. It is not read for lists of runs."
 
     @property
     def exists(self) -> bool:
@@ -151,7 +151,7 @@ def _list_parts(run: Run, status: Status | None) -> RunSummary:
     folders = [run.name]
     if status:
         folders = [run.key(FOLDER), run.key("submissions")]
-        folders += [] if status.state.terminal else [run.key("checkpoints")]  # newer ones than the status names
+        folders += [] if status.state.terminal else [run.key("checkpoints")]  # for newer checkpoints
     return summarize_run(run.name, [entry for found in map_parallel(run.storage.list, folders) for entry in found])
 
 

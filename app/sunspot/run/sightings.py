@@ -1,4 +1,4 @@
-"""Reads from storage how many nodes the places gave to runs (`sunspot.places.experience`)."""
+"""Reads from storage how many nodes each place provided to past runs (`sunspot.places.experience`)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def find_sightings(
 
 
 def _share(attempt: Attempt, workers: int) -> float:
-    """Return the share of the workers that the attempt wanted, from 0 to 1."""
+    """Return `workers` as a fraction of the workers that the attempt wanted, at most 1."""
     from sunspot.settings import PREFIX  # pydantic is slow to import, and most verbs do not need it
 
     most = attempt.metadata.settings.get(PREFIX + "NUM_WORKERS", "").rpartition("..")[2]

@@ -31,7 +31,7 @@ MAX_JOURNAL_BYTES = 512 << 20
 """Largest number of bytes of a journal to read, from its beginning. A metric history grows by 90 MB a month."""
 
 MAX_DAMAGED_LINES = 1000
-"""Number of damaged lines in a segment after which the rest of the segment is left out."""
+"""Number of damaged lines in a segment after which the rest of the segment is not read."""
 
 MAX_NAMES = 1000
 """Largest number of metrics in a run's report, and of columns in its table of metrics."""
@@ -62,7 +62,7 @@ MAX_TRACE_BYTES = 256 << 20
 three of a model with 3,000 modules have 120 MB."""
 
 MAX_LISTED = 50
-"""Largest number of lines to show of a list of faults."""
+"""Largest number of lines to show from a list of faults."""
 
 Item = TypeVar("Item")
 

@@ -10,14 +10,14 @@ LAG_FRACTION = 0.1
 """Minimum fraction of a step that a straggler costs."""
 
 MIN_LAG_S = 0.002
-"""Minimum number of seconds per step that a straggler costs. Two processes on one machine delay each other by less."""
+"""Minimum number of seconds per step that a straggler costs. Processes on one machine delay each other by less time."""
 
 STEADY_FRACTION = 0.75
 """Minimum fraction of the windows in which a straggler is the slowest. One bad minute does not make a straggler."""
 
 
 def lags(own_s: float, others_s: float, step_s: float, ratio: float = LAG_RATIO) -> bool:
-    """Return True if a worker is a straggler, because it needs `own_s` seconds of a step, and the others `others_s`.
+    """Return True if a worker that needs `own_s` seconds of a step is a straggler. The others need `others_s`.
 
     Neither time includes waiting for each other. The whole step takes `step_s`. `ratio` is the minimum ratio of the two
     times.

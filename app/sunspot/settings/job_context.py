@@ -20,8 +20,8 @@ class NodeGroup(BaseModel):
     most: int = Field(ge=1)
     "Maximum number of training workers on the group's nodes."
     after_s: float = Field(ge=0)
-    """Seconds for which earlier groups must lack nodes before this group is used, or have enough nodes before it is no
-    longer used."""
+    """Seconds for which earlier groups must lack nodes before this group is used. It is no longer used once they have
+    had enough nodes for the same time."""
 
 
 HEAD = "head"

@@ -1,7 +1,8 @@
-"""Trains gradient-boosted trees, one round per epoch: SUNSPOT_TASK_ARGS={"library": "lightgbm", "num_leaves": 31}.
+"""Trains gradient-boosted trees, one round per epoch.
 
-Each row is an image, or the numbers in `columns`. With `columns`, `label` is a class if `classes` is true, and
-otherwise a number. All other arguments are passed to the library.
+Example: SUNSPOT_TASK_ARGS={"library": "lightgbm", "num_leaves": 31}. Each row is an image, or the numbers in `columns`.
+With `columns`, `label` is a class if `classes` is true, and otherwise a number. All other arguments are passed to the
+library.
 """
 
 from sunspot.data.columns import Column

@@ -48,7 +48,7 @@ COMPRESSION = 1
 
 
 class StepProfiler:
-    """A worker's part in the profiles of its group."""
+    """Records this worker's steps when a profile of its group is requested."""
 
     def __init__(self, plan: Plan, place: WorkerPlace) -> None:
         self._plan = plan

@@ -3,7 +3,7 @@
 `StepGuard` decides, and `StepUndo` restores the state. The next group takes an undone step again, so each survivor
 needs the state after the previous step. When the worker is lost, the step may already have changed:
 
-- buffers, such as the running averages of batch norm, which change in each forward pass;
+- buffers, such as the running statistics of batch norm, which change in each forward pass;
 - frozen parameters, such as a teacher that follows the weights (MoCo, BYOL);
 - the parameters and the state of an optimizer that has taken its step, if another optimizer has not;
 - trainable parameters that change before their optimizer's step, such as weights that are perturbed by hand (SAM) or an

@@ -76,7 +76,7 @@ def main() -> int:
         print(f"search {run.name} in {run.location}")
         for each in skipped:
             log.warning(f"skipped {each}")
-        # A search has no checkpoint before its end, so its driver can start again for every trial.
+        # A search has no checkpoint before its end, so each trial raises the allowed number of driver starts.
         starts = settings.max_driver_starts * settings.trials
         with recorded_outcome(running.claimant, promoted, starts, running.stop_request) as outcome:
             train_and_promote(running, promoted, outcome)

@@ -89,7 +89,7 @@ def await_nodes(trials: tuple[Settings, ...], observe: Callable[[], tuple[dict[s
     """Wait for nodes, and return the allocation of their resources.
 
     `observe` returns the cluster's resources and its number of nodes. On Kubernetes, a restarted driver can be running
-    before its nodes are back. This waits up to NODES_TIMEOUT_S seconds for the nodes.
+    before its nodes are back. This function waits up to NODES_TIMEOUT_S seconds for the nodes.
     """
     settings = trials[0]
     wanted = min(settings.concurrent_trials, len(trials)) if settings.job.job_id else 0
@@ -282,7 +282,7 @@ def stop_trial(settings: Settings, by: str) -> None:
 
 
 class DropOnPickle:
-    """A base class for objects that are pickled without their state. Tune saves such a pickle, but nothing reads it."""
+    """A base class for objects that are pickled without their state. Tune saves the pickles, but nothing reads them."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # connections cannot be pickled
@@ -303,10 +303,10 @@ class StoppingAsha(DropOnPickle, ASHAScheduler):
         )
         self._stop, self._on_end = stop, on_end
         self.running: set[int] = set()
-        "The numbers of the trials that have begun and not ended, which Tune must not end."
+        "The numbers of the running trials, which Tune must not end."
         self._given_up: set[int] = set()
         self._to_stop: dict[int, str] = {}
-        "The reason why each trial was rejected, keyed by number, for trials that could not be asked to stop yet."
+        "The reason for rejecting each trial that could not be asked to stop yet, keyed by the number of the trial."
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Process a trial's result, and stop the trial's run if ASHA would end the trial."""

@@ -184,7 +184,7 @@ def _is_drawn(value: Any) -> bool:
 
 
 def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
-    """Return evenly spaced windows and the last window. Each is an object and an offset in it."""
+    """Return the positions of evenly spaced windows and of the last window, each as an object and an offset."""
     total = sum(segment.entry.size for segment in segments)
     wanted = [total * number // PLACES for number in range(PLACES)] + [total - 1]
     chosen: dict[tuple[Entry, int], None] = {}

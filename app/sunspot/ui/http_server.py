@@ -21,7 +21,7 @@ MAX_REQUESTS = 32
 """Largest number of concurrent requests."""
 
 BUSY_S = 10.0
-"""Seconds that further requests wait before being rejected."""
+"""Seconds that requests beyond MAX_REQUESTS wait before they are rejected."""
 
 MAX_HOST = 255
 """Largest number of characters of a host name in a message."""

@@ -1,7 +1,7 @@
 """Renders run pages in a separate process, so that an expensive page does not slow down other pages.
 
-Each limit in `sunspot.run.size_limits` applies to one kind of data. This process has limits on total memory
-and time. If it exceeds them, the server starts a new process for the next page.
+Each limit in `sunspot.run.size_limits` applies to one kind of data. This process also has limits on its total memory
+and time. If it exceeds one of them, the server starts a new process for the next page.
 """
 
 import logging

@@ -84,7 +84,7 @@ class ReadOnlyStorage(Storage):
             yield io.BytesIO(self.read(key))
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise StorageError(f"{self._storage.locate('')} is opened read-only")
+        raise StorageError(f"{self._storage.locate('')} was opened read-only")
 
     write = create = writer = delete = delete_many = _refuse  # type: ignore[assignment]
     delete_folders = list_unfinished = discard = _refuse  # type: ignore[assignment]

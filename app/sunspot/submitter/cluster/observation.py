@@ -215,13 +215,13 @@ def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
     run = named_run(default.name, path)
     if run.storage.is_bucket and not changed_by:
         return run
-    why = "that is a path in its pods, which might be a different folder on this machine"
+    why = "a path in its pods might be a different folder on this machine"
     if changed_by:
         why = f"`sunspot {changed_by}` would change files there"
     again = f"`sunspot {changed_by or 'status'} {run.name} --storage {shlex.quote(path)}`"
     raise SettingsError(
-        f"only the RayJob {job.name} says that the run {run.name} is kept in {path}, and {why}. If that is the right "
-        f"location, pass it with {again}, or set {STORAGE_PATH}"
+        f"the location {path} of run {run.name} is known only from the RayJob {job.name}, and {why}. If it is the "
+        f"right location, run {again}, or set {STORAGE_PATH}"
     )
 
 

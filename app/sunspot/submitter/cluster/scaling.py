@@ -128,10 +128,10 @@ class WorkerPods:
     job: JobView
 
     def resize(self, workers: int, hosts: Collection[str] = (), dry_run: bool = False) -> list[str]:
-        """Limit the pods to those that `workers` need, and remove pods beyond this limit that are not in `hosts`.
+        """Limit the number of pods to what `workers` workers need, and remove pods beyond this limit.
 
-        Removes no pods if `hosts` is empty. Returns the names of the removed pods. With `dry_run`, the API server only
-        checks the change. Raises `ClusterError`.
+        Pods in `hosts` are not removed. If `hosts` is empty, no pods are removed. Returns the names of the removed
+        pods. With `dry_run`, the API server only checks the change. Raises `ClusterError`.
         """
         for _ in range(PATCH_TRIES):
             found = self.cluster.find("RayCluster", self.job.cluster)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         print_text(f"removed: {contents}")
     if contents.foreign:
         names = contents.name_foreign()
-        warn(f"these files were left in {access.run.location}, because no run uses these names: {names}")
+        warn(f"these files were left in {access.run.location}, because they do not belong to the run: {names}")
     if access.run.storage.keeps_versions():
         warn("the bucket keeps versions of deleted objects; their space is freed when its lifecycle rules expire them")
 
@@ -73,7 +73,7 @@ def _print(access: RunAccess, contents: RunContents) -> None:
     if contents.snapshot.cluster.trouble:
         warn(f"only storage was checked: {contents.snapshot.cluster.trouble}")
     if contents.foreign:
-        print_text(f"not touched, because no run uses these names: {contents.name_foreign()}")
+        print_text(f"these files are not touched, because they do not belong to the run: {contents.name_foreign()}")
     if contents.dataset:
         print_text(f"the dataset {contents.dataset} is not touched, because no run creates a dataset")
     trials = contents.trials

@@ -32,19 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser)
     parser.add_argument("--stacks", action="store_true", help="also print full stacks and tracebacks")
     parser.add_argument(
-        "--profile", metavar="NAME", help="without RUN: check the cluster for a run with this profile; default: kind"
+        "--profile",
+        metavar="NAME",
+        help="check the cluster for a run with this profile (only without RUN); default: kind",
     )
     parser.add_argument(
         "--image",
         metavar="REF",
-        help="without RUN: check the cluster for a run with this image; default: the profile's image",
+        help="check the cluster for a run with this image (only without RUN); default: the profile's image",
     )
-    parser.add_argument("--place", metavar="NAME", help="without RUN: one of the profile's places")
+    parser.add_argument("--place", metavar="NAME", help="check this place of the profile (only without RUN)")
     parser.add_argument(
         "--from-pods",
         action="store_true",
-        help="without RUN: run the storage, GPU and network tests in pods like those of a run; the cluster may add "
-        "nodes for them",
+        help="run the storage, GPU and network tests in pods like those of a run (only without RUN); the cluster may "
+        "add nodes for them",
     )
 
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="without RUN: watch all runs in the namespace forever, as k8s/gitops/wait does",
+        help="watch all runs in the namespace forever, as k8s/gitops/wait does (only without RUN)",
     )
     parser.add_argument(
         "--profile",

@@ -205,7 +205,7 @@ def _check_nodes(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
         room, matching = sum(pods for pods, _ in rooms), sum(pods > 0 for pods, _ in rooms)
         others = "; ".join(f"{number} {why}" for why, number in Counter(why for _, why in rooms if why).most_common())
         seen = f"{matching} of {plural(len(nodes), 'node')} match{'es' if matching == 1 else ''}"
-        seen += f", with room for {room} such pods if they were empty; {wanted} needed"
+        seen += f", and would have room for {plural(room, 'pod')} if nothing else ran there; the run needs {wanted}"
         seen += f" (other nodes: {others})" if others else ""
         if room >= wanted:
             yield Check(f"nodes for {name}", Result.OK, seen)

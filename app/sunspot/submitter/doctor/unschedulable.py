@@ -19,7 +19,7 @@ ONLY_THE_SCHEDULER_KNOWS = (Diagnosis.VOLUME, Diagnosis.AFFINITY)
 """Reasons that node objects do not show."""
 
 MAX_OTHERS = 3
-"""Maximum number of other obstacles on the same nodes in a finding."""
+"""Maximum number of other obstacles on the same nodes that a finding lists."""
 
 
 class Refusal(NamedTuple):
@@ -123,7 +123,7 @@ def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
         having = [obstacles for obstacles in nearest if obstacle in obstacles]
         others = dict.fromkeys(str(each) for obstacles in having for each in obstacles if each != obstacle)
         refusals.append(Refusal(obstacle.kind, len(having), obstacle.what, tuple(others)[:MAX_OTHERS], True))
-    # Labels come last, because they are correct if a node with these labels has another obstacle.
+    # Labels come last, because they are not at fault if a node with the right labels has a different obstacle.
     order = (Diagnosis.RESOURCES, Diagnosis.TAINT, Diagnosis.NODES, Diagnosis.NO_NODE)
     return sorted(refusals, key=lambda refusal: (order.index(refusal.kind), -refusal.nodes))
 
@@ -225,7 +225,7 @@ def _explain_taint(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanat
     named = f"the taint {refusal.what}" if key else "an untolerated taint"
     evidence = f"{named} on {nodes} keeps {pods} away"
     toleration = f"{pods.section}.tolerations: [{{key: {key or 'KEY'}, operator: Exists}}]"
-    advice = f"if the run can use them, tolerate the taint in the profile ({toleration}); otherwise add other nodes"
+    advice = f"if the run can use these nodes, tolerate the taint in the profile ({toleration}); otherwise add others"
     if not key:
         advice += "; kubectl describe nodes shows the taints"
     return evidence, advice, {"taint": key or None, "value": value or None}

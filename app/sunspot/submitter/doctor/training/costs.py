@@ -18,7 +18,7 @@ MAX_DATA_WAIT = 0.3
 would hardly help."""
 
 THROTTLED_FRACTION = 0.25
-"""Minimum fraction of throttled quota periods to report, like in the common Kubernetes alert CPUThrottlingHigh."""
+"""Minimum fraction of throttled quota periods to report, as in the common Kubernetes alert CPUThrottlingHigh."""
 
 FIGURES = ("steps_s", "forward_s", "data_wait_s", "throttled_s", "throttled_share")
 
@@ -26,7 +26,7 @@ MEMORY = {"resident_mib", "memory_left_mib", "gpu_memory_mib"}
 """Figures about a rank's memory. They can be null."""
 
 LOW_GOODPUT = 0.8
-"""Goodput below which incidents cost more than an ordinary start."""
+"""Goodput below which incidents are reported, because they cost more than an ordinary start."""
 
 PREVENTION = {
     Cause.HUNG: (
@@ -169,7 +169,7 @@ def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
     part = "forward pass"
     seconds = speed.forwards[rank]
     others_seconds = others - others_wait
-    replace = "check what else runs on that node, its clock and temperature, or replace it"
+    replace = "check what else runs on that node, its clock rate and its temperature, or replace it"
     advice = f"{replace}; a slower type of node has the same effect"
     if case.local:
         advice = "check what else runs on this machine, whose cores the workers share"
@@ -178,9 +178,9 @@ def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
         seconds = speed.waits[rank]
         others_seconds = others_wait
         advice = "its rows come late; check what else reads on its node, and the network to storage"
-    takes = f"takes {in_ms(seconds)} of a {in_ms(speed.step_s)} step for its {part}, the others {in_ms(others_seconds)}"
-    steady = f"the slowest in {sum(slowest)} of {len(slowest)} windows"
-    evidence = f"{case.describe_rank(speed.attempt, rank)}: {takes}; {steady}"
+    takes = f"takes {in_ms(seconds)} of a {in_ms(speed.step_s)} step for its {part}"
+    steady = f"others take {in_ms(others_seconds)}; it was the slowest in {sum(slowest)} of {len(slowest)} windows"
+    evidence = f"{case.describe_rank(speed.attempt, rank)}: {takes}, and {steady}"
     details = {
         **case.locate_rank(speed.attempt, rank),
         "own_s": speed.own[rank],

@@ -55,7 +55,7 @@ def find_end(case: Case) -> Iterator[Finding]:
         reason = case.seen.status.reason if case.seen.status else ""
         if SPENT_BUDGET in reason:
             advice = "submit it again with a larger SUNSPOT_BUDGET, and it continues from its last checkpoint"
-        elif reason:  # a signal leaves a reason, `sunspot stop` does not
+        elif reason:  # a signal leaves a reason, but `sunspot stop` does not
             advice = f"repeat the command that started it{_where_it_resumes(case)}"
         yield Finding(Diagnosis.STOPPED, Severity.NOTE, abridge(case.reason), advice)
 
