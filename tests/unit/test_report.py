@@ -364,7 +364,7 @@ def test_predictions_with_the_largest_images_fit_in_a_report(run: Run) -> None:
     page = made(run)
     shown = len(page.all("img"))
     assert 48 <= shown < 48 + 20 + 20, "mistakes come before other images"
-    assert f"Left out: {88 - shown} images" in page.text
+    assert f"Omitted: {88 - shown} images" in page.text
 
 
 def test_a_malformed_png_is_omitted_with_a_note(run: Run) -> None:
