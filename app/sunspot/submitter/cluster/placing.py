@@ -10,10 +10,9 @@ from sunspot.errors import ClusterError, NotFoundError, SettingsError
 from sunspot.places.choice import HOUR_S, Choice, Goal, Move, Offer, Situation, choose_place, plan_move
 from sunspot.places.experience import Experience, Sighting, learn
 from sunspot.run import Run, open_run
-from sunspot.run.forecast import find_spent
 from sunspot.run.owner import Owner
 from sunspot.run.requests import newest_submission
-from sunspot.run.seen import look, read_details
+from sunspot.run.seen import RunDetails, look, read_details
 from sunspot.run.sightings import NODES_WITHIN_S, read_sightings
 from sunspot.run.status import Status, is_alive, read_status
 from sunspot.settings import Settings
@@ -162,10 +161,11 @@ def read_prospects(request: JobRequest, failures: Sequence[Sighting] = ()) -> Pr
     run = open_run(settings.storage_path, settings.run_name)
     now = time.time()
     status = read_status(run)
-    state_gb = _find_state_bytes(run) / 1e9
+    details = _read_details_if_begun(run)
+    state_gb = details.checkpoint.bytes / 1e9 if details and details.checkpoint else 0.0
     save_s = (status.save_s if status else None) or 0.0
     move = plan_move(state_gb, state_gb / save_s, 0.0, NODES_WITHIN_S) if state_gb and save_s else Move(NODES_WITHIN_S)
-    situation = Situation(now, _find_current(run, now), _find_work(status, settings), move)
+    situation = Situation(now, _find_current(run, status, now), _find_work(status, settings), move)
     step_s = (status.step_time_s if status else None) or 0.0
     every_s = settings.checkpoint_every_s or settings.checkpoint_every_steps * step_s
     saved_gb = state_gb * HOUR_S / max(every_s, save_s) if every_s else 0.0
@@ -178,9 +178,8 @@ def read_prospects(request: JobRequest, failures: Sequence[Sighting] = ()) -> Pr
         return replace(found, price=traffic + found.price if found.price is not None else None)
 
     known = learn([*read_sightings(run.storage, now), *failures])
-    return Prospects(
-        run, settings, [offer(each) for each in places.values()], known, situation, _find_goal(run, settings)
-    )
+    goal = _make_goal(settings, details.spending.cost if details else None)
+    return Prospects(run, settings, [offer(each) for each in places.values()], known, situation, goal)
 
 
 def _render_everywhere(request: JobRequest, places: dict[str, Place]) -> dict[str, Rendered]:
@@ -205,18 +204,18 @@ def _is_on_demand(profile: Profile) -> bool:
     return profile.spot is None or profile.groups[0].spot is False
 
 
-def _find_goal(run: Run, settings: Settings) -> Goal:
+def _make_goal(settings: Settings, spent: float | None) -> Goal:
+    """Return the run's deadline and the rest of its budget. `spent` is None if nothing is known to be spent."""
     budget = parse_budget(settings.budget)
-    return Goal(parse_deadline(settings.deadline), None if budget is None else budget - find_spent(run))
+    return Goal(parse_deadline(settings.deadline), None if budget is None else budget - (spent or 0.0))
 
 
-def _find_state_bytes(run: Run) -> int:
-    """Return the size in bytes of the run's newest checkpoint, or 0 if the run has no checkpoint."""
+def _read_details_if_begun(run: Run) -> RunDetails | None:
+    """Return the run's details, or None if the run has not begun."""
     try:
-        checkpoint = read_details(look(run)).checkpoint
+        return read_details(look(run))
     except NotFoundError:
-        return 0
-    return checkpoint.bytes if checkpoint else 0
+        return None
 
 
 def _find_work(status: Status | None, settings: Settings) -> float | None:
@@ -227,12 +226,11 @@ def _find_work(status: Status | None, settings: Settings) -> float | None:
     return max(0, status.total_steps - status.step) * status.step_time_s * share
 
 
-def _find_current(run: Run, now: float) -> str:
+def _find_current(run: Run, status: Status | None, now: float) -> str:
     """Return the place where the run is alive, or was submitted so recently that nodes can still come.
 
     Returns an empty string if there is no such place.
     """
-    status = read_status(run)
     if status and is_alive(status, now):
         return Owner.parse(status.owner).place
     submitted = newest_submission(run)
