@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sunspot.background import start_thread
 from sunspot.errors import ConflictError
 from sunspot.run import Claimant, Run, open_run, to_json
 from sunspot.run.attempts import read_attempts
@@ -113,6 +114,12 @@ def trains_in_east(clusters: dict[str, FakeCluster], sunspot: Command, profile: 
     write_status(sunspot.run, Status(RunState.RUNNING, owner_of(clusters["east"]), attempt=1, step=10, world_size=2))
 
 
+def end_for_move(run: Run, owner: str) -> None:
+    """Write the status of an old driver that has saved at step 12 and ended for the move to the west."""
+    stopped = Status(RunState.STOPPED, owner, "stopped by its move to run-2 in west", attempt=1, step=12)
+    write_status(run, stopped, StatusKind.ENDED)
+
+
 def move(sunspot: Command, profile: str, *words: str) -> int:
     return sunspot("move", "run", "--to", "west", "--profile", profile, *words)
 
@@ -129,15 +136,13 @@ def test_a_run_moves_and_its_old_job_is_deleted(
         assert jobs(clusters)["east"] == 1, "the old RayJob was deleted before the new one trained"
         [job] = clusters["west"].jobs.values()
         assert settings_of(job)["SUNSPOT_MOVES_FROM"] == old
-        stopped = Status(RunState.STOPPED, old, "stopped by its move to run-2 in west", attempt=1, step=12)
-        write_status(sunspot.run, stopped, StatusKind.ENDED)
+        end_for_move(sunspot.run, old)
         saved = commit(sunspot.run, read_attempts(sunspot.run)[-1], 12)
         start(sunspot.run, owner_of(clusters["west"]), saved.name)
 
-    driver = threading.Thread(target=drive)
-    driver.start()
+    driver = start_thread(drive, "new driver")
     assert move(sunspot, profile, "--json", "--timeout", "60") == 0, sunspot.err
-    driver.join(20)
+    driver.result(20)
 
     assert jobs(clusters) == {"east": 0, "west": 1}
     assert (sunspot.json["action"], sunspot.json["reason"]) == ("moved", "from east at step 12")
@@ -164,10 +169,9 @@ def test_a_run_whose_new_job_fails_stays_where_it_was(
         [name] = clusters["west"].jobs
         clusters["west"].set_status(name, "Failed", "FAILED", message="no such image")
 
-    failing = threading.Thread(target=fail)
-    failing.start()
+    failing = start_thread(fail, "failing job")
     assert move(sunspot, profile) == 5
-    failing.join(20)
+    failing.result(20)
 
     assert "because its RayJob" in sunspot.err
     assert "has ended: no such image; it stays where it was" in sunspot.err
@@ -182,17 +186,15 @@ def test_a_run_whose_new_job_fails_after_the_handover_restarts_in_its_old_place(
 
     def fail() -> None:
         wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
-        stopped = Status(RunState.STOPPED, old, "stopped by its move to run-2 in west", attempt=1, step=12)
-        write_status(sunspot.run, stopped, StatusKind.ENDED)
+        end_for_move(sunspot.run, old)
         [name] = clusters["east"].jobs
         clusters["east"].set_status(name, "Complete", "SUCCEEDED")
         [name] = clusters["west"].jobs
         clusters["west"].set_status(name, "Failed", "FAILED", message="no such image")
 
-    failing = threading.Thread(target=fail)
-    failing.start()
+    failing = start_thread(fail, "failing job")
     assert move(sunspot, profile) == 5
-    failing.join(20)
+    failing.result(20)
 
     assert jobs(clusters) == {"east": 1, "west": 0}
     assert owner_of(clusters["east"]) != old, "the ended RayJob was not replaced"
