@@ -12,7 +12,9 @@ from scripts.bench.made_rows import MadeRows
 from sunspot.data.source import Batch
 from sunspot.settings import Settings
 
-ROWS = 1 << 17
+ROWS = 1 << 18
+"""Number of rows. No benchmark reaches the end of an epoch, where a run evaluates, saves and reports."""
+
 FEATURES = 10
 
 
