@@ -1,6 +1,6 @@
 """Saves the training state in shared memory and in storage while training continues, and reads it back.
 
-Every worker calls `CheckpointManager.save` (manager.py). Four threads then take part until the manifest is written:
+Every worker calls `CheckpointManager.save` (manager.py). Four threads then work together until the manifest is written:
 
 training thread   `save` gathers the consumed rows (ledger.py) and calls `Snapshots.take` (snapshot.py). `take` gets a
                   slot in shared memory (`NodeMemory.free_slot`, memory.py), copies the tensors that the next forward
@@ -13,8 +13,8 @@ seal thread       `NodeMemory.complete` writes the sidecar and the marker (memor
 commit thread     `CheckpointCommitter` (commit.py) runs on rank 0, or under FSDP on every rank, and commits the newest
                   snapshot. It checks that this process may still commit (`ensure_committer`). A `SnapshotWriter`
                   uploads and verifies the files (`WholeStateWriter` in files.py, or under FSDP `ShardWriter` in
-                  parts.py). The committer checks again and writes the manifest. Now the checkpoint exists. Then the
-                  committer deletes expired checkpoints and releases the slot. A process that outlives its group
+                  parts.py). The committer checks again and writes the manifest. Now the checkpoint exists. Finally,
+                  the committer deletes expired checkpoints and releases the slot. A process that outlives its group
                   completes its commit while the next group trains.
 
 To resume, node_state.py reads a copy from the node's memory, or a checkpoint from storage, once for all workers of the

@@ -91,7 +91,7 @@ class WeightAverage:
         }
 
     def _load(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Undo `exchange`. The model has already been loaded."""
+        """Undo `exchange` in the optimizer's state. The model's state has already been loaded."""
         trained = {number: values[TRAINED] for number, values in state["state"].items() if TRAINED in values}
         averages = {number: values[AVERAGE] for number, values in state["state"].items() if AVERAGE in values}
         if trained and self._decay:

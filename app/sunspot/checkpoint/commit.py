@@ -5,8 +5,8 @@ one checkpoint at a time. If storage is slower than the checkpoint interval, a n
 waiting. Under PARALLEL=fsdp, every rank has such a thread for its part (shard) of the state, and rank 0's thread
 commits all ranks' parts (parts.py).
 
-A process that outlives its group completes its commit while the next group trains. The next group's first commit waits
-for it (docs/decisions/0010-commits-outlive-changes-in-place.md).
+A process that outlives its group completes its commit while the next group trains. The first commit of the next group
+waits until that commit has ended (docs/decisions/0010-commits-outlive-changes-in-place.md).
 """
 
 import logging
@@ -64,8 +64,8 @@ WRITTEN = "sunspot-written-{}"
 class CommitCoordinator:
     """Makes all ranks commit the same snapshots as rank 0 if the state is sharded.
 
-    Rank 0 informs the other ranks through the group's store. No thread waits in a collective for a rank that might have
-    died, and only rank 0 lists the files in storage.
+    Rank 0 informs the other ranks through the group's store, so no thread waits in a collective for a rank that might
+    have died. Only rank 0 lists the files in storage.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -75,10 +75,9 @@ class CommitCoordinator:
         self.in_parts = group is not None
 
     def replaces_newest(self, waiting: bool) -> bool:
-        """Return True if a new snapshot replaces the previous snapshot.
+        """Return True if a new snapshot replaces the previous snapshot. All ranks must call this together.
 
-        This is the case if rank 0 has not begun to commit the previous snapshot (`waiting`). All ranks must call this
-        together.
+        `waiting` is True if the previous snapshot still waits for its commit. Only rank 0's value counts.
         """
         return any_rank(self._group, self.leads and waiting)[0] if self._group else waiting
 
@@ -139,7 +138,7 @@ class CheckpointCommitter:
         """Create a committer. Its thread starts with the first `commit`.
 
         `writer` writes a snapshot's files. Each checkpoint relies on the `journals` and the rows in the `ledger`, so
-        they are written to storage first. Both are None if another rank writes them.
+        they are written to storage first. `journals` and `ledger` are None if another rank writes them.
         """
         self._run = run
         self._attempt = attempt
@@ -165,7 +164,7 @@ class CheckpointCommitter:
         "The failed attempts since the last commit."
         self._flush_requested = False
         self._stopped = False
-        "True once the commit in progress must stop, because its checkpoint would no longer count."
+        "True once the commit in progress must stop, because its checkpoint would be ignored."
         self._sent = ""
         "The name of the newest checkpoint whose manifest might be in storage."
         self._newest: Commit | None = None
@@ -182,7 +181,7 @@ class CheckpointCommitter:
 
     @property
     def newest(self) -> Commit | None:
-        """The newest checkpoint that this process has committed, in this group or in an earlier one, or None."""
+        """The newest checkpoint that this process has committed in this group or an earlier group, or None."""
         return self._previous.newest if self._previous else self._newest
 
     @property
@@ -194,9 +193,9 @@ class CheckpointCommitter:
         self._previous = previous
 
     def stop_if_overtaken(self, attempts: list[Attempt]) -> bool:
-        """Stop the commit in progress, or the next one, if it is no longer allowed. Return True if it is stopped.
+        """Stop all commits if the current or next commit is no longer allowed (`may_commit`). Return True if they stop.
 
-        `attempts` are all attempts of the run. This method does not wait for the commit to end.
+        `attempts` are all attempts of the run. This method does not wait for a commit to end.
         """
         snapshot = self._committing or next(iter(self._waiting), None)
         if snapshot and not may_commit(snapshot.manifest.name, self._attempt, attempts):
@@ -222,10 +221,10 @@ class CheckpointCommitter:
             raise self._error
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until the newest snapshot is committed, and return True if it is. Raises errors of `raise_if_failed`.
+        """Wait until the newest snapshot is committed. Return False after `timeout_s`, or if the snapshot was dropped.
 
-        Even without `timeout_s`, this returns eventually, because a commit fails after `storage_timeout_s` without
-        progress.
+        Even without `timeout_s`, this method returns eventually, because a commit fails after `storage_timeout_s`
+        without progress. Raises the same errors as `raise_if_failed`.
         """
         with self._changed:
             self._flush_requested = True
@@ -246,8 +245,8 @@ class CheckpointCommitter:
     def abandon(self) -> None:
         """Start no more commits, because the group has ended.
 
-        A commit in progress still finishes, unless the state is sharded. Then it is stopped, because other ranks may no
-        longer add their parts.
+        A commit in progress still finishes, except for a sharded state. Other ranks may no longer add their parts, so
+        that commit is stopped.
         """
         if self._coordinator.in_parts:
             self._stop()
@@ -314,10 +313,10 @@ class CheckpointCommitter:
         return [snapshot for snapshot in self._waiting if snapshot.manifest.step <= last_step]
 
     def _commit_with_retries(self, snapshot: Snapshot) -> None:
-        """Try to commit a snapshot until this succeeds, or a newer snapshot can be committed.
+        """Try to commit a snapshot until the commit succeeds, or until a newer snapshot can be committed.
 
-        Raises `StorageError` if storage fails for `storage_timeout_s`. If the checkpoint must no longer be committed,
-        removes the uploaded files and raises `SupersededError`.
+        Raises `StorageError` if storage fails for `storage_timeout_s`. If the commit is no longer allowed, removes the
+        uploaded files and raises `SupersededError`.
         """
         try:
             self._try_to_commit(snapshot)
@@ -364,8 +363,8 @@ class CheckpointCommitter:
     def _commit(self, snapshot: Snapshot) -> None:
         """Write a checkpoint.
 
-        If the process is killed at any point, the checkpoint is either complete or does not exist, and the previous
-        checkpoint stays intact.
+        Even if the process is killed in between, the new checkpoint is either complete or does not exist, and the
+        previous checkpoint stays intact.
         """
         snapshot.copied.result()
         if self._drops(snapshot):
@@ -417,7 +416,8 @@ class CheckpointCommitter:
     def _delete_expired(self, newest: Checkpoint) -> None:
         """Delete incomplete checkpoints of killed attempts, and all other checkpoints except the best and the `newest`.
 
-        This happens after the new manifest is written, so nothing is deleted before its replacement is safe.
+        Call this only after the manifest of `newest` is written, so that no checkpoint is deleted before its
+        replacement is safe.
         """
         try:
             for name in self._find_expired(newest):

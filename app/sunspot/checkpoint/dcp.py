@@ -8,10 +8,10 @@ from sunspot.checkpoint.pieces import METADATA
 
 
 def write_dcp(directory: Path) -> None:
-    """Read the state from a directory's `model.pt` and `optimizer.pt`, and write it there in DCP's format, too.
+    """Write the state in a directory's `model.pt` and `optimizer.pt` to the same directory in DCP's format.
 
-    Tensors get the names that they have in sharded checkpoints: `model.NAME` and `optimizer.state.PARAMETER.NAME`. A
-    sharded checkpoint is in DCP's format already, so nothing is written.
+    Tensors get the names that they have in sharded checkpoints: `model.NAME` and `optimizer.state.PARAMETER.NAME`. If
+    the checkpoint is sharded, it is already in DCP's format, and nothing is written.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter  # imported on use, because it takes seconds
     from torch.distributed.checkpoint.state_dict_saver import save

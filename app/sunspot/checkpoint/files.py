@@ -45,7 +45,7 @@ class SnapshotWriter(Protocol):
 
 
 class WholeStateWriter:
-    """Writes the files of a snapshot of the whole state."""
+    """Writes all files of a snapshot whose state is not sharded."""
 
     def __init__(self, run: Run, safetensors: bool = False, more_files: MoreFiles | None = None) -> None:
         self._run = run
@@ -141,7 +141,7 @@ def upload_index(run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> Fi
 
 
 def refuse_unloadable(states: Mapping[str, Any], task: str) -> None:
-    """Raise `SettingsError` if `states` could be saved, but a restart could not load them.
+    """Raise `SettingsError` if a restart could not load the `states` from a checkpoint.
 
     The error describes the first value that `unpack` would reject.
     """
@@ -231,7 +231,7 @@ def refuse_compressed(source: BinaryIO | str) -> None:
     """Raise `ValueError` for a ZIP archive with compressed or overlapping members.
 
     `torch.save` does not compress, and a compressed archive of a few kilobytes could fill all memory. Files that are
-    not archives are accepted.
+    not ZIP archives are accepted.
     """
     with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as file:
         if zipfile.is_zipfile(file):

@@ -26,7 +26,7 @@ COMPILED_PREFIX = "_orig_mod."
 
 
 def fit_names(model: torch.nn.Module, state: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return a state_dict with the model's names, where they can be inferred.
+    """Return `state` with its weights renamed to the model's names, as far as these can be inferred.
 
     Raises `SettingsError` if the weights are in a nested state_dict, or if tied weights have different values.
     """
@@ -41,10 +41,11 @@ def load_by_name(
     origin: str,
     read: Callable[[dict[str, torch.Tensor]], None],
 ) -> None:
-    """Load weights from `origin`, which has tensors of these shapes, directly into the model's own tensors.
+    """Load weights from `origin` directly into the model's own tensors.
 
-    `read` fills the given tensors, which are keyed by their names in `origin`. In a sharded model, they are DTensors,
-    so that each worker reads only its parts. Raises `ConflictError` if the weights do not fit the model.
+    `shapes` contains the shape of each tensor in `origin`. `read` fills the tensors that it is given, keyed by their
+    names in `origin`. In a sharded model, these are DTensors, so that each worker reads only its parts. Raises
+    `ConflictError` if the weights do not fit the model.
     """
     own = model.state_dict(keep_vars=True)
     sources = without_wrappers(own, {name: name for name in shapes})
@@ -75,7 +76,7 @@ def refuse_nested(own: Mapping[str, Any], state: Mapping[str, Any], origin: str)
 
 
 def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict without the wrapper prefixes that the model's own names lack."""
+    """Return a state_dict without prefixes of wrappers, such as `module.`, unless the model's own names have them."""
     best = state
     names = {name: str(name).replace(COMPILED_PREFIX, "") for name in state}
     while names:
@@ -89,9 +90,9 @@ def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str,
 
 
 def without_prefix(own: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Map a model's names to their names in a larger state, in which they have a prefix such as `model.`.
+    """Map a model's names to the names of the same weights in a larger state, such as `model.NAME`.
 
-    Names with another prefix, and names of an optimizer's state, are omitted.
+    Names with another prefix, and names in an optimizer's state, are omitted.
     """
     names = {name for name in names if name.partition(".")[0] not in OPTIMIZERS}
     prefixes = {"", *(name.removesuffix(each) for each in own for name in names if name.endswith(f".{each}"))}
@@ -100,7 +101,7 @@ def without_prefix(own: Mapping[str, Any], names: Iterable[str]) -> dict[str, st
 
 
 def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return a copy of `state` in which each tied weight that is present under one name is present under all names.
+    """Return a copy of `state` that contains each tied weight under all of its names.
 
     Raises `SettingsError` if tied weights have different values.
     """

@@ -1,9 +1,9 @@
 """Gathers the IDs of the rows that each optimizer step consumed (AUDIT), and keeps them until they are in storage.
 
 Each node stores these IDs with its copy of the state. A group that resumes from the copy writes the IDs that are not in
-storage yet. The IDs are the same on all nodes, because all nodes gather and drop them at the same steps. If workers can
-outlive each other, they exchange a step's IDs before the step changes parameters. Every worker that has taken the step
-then knows the IDs of all of the step's rows.
+storage yet. The IDs are the same on all nodes, because all nodes gather and drop them at the same steps. If workers
+can outlive each other, they exchange a step's IDs before the step changes parameters. Every worker that completes the
+step therefore knows the IDs of all rows in the step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Ledger:
     def __init__(
         self, group: dist.ProcessGroup | None, attempt: str, start: int, inherited: Sequence[Any], on: bool
     ) -> None:
-        """Create the ledger of an attempt, given the attempt's label and the step after which it starts.
+        """Create the ledger of an attempt, given the attempt's label and the step from which the attempt starts.
 
         `group` is None for a single worker. `inherited` are earlier attempts' windows that are not in storage yet.
         """

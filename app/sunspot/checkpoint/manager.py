@@ -39,8 +39,8 @@ COPIES_MEASURED = 3
 """Number of copies in memory before their cost is reported."""
 
 NOTICE_MARGIN_S = 4.0
-"""Seconds between a notice and the save. Up to half a second passes until the driver polls, half a second until rank 0
-polls, and then the time of a step."""
+"""Seconds between a notice and the save. They include half a second until the driver polls, half a second until rank 0
+polls, and the duration of a step."""
 
 
 class CheckpointManager:
@@ -62,7 +62,7 @@ class CheckpointManager:
         windows: Sequence[Any] = (),
         journals: Journals | None = None,
     ) -> None:
-        """Create the manager for an attempt that trains `saved`.
+        """Create the manager of an attempt. `saved` contains the objects to save.
 
         Copies outlive this process only if `memory` is given. `windows` are the restored windows of consumed rows.
         `journals` are flushed before each commit.
@@ -101,7 +101,7 @@ class CheckpointManager:
     def continue_commits(
         self, previous: CheckpointCommitter | None, attempts: list[Attempt], committed: float | None
     ) -> None:
-        """Continue the commits of a process that outlives its groups. Call this before the first `save`.
+        """Continue the commits that this process began in an earlier group. Call this before the first `save`.
 
         `previous` is the committer of this process's newest commit, or None if there was no commit. `attempts` are all
         attempts of the run, including the current one. `committed` is the Unix time of the newest checkpoint in
@@ -148,7 +148,7 @@ class CheckpointManager:
         self._memory.heartbeat(self._attempt.number, step)
 
     def due(self, step: int, step_s: float) -> StepActions:
-        """Return the actions due after `step`, which took `step_s` seconds, excluding reports and commands."""
+        """Return the actions due after `step`, except reports and commands. The step took `step_s` seconds."""
         busy = self._sharded and self._committer is not None and self._committer.busy
         return StepActions(
             save=not busy and self._timer.due(self.save_every_s),
@@ -203,7 +203,10 @@ class CheckpointManager:
             self._committer.raise_if_failed()
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until the newest snapshot is committed, and return True if it is. Raises errors like `wait_for_copy`."""
+        """Wait until the newest snapshot is committed. Return False after `timeout_s`, or if the snapshot was dropped.
+
+        Raises the error that ended all commits, if there was one.
+        """
         return self._committer.drain(timeout_s) if self._committer else True
 
     def close(self, *, finished: bool) -> None:
@@ -233,7 +236,7 @@ class CheckpointManager:
 
     @property
     def committer(self) -> CheckpointCommitter | None:
-        """The committer that began this process's newest commit, in this group or in an earlier one."""
+        """The committer that began this process's newest commit, in this group or an earlier group."""
         own = self._committer
         return own if own and own.begun_at > -math.inf else self._previous
 
@@ -325,7 +328,7 @@ class CheckpointManager:
 
 
 class SnapshotInterval:
-    """The shortest interval at which snapshots cost at most a given fraction of the time."""
+    """The shortest interval at which snapshots take at most a given fraction of the time."""
 
     def __init__(self, fraction: float, start: int) -> None:
         """Begin the first interval at step `start`. A `fraction` of 0 disables snapshots."""
@@ -338,9 +341,9 @@ class SnapshotInterval:
         "The fraction of the time that snapshots cost."
 
     def due(self, step: int, step_s: float, costs: deque[float]) -> bool:
-        """Return True and begin the next interval if a snapshot is due after `step`, which took `step_s` seconds.
+        """Return True and begin the next interval if a snapshot is due after `step`.
 
-        `costs` contains the seconds for which each of the last snapshots delayed training.
+        `step_s` is the step's duration, and `costs` contains the delays that the last snapshots caused, in seconds.
         """
         if not self._fraction:
             return False

@@ -162,8 +162,8 @@ class NodeMemory:
     def __init__(self, location: str | None, warns: bool = True) -> None:
         """Lock a directory for this run, and find the previous process's copies in it.
 
-        Problems are logged as warnings if `warns` is True. Set it in only one process per node, because all processes
-        of a node have the same problems.
+        Problems are logged as warnings if `warns` is True. Only one process per node should set it, because all
+        processes of a node have the same problems.
         """
         self._level = logging.WARNING if warns else logging.INFO
         self._slots: list[Slot] = []
@@ -174,7 +174,7 @@ class NodeMemory:
         self._making: Future[str] | None = None
         "The creation of a slot. Its result is the reason why there is no memory, or an empty string."
         self._failing = False
-        "True if the last log message says that copies cannot be kept."
+        "True if the last log message reported that copies cannot be kept."
         self._unpinned = False
         "True once it has been logged that copies are not pinned."
         self._paused_until = -math.inf
@@ -230,7 +230,7 @@ class NodeMemory:
         return slot
 
     def reserve(self, size: int, device: torch.device | None) -> None:
-        """Create a slot in a thread. This takes a second per GB, because memory is pinned for copies from `device`."""
+        """Create a slot in a thread. Pinning the memory for copies from `device` takes a second per GB."""
         if self.shared and not self._making:
             self._making = start_thread(lambda: self._make_slot(size, device), "make-slot")
 
@@ -244,7 +244,8 @@ class NodeMemory:
     def _drop_unused(self, size: int) -> None:
         """Remove slots that no copy will use again.
 
-        These are slots of another size, because a state can grow, and private slots if shared memory is now available.
+        A slot is removed if the size of the state has changed, or if the slot is private and shared memory is now
+        available.
         """
         kept = []
         for slot in self._slots:
@@ -301,7 +302,7 @@ class NodeMemory:
     # Complete copies, in the seal thread.
 
     def make_peer_slot(self, size: int, others: Sequence[Slot]) -> Slot:
-        """Create a slot for the part that a worker on another node sends. Raises `OSError` if there is no memory."""
+        """Create a slot for a part from another node. Raises `OSError` if shared memory is full."""
         if not self.shared:
             raise OSError("no shared memory")
         return Slot(size, self._free_file("peer", others))

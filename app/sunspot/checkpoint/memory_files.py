@@ -1,8 +1,7 @@
-"""Reads copies of the training state from files in a node's shared memory. The files outlive the process that wrote
-them.
+"""Reads copies of the training state from files in a node's shared memory.
 
-Each process of a run has its own directory, which it locks until it exits. The next process on the node takes over a
-directory that is not locked, with the files of the previous process:
+The files outlive the process that wrote them. Each process of a run locks its own directory until it exits. The next
+process on the node takes over an unlocked directory, together with the previous process's files. A directory contains:
 
     slot-0.data      the tensors of a copy, one after the other (peer-0.data contains a part from another node,
                      part_exchange.py)
@@ -72,7 +71,7 @@ class MemorySnapshot:
 
     @property
     def checkpoint(self) -> str:
-        """The name of the checkpoint with the same state, which need not exist."""
+        """The name of a checkpoint with the same state. The checkpoint might not exist."""
         return checkpoint_name(self.step, self.attempt, self.nonce)
 
 
@@ -99,7 +98,7 @@ class Sidecar:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Sidecar":
-        """Return a serialized sidecar. Raises `DamageError` if it is damaged."""
+        """Deserialize a sidecar. Raises `DamageError` if `content` is damaged."""
         try:
             return cls(**torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
         except Exception as error:  # torch raises many kinds of errors
@@ -219,7 +218,7 @@ def remove_copy(file: Path) -> None:
 def lock_directory(location: str) -> tuple[Path, IO[str]]:
     """Lock the run's first unlocked directory, and return it with the open lock file.
 
-    Raises `OSError` if there is no shared memory.
+    Raises `OSError` if there is no shared memory, or if MAX_PROCESSES directories are already locked.
     """
     root = node_memory_directory(location, SHARED_MEMORY)
     make_private_folder(SHARED_MEMORY)

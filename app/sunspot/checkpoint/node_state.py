@@ -1,8 +1,8 @@
-"""Distributes the state from which a worker group starts to all workers of each node.
+"""Gives all workers of a group the state from which the group starts.
 
-One worker on each node reads and verifies a copy in the node's memory, or a checkpoint. The other workers map its
-pages. `NodeState` does this for a whole state, and `NodeParts` for a sharded state. A node without the copy gets it
-from another node (`share_pages`). A restore therefore reads each byte once per node, and needs memory for one
+One worker on each node reads and verifies a copy in the node's memory, or a checkpoint. The node's other workers map
+the same pages. `NodeState` does this for a whole state, and `NodeParts` for a sharded state. A node without the copy
+gets it from another node (`share_pages`). A restore therefore reads each byte once per node, and needs memory for one
 additional state per node.
 """
 
@@ -41,8 +41,7 @@ def share_pages(
     """Map all `wanted` copies into private memory, and return the mappings under the same keys.
 
     All workers must call this together, and use the same key for the same copy. `own` contains the copies that this
-    rank has read. This function closes the pages of these copies. If no rank of a node has a wanted copy, a rank of
-    another node sends it.
+    rank has read. Their pages are closed. If no rank of a node has a wanted copy, a rank of another node sends it.
     """
     rank = dist.get_rank(group) if group else 0
     received = dict[int, Pages]()
@@ -134,9 +133,10 @@ class NodeState:
         return [fault for faults in map_parallel(read, mine, FILES_AT_ONCE) for fault in faults]
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Return the states of `model` and `optimizer` that `read` has read, in pages that the node's ranks share.
+        """Return the states of `model` and `optimizer` from the files that `read` has read.
 
-        All workers must call this together. Raises `ConflictError` if an intact file cannot be loaded.
+        The node's ranks share the memory of these states. All workers must call this together. Raises `ConflictError`
+        if an intact file cannot be loaded.
         """
         paths = gather_objects({file: pages.path for file, pages in self._files.items()}, self._group)[self._reader]
 

@@ -1,8 +1,8 @@
 """Keeps each part of a sharded state in the memory of two nodes, so that losing a node loses no part.
 
 Each worker's seal thread sends its part to a worker on the next node while training continues, unless another node
-already has the same part in another replica (PARALLEL=hsdp). It uses a separate process group, and waits at most
-TIMEOUT_S for an unresponsive worker.
+already has the same part in another replica (PARALLEL=hsdp). The seal threads use a separate process group, and wait at
+most TIMEOUT_S for an unresponsive worker.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class PartExchange:
     """
 
     def __init__(self, memory: NodeMemory, nodes: Sequence[str], group: dist.ProcessGroup, parts: int) -> None:
-        """Create the exchange of a state with this number of `parts`. All workers must call this together.
+        """Create the exchange for a state that is split into `parts` parts. All workers must call this together.
 
         `nodes` identifies each rank's machine. Rank r has part r % parts. The workers use `group` to agree on whether
         to copy.
@@ -65,7 +65,7 @@ class PartExchange:
         memory.expect_copies(2 * (nodes.count(here) + kept))  # the newest and the next copy of each part
 
     def agree_to_copy(self, has_slot: bool) -> bool:
-        """Return True if all workers can copy their parts now. Parts of different steps would not form a state.
+        """Return True if all workers can copy their parts now. A state must consist of parts from the same step.
 
         All workers must call this together, in the training thread. `has_slot` is False on a worker that cannot copy.
         """
@@ -146,7 +146,8 @@ def ranks_by_node(nodes: Iterable[str]) -> dict[str, list[int]]:
 def find_backup_ranks(nodes: Sequence[str], parts: int) -> list[int]:
     """Return, for each rank, the rank that stores the copy of its part. Rank r has part r % parts.
 
-    It is a rank on the next node, or the rank itself if there is only one node, or if another node has the same part.
+    The backup is on the next node. A rank is its own backup if there is only one node, or if another node has the same
+    part.
     """
     ranks = ranks_by_node(nodes)
     following = dict(zip(ranks, [*list(ranks)[1:], *list(ranks)[:1]], strict=True))

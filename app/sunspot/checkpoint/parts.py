@@ -1,4 +1,4 @@
-"""Writes and reads sharded checkpoints (PARALLEL=fsdp or hsdp). Each rank writes its part, and rank 0 commits them.
+"""Writes and reads sharded checkpoints (PARALLEL=fsdp or hsdp). Each rank writes a part, and rank 0 commits all parts.
 
 The files have the format of torch.distributed.checkpoint, so any PyTorch program can read the directory with its
 `FileSystemReader`:
@@ -14,7 +14,7 @@ The files have the format of torch.distributed.checkpoint, so any PyTorch progra
 Only rank 0 writes the tensors that are not sharded (buffers, the optimizer's step counts). Under hsdp, several ranks
 have the same shard, and each of them writes a share of its tensors.
 
-Rank 0 checks in storage which files the other ranks have written. If a rank dies, no other rank waits for it in a
+Rank 0 looks in storage for the files that the other ranks have written. If a rank dies, no other rank waits for it in a
 collective, and the directory gets no manifest. All ranks commit the snapshots that rank 0 begins to commit
 (`CommitCoordinator` in commit.py).
 

@@ -5,7 +5,7 @@ these passes, and only the next optimizer step waits for the copy (`wait_for_cop
 as batch norm's averages, can change in the next forward pass, and is copied at once. If a tensor changes while it is
 copied, the copy is torn and dropped, and from then on the tensor is copied at once. Code that changes parameters must
 therefore call `wait_for_copy` first. In train/run.py, `TrainingRun` does so in a hook for torch's optimizers. Loops
-that change parameters in another way have to notify it.
+that change parameters in another way must notify `TrainingRun` first.
 
 A GPU copies in a separate stream. Only the training stream waits for it, while the CPU keeps queueing work.
 """
@@ -82,12 +82,12 @@ class SavedObjects:
 
 
 class CopyEnd(NamedTuple):
-    """The end of a snapshot's copies."""
+    """The outcome of copying a snapshot's tensors."""
 
     on_cpu: bool
-    "True if the CPU has copied them."
+    "True if the CPU copied the tensors."
     aborted: bool
-    "True if the device's collectives were being aborted by then, so that their results may be wrong."
+    "True if the device's collectives were being aborted when the copy ended, so that their results may be wrong."
 
 
 @dataclass
@@ -173,9 +173,9 @@ class Snapshots:
         exchange: PartExchange | None = None,
         sums: SumGuard | None = None,
     ) -> None:
-        """Create the snapshots of one worker.
+        """Prepare to take one worker's snapshots.
 
-        If the state is sharded, `exchange` stores each part on two nodes. `sums` tells whether collectives were being
+        If the state is sharded, `exchange` stores each part on two nodes. `sums` knows whether collectives were being
         aborted when a copy ended.
         """
         self._memory = memory
@@ -186,7 +186,7 @@ class Snapshots:
         self._names = parameter_names(saved.model, saved.optimizer) if exchange else []
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
         self._copying: Future[torch.cuda.Event | None] | None = None
-        "The copy for which training must wait. Its result is the event at the end of a GPU's copies, or None."
+        "The copy for which training must wait. Its result is an event that completes with a GPU's copies, or None."
         self._watch = ChangeWatch(())
         "The watch of the newest copy."
         self._unsteady: set[int] = set()
@@ -209,8 +209,8 @@ class Snapshots:
     ) -> Snapshot | None:
         """Begin to copy the state. Call `wait_for_copy` before parameters change.
 
-        `ledger` is stored with the copy in memory. With `extra_state`, the snapshot is for storage, so the collectives
-        whose results are in its state must be complete, and its slot stays in use until the snapshot is released.
+        `ledger` is stored with the copy in memory. If `extra_state` is given, the snapshot is for storage. Its slot
+        then stays in use until the snapshot is released, and the collectives that computed the state must be complete.
         Returns None if the copy is not `needed`, and either no slot is free or the previous copy is not sealed yet.
         """
         began = time.perf_counter()
@@ -345,7 +345,7 @@ class Snapshots:
 
 
 def mark_queue(device: torch.device | None) -> torch.cuda.Event | None:
-    """Record an event in the GPU's current stream, after which the state can be copied.
+    """Record and return an event in the GPU's current stream. The state can be copied after this event.
 
     Returns None if there is no GPU.
     """
@@ -378,7 +378,7 @@ def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that all copies on a GPU share, because each stream caches memory separately."""
+    """Return the stream for all copies on a GPU. More streams would use more memory, because each caches its own."""
     return torch.cuda.Stream(device)
 
 

@@ -56,7 +56,7 @@ class WeightFiles(NamedTuple):
     pieces: Sequence[Piece]
     "The pieces. `Piece.file` is the file's key in storage."
     versions: Mapping[str, str]
-    "The version of each file (`Entry.version`) at the time when its header was read."
+    "The version of each file (`Entry.version`) when its header was read."
     archives: bool = False
     "True if each piece was written by `torch.save`. Otherwise, the files contain the plain values."
 
@@ -105,7 +105,8 @@ def find_weights(storage: Storage, file: str) -> WeightFiles | None:
 def find_in_folder(storage: Storage, folder: str) -> WeightFiles | None:
     """Return the tensors in a folder that DCP wrote, or None if it has no `.metadata`.
 
-    Raises `ValueError` if the metadata is damaged, contains other objects than DCP's, or lists files of another format.
+    Raises `ValueError` if the metadata is damaged, contains objects that DCP does not write, or lists files of another
+    format.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -184,7 +185,7 @@ class Values(NamedTuple):
 
 
 def _split(values: Values) -> Iterator[Piece]:
-    """Yield pieces of several rows, so that a worker that needs some rows of a large tensor does not read all of it."""
+    """Yield pieces of several rows, so that a worker can read some rows of a large tensor without the others."""
     rows, *others = values.shape or [1]
     row_bytes = math.prod(others) * values.dtype.itemsize
     step = max(1, PIECE_BYTES // max(1, row_bytes))
@@ -199,7 +200,7 @@ def _split(values: Values) -> Iterator[Piece]:
 
 
 class RangeFile(io.RawIOBase):
-    """A file in storage that reads only the requested ranges."""
+    """A file object for a file in storage. Only the requested ranges are read."""
 
     def __init__(self, storage: Storage, file: str, size: int) -> None:
         self._storage = storage
