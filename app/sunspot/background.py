@@ -46,9 +46,9 @@ def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
 
 
 def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = AT_ONCE) -> list[Result]:
-    """Return the results of `act` in the order of the items.
+    """Call `act` for each item, in up to `at_once` threads, and return the results in the order of the items.
 
-    After an error, no further item is started. The error of the first item that fails is raised. If `at_once` is 1, no
+    After an error, no more items are started, and the error of the first failed item is raised. If `at_once` is 1, no
     thread is started.
     """
     if at_once == 1:
@@ -78,8 +78,9 @@ def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: 
 class Background:
     """Context manager that runs tasks every `every_s` seconds, and once more on exit.
 
-    A task that raises is retried at the next interval. A `SunspotError` is expected, usually because storage cannot be
-    reached. Any other error is a bug. It is logged once, until the task succeeds or fails with a different error.
+    A task that raises an error is called again after the next interval. A `SunspotError` is expected, usually because
+    storage cannot be reached. Any other error is a bug. It is logged once, and not again until the task has succeeded
+    or failed with a different error.
     """
 
     def __init__(self, every_s: float, *tasks: Callable[[], None]) -> None:
@@ -134,7 +135,7 @@ class Background:
 
 
 class Timer:
-    """A timer that is due at the end of each interval."""
+    """A timer that reports the end of each interval."""
 
     def __init__(self, since: float | None = None) -> None:
         """Begin the first interval at `since`, in seconds of the monotonic clock. The default is now."""

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 def train(name: str, settings: Mapping[str, Any] | None = None, *, storage: str | None = None) -> Run:
     """Train the run on this machine from its newest state, like `python -m sunspot.train`, and return when it ends.
 
-    `settings` have the same form as in `submit`, and take precedence over the environment. An open Ray session is
-    used. Raises the error that ended the run, or `SettingsError` if the extra `train` is not installed.
+    `settings` have the same form as in `submit`, and take precedence over the environment. If a Ray session is open, it
+    is used. Raises the error that ended the run, or `SettingsError` if the extra `train` is not installed.
     """
     wanted = load_settings(with_place(_to_texts(settings), name, storage))
     with _extra_required("train"):
@@ -85,7 +85,8 @@ def submit(
     example in another cluster, is taken over.
 
     Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` if the run is live with other settings or
-    elsewhere. If a check fails, no RayJob has been created. The RayJob of an ended submission may have been deleted.
+    elsewhere. If a check fails, no RayJob is created, but the RayJob of an earlier submission that has ended may
+    already be deleted.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_in_place(request, context)
@@ -101,7 +102,7 @@ def _to_texts(settings: Mapping[str, Any] | None) -> dict[str, str]:
 
 @contextmanager
 def _extra_required(what: str) -> Iterator[None]:
-    """Raise `SettingsError` with the fix if an import inside the context fails because the extra `train` is missing."""
+    """Context manager that raises `SettingsError` with the fix if an import fails without the extra `train`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -111,9 +112,9 @@ def _extra_required(what: str) -> Iterator[None]:
 class Run:
     """A run, identified by its name and its storage location, which defaults to SUNSPOT_STORAGE_PATH.
 
-    If neither is set, the run is read from the bucket that its RayJob names, but `stop`, `resume` and `delete` raise an
-    error. Every method reads the run again. All methods raise `NotFoundError` if the run does not exist, and
-    `StorageError` if storage cannot be reached.
+    If no storage location is set, the run is read from the bucket that its RayJob names, but `stop`, `resume` and
+    `delete` raise an error. Every method reads the run again. All methods raise `NotFoundError` if the run does not
+    exist, and `StorageError` if storage cannot be reached.
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class Run:
         namespace: str | None = None,
         task: str = "",
     ) -> None:
-        """Identify the run. `predict` imports `task`, which is needed only for your own module.
+        """Identify the run. `task` is used only by `predict`, and needed only if the task is your own module.
 
-        Runs returned by `train` and `submit` know their task. The default is the task in SUNSPOT_TASK or sunspot.toml.
+        The default is the task in SUNSPOT_TASK or sunspot.toml. Runs returned by `train` and `submit` know their task.
         """
         self._task = task
         self._target = Target(name, storage, context, namespace)
@@ -137,7 +138,7 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Return the run's status from the cluster and storage, in the format of `sunspot status --json`.
 
-        If only one of the cluster and storage answers, the status is based on its answer.
+        If the cluster or storage cannot be reached, the status is based on the other.
         """
         access = reach_run(self._target)
         return make_status_record(access, *read_run(access)).document()
@@ -162,7 +163,7 @@ class Run:
     def resume(self) -> None:
         """Allow a stopped run to continue.
 
-        A submitted run starts again. Call `train` again for a run on this machine.
+        A submitted run starts again. To continue a run on this machine, call `train` afterwards.
         """
         access = reach_run(self._target, changed_by="resume")
         submission = resume_run(access, access.observe_existing())
@@ -201,7 +202,7 @@ class Run:
     def checkpoints(self) -> list[dict[str, Any]]:
         """Verify the run's checkpoints.
 
-        Return them sorted by step, in the format of `sunspot checkpoints ls --json`.
+        Returns the checkpoints sorted by step, in the format of `sunspot checkpoints ls --json`.
         """
         return list_checkpoints(self._stored()).records()
 

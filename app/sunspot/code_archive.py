@@ -1,9 +1,9 @@
-"""Brings your own code to a cluster without building an image. Each node unpacks an archive and puts it first on
-`sys.path`.
+"""Brings your own code to a cluster without building an image.
 
-`sunspot submit --code` makes the archive (sunspot/submitter/code_files.py). SUNSPOT_CODE contains its URL and SHA-256,
-so a run trains with exactly this code, or fails. The archive is an uncompressed tar file, because compressed bytes
-depend on the version of zlib. It contains only files and folders.
+`sunspot submit --code` makes an archive of the code (sunspot/submitter/code_files.py). Each node unpacks the archive,
+and each process puts the unpacked folder first on `sys.path`. SUNSPOT_CODE contains the archive's URL and SHA-256, so a
+run trains with exactly this code, or fails. The archive is an uncompressed tar file, because compressed bytes depend on
+the version of zlib. It contains only files and folders.
 """
 
 import fcntl
@@ -52,14 +52,14 @@ def code_in(text: str) -> str:
 
 
 def enter_code(reference: str) -> None:
-    """Put the code at the front of this process's path, and change to its folder, so that relative paths work."""
+    """Put the code's folder first on `sys.path`, and change to the folder, so that relative paths work."""
     folder = find_code(reference)
     if folder:
         os.chdir(folder)
 
 
 def set_up_process() -> None:
-    """Put the code in SUNSPOT_CODE at the front of this process's path. Log a warning if that fails.
+    """Put the folder of the code in SUNSPOT_CODE first on `sys.path`. Log a warning if that fails.
 
     Ray would keep restarting a process that fails here, so the worker raises the error later (train/joining.py).
     """
@@ -70,9 +70,9 @@ def set_up_process() -> None:
 
 
 def find_code(reference: str) -> str:
-    """Put the code at the front of this process's path, and return its folder.
+    """Put the code's folder first on `sys.path`, and return the folder.
 
-    If `reference` is empty, does nothing and returns an empty string.
+    Returns an empty string if `reference` is empty.
 
     Raises `SettingsError` if the archive does not exist, `StorageError` if it cannot be fetched or unpacked, and
     `DamageError` if its hash does not match `reference` or a file in it would lie outside the folder.
@@ -115,7 +115,7 @@ def fetch(reference: str) -> bytes:
 
 
 def unpack(content: bytes, folder: Path, reference: str) -> None:
-    """Unpack an archive as `folder`, completely or not at all. Raises `DamageError` if it is unsafe to unpack."""
+    """Unpack an archive into `folder`, completely or not at all. Raises `DamageError` if it is unsafe to unpack."""
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:

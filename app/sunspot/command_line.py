@@ -43,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
         return self.verbs
 
     def add_deferred_arguments(self) -> None:
-        """Add the deferred arguments, unless they have been added already."""
+        """Add the deferred arguments if they have not been added yet."""
         if self.deferred:
             self.deferred(self)
             self.deferred = None
@@ -87,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
         return known.get(find_meant(name, known, other_names), "")
 
     def _positional_first(self, words: Sequence[str]) -> list[str]:
-        """Move positional arguments to the front, because argparse accepts repeatable ones only before options."""
+        """Move positional arguments to the front, because argparse accepts repeated ones only before options."""
         positional: list[str] = []
         options: list[str] = []
         takes_value = False

@@ -9,16 +9,17 @@ To write an adapter:
 2. Define `build_model`, which returns a `torch.nn.Module`. Checkpoints contain its state_dict. Wrap the model of
    another library in a module whose `get_extra_state` and `set_extra_state` handle its variables (keras.py).
 3. Define `build_optimizer`. If the library has its own optimizer, return `build_empty_optimizer` (tasks/defaults.py).
-4. Choose who takes the steps. If the adapter does, define `train(run)`, which loops over `run.batches()` (keras.py). It
-   must call `run.optimizer.step()` before it changes the model's state, because this call waits until a checkpoint has
-   copied the state. If the library has a Trainer with its own loop, define `library_loop(worker)` with a
-   `sunspot.train.run.LibraryRun` (lightning_loop.py). It must call `before_change` before each optimizer step, and
-   `end_step` after each step.
+4. Define the training loop. If the adapter has the loop, define `train(run)`, which iterates over `run.batches()`
+   (keras.py). `train` must call `run.optimizer.step()` before it changes the model's state, because this call waits
+   until a checkpoint has copied the state. If the library has a Trainer with its own loop, define
+   `library_loop(worker)`, which passes a `sunspot.train.run.LibraryRun` to the Trainer (lightning_loop.py). The loop
+   must call `before_change` before each optimizer step, and `end_step` after each step.
 5. If a Ray trainer other than TorchTrainer must start the workers, define `find_ray_trainer`. If a task has
    `find_ray_trainer` or `library_loop`, all workers are restarted after one is lost. With any other task, the
-   remaining workers keep training, so its `train(run)` must take every step through `run`.
+   remaining workers keep training, so the task's `train(run)` must take every step through `run`.
 6. In the class attribute `uncalled`, list the functions of a task's module that the library never calls. Pass the
-   settings that the library ignores to `Task.__init__` as `unread`. Each is a mapping from names to reasons.
+   settings that the library ignores to `Task.__init__` as `unread`. Both mappings have names as keys and reasons as
+   values.
 
 Adapters may import all layers below `tune/`. Nothing imports adapters, because `load_task` finds them by name. A
 library is imported only for the tasks that use it.
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 
 class Adapter(NamedTuple):
-    """An adapter for a library, and the packages that it needs."""
+    """The location of a library's adapter, and the packages that the library needs."""
 
     location: str
     "The module and the name of the `Task` subclass."

@@ -49,7 +49,7 @@ class TreesTask(Task):
     uncalled = UNCALLED
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt a task's module. Raises `SettingsError` if a setting that tree models ignore is set."""
+        """Create the adapter for a task's module. Raises `SettingsError` if a setting that trees ignore is set."""
         super().__init__(module, settings, UNREAD_SETTINGS)
 
     def find_ray_trainer(self, settings: Settings, source: Source) -> str:

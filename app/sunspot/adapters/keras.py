@@ -1,7 +1,9 @@
-"""Adapter for tasks that train a Keras model on TensorFlow, with a training loop of its own.
+"""Adapter for tasks that train a Keras model on TensorFlow.
 
-The model becomes a PyTorch module without weights, whose state consists of the Keras variables. Only this file imports
-Keras. It is imported only for tasks that define `build_keras`.
+The adapter has its own training loop, and does not call the model's `fit`. It wraps the model in a PyTorch module that
+has no parameters. The module's extra state contains the Keras variables.
+
+Only this file imports Keras, and this file is imported only for tasks that define `build_keras`.
 """
 
 import functools
@@ -55,7 +57,7 @@ UNCALLED = dict.fromkeys(RATE_FUNCTIONS, "its Keras model has its own optimizer,
 class KerasModule(torch.nn.Module):
     """A compiled Keras model with its optimizer, as a PyTorch module.
 
-    Its outputs are scores before softmax, [B, classes], or values, [B]. Gradients are summed over all workers.
+    Its outputs are logits, [B, classes], or values, [B]. Gradients are summed over all workers.
     """
 
     def __init__(self, build: Callable[[], keras.Model]) -> None:
@@ -73,9 +75,9 @@ class KerasModule(torch.nn.Module):
         self._learn = tf.function(lambda *batch: self._strategy.run(self._take_step, batch), reduce_retracing=True)
 
     def take_step(self, batch: Batch, learning_rate: float, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take an optimizer step together with all workers, and return the rows' losses, [B], and the outputs.
+        """Take an optimizer step together with all workers. Return each row's loss, [B], and the outputs.
 
-        The step uses the gradient of the sum of the rows' losses, multiplied by `weight`.
+        The gradient of the summed losses is multiplied by `weight`.
         """
         self.keras.optimizer.learning_rate = learning_rate
         losses, outputs = self._learn(inputs_of(batch), batch["label"].numpy(force=True), np.float32(weight))
@@ -120,7 +122,7 @@ class KerasTask(Task):
     uncalled = UNCALLED
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt a task's module. Raises `SettingsError` if a setting that Keras ignores is set."""
+        """Create the adapter for a task's module. Raises `SettingsError` if a setting that Keras ignores is set."""
         super().__init__(module, settings, UNREAD_SETTINGS)
         self.schedule = functools.partial(learning_rate_factor, settings)
 
@@ -145,9 +147,8 @@ class KerasTask(Task):
     def build_optimizer(self, model: KerasModule, settings: Settings) -> torch.optim.Optimizer:
         """Build an optimizer that only holds the peak learning rate.
 
-        The peak is LEARNING_RATE if that is set, or else the rate of the Keras optimizer.
-
-        Raises `SettingsError` if the Keras optimizer has a schedule of its own.
+        The peak is LEARNING_RATE if it is set, or else the Keras optimizer's own learning rate. Raises `SettingsError`
+        if the Keras optimizer has a schedule.
         """
         own = model.built_rate
         if not isinstance(own, float):
@@ -197,7 +198,7 @@ def join_workers() -> tf.distribute.Strategy:
 
 
 def inputs_of(batch: Batch) -> Any:
-    """Return the inputs of the model, which are all columns except `row` and `label`.
+    """Return the model's inputs, which are all columns except `row` and `label`.
 
     The result is an array, or a dict of arrays if there are several columns. Images are [B, H, W, C], as in Keras.
     """

@@ -49,21 +49,21 @@ SET_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
 """Optimizer options that PyTorch's schedulers change."""
 
 X_AXES = ("step", "epoch")
-"""Names of the x axis in values that modules log for Lightning's own loggers, which Sunspot does not use."""
+"""Names that modules log as an x axis for Lightning's own loggers, which Sunspot does not use."""
 
 
 class LightningTask(Task):
     """Adapter for a task that defines `build_module(settings, source)`, which returns a `LightningModule`.
 
-    `training_step` returns the mean loss of its batch, and `validation_step` returns or logs it. If the module has no
-    `validation_step`, `training_step` is used for the evaluation. Values that these two methods log (`self.log`) are
-    added to the metric history. Values that other hooks log are dropped.
+    `training_step` returns its batch's mean loss, and `validation_step` returns or logs the mean loss. If the module
+    has no `validation_step`, `training_step` is used for the evaluation. Values that these two methods log (`self.log`)
+    are added to the metric history. Values that other hooks log are dropped.
     """
 
     uncalled = UNCALLED
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt a task's module. Raises `SettingsError` if a setting does not work with a LightningModule."""
+        """Create the adapter for a task's module. Raises `SettingsError` if Lightning cannot use a setting."""
         super().__init__(module, settings, UNREAD_SETTINGS)
 
     def library_loop(self, worker: Any) -> None:
@@ -126,10 +126,10 @@ class LightningTask(Task):
         raise self.error("only `python -m sunspot.train` can train a LightningModule; use a plain PyTorch task")
 
     def begin_schedule(self, model: LightningModule, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Set all scheduled options to their values after `step` optimizer steps.
+        """Set the learning rate and other scheduled options to their values after `step` optimizer steps.
 
-        The schedulers of the current `configure_optimizers` are replayed from the beginning, because checkpoints do not
-        store them.
+        The schedulers that `configure_optimizers` returned are replayed from the beginning, because checkpoints do not
+        store their state.
         """
         for group, first in zip(optimizer.param_groups, self._at_first, strict=True):
             group.update(first)
@@ -159,12 +159,11 @@ class LightningTask(Task):
         return self.per_row(model, lambda: step(given, **index), len(batch["row"]))[:2]
 
     def per_row(self, model: LightningModule, step: Callable[[], Any], rows: int) -> tuple[torch.Tensor, Batch, Any]:
-        """Run a step over `rows` rows.
+        """Call `step`, which computes a batch of `rows` rows.
 
-        Returns the loss and the logged metrics, all of shape [rows], and the step's own result.
-
-        Each row gets the batch's mean, so that means over all workers are exact even if workers have different
-        numbers of rows.
+        Returns the loss and the logged metrics, each of shape [rows], and the value that `step` returned. Every row
+        gets the batch's mean. Means over all workers are therefore exact, even if workers have different numbers of
+        rows.
         """
         log = cast(LogCapture, model.log)
         log.take()
@@ -192,9 +191,10 @@ class LogCapture:
         "Original name of each value, before its prefix was removed."
 
     def __call__(self, name: str, value: Any, *_: Any, **__: Any) -> None:
-        """Store a value of the current batch. Other arguments of Lightning's `log` are ignored.
+        """Store a value for the current batch. The other arguments of Lightning's `log` are ignored.
 
-        A value for an x axis is ignored with a warning. Raises `SettingsError` if the name or value is not allowed.
+        Values named `step` or `epoch` are ignored with a warning. Raises `SettingsError` if the name or value is not
+        allowed.
         """
         if name in X_AXES:
             warn_on_rank_0(f"self.log({name!r}) is ignored: every record of the metric history has the run's {name}")
@@ -262,7 +262,8 @@ def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTra
 def count_from(trainer: Trainer, step: int, epoch: int) -> None:
     """Set the Trainer's counters to `step` and `epoch`, which are counted from 0.
 
-    Lightning would set them, and the module's `global_step` and `current_epoch`, only from its own checkpoints.
+    These counters determine the module's `global_step` and `current_epoch`. Lightning itself sets them only when it
+    loads one of its own checkpoints.
     """
     loop = trainer.fit_loop
     loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step

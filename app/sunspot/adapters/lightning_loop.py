@@ -1,4 +1,4 @@
-"""The training loop for a LightningModule, in which Lightning's Trainer takes the steps of a run."""
+"""The training loop for a LightningModule, which lets Lightning's Trainer take the steps."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -48,9 +48,9 @@ def train(worker: Worker, task: LightningTask) -> None:
 class LightningRun(LibraryRun):
     """A run in which Lightning controls precision, schedulers and hooks. The Trainer iterates over it to get batches.
 
-    The module is wrapped after its `setup` has run. Lightning runs the forward and backward passes inside the
-    optimizer's step, so an optimizer hook would run before them. Instead, `StepCallback` waits for the copy of the
-    state just before the parameters change.
+    The module is wrapped after its `setup` has run. `StepCallback` waits for the copy of the state just before the
+    parameters change. An optimizer hook would wait too early, because Lightning runs the forward and backward passes
+    inside the optimizer's step.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -84,7 +84,8 @@ class LightningRun(LibraryRun):
 class RowWeightedDDPStrategy(RayDDPStrategy):
     """DDP strategy that gives all rows of a step the same weight, as `TrainingRun.passes` does.
 
-    One batch is one optimizer step. If it has more rows than `Plan.pass_limit`, gradients are accumulated.
+    Each batch is one optimizer step. A batch with more rows than `Plan.pass_limit` is split into several passes, and
+    the gradients are accumulated.
     """
 
     def __init__(self, run: LightningRun, task: LightningTask) -> None:
@@ -140,9 +141,9 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
 
 
 class StepCallback(Callback):
-    """Steps the schedulers, and ends each epoch's last step. Parameters do not change until the state has been copied.
+    """Steps the schedulers, ends each epoch's last step, and makes the optimizer wait until the state has been copied.
 
-    It replaces Ray's `RayTrainReportCallback`, whose uploads can lose files without an error, and delay the training.
+    It replaces Ray's `RayTrainReportCallback`, whose uploads delay training and can lose files without an error.
     Sunspot commits its own checkpoints with a manifest (checkpoint/commit.py), and reports only metrics to Ray.
     """
 

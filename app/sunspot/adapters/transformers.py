@@ -55,7 +55,7 @@ REFUSED = (
 not contain, or save checkpoints of their own."""
 
 ROW_METHODS = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples", "_prepare_inputs", "train")
-"""Methods that a Trainer overrides to choose the rows of a step itself, as Trainers that generate text do (GRPO)."""
+"""Methods that a Trainer overrides if it chooses a step's rows itself, like Trainers that generate text (GRPO)."""
 
 
 class TrainedModel(PretrainedModel):
@@ -89,7 +89,7 @@ class TrainerTask(Task):
     uncalled = UNCALLED
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Adapt a task's module.
+        """Create the adapter for a task's module.
 
         Raises `SettingsError` if the module does not define `build_dataset`, or if a setting that a Trainer ignores is
         set.
@@ -177,9 +177,9 @@ class TrainerTask(Task):
         return number_rows(splits.train), number_rows(splits.test, held_out=True) if splits.test is not None else None
 
     def _refuse(self, trainer: Trainer, rows: list[int]) -> None:
-        """Raise `SettingsError` if the Trainer uses unsupported features.
+        """Raise `SettingsError` if the Trainer uses unsupported features, or other numbers of rows than `rows`.
 
-        Also raises it if the Trainer's numbers of training and held-out rows differ from `rows`.
+        `rows` contains the number of training rows and the number of held-out rows.
         """
         name, args = type(trainer).__name__, trainer.args
         own = [each for each in ROW_METHODS if getattr(type(trainer), each) is not getattr(Trainer, each)]
@@ -206,8 +206,8 @@ class TrainerTask(Task):
             )
         if trainer.compute_metrics or trainer.model_init:
             raise self.error(
-                "compute_metrics would never be called, because held-out rows are evaluated by their loss, nor would "
-                "model_init, because build_trainer creates the model; remove these arguments"
+                "compute_metrics and model_init would never be called, because held-out rows are evaluated by their "
+                "loss, and build_trainer creates the model; remove these arguments"
             )
         for kind, dataset, there in zip(
             ("train", "eval"), (trainer.train_dataset, trainer.eval_dataset), rows, strict=True
@@ -246,7 +246,7 @@ def count(dataset: Any) -> int:
 
 
 def hash_frozen(model: torch.nn.Module) -> str:
-    """Return a SHA-256 hash of the frozen weights, computed from integer sums, which are equal on all devices."""
+    """Return a SHA-256 hash of the frozen weights, computed from integer sums, which are the same on all devices."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     frozen = {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
     sums = [(name, [*each.shape], int(each.view(bits[each.element_size()]).sum())) for name, each in frozen.items()]

@@ -1,7 +1,7 @@
 """The training loop for tasks with a Trainer from transformers.
 
-Accelerate wraps the model, as in an ordinary script. The Trainer's arguments therefore control precision, DDP, and work
-that only one process per node does. Accelerate uses Ray Train's process group and environment.
+Accelerate wraps the model, as in an ordinary script. It uses Ray Train's process group and environment. The Trainer's
+arguments control precision, DDP, and the work that only one process per node does.
 """
 
 from collections import deque
@@ -104,8 +104,9 @@ class TrainerRun(LibraryRun):
     ) -> Any:
         """Return a pass's contribution to the step's loss, multiplied by the number of workers.
 
-        Gradients are averaged over the workers. If the Trainer divides losses by `num_items_in_batch`, its loss already
-        has this value. Otherwise, the pass's mean loss is multiplied by the weights of its rows.
+        The number of workers cancels out, because gradients are averaged over the workers. If the Trainer divides
+        losses by `num_items_in_batch`, its loss already has the right value. Otherwise, the pass's mean loss is
+        multiplied by the weights of its rows.
         """
         if not self.in_step:  # the mean loss of held-out rows
             return self._loss(model, inputs, return_outputs=return_outputs)
@@ -124,7 +125,7 @@ class TrainerRun(LibraryRun):
     def _is_divided(self, items: Any) -> bool:
         """Return True if the Trainer divides losses by `num_items_in_batch`.
 
-        This uses the same condition as its `training_step`.
+        The condition is the same as in the Trainer's `training_step`.
         """
         scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
         accepts = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
@@ -134,7 +135,7 @@ class TrainerRun(LibraryRun):
 class StepCallback(TrainerCallback):
     """Starts the Trainer at the run's position, and ends each epoch's last step.
 
-    Parameters do not change until the state has been copied.
+    It also makes the optimizer wait until the state has been copied.
     """
 
     def __init__(self, run: TrainerRun, task: TrainerTask) -> None:

@@ -1,1 +1,1 @@
-"""Trains ResNet-18 on digits in plain PyTorch. docs/tutorial.ipynb starts from it and makes it distributed."""
+"""Trains ResNet-18 on digits in plain PyTorch. docs/tutorial.ipynb makes this program distributed."""
