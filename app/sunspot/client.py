@@ -81,8 +81,8 @@ def submit(
 
     Names in `settings` can have the prefix SUNSPOT_. Values are strings, numbers, booleans or dictionaries. `code` is
     the folder of your own code, which is uploaded. If the run is already live with the same settings, a `Run` for the
-    live run is returned. A finished run is not started again. With `take_over`, a run that is live elsewhere, for
-    example in another cluster, is taken over.
+    live run is returned. A finished run is not started again. `take_over` allows taking over a run that is live
+    elsewhere, for example in another cluster.
 
     Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` if the run is live with other settings or
     elsewhere. If a check fails, no RayJob is created, but the RayJob of an earlier submission that has ended may

@@ -94,7 +94,7 @@ class LightningTask(Task):
         return model
 
     def build_optimizer(self, model: LightningModule, settings: Settings) -> torch.optim.Optimizer:
-        """Build the optimizer that `configure_optimizers` returns, and keep its schedulers, if any."""
+        """Build the optimizer with `configure_optimizers`, and keep the schedulers, if any."""
         # `configure_optimizers` may ask its trainer for the length of the run, before the real trainer exists.
         trainer = make_trainer(settings, self._steps, accelerator="cpu", plugins=[LightningEnvironment()])
         model.trainer = trainer

@@ -245,8 +245,8 @@ class CheckpointCommitter:
     def abandon(self) -> None:
         """Start no more commits, because the group has ended.
 
-        A commit in progress still finishes, except for a sharded state. Other ranks may no longer add their parts, so
-        that commit is stopped.
+        A commit in progress still finishes, unless the state is sharded. A sharded commit is stopped, because other
+        ranks may no longer add their parts.
         """
         if self._coordinator.in_parts:
             self._stop()

@@ -99,11 +99,12 @@ class Slot:
     def mark(
         self, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple, part: int = 0, parts: int = 0
     ) -> tuple[MemorySnapshot | None, str]:
-        """Write the sidecar of the slot's complete copy, then the marker.
+        """Write the sidecar and then the marker for the complete copy in this slot.
 
-        Returns the copy and an empty string, or None and the reason if it could not be marked. A slot without a file
-        has no marker. `changed` returns the tensors that changed while they were copied. It is called after the
-        checksum is computed, because some changes might still have been in progress when the copy ended.
+        Returns the copy and an empty string, or None and the reason why the copy could not be marked. A slot without a
+        file has no marker, so the result is None and an empty string. `changed` returns the tensors that changed while
+        they were copied. It is called after the checksum is computed, because some changes might still have been in
+        progress when the copy ended.
         """
         if not self.file:
             return None, ""
@@ -266,8 +267,8 @@ class NodeMemory:
             if not any(slot.file and slot.size == size for slot in self._slots):
                 room = room_for_copies(self.directory)
                 if self._copies * size > MEMORY_FRACTION * room:
-                    copies = f"{self._copies} of {size / 1e6:.0f} MB"
-                    return f"{copies} need more than half of the {room / 1e6:.0f} MB that are free"
+                    copies = f"{self._copies} copies of {size / 1e6:.0f} MB"
+                    return f"{copies} need more than half of the {room / 1e6:.0f} MB of free memory"
             slot = self._add(size, self._free_file("slot", self._slots))
         except OSError as error:
             return str(error.strerror or error)

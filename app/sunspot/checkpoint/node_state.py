@@ -41,7 +41,8 @@ def share_pages(
     """Map all `wanted` copies into private memory, and return the mappings under the same keys.
 
     All workers must call this together, and use the same key for the same copy. `own` contains the copies that this
-    rank has read. Their pages are closed. If no rank of a node has a wanted copy, a rank of another node sends it.
+    rank has read, and this function closes their pages. If no rank of a node has a wanted copy, a rank of another node
+    sends it.
     """
     rank = dist.get_rank(group) if group else 0
     received = dict[int, Pages]()

@@ -8,7 +8,8 @@ import pyarrow as pa
 def map_type(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
     """Return a type after applying `change` to it, or to each type inside its lists and structs.
 
-    List views are kept. Rows can be selected from them, and pyarrow 26 would cast them to lists with wrong lengths.
+    List views are kept, because pyarrow 26 would cast them to lists with wrong lengths. Rows can be selected from list
+    views.
     """
     types = pa.types
     if types.is_struct(stored):
@@ -28,9 +29,9 @@ def _map_items(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]
 
 
 def plain_type(stored: pa.DataType) -> pa.DataType:
-    """Return the plain type for the same values.
+    """Return the plain type that can store the same values.
 
-    Arrow cannot select rows from views or run-end encoded arrays.
+    Arrow cannot select rows from columns of views or run-end encoded values.
     """
     return map_type(stored, _plain_leaf)
 

@@ -1,4 +1,4 @@
-"""Finds the images and classes of datasets with one folder per class."""
+"""Finds the images and classes in datasets that have one folder per class."""
 
 import os
 from collections import Counter, defaultdict

@@ -48,7 +48,7 @@ class Lists(NamedTuple):
 
 
 class ColumnOrigin(NamedTuple):
-    """The file and the row numbers of a column's values, for messages."""
+    """The file and the row numbers of a column's values, for error messages."""
 
     name: str
     file: TableFile
@@ -62,7 +62,7 @@ class ColumnOrigin(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """The declaration of a column of numbers, lists of numbers, or values that `decode` converts to one of these."""
+    """The declaration of a column of numbers or lists. `decode` can convert other values to numbers or lists."""
 
     dtype: str = "float32"
     "One of DTYPES. Integer types accept integers and booleans. Float types accept any finite number."
@@ -110,7 +110,7 @@ class Column:
         return ""
 
     def describe(self) -> Any:
-        """Return the parts of the declaration that are in the fingerprint, as JSON values."""
+        """Return the parts of the declaration that the fingerprint contains, as JSON values."""
         named = getattr(self.decode, "__qualname__", type(self.decode).__qualname__) if self.decode else ""
         identity = getattr(self.decode, "fingerprint", named)
         return [self.dtype, self.shape, self.longest, self.fill, self.cut, self.of, identity]
@@ -219,7 +219,10 @@ class Column:
 
     @property
     def _decoding_threads(self) -> int:
-        """The number of threads that decode values: the cores of this worker or Ray Data task, or one."""
+        """The number of threads that decode values. It is 1 if `decode` is not thread-safe.
+
+        Otherwise, it is the number of cores that this worker or Ray Data task can use.
+        """
         if not getattr(self.decode, "thread_safe", False):
             return 1
         from torch import get_num_threads  # torch is slow to import, and most columns do not need it
@@ -281,7 +284,10 @@ class Column:
 
 @dataclass(frozen=True)
 class ImageColumn(Column):
-    """A column of images of one size, in one of the forms above. They are read as uint8 [n, C, H, W], C-contiguous."""
+    """A column of images of one size. They are read as C-contiguous uint8 [n, C, H, W].
+
+    The docstring of this module lists the forms in which images can be stored.
+    """
 
     dims: tuple[int, ...] = ()
     "The stored dimensions of an image, [H, W], [H, W, C] or [C, H, W]."

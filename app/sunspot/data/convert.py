@@ -1,4 +1,4 @@
-"""Writes a dataset as Parquet that is fast to read, or indexes tar files (`python -m sunspot.data.convert`)."""
+"""Converts a dataset to Parquet that is fast to read, or indexes tar files (`python -m sunspot.data.convert`)."""
 
 import contextlib
 import json
@@ -96,9 +96,9 @@ def convert_mnist(data_root: str, out: str) -> dict[str, int]:
 def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
     """Write image folders to `out`, and return the number of rows in each split.
 
-    Images are scaled and cropped to `size` x `size` pixels, and are grey if all images are grey. Rows are shuffled
-    once, because folders are sorted by class and a streaming reader only shuffles within a window. Raises `DataError`
-    for invalid images or folders.
+    Images are scaled and cropped to `size` x `size` pixels, and become RGB unless all of them are grey. Rows are
+    shuffled once, because folders are sorted by class and a streaming reader only shuffles within a window. Raises
+    `DataError` for invalid images or folders.
     """
     folders = {split: PictureFolder(str(folder)) for split, folder in _split_folders(Path(root)).items()}
     labels = {split: folder.read(["label"])["label"].to_pylist() for split, folder in folders.items()}
@@ -180,7 +180,7 @@ def open_writer(path: Path, schema: pa.Schema, compression_level: int) -> pq.Par
 
 @contextlib.contextmanager
 def _new_directory(out: str) -> Iterator[Path]:
-    """Yield a temporary directory that is renamed to `out` when the block ends, or deleted if it raises.
+    """Context manager that yields a temporary directory. It is renamed to `out`, or deleted after an error.
 
     Raises `SettingsError` if `out` exists, and `StorageError` if it cannot be written.
     """

@@ -77,7 +77,7 @@ They distinguish these failures from damaged files, because both are an OSError 
 
 @dataclass(frozen=True)
 class Listing:
-    """Everything below a folder, sorted by path."""
+    """All files and folders below a folder, sorted by path."""
 
     sizes: dict[str, int]
     "The size of each file in bytes."
@@ -100,7 +100,7 @@ class DatasetFiles(NamedTuple):
 
 
 def absolute(location: str) -> str:
-    """Return a URL without a trailing slash, or an absolute path."""
+    """Return `location` as a URL without a trailing slash, or as an absolute path."""
     return location.rstrip("/") if "://" in location else os.path.abspath(os.path.expanduser(location))
 
 
@@ -113,8 +113,8 @@ def list_files(location: str) -> DatasetFiles:
     """List a dataset's files, which all have the same format. Raises `DataError` if the format is ambiguous.
 
     A dataset saved by Hugging Face's `datasets` lists its files, in order, in STATE_FILE. For folders of images, the
-    only name is PICTURES. If there are indexed tar files or Parquet files, other tables and images are skipped with a
-    note.
+    result contains only the name PICTURES. If there are indexed tar files or Parquet files, other tables and images are
+    skipped with a note.
     """
     system, path = _file_system(location)
     with arrow_errors(location):
@@ -186,7 +186,7 @@ def _note_unread(location: str, names: list[str], kind: str) -> tuple[str, ...]:
 
 
 def _kind_of(path: str) -> str:
-    """Return the kind of table that a file's suffix stands for, or an empty string."""
+    """Return the kind of table that a file's suffix indicates, or an empty string."""
     return next((kind for suffixes, kind in KINDS_BY_SUFFIX.items() if path.lower().endswith(suffixes)), "")
 
 
@@ -200,7 +200,7 @@ def _refuse_compressed(paths: list[str]) -> None:
 
 
 def list_all(location: str) -> Listing:
-    """List everything below a folder, sorted by path."""
+    """List all files and folders below a folder, sorted by path."""
     system, path = _file_system(location)
     with arrow_errors(location):
         if isinstance(system, fs.LocalFileSystem):
@@ -231,7 +231,7 @@ def list_folders(location: str) -> list[str]:
 
 
 def _walk(folder: bytes, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, fs.FileType, int]]:
-    """Yield the path, kind and size of everything below a local folder.
+    """Yield the path, kind and size of each file and folder below a local folder.
 
     Links are followed. Raises `DataError` if a link leads to one of its parent folders.
     """
@@ -272,7 +272,7 @@ def _list_saved_dataset(location: str, state: bytes) -> list[str]:
 
 
 def open_file(path: str) -> pq.ParquetFile:
-    """Return a new reader, because readers have state. The open file, which is stateless, is cached."""
+    """Return a new reader for a Parquet file. Only the open file is cached, because readers have state."""
     return pq.ParquetFile(_cached_handle(path), metadata=_cached_metadata(path), pre_buffer=True)
 
 
@@ -311,7 +311,7 @@ def clear_open_files() -> None:
 
 @contextlib.contextmanager
 def arrow_errors(path: str) -> Iterator[None]:
-    """Translate Arrow's errors to `StorageError` for failed requests, and to `DataError` for damaged files."""
+    """Context manager that raises `StorageError` for Arrow's failed requests, and `DataError` for damaged files."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Converts the items of a `torch.utils.data.Dataset` to arrays by column.
+"""Converts each item of a `torch.utils.data.Dataset` to arrays, keyed by column.
 
 An item is a tuple, a dict or a single value. A value is a tensor, an array, a number or a Pillow image. Numbers are
 never changed. A value that is not numeric, or whose shape differs from row 0, raises an error with the row's number.
@@ -97,7 +97,7 @@ def to_columns(item: Any, row: str) -> dict[str, np.ndarray]:
 
 
 def to_array(value: Any, place: str) -> np.ndarray:
-    """Return a value as an array. Raises `DataError`, whose message begins with `place`, if it is not numeric."""
+    """Return a value as an array. Raises `DataError` if it is not numeric. The message begins with `place`."""
     if isinstance(value, Image.Image):
         if value.mode not in PICTURE_MODES:
             raise DataError(f"{place} is an image of mode {value.mode}; convert it to {' or '.join(PICTURE_MODES)}")

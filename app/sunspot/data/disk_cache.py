@@ -4,7 +4,7 @@ An entry contains one range of one version of a file. Its name is a hash of the 
 range. Rows are always read in the same ranges, so the next epoch finds all of its ranges in the cache.
 
     3f/3fa91c...    an entry: a checksum and the content, renamed to this name once it is complete
-    locks/3fa       locked while a process fetches an entry whose name begins with 3fa, so that no other does so
+    locks/3fa       locked while a process fetches an entry whose name begins with 3fa, so that only one does
     size            the total size of all entries in bytes. It is only changed while locks/size is locked
 
 Processes share nothing except these files, so they can run in different pods. A process that is killed, or whose disk
@@ -116,7 +116,7 @@ class DiskCache:
     def _make_room(self, size: int) -> bool:
         """Add `size` to the total size of all entries, after removing the least recently used entries if necessary.
 
-        Returns False if the lock of the total size cannot be acquired.
+        Returns False if the file with the total size cannot be locked.
         """
         record = self._folder / "size"
         with self._lock("size") as locked:
@@ -172,7 +172,10 @@ class DiskCache:
 
 
 class CachedFile(io.RawIOBase):
-    """A file in a bucket that is read through a cache. Arrow holds a lock while it calls `seek` and `read`."""
+    """A file in a bucket that is read through a cache.
+
+    It is safe to use from several threads, because Arrow holds a lock while it calls `seek` and `read`.
+    """
 
     def __init__(self, open_file: Callable[[], pa.NativeFile], url: str, cache: DiskCache) -> None:
         self._open = open_file
@@ -216,13 +219,13 @@ class CachedFile(io.RawIOBase):
 
 
 def find_etag(file: pa.NativeFile) -> bytes:
-    """Return the ETag that identifies the version of a file in a bucket. It is empty if the bucket sends none."""
+    """Return the ETag that identifies the version of a file in a bucket. It is empty if the bucket sends no ETag."""
     headers: dict[str, bytes] = {name.lower(): value for name, value in (file.metadata() or {}).items()}
     return headers.get("etag", b"")
 
 
 def read_through_cache(open_file: Callable[[], pa.NativeFile], url: str) -> pa.NativeFile:
-    """Return the file that `open_file` opens. It is read through the cache if DATA_CACHE is set in the environment."""
+    """Open a file with `open_file`. If DATA_CACHE is set in the environment, the file is read through the cache."""
     folder = os.environ.get(FOLDER, "")
     if not folder:
         return open_file()

@@ -1,4 +1,7 @@
-"""TEST_SHARE: holds out a fraction of a source's rows, the same rows on every start and with any number of workers."""
+"""Holds out a fraction of a source's rows (TEST_SHARE).
+
+The same rows are held out on every start and with any number of workers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ GROUP_STREAM, ROW_STREAM = 2, 3
 
 @dataclass(frozen=True)
 class RowSubset:
-    """A `Source` of either the held-out rows of another source or its remaining rows.
+    """A `Source` that contains either the held-out rows of another source or the remaining rows.
 
     The same fraction of every row group is held out, up to rounding, so no process needs a list of all rows. The seed
     chooses the rows.
@@ -52,7 +55,7 @@ class RowSubset:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The source's notes. Only the training rows have them, so that they are printed once."""
+        """The source's notes. Only the training rows have notes, so that each note is printed once."""
         return () if self.held_out else getattr(self.source, "notes", ())
 
     @property

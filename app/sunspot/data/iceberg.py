@@ -29,7 +29,7 @@ SNAPSHOT = re.compile(r"(.+)@([0-9]+)")
 """Pattern for a table's location that is followed by `@` and the ID of a snapshot."""
 
 SCHEME = re.compile(r"^([a-z0-9+]+:)?[./]*/")
-"""Pattern for the beginning of a path, such as s3:// or file:///. It can differ between the paths in one table."""
+"""Pattern for the beginning of a path, such as s3:// or file:///. Paths in the same table can begin differently."""
 
 DELETED = 2
 """The status of a file that a snapshot no longer contains."""

@@ -1,7 +1,8 @@
 """Decodes image files and NumPy's .npy files. Headers are checked before any memory for pixels is allocated.
 
 Images are decoded like those of torchvision's ImageFolder, which ignores transparency and colour profiles. In addition,
-the EXIF orientation is applied, and 16-bit pixels keep their upper 8 bits. Images that would lose more are rejected.
+the EXIF orientation is applied, and 16-bit pixels keep their upper 8 bits. Images that would lose other information are
+rejected.
 """
 
 import io
@@ -188,7 +189,7 @@ def open_image(file: BinaryIO, formats: tuple[str, ...] = FORMATS) -> Any:
 
 
 def upright_size(image: Any) -> tuple[int, int]:
-    """Return an image's height and width as displayed by viewers, from its header alone."""
+    """Return the height and width at which viewers display an image. Only the header is read."""
     # Pillow swaps the height and width of a TIFF itself. In a PNG, it would decode the pixels to look for EXIF data.
     in_header = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
     turned = in_header and _find_orientation(image) > LAST_NOT_ROTATED
@@ -262,7 +263,7 @@ def _find_obstacle(image: Any) -> str:
 
 
 def _find_obstacle_of_tiff(image: Any) -> str:
-    """Like `_find_obstacle`, but for features that only TIFF has."""
+    """Explain why a TIFF cannot be read without loss. Only features that other formats lack are checked."""
     pages = range(image.n_frames)
     full_pages = [page for page in pages if not _read_tag(image, page, SUBFILE_TYPE, 0) & REDUCED_OR_MASK]
     if len(pages) > 1 and full_pages != [0]:

@@ -160,9 +160,9 @@ def merge_labels(
 ) -> ClassLabels:
     """Merge the labels of a dataset's files. Raises `DataError` if they are inconsistent.
 
-    Names are numbered in sorted order. If a `model` predicts the rows, they get the model's class numbers, or no labels
-    if any name is unknown to the model. Numbers in CSV count as names if `as_names` is set, if another file has names,
-    or if they are all class names of the model.
+    Names are numbered in sorted order. If a `model` predicts the rows, the labels are the model's class numbers, or
+    there are no labels if the model does not know all names. Numbers in CSV count as names if `as_names` is set, if
+    another file has names, or if they are all class names of the model.
     """
     if not files:
         return NO_LABELS

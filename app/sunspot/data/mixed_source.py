@@ -114,7 +114,7 @@ def _refuse_mismatch(mixture: tuple[WeightedSource, ...], sources: Sequence[Sour
 
 
 def _describe_rows(source: Source) -> str:
-    """Return the columns of a source, from its first row, and its class names."""
+    """Describe the columns of a source, based on its first row, and the class names."""
     group = next(number for number, rows in enumerate(source.row_groups) if rows)
     read = source.read(group, np.zeros(1, np.int64))
     columns = ", ".join(f"{name} {values.dtype}{list(values.shape[1:])}" for name, values in sorted(read.items()))

@@ -54,7 +54,7 @@ def find_inexact(numbers: np.ndarray, dtype: str) -> int | None:
 
 
 def describe_inexact(number: object, dtype: str) -> str:
-    """Return the error for an integer that a float `dtype` cannot represent, with the fix."""
+    """Return an error message, with the fix, for an integer that a float `dtype` cannot represent exactly."""
     wider = "int64" if dtype == "float64" else "float64 or int64"
     return (
         f"has the value {number}, but {dtype} represents integers exactly only up to {_most_exact(dtype)}; declare the "
@@ -69,7 +69,7 @@ def _most_exact(dtype: str) -> int:
 def _tidy(
     cells: pa.ChunkedArray, dtype: str, is_integer: bool, make_error: Callable[[int, str], DataError]
 ) -> pa.ChunkedArray:
-    """Return cells that Arrow can cast: stripped of spaces and '+', and with booleans replaced by digits."""
+    """Return cells that Arrow can cast to numbers, without spaces and '+', and with digits instead of booleans."""
     tidy = pc.replace_substring_regex(pc.utf8_trim_whitespace(cells.combine_chunks()), r"^\+", "")
     for digit, words in BOOLEANS.items():
         tidy = pc.if_else(pc.is_in(tidy, pa.array(words)), digit, tidy)

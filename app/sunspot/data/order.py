@@ -13,11 +13,11 @@ workers:
 Each worker then takes its rows in one or more forward passes (`micro_batches`).
 
 An epoch has as many rows as all sources together. With a single source, it is a pass through that source (`Order`). In
-a mixture, `RunOrder` first decides which source each position of the run takes its row from. Each source then gives its
-rows in passes of its own, which continue across epochs:
+a mixture, `RunOrder` first assigns a source to each position of the run. The rows of each source follow in the order of
+the source's own passes, which continue across epochs. For example, with two small sources a and b:
 
-    row of a, of weight 2, pass by pass      2 0   1 2   1 0   0 1
-    row of b, of weight 1, pass by pass    1     0     0     1
+    rows of a (weight 2), pass by pass       2 0   1 2   1 0   0 1
+    rows of b (weight 1), pass by pass     1     0     0     1
 """
 
 import functools
@@ -44,7 +44,7 @@ CHECKSUM_ROWS = 1 << 20
 """Largest number of rows that `Order.checksum` permutes."""
 
 MIXED_AT_ONCE = 1 << 16
-"""Number of positions whose sources are computed together. It bounds the memory that this takes."""
+"""Number of positions whose sources are computed together. The limit saves memory."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Steps:
 
     @property
     def sizes(self) -> set[int]:
-        """The possible numbers of rows in a step. An epoch's last step can have fewer rows than others, or one more."""
+        """The possible numbers of rows in a step. Only an epoch's last step can have fewer rows, or one more."""
         return {end - begin for begin, end in map(self.bounds, (0, self.per_epoch - 1))}
 
     def total(self, epochs: int, limit: int) -> int:
@@ -93,7 +93,7 @@ class Steps:
         return np.maximum(places // (size + 1), (places - longer) // size)
 
     def workers(self, world_size: int) -> int:
-        """Return the number of workers that get rows in the largest step. In smaller steps, it can be lower."""
+        """Return the number of workers that get rows in the largest step. Smaller steps can have fewer workers."""
         return max(1, min(world_size, max(self.sizes) // MIN_ROWS))
 
 
@@ -133,7 +133,7 @@ def forward_passes(rows: int, world_size: int, limit: int) -> int:
 
 
 class ShuffleWindow(NamedTuple):
-    """Positions `first` .. `last` - 1 of an epoch's order. They contain the rows of a few row groups, permuted."""
+    """Positions `first` .. `last` - 1 of an epoch's order, which contain the shuffled rows of a few row groups."""
 
     number: int
     groups: tuple[int, ...]
@@ -148,12 +148,12 @@ class Visit(NamedTuple):
     epoch: int
     "The number of the pass, counted from 1."
     window: ShuffleWindow
-    "The window, with positions that count on across the source's passes."
+    "The window. Its positions are counted across all passes through the source."
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which each pass through a source visits its rows. Here, an epoch is such a pass.
+    """The order in which each pass through a source visits its rows. In this class, an epoch is one pass.
 
     Row groups are permuted and gathered into windows of at least `window_rows` rows, and the rows of each window are
     permuted. A reader therefore holds at most one window in memory.
@@ -188,7 +188,7 @@ class Order:
         return windows
 
     def visits(self, begin: int) -> Iterator[Visit]:
-        """Yield the windows of one pass after another, endlessly, from the window that contains the row `begin`."""
+        """Yield windows endlessly, pass after pass, starting with the window that contains position `begin`."""
         for epoch in itertools.count(begin // self.rows + 1):
             before = (epoch - 1) * self.rows
             for window in self.windows(epoch):
@@ -233,11 +233,11 @@ class RunOrder:
 
     @property
     def rows(self) -> int:
-        """The number of rows in all sources. An epoch of the run has as many."""
+        """The number of rows in all sources, which is also the number of rows in an epoch."""
         return self.starts[-1]
 
     def count(self, position: int) -> list[int]:
-        """Return the number of rows that each source has given before a position."""
+        """Return the number of rows that each source provides before a position."""
         return count_by_source(self.weights, position)
 
     def sources(self, first: int, last: int) -> np.ndarray:
@@ -253,15 +253,15 @@ class RunOrder:
     def rounds(self, first: int, last: int, rows: int) -> Iterator[tuple[int, int, list[Visit]]]:
         """Cut the positions `first` .. `last` - 1 into rounds of at least `rows` positions, except for the last round.
 
-        Yield each round's bounds and the visits that contain its rows. A round ends with a window of the source that
-        has the largest weight, so that no window of this source is in two rounds.
+        Yield each round's bounds and the visits that contain its rows. Each round ends at the end of a window of the
+        source with the largest weight, so no window of this source is in two rounds.
         """
         main = int(np.argmax(self.weights))
         ahead = [order.visits(begin) for order, begin in zip(self.orders, self.count(first), strict=True)]
         newest = [next(visits) for visits in ahead]
 
         def take(source: int, begin: int, end: int) -> Iterator[Visit]:
-            """Yield a source's visits that contain any of its rows `begin` .. `end` - 1."""
+            """Yield the visits to a source that contain any of the source's rows `begin` .. `end` - 1."""
             while begin < end:
                 if newest[source].window.last <= begin:
                     newest[source] = next(ahead[source])
@@ -280,16 +280,16 @@ class RunOrder:
             first = end
 
     def _position_after(self, source: int, given: int) -> int:
-        """Return the first position before which a source has given `given` rows."""
+        """Return the first position before which a source provides `given` rows."""
         # A count differs from the exact share by less than the number of sources.
         around = (given - len(self.weights), given + len(self.weights))
         low, high = (max(0, each * sum(self.weights) // self.weights[source]) for each in around)
         return low + bisect_left(range(low, high), given, key=lambda position: self.count(position)[source])
 
     def row_ids(self, epoch: int, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
-        """Return the row IDs of an epoch of the run in order, as an array of `dtype`.
+        """Return an epoch's row IDs in the order in which the run visits the rows, as an array of `dtype`.
 
-        This is for LOADER=torch, whose windows contain all rows of a source.
+        Use this only with LOADER=torch, whose windows contain all rows of a source.
         """
         first, last = (epoch - 1) * self.rows, epoch * self.rows
         sources = self.sources(first, last)
@@ -315,9 +315,9 @@ class RunOrder:
 def mixed_order(loader: str, row_groups: Sequence[Sequence[int]], weights: tuple[int, ...], seed: int) -> RunOrder:
     """Return the order for a run's LOADER, given the row groups and the weight of each source.
 
-    With `torch`, all rows are in memory, and those of a source form a single window. With `ray`, the
-    windows of a mixture, one per source, have WINDOW_ROWS rows in total, so reading them takes as much memory as for a
-    single source.
+    With `torch`, all rows are in memory, and each source is a single window. With `ray`, the windows
+    that are read at the same time, one per source, have about WINDOW_ROWS rows in total. A mixture therefore needs
+    about as much memory as a single source.
     """
     orders = []
     for source, (groups, weight) in enumerate(zip(row_groups, weights, strict=True)):

@@ -78,7 +78,7 @@ class PackedSource:
 def open_packed(
     settings: Settings, columns: Mapping[str, Column], length: int
 ) -> tuple[PackedSource, PackedSource | None]:
-    """Like `open_table`, but pack the lists into rows of `length` values.
+    """Open tables like `open_table`, and pack their lists into rows of `length` values.
 
     All columns are cut at the same positions. This reads every list once to count its values.
     """

@@ -204,7 +204,7 @@ def _explain_text(content: bytes) -> str:
 
 
 def _find_separator(header: list[str]) -> str:
-    """Return an error with its fix if cells are not separated by commas, otherwise an empty string."""
+    """Return an error message with the fix if cells are not separated by commas, otherwise an empty string."""
     found = next((separator for separator in SEPARATORS if separator in header[0]), "")
     if len(header) > 1 or not found:
         return ""

@@ -57,8 +57,8 @@ class RoundPlanner:
     def __call__(self, start: pa.Table) -> Iterator[pa.Table]:
         """Yield a one-row table for each round, beginning at the step in `start`.
 
-        The table's columns are `epoch`, the positions `first` and `last` in the epoch, and `visits`. A visit has the
-        fields of `Visit` and of its window, and `starts`, the ID of the first row of each of the window's groups.
+        The table's columns are `epoch`, the positions `first` and `last` in the epoch, and `visits`. Each visit has the
+        fields `source` and `pass`, the fields of `ShuffleWindow`, and `starts`, the ID of each group's first row.
         """
         starts = [
             first + np.cumsum([0, *order.row_groups])
@@ -111,7 +111,7 @@ class RoundReader:
                 yield {"_rank": np.array([rank]), **where, **part}
 
     def _read(self, given: dict[str, Any], places: np.ndarray) -> Columns:
-        """Return the rows of a round, each at its position in `places`."""
+        """Return the rows of a round as arrays. `places` contains each row's position in the arrays."""
         columns: Columns = {}
         before = (given["epoch"] - 1) * self.order.rows
         begins = self.order.count(before + given["first"])
@@ -149,7 +149,8 @@ def read_pieces(pieces: dict[str, np.ndarray], source: Source) -> Iterator[dict[
 def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[dict[str, int]]:
     """Return a rank's pieces of row groups. A piece is rows `first` .. `last` - 1 of a `group`.
 
-    The ranks' numbers of rows differ by at most one. Pieces are adjacent, so most groups are read by one rank only.
+    The ranks' numbers of rows differ by at most one. A rank's pieces are adjacent, so most groups are read by only one
+    rank.
     """
     begin, end = (sum(row_groups) * number // world_size for number in (rank, rank + 1))
     bounds = enumerate(pairwise(accumulate(row_groups, initial=0)))

@@ -1,6 +1,6 @@
 """Loads all rows of a dataset into memory that the workers of a node share. Each worker reads a part of the rows.
 
-A worker that joins other workers of its run on a node maps their rows instead of reading them again.
+A worker that is added to a node later maps the rows of the other workers instead of reading the rows again.
 
 If memory cannot be shared, for example in a sandbox that hides /proc, each worker loads all rows.
 """
