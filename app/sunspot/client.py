@@ -1,4 +1,4 @@
-"""The Python API. It can train or submit a run, follow it, read its files, predict with its model, and delete it."""
+"""The Python API. Use it to train or submit a run, follow it, read its files, predict with its model, and delete it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Adapter for tasks that train a LightningModule.
 
-Only this file and lightning_loop.py import Lightning. They are imported only for tasks that define `build_module`.
+Only this file and lightning_loop.py import Lightning, and they are imported only for tasks that define `build_module`.
 """
 
 import inspect

@@ -1,6 +1,7 @@
 """Adapter for tasks that train with a Trainer from transformers or TRL.
 
-Only this file and transformers_loop.py use the Trainer. They are imported only for tasks that define `build_trainer`.
+Only this file and transformers_loop.py use the Trainer, and they are imported only for tasks that define
+`build_trainer`.
 """
 
 import hashlib

@@ -215,7 +215,7 @@ class CheckpointCommitter:
     def raise_if_failed(self) -> None:
         """Raise the error that ended all commits, if any.
 
-        This happens if another process owns the run, or if storage failed for too long.
+        Commits end if another process owns the run, or if storage fails for too long.
         """
         if self._error:
             raise self._error

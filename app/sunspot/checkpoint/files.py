@@ -1,8 +1,8 @@
 """Uploads and verifies a checkpoint's files, and loads files only if their bytes match the manifest.
 
 With WEIGHTS=safetensors, a finished run's last checkpoint also contains all weights as safetensors files of at most
-SHARD_BYTES, with an index in Hugging Face's format. They are for other programs and for INIT_FROM, and are never needed
-to resume.
+SHARD_BYTES, with an index in Hugging Face's format. These files are for other programs and for INIT_FROM, and are never
+needed to resume.
 """
 
 import contextlib

@@ -227,7 +227,7 @@ class CheckpointManager:
     def leave_group(self, step: int) -> list[tuple[Any, ...]]:
         """Abandon the commits that have not begun, and return the windows of rows up to `step` for the next group.
 
-        This waits for the copy in progress, but not for other workers or storage, because the group has ended.
+        This method waits for the copy in progress, but not for other workers or storage, because the group has ended.
         """
         self._snapshots.wait_until_complete()
         if self._committer:

@@ -171,7 +171,7 @@ class ShardWriter:
         return {"files": written}
 
     def write_common(self, snapshot: Snapshot) -> Files:
-        """Write the files that all ranks share, after all parts, and return all files of the checkpoint.
+        """Write the files that all ranks share, once all parts are written. Return all files of the checkpoint.
 
         A finished run's last checkpoint contains the whole model in one file, unless the ranks wrote safetensors.
         """

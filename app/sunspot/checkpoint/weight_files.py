@@ -61,7 +61,7 @@ class WeightFiles(NamedTuple):
     "True if each piece was written by `torch.save`. Otherwise, the files contain the plain values."
 
     def read_into(self, storage: Storage, tensors: dict[str, torch.Tensor]) -> None:
-        """Read the pieces that are needed for tensors or DTensors, which are keyed by name.
+        """Read the pieces that are needed to fill `tensors`, which contains tensors or DTensors by name.
 
         Raises `ConflictError` if a file has changed since its header was read.
         """

@@ -78,7 +78,7 @@ def open_mnist(data_root: str) -> tuple[MnistSource, MnistSource]:
 
 @lru_cache(maxsize=4)
 def _load(data_root: str, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return images, uint8 [n, 1, H, W], and labels, int64 [n]."""
+    """Return a split's images, uint8 [n, 1, H, W], and labels, int64 [n]."""
     from torchvision.datasets import MNIST
 
     if _find_missing(data_root):

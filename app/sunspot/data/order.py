@@ -208,7 +208,7 @@ class Order:
     def checksum(self) -> str:
         """Return a digest of the first epoch's windows and of the row order in its first window.
 
-        It reveals whether the same seed still gives the same order, which NumPy does not guarantee across versions.
+        The digest shows whether a seed still gives the same order, which NumPy does not guarantee across versions.
         """
         windows = self.windows(1)
         first = windows[0]._replace(last=min(windows[0].last, CHECKSUM_ROWS))

@@ -98,8 +98,8 @@ class RoundReader:
     def __call__(self, rounds: pa.Table) -> Iterator[dict[str, np.ndarray]]:
         """Yield the parts of the planned rounds.
 
-        A part contains the columns of its rows, [1, n, ...], its `_rank`, [1], and the start of its round as `_epoch`
-        and `_first`, [1].
+        Each part contains the columns of its rows, [1, n, ...]. `_rank`, [1], is the rank that gets the part. `_epoch`
+        and `_first`, [1], are the start of the part's round.
         """
         for given in rounds.to_pylist():
             ranks = self.steps.ranks(self.world_size, given["first"], given["last"])
