@@ -1,7 +1,7 @@
 """A run in storage: its objects, and the purpose of each.
 
     <STORAGE_PATH>/<RUN_NAME>/
-        run.json                          the run's identity: settings, rows and row order, which can never change
+        run.json                          the run's identity: the settings, rows and row order that it began with
         status/attempt-0001-3f2a9c1e.json the run's state, written by its driver; one file per driver and attempt
         status/attempt-0001-3f2a9c1e-workers.json
                                           the run's state, written by rank 0 during training

@@ -144,8 +144,8 @@ def summarize_run(name: str, entries: Collection[Entry]) -> RunSummary:
 def holds_run(name: str, entries: Collection[Entry]) -> bool:
     """Return True if these objects belong to a run, even one with an interrupted start or deletion.
 
-    The names of subfolders do not suffice, because a user's own folder may have `logs`, too. So the names of the
-    objects in the subfolders are also checked.
+    The names of the objects in subfolders are checked, too, because a user's own folder can also contain a subfolder
+    such as `logs`.
     """
 
     def is_of_run(entry: Entry) -> bool:
@@ -197,12 +197,12 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
 
 
 def describe_silence(seen: float, now: float) -> str:
-    """Describe how long ago the last sign of life was."""
+    """Return text about the time since a run's last sign of life. Both times are in seconds since the epoch."""
     return f"no sign of life since {as_time(seen)}, {in_words(now - seen)} ago"
 
 
 def describe_stall(status: Status) -> str:
-    """Describe how long ago live workers last took a step or evaluated rows.
+    """Return text about the time since live workers last took a step or evaluated rows.
 
     Returns an empty string if the workers are not stalled or have not begun yet.
     """
@@ -215,7 +215,7 @@ def describe_stall(status: Status) -> str:
 
 
 def describe_work(status: Status, asked: object = None) -> str:
-    """Return the reason for the state of a live run if its status contains none.
+    """Return the reason for a live run's state, for a status that does not contain a reason.
 
     `asked` is the requested number of workers, or None if that many are training.
     """

@@ -89,7 +89,7 @@ def new_owner(job_id: str) -> str:
 
 
 def cluster_identity(certificates: str) -> str:
-    """Return a Kubernetes cluster's ID, a digest of its CA certificates. The ID is empty if `certificates` is.
+    """Return a Kubernetes cluster's ID, a digest of its CA certificates, or an empty string without certificates.
 
     `certificates` is the content of `ca.crt` in the ConfigMap `kube-root-ca.crt` that every namespace has.
     """

@@ -7,8 +7,8 @@
 
 A thread of rank 0 looks for a request every few seconds. A request is for one attempt. If the attempt ends before
 the profile is complete, because a worker was lost or has joined, the profile is dropped. The next attempt does not try
-again, because a profile that ends its own worker would then end the next worker, too. A newer request replaces an older
-one.
+again, because a profile that makes a worker crash could make the next worker crash, too. A newer request replaces an
+older request.
 """
 
 import time
