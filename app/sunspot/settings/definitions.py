@@ -415,7 +415,7 @@ def setting_text(name: str, value: Any) -> str:
 
 
 def recorded_settings(environment: Mapping[str, str]) -> Settings:
-    """Return the settings that a run recorded (`Settings.environment`), except those that this version lacks."""
+    """Return the settings that a run recorded (`Settings.environment`), except those unknown to this version."""
     values = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if value != ""}
     return _parse({name: value for name, value in values.items() if name in FIELDS})
 
