@@ -1,4 +1,6 @@
-"""Writes predictions for all rows of a dataset as Parquet. Ray Data reads rows, and a pool of workers predicts them.
+"""Writes predictions for all rows of a dataset as Parquet.
+
+Ray Data reads the rows, and a pool of workers predicts them.
 
     <output>/
         _predictions.json           identifies the checkpoint and the data
@@ -83,7 +85,7 @@ class OutputFile(NamedTuple):
 
 
 def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarray]:
-    """Read the rows of one output file, in a Ray Data task."""
+    """Read the rows of one output file. Runs in a Ray Data task."""
     return read_rows(source, int(part["first"][0]), int(part["last"][0]))
 
 
@@ -252,7 +254,7 @@ def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence
 
 
 def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
-    """Yield the dataset's blocks. Ray's errors are translated to `SunspotError`."""
+    """Yield the dataset's blocks. Errors in Ray are raised as `SunspotError`."""
     from ray.data.exceptions import ExecutionTimeoutError
 
     try:

@@ -1,4 +1,4 @@
-"""Loads a checkpoint's model, and makes predictions for rows or answers prompts in this process."""
+"""Loads a checkpoint's model in this process, to predict rows or answer prompts."""
 
 import logging
 import os

@@ -230,7 +230,7 @@ def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
 
 
 def to_parts(found: Any) -> list[Exhibit]:
-    """Convert the result of a task's `show` to parts of the report, and truncate whatever is too long for it.
+    """Convert the result of a task's `show` to parts of the report. Long results are truncated.
 
     Raises `SettingsError` if the result is invalid.
     """

@@ -261,7 +261,7 @@ def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = 
 def log_axis(values: Iterable[float]) -> Axis:
     """Return a logarithmic axis with ticks at powers of ten.
 
-    If there are few powers, there are also ticks at 2 and 5 times each power.
+    If the values span few powers of ten, there are also ticks at 2 and 5 times each power.
     """
     low, high = _bounds(values)
     if high < low * (1 + ALIKE):

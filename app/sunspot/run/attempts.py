@@ -127,7 +127,7 @@ def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
 
 
 def recorded_multiple(attempts: Sequence[Attempt]) -> int:
-    """Return how many workers hold one replica of the model under PARALLEL=hsdp, or 1 in other cases.
+    """Return how many workers hold one replica of the model under PARALLEL=hsdp, or 1 without hsdp.
 
     The number is read from the newest attempt. Raises `DamageError` if the recorded value is not a number.
     """
@@ -148,7 +148,7 @@ def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
 class Span(NamedTuple):
     """The steps of an attempt that are in the run's lineage.
 
-    They begin after step `after`, and end with step `upto` or, if `upto` is None, with the attempt's last step.
+    The steps begin after step `after`, and end with step `upto`, or with the attempt's last step if `upto` is None.
     """
 
     attempt: int
@@ -174,7 +174,7 @@ class Span(NamedTuple):
 
 
 def read_attempts(run: Run) -> list[Attempt]:
-    """Return all attempts, oldest first. Raises `DamageError` with a remedy if an attempt cannot be used."""
+    """Return all attempts, oldest first. Raises `DamageError`, with a fix, if an attempt cannot be used."""
     files = _list_files(run)
 
     def read_one(file: str) -> Attempt:
@@ -192,7 +192,7 @@ def read_attempts(run: Run) -> list[Attempt]:
 
 
 def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
-    """Replace damaged attempts with claims without steps. Only attempts whose loss ACCEPT accepts are replaced.
+    """Replace each damaged attempt whose loss ACCEPT accepts with a claim without steps.
 
     The attempt's number stays taken, so its objects cannot be mistaken for those of a later attempt. `environment`
     holds the settings.
@@ -303,7 +303,7 @@ def step_of(checkpoint: str) -> int:
 
 
 def nonce_of(checkpoint: str) -> str:
-    """Return the attempt's nonce in a checkpoint's name, or an empty string if it has none."""
+    """Return the attempt's nonce in a checkpoint's name, or an empty string if the name contains no nonce."""
     return "".join(checkpoint.split("-")[4:])
 
 
@@ -329,11 +329,11 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
 
 
 def refuse_if_left(run: Run, attempts: list[Attempt], owner: str) -> None:
-    """Raise `SupersededError` if the run was moved to another place before this owner ever claimed it.
+    """Raise `SupersededError` if this owner never claimed the run and must leave the run to another place.
 
-    The records of submissions then show that the owner's RayJob was withdrawn, or that the RayJob of the newest attempt
-    was submitted later. The owner's RayJob can still be running if its cluster did not answer when the RayJob should
-    have been deleted.
+    In that case, the records of submissions show that the owner's RayJob was withdrawn, or that the RayJob of the
+    newest attempt was submitted later. The owner's RayJob can still be running if its cluster did not answer when the
+    RayJob should have been deleted.
     """
     own = Owner.parse(owner)
     if not own.place or any(attempt.owner == owner for attempt in attempts):

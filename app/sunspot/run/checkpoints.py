@@ -181,7 +181,7 @@ def by_step(names: Iterable[str]) -> list[str]:
 
 
 def leads_to_newest(name: str, spans: list[Span]) -> bool:
-    """Return True if a checkpoint is in the lineage `spans`. Late commits of superseded attempts are not."""
+    """Return True if a checkpoint is in the lineage `spans`. Late commits of superseded attempts are not in it."""
     label, step = label_of(name), step_of(name)
     return any(span.label == label and span.reaches(span.attempt, step) for span in spans)
 
@@ -438,7 +438,7 @@ def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -
 
 
 def delete_checkpoint(run: Run, name: str) -> None:
-    """Delete a checkpoint. The manifest goes first, so that an interrupted deletion leaves no committed checkpoint."""
+    """Delete a checkpoint, manifest first, so that an interrupted deletion leaves no committed checkpoint."""
     run.storage.delete(_key(run, name, MANIFEST))
     run.storage.delete_many([entry.key for entry in run.storage.list(run.key("checkpoints", name))])
 

@@ -58,7 +58,7 @@ class Spending:
         )
 
     def record(self, steps: int = 0) -> dict[str, Any]:
-        """Return the fields for a JSON document. `steps` is the run's number of steps."""
+        """Return the spending as fields for a JSON document. `steps` is the run's number of steps."""
         cost_per_step = self.cost / steps if self.cost is not None and steps else None
         return {**asdict(self), "cost_per_step": cost_per_step}
 

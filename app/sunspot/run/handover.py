@@ -33,7 +33,7 @@ LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Handover:
-    """A request by one owner's driver to another owner's driver to save and end."""
+    """A request by a run's new owner that the old owner's driver save and end."""
 
     old: str = ""
     new: str = ""
@@ -41,7 +41,7 @@ class Handover:
 
 
 def read_handover(run: Run) -> Handover | None:
-    """Return the request, or None if no driver is waiting. If the request is damaged, its owners are empty."""
+    """Return the request, or None if there is no request. If the request is damaged, its owners are empty."""
     return read_if_exists(lambda: read_or_default(lambda: read(run, Handover, HANDOVER), Handover()))
 
 

@@ -128,8 +128,8 @@ def iter_records(
 ) -> Iterator[dict[str, Any]]:
     """Yield the same records as `read_journal`, reading only a few segments at a time to bound memory use.
 
-    If `listed` (a result of `list_journal`) is given, only these segments are read. Raises `StorageError` if one of
-    them has been merged in the meantime.
+    If `listed` (a result of `list_journal`) is given, only these segments are read. Raises `StorageError` if a listed
+    segment has been merged in the meantime.
     """
     size = 0
     for segment, text, given in read_segments(
@@ -261,7 +261,7 @@ def iter_rank_records(run: Run, spans: Sequence[Span], damaged: list[str] | None
 
 
 def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the records with the metrics of each rank from the newest attempt that has any."""
+    """Return the records with the metrics of each rank from the newest attempt that has such records."""
     recorded = {segment.attempt for segment in list_journal(run, "ranks", spans)}
     for span in spans:
         records = list(iter_rank_records(run, [span])) if span.attempt in recorded else []

@@ -100,7 +100,7 @@ def recorded_outcome(
 
 
 def _note_handover(claimant: Claimant, stop_request: StopRequest) -> None:
-    """Ask this run to stop if another owner's driver is waiting for this driver to save and end."""
+    """Record a request to stop if another owner is waiting for this driver to save and end."""
     handover = read_handover(claimant.run)
     if handover and handover.old == claimant.owner:
         stop_request.note_marker()

@@ -166,9 +166,9 @@ def holds_run(name: str, entries: Collection[Entry]) -> bool:
 
 
 def state_from_storage(status: Status | None, summary: RunSummary, now: float) -> tuple[RunState, str]:
-    """Return the state of a run without a RayJob, and its reason. `now` is in seconds since the epoch.
+    """Return the state of a run without a RayJob, and the reason for the state. `now` is in seconds since the epoch.
 
-    If the status is recent, only the summary's requests to stop or delete the run are used.
+    If the status is recent, the summary is used only to find requests to stop or delete the run.
     """
     if summary.deleting:
         return RunState.DELETING, HALF_DELETED
@@ -197,12 +197,12 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
 
 
 def describe_silence(seen: float, now: float) -> str:
-    """Return text about the time since a run's last sign of life. Both times are in seconds since the epoch."""
+    """Describe how long ago the last sign of life was. Both arguments are in seconds since the epoch."""
     return f"no sign of life since {as_time(seen)}, {in_words(now - seen)} ago"
 
 
 def describe_stall(status: Status) -> str:
-    """Return text about the time since live workers last took a step or evaluated rows.
+    """Describe how long ago live workers last took a step or evaluated rows.
 
     Returns an empty string if the workers are not stalled or have not begun yet.
     """

@@ -1,4 +1,4 @@
-"""Owners of runs: the RayJob or process that trains a run.
+"""The owner of a run: the RayJob or process that trains it.
 
 A RayJob's name is unique only within a namespace, and only until the job is deleted and created again. An owner
 therefore also has a cluster, a namespace and a submission. Attempts and statuses store it as the text

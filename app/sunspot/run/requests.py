@@ -143,7 +143,7 @@ def read_scale(run: Run) -> ScaleRequest | None:
 
 
 def clear_scale(run: Run) -> None:
-    """Delete the request to change the run's size, so that NUM_WORKERS alone counts again."""
+    """Delete the request to change the run's size, so that only NUM_WORKERS determines the size again."""
     run.storage.delete(run.key(SCALE))
 
 

@@ -97,7 +97,7 @@ class RunSeen:
 
     @property
     def progress(self) -> Status | None:
-        """The status. If the run is not alive, the checkpoint and step are those of the newest listed checkpoint."""
+        """The status. If the run is not alive, its checkpoint is the newest checkpoint in the listing."""
         status, name = self.status, self.summary.checkpoint
         if status is None or name is None or is_alive(status, self.time):
             return status
@@ -156,7 +156,7 @@ def _list_parts(run: Run, status: Status | None) -> RunSummary:
 
 
 def read_listed(storage: Storage, listed: Mapping[str, RunSummary]) -> list[RunSeen]:
-    """Return listed runs with their statuses, except damaged ones. Each status takes one small request."""
+    """Return listed runs with their statuses. A damaged status is omitted. Each status takes one small request."""
 
     def read(name: str, summary: RunSummary) -> RunSeen:
         run = Run(storage, name)

@@ -197,9 +197,9 @@ def _file(status: Status, kind: StatusKind) -> str:
 def newest_status(listed: Iterable[Entry], driver: str = "", other_than: str = "") -> Entry | None:
     """Return the current status object in a listing, or None if there is no such object. Nothing is read.
 
-    Once a driver has ended, only its ENDED object is considered. Otherwise, the object of the newest attempt
-    that was written last is current. If two objects were written at the same time, the driver's object is
-    current, because a driver writes only if its workers do not.
+    If a driver has ended, all of its objects except the ENDED object are ignored. Among the remaining objects of the
+    newest attempt, the object that was written last is current. If two objects were written at the same time, the
+    driver's object is current, because a driver writes only if its workers do not.
 
     `driver` limits the search to the objects of one driver. `other_than` excludes the objects of one driver.
     """

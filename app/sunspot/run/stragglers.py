@@ -1,4 +1,4 @@
-"""Decides whether a worker or a node is so much slower than the others that it delays all of them."""
+"""Decides whether a worker or a node is so much slower than the others that it delays them all."""
 
 RECENT_S = 300.0
 """Seconds of recent metric history that are examined to find out whether a run is slow."""
