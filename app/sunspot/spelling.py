@@ -1,4 +1,4 @@
-"""Suggests a valid command, option or setting for an unknown one.
+"""Suggests a valid command, option or setting for an unknown name.
 
 The suggestion has a similar name, or is the equivalent of a name in another program.
 """
@@ -72,7 +72,7 @@ SUBMIT_OPTIONS = ("CLUSTER", "CONTEXT", "GENERATION", "IMAGE", "NAMESPACE", "PRO
 def find_meant(word: str, known: Iterable[str], other_names: Mapping[str, str] = NO_OTHER_NAMES) -> str:
     """Return the name that the user probably meant by an unknown `word`, or an empty string if no name is likely.
 
-    `known` are the valid names. `other_names` are searched first.
+    `known` contains the valid names. `other_names` maps names in other programs to valid names, and is searched first.
     """
     import difflib  # not needed for `sunspot --help`
 

@@ -1,4 +1,4 @@
-"""Makes a process's standard streams safe to use. They can be closed or full, or lack characters in their encoding."""
+"""Makes it safe to print to standard streams that are closed or full, or that cannot encode every character."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Tests of a run's identity: its settings, rows and row order, which can never change."""
+"""Tests of a run's identity: the settings, rows and row order that it began with."""
 
 from __future__ import annotations
 

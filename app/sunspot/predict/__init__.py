@@ -1,11 +1,11 @@
 """Makes predictions for files and datasets with a checkpoint's model, in Sunspot or in other programs.
 
-1. `classifier.open_checkpoint` finds a checkpoint, verifies its files, and reads the recorded settings and data.
+1. `classifier.open_checkpoint` finds a checkpoint, verifies its files, and reads its settings.
 
 2. `classifier.Classifier` builds the model, loads the weights and predicts rows. `forward.forward_rows` runs each
 forward pass.
 
-3. `batch.predict_dataset` predicts a complete dataset with a pool of classifiers, and resumes if it is killed.
+3. `batch.predict_dataset` predicts a whole dataset with a pool of classifiers, and can resume if it is killed.
 
 4. `actor.model_worker` runs a classifier as a Ray actor for other programs.
 

@@ -32,10 +32,10 @@ def model_worker(
 ) -> Iterator[Any]:
     """Context manager that starts a `ModelWorker` and stops it on exit. Starts and stops Ray if needed.
 
-    If the run trained your own task, pass its module as `task`, unless SUNSPOT_TASK or sunspot.toml names it
-    (`open_checkpoint`).
+    If the run trained your own task, pass the task's module as `task`. It can be omitted if SUNSPOT_TASK or
+    sunspot.toml names the module (`open_checkpoint`).
 
-    The worker gets one core, and a GPU if Ray has one and `use_gpu` allows it. Raises whatever `Classifier` raises, and
+    The worker gets one core, and a GPU if Ray has one and `use_gpu` allows it. Raises the errors of `Classifier`, and
     `GaveUpError` if the worker is not ready after START_S seconds.
     """
     with ray_session():
@@ -84,7 +84,10 @@ def _call(folder: str, act: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def wants_gpu(use_gpu: str) -> bool:
-    """Return True if a worker should request a GPU. If Ray has none, the worker would wait forever."""
+    """Return True if a worker should request a GPU: Ray has a GPU, and `use_gpu` is not 'false'.
+
+    Raises `SettingsError` if `use_gpu` is 'true' but Ray has no GPU, because the worker would wait forever.
+    """
     available = ray.cluster_resources().get("GPU", 0) >= 1
     if use_gpu == "true" and not available:
         raise SettingsError(f"{PREFIX}USE_GPU=true, but Ray has no GPU here; set it to auto")

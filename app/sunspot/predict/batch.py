@@ -1,4 +1,6 @@
-"""Writes predictions for all rows of a dataset as Parquet. Ray Data reads rows, and a pool of workers predicts them.
+"""Writes predictions for all rows of a dataset as Parquet.
+
+Ray Data reads the rows, and a pool of workers predicts them.
 
     <output>/
         _predictions.json           identifies the checkpoint and the data
@@ -8,7 +10,7 @@
                                     names) and `probabilities` (list of float). Without classes, `prediction` is the
                                     model's output.
 
-A file is either complete or missing, so a killed command resumes with the missing files.
+A file is either complete or missing, so a killed command can be run again and writes only the missing files.
 """
 
 import io
@@ -83,12 +85,12 @@ class OutputFile(NamedTuple):
 
 
 def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarray]:
-    """Read the rows of one output file, in a Ray Data task."""
+    """Read the rows of one output file. Runs in a Ray Data task."""
     return read_rows(source, int(part["first"][0]), int(part["last"][0]))
 
 
 class PartPredictor(Classifier):
-    """A model worker in the pool. It predicts the rows of one output file at a time."""
+    """A worker in the pool. It predicts the rows of one output file at a time."""
 
     def __call__(self, rows: dict[str, np.ndarray]) -> pa.Table:
         predictions, probabilities = self.predict_rows(rows)
@@ -100,14 +102,14 @@ class PartPredictor(Classifier):
 
 
 def to_lists(values: np.ndarray) -> pa.Array:
-    """Return an array as a column of numbers, or of flattened lists if it has several dimensions."""
+    """Return an array as a column. The column contains numbers, or a flat list per row if the rows are arrays."""
     return pa.array(values if values.ndim == 1 else list(values.reshape(len(values), -1)))
 
 
 def predict_dataset(
     settings: Settings, model: ModelCheckpoint, split: str | None, output: str, workers: int = 0
 ) -> dict[str, Any]:
-    """Predict the rows of DATASET that `output` lacks, and return a summary of all predictions in `output`.
+    """Predict the rows of DATASET that are missing in `output`, and return a summary of all predictions in `output`.
 
     `split` is train or test. The default is test if there are held-out rows. If `workers` is 0, there is one worker per
     GPU, or per core if Ray has no GPU. The summary contains `checkpoint`, `step`, `dataset`, `split`, `rows`,
@@ -183,7 +185,10 @@ def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
 def open_output(
     storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[OutputFile]
 ) -> set[OutputFile]:
-    """Claim the folder if it is empty, or check that it belongs to these predictions. Return the existing files."""
+    """Claim the output folder if it is empty, or check that it contains these predictions. Return the existing files.
+
+    Raises `SettingsError` or `ConflictError` if the folder contains anything else.
+    """
     present = {entry.key for entry in storage.list("")}
     if present and IDENTITY not in present:
         raise SettingsError(f"{storage.locate('')} is not empty, but contains no predictions; choose another --output")
@@ -249,7 +254,7 @@ def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence
 
 
 def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
-    """Yield the dataset's blocks. Ray's errors are translated to `SunspotError`."""
+    """Yield the dataset's blocks. Errors in Ray are raised as `SunspotError`."""
     from ray.data.exceptions import ExecutionTimeoutError
 
     try:

@@ -1,4 +1,4 @@
-"""Loads a checkpoint's model, and makes predictions for rows or answers prompts in this process."""
+"""Loads a checkpoint's model in this process, to predict rows or answer prompts."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ OWN_TASKS = "sunspot.tasks."
 
 
 class ModelCheckpoint(NamedTuple):
-    """A verified checkpoint and its record of the model."""
+    """A verified checkpoint, with the settings and the data description that it contains."""
 
     run: Run
     checkpoint: Checkpoint
@@ -48,7 +48,7 @@ class ModelCheckpoint(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, str]:
-        """The arguments with which a `Classifier` in any process opens this checkpoint."""
+        """The arguments that a `Classifier` in any process needs to open this checkpoint."""
         if isinstance(self.run, CheckpointDirectory):
             return {"run": self.run.location, "task": self.settings.task}
         storage = self.run.storage.locate("")
@@ -104,8 +104,8 @@ class Classifier:
     def predict(self, images: Images) -> tuple[np.ndarray, np.ndarray]:
         """Return the most probable class of each image, int64 [B], and all probabilities, float32 [B, classes].
 
-        A single image counts as a batch of one. Forward passes use the run's precision and are no larger than in the
-        run. Raises `SettingsError` if the images do not fit the model.
+        A single image counts as a batch of one. Images are predicted in the run's precision, in batches that are no
+        larger than those of the run. Raises `SettingsError` if the images do not fit the model.
         """
         return self.predict_rows({"image": self._as_batch(images).numpy()})
 
@@ -193,8 +193,8 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
 def refuse_foreign_task(task: str, own: str, where: str) -> None:
     """Raise `SettingsError` if a run's `task` is neither one of Sunspot's tasks nor the user's `own`.
 
-    If `own` is empty, `find_task` finds the user's task. Importing a module executes it, and anyone who can write the
-    run's files could make them name any module.
+    If `own` is empty, `find_task` finds the user's task. Importing a module executes it, and anyone who can write to
+    the run's storage could make the run name any module.
     """
     if task.startswith(OWN_TASKS):
         return

@@ -112,7 +112,7 @@ def predict_held_out(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> Pre
 
 
 class PredictionSummary:
-    """Accumulates predictions, and the images of the few examples that the report shows."""
+    """Collects predictions, and the images of the few rows that the report shows."""
 
     def __init__(self, data: ModelData) -> None:
         self._data = data
@@ -171,7 +171,7 @@ class PredictionSummary:
 
 
 def sample_rows(source: Source) -> list[Example]:
-    """Return examples of rows from SAMPLE_RANGES evenly spaced positions in the training data."""
+    """Return sample images from SAMPLE_RANGES evenly spaced positions in the training data."""
     rows = rows_in(source)
     each = min(MAX_SAMPLES // SAMPLE_RANGES, max(1, rows // SAMPLE_RANGES))
     firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_RANGES)}
@@ -230,7 +230,7 @@ def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
 
 
 def to_parts(found: Any) -> list[Exhibit]:
-    """Convert the result of a task's `show` to parts of the report, truncated to the limits.
+    """Convert the result of a task's `show` to parts of the report. Long results are truncated.
 
     Raises `SettingsError` if the result is invalid.
     """

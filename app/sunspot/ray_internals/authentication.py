@@ -1,7 +1,7 @@
 """Makes Ray read its authentication token again.
 
 ray._raylet.AuthenticationTokenLoader   keeps the first token that this process has used. The public API cannot replace
-                                        it, although `ray.init` starts Ray's processes with a newer one.
+                                        this token, although `ray.init` starts Ray's processes with a newer token.
 """
 
 

@@ -1,4 +1,4 @@
-"""Sets up torch's process group as Ray Train does, either alone or in addition to another library's communication.
+"""Sets up torch's process group as Ray Train does, and another library's communication if one is configured.
 
 ray.train.torch.config._TorchBackend   Ray's backend for torch. Its configuration is public, but the backend is not.
 a group's execute_single_async         runs a function on one worker before the training function begins. A backend's
@@ -85,5 +85,8 @@ def note_processes_up() -> None:
 
 
 def processes_up() -> float | None:
-    """Return the time at which all of the group's processes were up, in seconds since the epoch, on rank 0."""
+    """Return the time at which all of the group's processes were up, in seconds since the epoch.
+
+    Returns None on other ranks than 0.
+    """
     return _processes_up

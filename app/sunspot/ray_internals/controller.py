@@ -1,11 +1,11 @@
-"""Controls Ray Train's controller: when a worker group ends, which workers it replaces, and how it is removed.
+"""Changes when Ray Train's controller ends a worker group and which workers it replaces, and removes controllers.
 
-ray.train.v2._internal.execution   has the controller's states and its worker group, to end a group that restarts while
-                                   there are too few nodes for the next one. The public `UserCallback` sees neither.
+ray.train.v2._internal.execution   shows the controller's state and its worker group, to end a group that cannot
+                                   restart yet because nodes are missing. The public `UserCallback` shows neither.
 WorkerHealthCheck...Error          wrap or replace the error of a lost worker in the public `UserCallback`, and have no
                                    public names
-RayActorError(preempted=True)      requests another group without counting a failure if a worker raises it. No
-                                   public API restarts a group.
+RayActorError(preempted=True)      makes Ray Train start another group without counting a failure, if a worker raises
+                                   the error. No public API restarts a group.
 ray._raylet.PlacementGroupID       removes the reservations of a failed controller. The public API removes only
                                    placement groups that the caller has created.
 ray._private.state.actors          finds controllers. The public ray.util.state asks the dashboard, which local
@@ -46,9 +46,7 @@ LOST = (RayActorError, OutOfMemoryError)
 class GroupRestartError(RayActorError):
     """Raised in a worker to make Ray Train start another group, as after a preemption.
 
-    The restart does not count toward MAX_FAILURES.
-
-    The controller receives the error unchanged.
+    The restart does not count toward MAX_FAILURES. Ray passes the error to its controller unchanged.
     """
 
     def __init__(self) -> None:
@@ -58,9 +56,8 @@ class GroupRestartError(RayActorError):
 def end_groups_at_once() -> list[Any]:
     """Return callbacks for Ray Train's controller that end a restarting group at once, even if nodes are missing.
 
-    Ray would keep an elastic group's processes and placement until there are enough nodes for the next group. A
-    preempted node would then stay until the end of its notice, and Kubernetes would only then create the replacement
-    pod.
+    Without these callbacks, Ray keeps an elastic group's processes until there are enough nodes for the next group. A
+    preempted node then stays until the end of its notice, and Kubernetes creates the replacement pod only afterwards.
     """
     try:
         from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
@@ -93,10 +90,10 @@ def end_groups_at_once() -> list[Any]:
 def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
     """Return callbacks that let Ray Train's controller replace several lost workers in survivor mode.
 
-    To replace a worker, Ray asks all other workers to forget what they reported, and fails if one of them is dead, too
+    To replace a worker, Ray asks all other workers to discard their reports, and fails if another worker is dead, too
     (`_replace_replica_group_impl`, 2.60). These callbacks therefore tell Ray about all dead workers first. If another
-    worker dies during a replacement, Ray would fail or replace the same workers again. With the callbacks, it learns of
-    that loss at its next poll.
+    worker dies during the replacement, Ray would fail or replace the same workers again. With these callbacks, Ray
+    notices the additional loss at its next poll.
 
     `find_living` returns the names of the workers that are known to be alive. Each name begins with an actor ID.
     """
@@ -127,7 +124,11 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
 
 
 def end_lost(replicas: list[Any], find_living: Callable[[], Collection[str]]) -> None:
-    """Shut down each replica group with a worker that is dead, or that does not answer and is not known to be alive."""
+    """Shut down each replica group that has lost a worker.
+
+    A worker is lost if it is dead, or if it does not answer within ANSWER_S and `find_living` does not return it. No
+    worker may take longer than LIVING_S to answer.
+    """
     asked = {
         worker.actor.clear_result_queue.remote(): (worker.actor._actor_id.hex(), replica)
         for replica in replicas
@@ -163,8 +164,7 @@ def _ask_who_lives(find_living: Callable[[], Collection[str]]) -> Collection[str
 def unwrap_health_check(error: Exception) -> Exception:
     """Return the error that Ray's health check found in a worker, or any other error unchanged.
 
-    A health check that times out is returned as the loss of the worker.
-
+    If the health check timed out, the worker counts as lost, so a `RayActorError` is returned.
     """
     if type(error).__name__ == "WorkerHealthCheckTimeoutError":
         return RayActorError(error_msg=str(error))
@@ -173,7 +173,7 @@ def unwrap_health_check(error: Exception) -> Exception:
 
 
 def reserved_groups() -> set[str]:
-    """Return the ids of this job's placement groups.
+    """Return the IDs of this job's placement groups.
 
     Returns an empty set in an actor, because the actor's job may also run other trainers.
     """
@@ -186,7 +186,7 @@ def reserved_groups() -> set[str]:
 
 
 def live_controllers() -> dict[str, str]:
-    """Return the job of each of Ray Train's controllers in the cluster, keyed by the controller's actor id."""
+    """Return the job ID of each Ray Train controller in the cluster, keyed by the controller's actor ID."""
     import ray._private.state
 
     alive = ray._private.state.actors(actor_state_name="ALIVE")
@@ -207,7 +207,7 @@ def end_controllers(spared: Collection[str]) -> None:
 
 
 def remove_placement_groups(groups: set[str]) -> None:
-    """Remove placement groups by their ids, together with everything that still runs in them."""
+    """Remove the placement groups with these IDs, and kill everything that still runs in them."""
     from ray._raylet import PlacementGroupID
     from ray.util.placement_group import PlacementGroup, remove_placement_group
 

@@ -1,7 +1,8 @@
 """Replaces Ray Train's coordinator, the actor through which Ray Train sizes worker groups and requests nodes.
 
-ray.data._internal.cluster_autoscaler   Ray's coordinator, which no public API replaces. It counts preempted and
-                                        unreachable nodes, and cannot request nodes of a particular group. Ours can.
+ray.data._internal.cluster_autoscaler   contains Ray's coordinator, which no public API can replace. Ray's coordinator
+                                        counts preempted and unreachable nodes, and cannot request nodes of a
+                                        particular group.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ TRAIN_REQUESTER = "train-"
 def install_coordinator() -> float:
     """Make Ray Train count only nodes that will stay when it sizes worker groups.
 
-    Returns the delay in seconds after which Ray Train notices changes in the nodes. Call this before `fit`.
+    Returns the delay in seconds with which Ray Train notices that nodes have changed. Call this before `fit`.
 
     Ray's own coordinator updates every 20 s, and counts draining and unreachable nodes. After a loss, Ray would first
     size a worker group for nodes that are gone, and wait for them. Ray uses an existing actor with the coordinator's
@@ -85,7 +86,7 @@ def offer_whole_replicas(per_worker: dict[str, float], multiple: int) -> None:
 
 
 def workers_in(resources: Mapping[str, float], per_worker: Mapping[str, float]) -> int:
-    """Return how many workers fit into a node's resources."""
+    """Return how many workers fit on a node with these resources."""
     fits = [(resources.get(name, 0.0) + ROUNDING) // amount for name, amount in per_worker.items() if amount]
     return int(min(fits, default=0))
 
@@ -93,9 +94,10 @@ def workers_in(resources: Mapping[str, float], per_worker: Mapping[str, float]) 
 def without_surplus(
     reserved: dict[str, dict[str, float]], per_worker: Mapping[str, float], multiple: int
 ) -> dict[str, dict[str, float]]:
-    """Return the resources reserved on each node, without those of surplus workers.
+    """Return the resources reserved on each node, without those for surplus workers.
 
-    The surplus workers are on the last nodes. The number of the other workers is divisible by `multiple`.
+    Workers are surplus if the total number of workers is not divisible by `multiple`. They are taken from the last
+    nodes.
     """
     offered = dict(reserved)
     surplus = sum(workers_in(there, per_worker) for there in reserved.values()) % multiple
@@ -153,7 +155,7 @@ def _create_coordinator() -> None:
             }
 
         def forget_runs(self) -> None:
-            """Remove the reservations of Ray Train's controllers, and their requirement of whole replicas."""
+            """Cancel the reservations of Ray Train's controllers, and allow any number of workers again."""
             self._multiple = 1
             for requester in [name for name in self._ongoing_reqs if name.startswith(TRAIN_REQUESTER)]:
                 self.cancel_request(requester)
@@ -169,7 +171,7 @@ def _create_coordinator() -> None:
 
 
 def _remove_coordinator() -> None:
-    """Remove our coordinator so that Ray creates its own."""
+    """Remove our coordinator, if there is one, so that Ray creates its own."""
     with contextlib.suppress(ValueError):  # the actor does not exist
         found = ray.get_actor(COORDINATOR, COORDINATOR)
         if _is_ours(found):

@@ -30,7 +30,7 @@ def end_for_good(
 ) -> Callable[[], int]:
     """Wrap `program` so that its final errors (`SunspotError.final`) end the RayJob without another attempt.
 
-    `mark` records the end of a Ray job, by default as `mark_stopped` does.
+    `mark` records that the Ray job has ended. The default is `mark_stopped`.
     """
 
     def run() -> int:
@@ -42,17 +42,17 @@ def end_for_good(
                 if job:
                     (mark or mark_stopped)(job, error)
             except Exception as trouble:  # other versions of Ray can raise anything
-                log.warning(f"the operator might start this job again in vain: {shorten(trouble)}")
+                log.warning(f"the operator might start this job again, although it cannot succeed: {shorten(trouble)}")
             raise
 
     return run
 
 
 def find_own_job() -> str:
-    """Return the ID of this driver's Ray job, if KubeRay created the cluster for this job, or else an empty string.
+    """Return the ID of this driver's Ray job, or an empty string if KubeRay did not create the cluster for this job.
 
-    KubeRay names both the cluster and the Ray job after the RayJob, with five random letters. A RayJob without its own
-    cluster is never retried.
+    KubeRay names the cluster and the Ray job after the RayJob, and appends five random letters to each name. A RayJob
+    without its own cluster is never retried.
     """
     cluster = os.environ.get("RAY_CLUSTER_NAME", "")
     config = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")

@@ -3,10 +3,10 @@
 ray._private.state.state.get_draining_nodes   returns the preempted nodes and their deadlines, which no public API does
 ray._private.worker._global_node              tells whether this process has started Ray itself. The public API does not
                                               distinguish a local session from a cluster.
-node:__internal_head__                        is the resource of the head's node. The public API does not tell which
-                                              node that is.
-ray._raylet.GcsClient.drain_node              releases nodes that better ones replace. In the public API, only
-                                              `ray start` drains, and only its own node.
+node:__internal_head__                        is a resource that only the head's node has. The public API does not
+                                              tell which node that is.
+ray._raylet.GcsClient.drain_node              drains any node of the cluster. In the public API, only `ray start`
+                                              drains a node, and only its own.
 """
 
 import logging
@@ -72,9 +72,9 @@ def draining_nodes() -> dict[str, float | None]:
 
 
 def drain_nodes(nodes: Iterable[str], why: str = "better nodes have come") -> None:
-    """Drain the nodes with these Ray ids: nothing new is scheduled on them, and they leave the cluster once idle.
+    """Drain the nodes with these Ray IDs: nothing new is scheduled on them, and they leave the cluster once idle.
 
-    The autoscaler deletes the pod of a drained node; its `ray start --block` would not exit on its own.
+    The autoscaler deletes the pod of a drained node. The pod's `ray start --block` would not exit on its own.
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason

@@ -1,10 +1,10 @@
 """Limits what Ray prints in the driver and in the workers.
 
-ray._private.worker.print_to_stdstream   prints messages of Ray's own processes in the driver, up to pages of logs,
-                                         regardless of the public log_to_driver
+ray._private.worker.print_to_stdstream   prints messages from Ray's own processes in the driver, even with the public
+                                         log_to_driver=False. Some messages are pages of logs.
 core_worker.cc                           prints a line when a pool of Ray Data creates its first actor
-the names of Ray Train's loggers         include names of files, which the public LoggingConfig does not reach. It
-                                         sets the level of "ray.train".
+the names of Ray Train's loggers         contain file names. The public LoggingConfig does not affect these loggers,
+                                         because it only sets the level of "ray.train".
 """
 
 import logging
@@ -36,7 +36,7 @@ NO_NODE = "sunspot-no-node"
 
 @contextmanager
 def brief_ray() -> Iterator[None]:
-    """Context manager that shows at most one line of each kind of message from Ray's own processes."""
+    """Context manager that shortens messages from Ray's own processes to one line, and shows each kind only once."""
     import ray._private.worker as module
 
     usual = getattr(module, "print_to_stdstream", None)
@@ -64,11 +64,11 @@ def brief_ray() -> Iterator[None]:
 
 
 def hide_warning_of_restarts() -> None:
-    """Suppress Ray's warning that an actor's restart might fail, which Ray Data's own pools cause.
+    """Suppress Ray's warning that an actor's restart might fail. Ray Data's own actor pools cause this warning.
 
-    Ray prints it once per process, to file descriptor 2, when the process first creates an actor that may restart and
-    has an argument in the object store. This function creates such an actor while the descriptor points to /dev/null.
-    The actor never starts, because no node has the resource that it requests.
+    Ray prints the warning once per process, to file descriptor 2, when the process first creates an actor that can be
+    restarted and has an argument in the object store. This function creates such an actor while the descriptor points
+    to /dev/null. The actor never starts, because no node has the resource that it requests.
     """
     import ray
 
@@ -90,7 +90,7 @@ class _Unused:
 
 
 def quiet_ray_train() -> None:
-    """Keep Ray's log line about each report out of the rank's log."""
+    """Suppress the line that Ray Train logs for each report."""
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     for name in list(logging.root.manager.loggerDict):
         if "/ray/train/" in name:

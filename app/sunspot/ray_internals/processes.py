@@ -1,9 +1,9 @@
-"""Keeps signals to the driver away from Ray's own processes and from handlers that Ray installs.
+"""Prevents signals to the driver from reaching Ray's own processes, or handlers that Ray installs.
 
 ray._private.services.ConsolePopen       starts Ray's processes in the driver's process group. The public API cannot
                                          choose another group.
 ray._private.utils.set_sigterm_handler   is how `ray.init` replaces the driver's SIGTERM handler with one that exits
-                                         with 15. The public API cannot prevent that.
+                                         with code 15. The public API cannot prevent that.
 """
 
 import functools
@@ -18,9 +18,9 @@ def ray_apart_from_signals() -> Iterator[None]:
     """Make Ray start its processes in separate sessions, and keep the driver's SIGTERM handler if it has one.
 
     Service managers, batch systems and terminals signal the driver's whole process group, so Ray's processes would end
-    before the workers have saved. On Linux, the kernel still ends them together with the driver, because Ray requests
-    it (PR_SET_PDEATHSIG). On other systems, they stay in the driver's group, because one of Ray's helpers kills this
-    whole group when the driver ends.
+    before the workers have saved. On Linux, Ray's processes can be in other sessions, because Ray makes the kernel end
+    them together with the driver (PR_SET_PDEATHSIG). On other systems, Ray's processes stay in the driver's group,
+    because one of Ray's helpers kills this whole group when the driver ends.
     """
     from ray._private import services, utils
 

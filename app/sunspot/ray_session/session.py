@@ -1,4 +1,4 @@
-"""Starts or joins a Ray session with the environment that the workers rely on."""
+"""Starts or joins a Ray session, and sets the environment variables that its workers need."""
 
 import logging
 import os
@@ -48,10 +48,10 @@ MAX_SOCKET_PATH_BYTES = 103
 
 @contextmanager
 def ray_session() -> Iterator[None]:
-    """Context manager for using Ray: the caller's session, the cluster at RAY_ADDRESS, or a new local session.
+    """Context manager that uses the caller's Ray session, joins the cluster at RAY_ADDRESS, or starts a local session.
 
-    Raises `SunspotError` if Ray cannot be started or reached. Ray 2.60 waits 30 s for its own processes, which can be
-    too short on a busy machine.
+    Raises `SunspotError` if Ray cannot be started or reached. A start can fail on a busy machine, because Ray 2.60
+    waits only 30 s for its own processes.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -39,7 +39,8 @@ NO_FILES_LEFT = (errno.EMFILE, errno.ENFILE)
 def explain_start(error: Exception, folder: Path) -> str:
     """Return a line that explains why no session could be started in `folder`, and how to fix it.
 
-    If Ray's own processes did not start in time, Ray's error gives no reason, so this checks what these processes need.
+    If Ray's own processes did not start in time, Ray's error gives no reason. This function then checks whether these
+    processes can write to the folders that they need.
     """
     failed = f"Ray cannot be started on this machine: {shorten(error).rstrip('.')}"
     if "AF_UNIX" in str(error):

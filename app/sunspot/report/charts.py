@@ -1,6 +1,6 @@
 """Inline SVG charts over steps or time, with legends, text alternatives, and a mark for each new worker group.
 
-Colours and fonts come from the style of the page.
+Colours and fonts come from the page's style sheet.
 """
 
 import math
@@ -68,7 +68,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values, with ticks, that is mapped to positions."""
+    """A linear or logarithmic range of values, with ticks."""
 
     low: float
     high: float
@@ -76,7 +76,7 @@ class Axis:
     log: bool = False
 
     def position(self, value: float) -> float:
-        """Return the position of a value between 0 and 1."""
+        """Return a value's position on the axis, from 0 (`low`) to 1 (`high`)."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -86,7 +86,7 @@ class Axis:
 
 
 class XAxis(NamedTuple):
-    """An x axis, with the position of each record in a history and of each start of a worker group."""
+    """An x axis with the positions of a history's records, and a mark for each new worker group."""
 
     label: str
     positions: Sequence[float | None]
@@ -118,7 +118,7 @@ def over_time(report: Report, series: Series) -> XAxis:
 
 
 def points_of(x_axis: XAxis, values: Sequence[float | None]) -> list[Point]:
-    """Return a column's points, without values that cannot be drawn."""
+    """Return a point for each value of a column that can be drawn."""
     return [
         Point(x, y, group)
         for x, y, group in zip(x_axis.positions, values, x_axis.groups, strict=True)
@@ -127,7 +127,7 @@ def points_of(x_axis: XAxis, values: Sequence[float | None]) -> list[Point]:
 
 
 def chart(title: str, x_axis: XAxis, y: Axis, lines: Sequence[Line], band: Band | None = None) -> Html:
-    """Return a figure with title, legend and drawing. `band` spans the range of the ranks' values."""
+    """Return a figure with a title, a legend and a drawing. `band` spans the range of the ranks' values."""
     name = f"{title} over {x_axis.label.partition(',')[0]}"
     lines = [line for line in lines if line.points]
     if not lines:
@@ -147,7 +147,7 @@ def chart(title: str, x_axis: XAxis, y: Axis, lines: Sequence[Line], band: Band 
 
 
 def figure(title: str, legend: Sequence[tuple[str, str]], drawing: str) -> Html:
-    """Return a figure. `legend` is a list of pairs: an item's style (see `legend_sample`) and its name."""
+    """Return a figure. `legend` contains the style (see `legend_sample`) and the name of each item."""
     samples = join(element("span", join([Html(legend_sample(style)), label])) for style, label in legend)
     caption = element("figcaption", join([element("strong", title), element("span", samples, class_="legend")]))
     return element("figure", join([caption, Html(drawing)]))
@@ -261,7 +261,7 @@ def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = 
 def log_axis(values: Iterable[float]) -> Axis:
     """Return a logarithmic axis with ticks at powers of ten.
 
-    If there are few powers, there are also ticks at 2 and 5 times each power.
+    If the values span few powers of ten, there are also ticks at 2 and 5 times each power.
     """
     low, high = _bounds(values)
     if high < low * (1 + ALIKE):

@@ -18,7 +18,7 @@ MAX_DRAWN = 1e100
 class Series:
     """A sequence of numeric records, stored by column to save memory.
 
-    A column uses no memory for records that lack its name.
+    A record without a value for a column uses no memory in that column.
     """
 
     def __init__(self) -> None:
@@ -137,9 +137,10 @@ class History:
         "Indexes in `series` of records that contain means over few rows."
 
     def drawn(self, name: str) -> list[Any]:
-        """Return a result's values for a curve. Means over few training rows are None.
+        """Return a metric's values for a curve, with None in place of means over few training rows.
 
-        A checkpoint ends a window early, and the noisy mean of a short window would look like a spike.
+        A window of steps ends early if a checkpoint is written. The noisy mean of a short window would look like a
+        spike in the curve.
         """
         values = self.series.column(name)
         if name.startswith(HELD_OUT):
@@ -173,7 +174,10 @@ class History:
                     self.undrawable[name] = times + 1, first
 
     def _keeps_new_result(self, name: str, record: dict[str, Any], best_by: str) -> bool:
-        """Record a new name if it belongs to a result, and return True if it is among the first MAX_NAMES names."""
+        """Return True if a name that was not seen before is a result and should be kept.
+
+        Adds the name of a result to `results` or, if there are MAX_NAMES results already, to `left_out`.
+        """
         if not is_result(name, record, best_by):
             return False
         kept = len(self.results) < MAX_NAMES
@@ -195,7 +199,7 @@ class History:
 
 
 def is_result(name: str, record: dict[str, Any], best_by: str) -> bool:
-    """Return True if a name measures the model and not the training speed."""
+    """Return True if a metric measures the model, and not the training speed."""
     return (
         name.endswith(("loss", "accuracy")) or name.startswith(HELD_OUT) or HELD_OUT + name in record or name == best_by
     )

@@ -12,7 +12,7 @@ from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.size_limits import MAX_LISTED, cut
 
 MAX_ROWS = 100
-"""Largest number of rows in a table. `sunspot events` shows all."""
+"""Largest number of rows in a table. `sunspot events` shows all rows."""
 
 MAX_FAILURES = 20
 """Largest number of errors shown. Most ranks fail only because another rank is gone."""

@@ -1,4 +1,4 @@
-"""Reads the content of a report from storage. An unreadable part is reported, and does not hide the other parts."""
+"""Reads the content of a report from storage. If a part is unreadable, the report says so and shows the other parts."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A run with everything that only a report shows."""
+    """The content of a run's report."""
 
     seen: RunDetails
     "The run, with the newest usable checkpoint and the newest record of its history."
@@ -108,7 +108,7 @@ class Report:
         return ranking_metric(self.usable_checkpoints, self.seen.retention.metric)
 
     def result(self, name: str) -> tuple[float, int] | None:
-        """Return the newest value of a result and its step, or None if no value is recorded."""
+        """Return a metric's newest value and its step, or None if no value is recorded."""
         found = self.history.newest_values.get(name)
         checkpoint = self.seen.checkpoint
         if not checkpoint or (found and found[1] > checkpoint.step):

@@ -1,7 +1,7 @@
 """A run in storage: its objects, and the purpose of each.
 
     <STORAGE_PATH>/<RUN_NAME>/
-        run.json                          the run's identity: settings, rows and row order, which can never change
+        run.json                          the run's identity: the settings, rows and row order that it began with
         status/attempt-0001-3f2a9c1e.json the run's state, written by its driver; one file per driver and attempt
         status/attempt-0001-3f2a9c1e-workers.json
                                           the run's state, written by rank 0 during training
@@ -12,7 +12,7 @@
         profiles/20261129T141013Z3f2a9c1e/rank-0000.json.gz
                                           the trace of a rank, with its costs next to it (profiles.py)
         scale.json                        the number of workers that a user has asked for, within NUM_WORKERS
-        handover.json                     exists while a driver waits for the driver in another place to save and end
+        handover.json                     exists while workers in a new place wait for the old driver to save and end
         delete.json                       exists while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.json
                                           a RayJob as it was applied, and the cluster to which it was applied
@@ -54,10 +54,10 @@ chain. Only the steps that led to the newest attempt are part of the run's linea
 The life of a run, with the module for each part:
 
     requests.py      a user submits a RayJob, asks the run to stop or to change its size, or deletes it
-    profiles.py      a user asks some ranks for traces of a few steps
+    profiles.py      a user asks some ranks to trace a few steps
     outcome.py       a driver begins, and writes the status (status.py) while no worker writes it
     identity.py      the driver records the run's identity, or raises an error if it has changed
-    handover.py      a driver in a new place waits until the old driver has saved and ended
+    handover.py      workers in a new place wait until the old driver has saved and ended
     attempts.py      a worker group claims an attempt, and records the checkpoint that it starts from
     history.py       the workers add metrics and events, including a receipt for each start (incidents.py)
     checkpoints.py   the workers record the rows that their steps consumed (audit.py), then commit a checkpoint

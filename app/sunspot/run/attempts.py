@@ -1,8 +1,8 @@
 """Attempts determine which process owns a run, and which steps are in the run's lineage (`lineage`).
 
 Each worker group claims the next number in `attempts/` with a conditional write when it starts. The newest attempt owns
-the run. No lease is needed, because an older attempt checks for a newer one before each commit or deletion. (A process
-that is rank 0 of both attempts can complete a commit that it has begun: see `checkpoints.ensure_committer`.) The new
+the run. No lease is needed, because an older attempt checks for a newer one before each commit or deletion. (If the
+same process is rank 0 of both attempts, it can complete a commit: see `checkpoints.ensure_committer`.) The new
 attempt chooses its starting checkpoint only after its claim, so the older attempt cannot delete that checkpoint. Until
 then, the new attempt is not in the lineage.
 
@@ -127,7 +127,7 @@ def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
 
 
 def recorded_multiple(attempts: Sequence[Attempt]) -> int:
-    """Return how many workers hold one replica of the model under PARALLEL=hsdp, and 1 otherwise.
+    """Return how many workers hold one replica of the model under PARALLEL=hsdp, or 1 without hsdp.
 
     The number is read from the newest attempt. Raises `DamageError` if the recorded value is not a number.
     """
@@ -148,7 +148,7 @@ def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
 class Span(NamedTuple):
     """The steps of an attempt that are in the run's lineage.
 
-    They begin after step `after`, and end with step `upto` or, if `upto` is None, with the attempt's last step.
+    The steps begin after step `after`, and end with step `upto`, or with the attempt's last step if `upto` is None.
     """
 
     attempt: int
@@ -174,7 +174,7 @@ class Span(NamedTuple):
 
 
 def read_attempts(run: Run) -> list[Attempt]:
-    """Return all attempts, oldest first. Raises `DamageError` with a remedy if an attempt cannot be used."""
+    """Return all attempts, oldest first. Raises `DamageError`, with a fix, if an attempt cannot be used."""
     files = _list_files(run)
 
     def read_one(file: str) -> Attempt:
@@ -192,7 +192,7 @@ def read_attempts(run: Run) -> list[Attempt]:
 
 
 def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
-    """Replace each damaged attempt with a claim that has no steps, if ACCEPT accepts its loss.
+    """Replace each damaged attempt whose loss ACCEPT accepts with a claim without steps.
 
     The attempt's number stays taken, so its objects cannot be mistaken for those of a later attempt. `environment`
     holds the settings.
@@ -217,7 +217,10 @@ def _loss_of(number: int) -> str:
 
 
 def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
-    """Return the attempt in a claim file, with its start point if it has chosen one. `files` maps names to versions."""
+    """Return the attempt in a claim file, with the start point that it has chosen, if any.
+
+    `files` maps the names of the files in `attempts/` to their versions.
+    """
     claimed = _read_version(run, file, files[file])
     chosen = _start_file(claimed)
     return claimed if claimed.chosen or chosen not in files else _read_version(run, chosen, files[chosen])
@@ -300,7 +303,7 @@ def step_of(checkpoint: str) -> int:
 
 
 def nonce_of(checkpoint: str) -> str:
-    """Return the attempt's nonce in a checkpoint's name, or an empty string if it has none."""
+    """Return the attempt's nonce in a checkpoint's name, or an empty string if the name contains no nonce."""
     return "".join(checkpoint.split("-")[4:])
 
 
@@ -312,8 +315,8 @@ def label_of(checkpoint: str) -> str:
 def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") -> None:
     """Raise `SupersededError` if another owner has taken over the run. A takeover is final.
 
-    Also raises it if a later driver of the same job has replaced `driver`. The operator starts a new driver if the head
-    does not answer, but the old driver can still be alive and merely frozen.
+    The error is also raised if a later driver of the same job has replaced `driver`. The operator starts a new driver
+    if the head does not answer, but the old driver might only be frozen.
     """
     if not attempts:
         return
@@ -326,11 +329,11 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
 
 
 def refuse_if_left(run: Run, attempts: list[Attempt], owner: str) -> None:
-    """Raise `SupersededError` if the run left this owner's place before the owner ever claimed the run.
+    """Raise `SupersededError` if this owner never claimed the run and must leave the run to another place.
 
-    This is the case if the records of submissions show that the owner's RayJob was withdrawn, or that the RayJob of the
-    newest attempt was submitted later. The owner's RayJob can still run if its cluster did not answer when the RayJob
-    should have been deleted.
+    In that case, the records of submissions show that the owner's RayJob was withdrawn, or that the RayJob of the
+    newest attempt was submitted later. The owner's RayJob can still be running if its cluster did not answer when the
+    RayJob should have been deleted.
     """
     own = Owner.parse(owner)
     if not own.place or any(attempt.owner == owner for attempt in attempts):
@@ -362,7 +365,8 @@ def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> lis
     """Call `make` with all attempts so far, and claim the attempt that it returns. Repeat if its number is taken.
 
     Returns all attempts, oldest first, including the new one, or an empty list if `make` returns None. Raises
-    `ConflictError` after CLAIM_TRIES lost claims. Raises `SupersededError` if `claim` does, or if the run was deleted.
+    `ConflictError` after CLAIM_TRIES lost claims. Raises `SupersededError` if `claim` raises it, or if the run was
+    deleted.
     """
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)

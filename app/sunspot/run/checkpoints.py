@@ -168,7 +168,7 @@ def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
 
 
 def list_checkpoints(run: Run, directories: Directories | None = None) -> list[Checkpoint]:
-    """Return all committed checkpoints, sorted by step. Those with an unusable manifest have `damage` set."""
+    """Return all committed checkpoints, sorted by step. If a manifest cannot be used, `damage` is set."""
     directories = list_directories(run) if directories is None else directories
     names = [name for name, files in directories.items() if MANIFEST in files]
     found = map_parallel(lambda name: read_manifest(run, name), by_step(names))
@@ -202,7 +202,7 @@ def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
     """Return the newest attempt if rank 0 of `attempt` is allowed to commit the checkpoint `name` (`may_commit`).
 
     Raises `SupersededError` if the commit is not allowed. Call this before the commit, and before deleting any other
-    checkpoint. No checkpoint may be deleted before the newest attempt has chosen where it starts.
+    checkpoint. Until the newest attempt has chosen where it starts, no checkpoint may be deleted.
     """
     try:
         ensure_owner(run, attempt)
@@ -225,7 +225,7 @@ def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], li
 def why_abandoned(
     name: str, files: Mapping[str, Entry], attempts: list[Attempt], now: float, committed: int = 0
 ) -> str:
-    """Return why an incomplete checkpoint will never be completed, or an empty string if it still can be.
+    """Return why an incomplete checkpoint will never be completed, or an empty string if it still might be.
 
     A superseded process can still write the manifest of a checkpoint in the lineage. The files of such a checkpoint are
     kept for ABANDONED_S seconds, or until a later step has been committed. `committed` is the newest step that the
@@ -438,7 +438,7 @@ def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -
 
 
 def delete_checkpoint(run: Run, name: str) -> None:
-    """Delete a checkpoint. The manifest goes first, so that an interrupted deletion leaves no committed checkpoint."""
+    """Delete a checkpoint, manifest first, so that an interrupted deletion leaves no committed checkpoint."""
     run.storage.delete(_key(run, name, MANIFEST))
     run.storage.delete_many([entry.key for entry in run.storage.list(run.key("checkpoints", name))])
 

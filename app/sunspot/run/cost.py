@@ -58,7 +58,7 @@ class Spending:
         )
 
     def record(self, steps: int = 0) -> dict[str, Any]:
-        """Return the fields for a JSON document. `steps` is the run's number of steps."""
+        """Return the spending as fields for a JSON document. `steps` is the run's number of steps."""
         cost_per_step = self.cost / steps if self.cost is not None and steps else None
         return {**asdict(self), "cost_per_step": cost_per_step}
 
@@ -148,12 +148,12 @@ def _until(spans: Iterable[Interval], bounds: Sequence[float]) -> list[float]:
 
 
 def hourly_price(attempt: Attempt) -> float | None:
-    """Return the price per hour of an attempt's nodes and of the head, or None if no price is known."""
+    """Return the hourly price of an attempt's nodes, including the head, or None if no price is known."""
     return _rate(attempt).price
 
 
 def _rate(attempt: Attempt) -> _Rate:
-    """Return the total hourly prices of an attempt's nodes, including the head. Each host counts once."""
+    """Return the total hourly prices of an attempt's nodes, including the head. Each node counts once."""
     from sunspot.settings import HEAD, PREFIX  # pydantic is slow to import, and most verbs do not need it
 
     metadata = attempt.metadata

@@ -36,7 +36,7 @@ class EpochLayout:
     def position(self, step: int) -> int:
         """Return the number of rows that the run has consumed after a step.
 
-        An epoch's last step consumes all remaining rows. It has at most one row more than any other step.
+        An epoch's last step consumes the remaining rows, which can be fewer rows than in other steps, or one more.
         """
         epochs, steps = divmod(step, self.steps_per_epoch)
         return epochs * self.rows + steps * self.batch

@@ -70,7 +70,7 @@ class Failure:
 def describe_failure(error: BaseException, attempt: int, rank: int | None, step: int) -> Failure:
     """Return the record of an error that ends a process.
 
-    An error raised by Sunspot itself gets no file and line, because its message says what is wrong.
+    The record of an error raised by Sunspot itself has no file and line, because the message says what is wrong.
     """
     kind = type(error).__name__
     message = without_secrets(str(error))

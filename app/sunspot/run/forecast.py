@@ -72,7 +72,7 @@ class Forecast:
 
 
 def forecast(seen: RunDetails) -> Forecast:
-    """Return the forecast for a run. An ended run has no limits."""
+    """Return the forecast for a run. If the run has ended, the forecast has no limits."""
     from sunspot.settings.goal import parse_budget, parse_deadline  # pydantic is slow to import
 
     if seen.state.terminal or not seen.attempts:
@@ -91,7 +91,7 @@ def forecast(seen: RunDetails) -> Forecast:
 
 
 def find_spent(run: Run) -> float:
-    """Return what a run's nodes have cost so far, or 0 if it has not begun. Raises `StorageError`."""
+    """Return the cost of a run's nodes so far, or 0 if the run has not begun. Raises `StorageError`."""
     try:
         return read_details(look(run)).spending.cost or 0.0
     except NotFoundError:

@@ -4,7 +4,7 @@ The new workers form their group while the old ones train. Then the new rank 0 w
 and waits. The old driver reads it, saves after its current step, and stops. Only then does the new rank 0 claim the
 run, so the run pauses only for the save, the claim and the restore. If the old driver is gone, the new workers continue
 from the newest checkpoint, like any new group. Claims alone decide who owns the run, so a lost or late request cannot
-give it two owners.
+give the run two owners.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Handover:
-    """A request by one owner's driver to another owner's driver to save and end."""
+    """A request by a run's new owner that the old owner's driver save and end."""
 
     old: str = ""
     new: str = ""
@@ -41,12 +41,12 @@ class Handover:
 
 
 def read_handover(run: Run) -> Handover | None:
-    """Return the request, or None if no driver waits. A damaged request names no owner."""
+    """Return the request, or None if there is no request. If the request is damaged, its owners are empty."""
     return read_if_exists(lambda: read_or_default(lambda: read(run, Handover, HANDOVER), Handover()))
 
 
 def left_for_move(status: Status) -> bool:
-    """Return True if the run's driver has saved a checkpoint and ended because the run moves."""
+    """Return True if the run's driver saved a checkpoint and ended because the run is moving to another place."""
     return status.state is RunState.STOPPED and status.reason.startswith(f"stopped by {MOVE}")
 
 

@@ -1,9 +1,9 @@
 """The journals of a run: its metric history, the metrics of each rank, and its events.
 
-The metrics of each rank have a journal of their own, because they would make up most of the metric history. Its records
-have the same `attempt`, `step`, `time`, `steps` and `seconds` as those of the metric history, and also `ranks`, which
-maps each name to the values of all ranks. Old records are combined (observe/ranks.py). A combined record has the time
-and step of the last record that it replaces, and the number of replaced records in `records`.
+The metrics of each rank have a journal of their own, because they would make up most of the metric history. A
+record in this journal has the same `attempt`, `step`, `time`, `steps` and `seconds` as in the metric history. It also
+has `ranks`, which maps each name to the values of all ranks. Old records are combined (observe/ranks.py). A combined
+record has the time and step of the last record that it replaces, and the number of replaced records in `records`.
 """
 
 import contextlib
@@ -128,8 +128,8 @@ def iter_records(
 ) -> Iterator[dict[str, Any]]:
     """Yield the same records as `read_journal`, reading only a few segments at a time to bound memory use.
 
-    If `listed` (a result of `list_journal`) is given, only these segments are read. Raises `StorageError` if one of
-    them has been merged in the meantime.
+    If `listed` (a result of `list_journal`) is given, only these segments are read. Raises `StorageError` if a listed
+    segment has been merged in the meantime.
     """
     size = 0
     for segment, text, given in read_segments(
@@ -261,7 +261,7 @@ def iter_rank_records(run: Run, spans: Sequence[Span], damaged: list[str] | None
 
 
 def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the records with the metrics of each rank from the newest attempt that has any."""
+    """Return the records with the metrics of each rank from the newest attempt that has such records."""
     recorded = {segment.attempt for segment in list_journal(run, "ranks", spans)}
     for span in spans:
         records = list(iter_rank_records(run, [span])) if span.attempt in recorded else []

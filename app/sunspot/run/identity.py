@@ -1,4 +1,7 @@
-"""The identity of a run: its rows, their order, and the settings that define its steps. It can never change."""
+"""The identity of a run: its rows, their order, and the settings that define its steps.
+
+An identity cannot change, except that a new row order can be accepted with ACCEPT.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -40,7 +43,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Identity:
-    """The settings and rows that a run began with, which can never change."""
+    """The settings and rows that a run began with. Only the row order can be replaced later."""
 
     settings: dict[str, str]
     "Values of the identity settings, keyed by environment variable."
@@ -60,7 +63,7 @@ def record_identity(run: Run, environment: Mapping[str, str], names: Iterable[st
     """Record the identity of a run: `rows`, and the settings `names` with their values in `environment`.
 
     Raises `ConflictError` with a diff if the run began with a different identity, and `DamageError` if the recorded
-    identity is damaged. If ACCEPT accepts a new row order, the new order replaces the recorded one.
+    identity is damaged. If ACCEPT accepts a new row order, the recorded order is replaced.
     """
     settings = {variable: environment[variable] for variable in _variables(names)}
     if run.storage.create(run.key(FILE), with_checksum(asdict(Identity(settings, rows)))):
@@ -95,7 +98,7 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
 
 
 def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise `ConflictError` if the run began with different identity settings, or with different values for them."""
+    """Raise `ConflictError` if the run's recorded identity has other settings, or other values for these settings."""
     from sunspot.settings import differences
 
     identity = read_if_exists(lambda: read_identity(run))

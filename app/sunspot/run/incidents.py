@@ -115,8 +115,8 @@ class Receipt:
     def beginning(self) -> tuple[float, str]:
         """The time at which the recovery began, and the name of the event that marks it.
 
-        This event is the notice or the loss. If neither was observed, or if the other workers kept training, it is the
-        step from which the attempt continues.
+        The event is the notice or the loss. If neither was observed, or if the other workers kept training, the event
+        is the completion of the step from which the attempt continues.
         """
         if self.noticed is None or self.tier == IN_PLACE:
             return self.left, "the last step that counts"
@@ -131,8 +131,8 @@ class Receipt:
     def phases(self) -> dict[str, float]:
         """Seconds from `beginning` to the end of each observed phase, in order.
 
-        Phases that ended before `beginning` are omitted. This can happen if a driver began while a lost driver's group
-        was still training.
+        Phases that ended before `beginning` are omitted. This can happen if a new driver started while the workers of
+        a lost driver were still training.
         """
         ends = {
             "old group gone": self.launched,

@@ -1,8 +1,8 @@
 """The output of a run's processes, shipped to storage every few seconds so that little is lost if a node dies.
 
 A stream is the output of one process, and is called `driver-<start time>` or `attempt-0001-rank-0003`. Storage cannot
-append, so a stream consists of segments. Only the last segment is rewritten, until it reaches SEGMENT_BYTES. If a
-process prints endlessly, only its first and its newest output are kept.
+append to an object, so a stream consists of segments. Only the last segment is rewritten, until it reaches
+SEGMENT_BYTES. If a process prints endlessly, only its first and its newest output are kept.
 """
 
 import os
@@ -143,7 +143,7 @@ def rank_stream(attempt: int, rank: int) -> str:
 
 @contextmanager
 def shipped_driver_output(run: Run) -> Iterator[None]:
-    """Context manager that ships the output of this process's Python code, and any error raised inside it."""
+    """Context manager that ships the output of this process's Python code, and any error raised in the context."""
     log = LogWriter(run, driver_stream())
     out = cast(TextIO, _Tee(sys.stdout, log))
     err = cast(TextIO, _Tee(sys.stderr, log))
@@ -225,7 +225,7 @@ class _Tee:
 
 
 class _Tail:
-    """A reader of the new output in the file behind one of this process's output descriptors."""
+    """A reader of the file that this process's stdout or stderr writes to. Output written earlier is skipped."""
 
     def __init__(self, descriptor: int, log: LogWriter) -> None:
         self._log = log

@@ -1,9 +1,9 @@
 """Reads and writes a run's objects, enforcing size limits and a schema for each.
 
-Objects in storage can be damaged, or written by another version or program. A damaged object that defines the run
-(attempts, manifests, `run.json`, audit) raises a `DamageError` that names it. A damaged object that only informs users
-(status, metrics, events, failures, submissions, predictions, search results, tracking) is skipped with a warning, and
-training continues.
+Objects in storage can be damaged, or written by another version or program. If a damaged object defines the run
+(attempts, manifests, `run.json`, audit), reading it raises a `DamageError` with the object's name. If it only informs
+users (status, metrics, events, failures, submissions, predictions, search results, tracking), it is skipped with a
+warning, and training continues.
 """
 
 import functools

@@ -100,7 +100,7 @@ def recorded_outcome(
 
 
 def _note_handover(claimant: Claimant, stop_request: StopRequest) -> None:
-    """Let the run stop if another owner's driver waits for this one to save and end."""
+    """Record a request to stop if another owner is waiting for this driver to save and end."""
     handover = read_handover(claimant.run)
     if handover and handover.old == claimant.owner:
         stop_request.note_marker()
@@ -137,9 +137,10 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
 def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int, error: BaseException) -> bool:
     """Return True if a driver that ends with `error` should leave the run's previous status in force.
 
-    `begun` is the driver's first status, and `known` is the newest attempt at that time. A driver changes nothing until
-    it claims an attempt. A typo therefore neither creates a run nor ends a run that another driver trains or has ended.
-    If the run's job was retried, however, the end of the retry is also the end of the run.
+    `begun` is the driver's first status, and `known` is the newest attempt at that time. A driver that ends before it
+    claims an attempt, for example because of a typo, has not changed the run. Its end should not create a run, or end a
+    run that another driver trains or has ended. If this driver retried the run's job, however, its end is also the end
+    of the run.
     """
     if newest_number(run) > known:
         return False
@@ -264,6 +265,6 @@ class DriverStatusWriter:
         return False
 
     def _load(self, entry: Entry) -> None:
-        """Read the status object if the workers wrote it. The driver remembers its own writes."""
+        """Read a status object, unless this driver wrote it. The driver remembers what it has written."""
         if kind_of_status(entry) is StatusKind.WORKERS:
             self._last = read_if_usable(lambda: load_status(self._run.storage, entry)) or self._last

@@ -144,8 +144,8 @@ def summarize_run(name: str, entries: Collection[Entry]) -> RunSummary:
 def holds_run(name: str, entries: Collection[Entry]) -> bool:
     """Return True if these objects belong to a run, even one with an interrupted start or deletion.
 
-    The names of subfolders do not suffice, because a user's own folder may have `logs`, too. So the names of the
-    objects in the subfolders are also checked.
+    The names of the objects in subfolders are checked, too, because a user's own folder can also contain a subfolder
+    such as `logs`.
     """
 
     def is_of_run(entry: Entry) -> bool:
@@ -166,9 +166,9 @@ def holds_run(name: str, entries: Collection[Entry]) -> bool:
 
 
 def state_from_storage(status: Status | None, summary: RunSummary, now: float) -> tuple[RunState, str]:
-    """Return the state of a run without a RayJob, and its reason. `now` is in seconds since the epoch.
+    """Return the state of a run without a RayJob, and the reason for the state. `now` is in seconds since the epoch.
 
-    If the status is recent, only the summary's requests to stop or delete the run are used.
+    If the status is recent, the summary is used only to find requests to stop or delete the run.
     """
     if summary.deleting:
         return RunState.DELETING, HALF_DELETED
@@ -197,7 +197,7 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
 
 
 def describe_silence(seen: float, now: float) -> str:
-    """Describe how long ago the last sign of life was."""
+    """Describe how long ago the last sign of life was. Both arguments are in seconds since the epoch."""
     return f"no sign of life since {as_time(seen)}, {in_words(now - seen)} ago"
 
 
@@ -215,7 +215,7 @@ def describe_stall(status: Status) -> str:
 
 
 def describe_work(status: Status, asked: object = None) -> str:
-    """Return the reason for the state of a live run if its status contains none.
+    """Return the reason for a live run's state, for a status that does not contain a reason.
 
     `asked` is the requested number of workers, or None if that many are training.
     """

@@ -1,4 +1,4 @@
-"""Owners of runs: the RayJob or process that trains a run.
+"""The owner of a run: the RayJob or process that trains it.
 
 A RayJob's name is unique only within a namespace, and only until the job is deleted and created again. An owner
 therefore also has a cluster, a namespace and a submission. Attempts and statuses store it as the text
@@ -89,7 +89,7 @@ def new_owner(job_id: str) -> str:
 
 
 def cluster_identity(certificates: str) -> str:
-    """Return a Kubernetes cluster's ID, a digest of its CA certificates. The ID is empty if `certificates` is.
+    """Return a Kubernetes cluster's ID, a digest of its CA certificates, or an empty string without certificates.
 
     `certificates` is the content of `ca.crt` in the ConfigMap `kube-root-ca.crt` that every namespace has.
     """

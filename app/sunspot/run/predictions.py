@@ -69,7 +69,7 @@ class Predictions:
     samples: list[Example] = field(default_factory=list)
     "Training rows without predictions."
     names: list[str] = field(default_factory=list)
-    "The names of the classes, or an empty list if they have none."
+    "The names of the classes, or an empty list if the classes have no names."
 
     def __post_init__(self) -> None:
         if len(self.confusion) != self.classes or any(len(row) != self.classes for row in self.confusion):

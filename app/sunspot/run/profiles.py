@@ -1,4 +1,4 @@
-"""Profiles of a live run: the request for a profile, and the report of each rank that has made one.
+"""Profiles of a live run: the request for a profile, and the report of each profiled rank.
 
     profile.json                        the request, which exists while `sunspot profile` waits
     profiles/20261129T141013Z3f2a9c1e/
@@ -7,8 +7,8 @@
 
 A thread of rank 0 looks for a request every few seconds. A request is for one attempt. If the attempt ends before
 the profile is complete, because a worker was lost or has joined, the profile is dropped. The next attempt does not try
-again, because a profile that ends its own worker would then end the next worker, too. A newer request replaces an older
-one.
+again, because a profile that makes a worker crash could make the next worker crash, too. A newer request replaces an
+older request.
 """
 
 import time
@@ -86,5 +86,5 @@ def write_rank_profile(run: Run, request: ProfileRequest, profile: RankProfile) 
 
 
 def read_rank_profile(run: Run, request: ProfileRequest, rank: int) -> RankProfile | None:
-    """Return the report of a rank, or None if it has not written one."""
+    """Return the report of a rank, or None if the rank has not written a report."""
     return read_if_usable(lambda: read(run, RankProfile, FOLDER, request.name, f"rank-{rank:04d}.json"))

@@ -143,12 +143,15 @@ def read_scale(run: Run) -> ScaleRequest | None:
 
 
 def clear_scale(run: Run) -> None:
-    """Delete the request to change the run's size, so that NUM_WORKERS alone counts again."""
+    """Delete the request to change the run's size, so that only NUM_WORKERS determines the size again."""
     run.storage.delete(run.key(SCALE))
 
 
 def narrowed(given: "WorkerRange", request: ScaleRequest | None) -> "WorkerRange":
-    """Return the number of workers that a run with NUM_WORKERS `given` should have, considering a request."""
+    """Return the range of workers that a request asks for, or NUM_WORKERS `given` without an applicable request.
+
+    A request does not apply if NUM_WORKERS has changed since, or if the request is not within NUM_WORKERS.
+    """
     from sunspot.settings import parse_workers  # pydantic is slow to import, and most verbs do not need it
 
     if request is None or request.num_workers != str(given):

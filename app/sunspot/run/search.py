@@ -70,12 +70,12 @@ def write_results(run: Run, results: SearchResults) -> None:
 
 
 def read_results(run: Run) -> SearchResults | None:
-    """Return the results of a search, or None if there are none or they are damaged. Raises `StorageError`."""
+    """Return the results of a search, or None if the results are missing or damaged. Raises `StorageError`."""
     return read_if_usable(lambda: read(run, SearchResults, FILE))
 
 
 def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, error: str = "") -> Trial:
-    """Return a trial's results from its run. `error` is the error that ended its driver, if any.
+    """Return a trial's results from its run. `error` is the error that ended the trial's driver, if any.
 
     Raises `StorageError` if storage fails.
     """

@@ -43,7 +43,7 @@ from sunspot.storage.base import Storage
 
 @dataclass(frozen=True)
 class RunSeen:
-    """A run as seen in storage. If storage did not answer, the other values are old or missing."""
+    """A run's state as read from storage. If storage did not answer, the values are old or missing."""
 
     run: Run
     summary: RunSummary = field(default_factory=lambda: RunSummary(exists=False))
@@ -97,7 +97,7 @@ class RunSeen:
 
     @property
     def progress(self) -> Status | None:
-        """The status. Unless the run is alive, its checkpoint is replaced by the newest one in the listing."""
+        """The status. If the run is not alive, its checkpoint is the newest checkpoint in the listing."""
         status, name = self.status, self.summary.checkpoint
         if status is None or name is None or is_alive(status, self.time):
             return status
@@ -117,7 +117,7 @@ class RunSeen:
     ) -> "RunDetails":
         """Return this object together with everything else that was read from storage.
 
-        The result has the current time, so that no age is negative.
+        The result's `time` is the current time, so that no age is negative.
         """
         return RunDetails(
             **vars(replace(self, time=time.time())),
@@ -147,7 +147,7 @@ def look(run: Run) -> RunSeen:
 
 
 def _list_parts(run: Run, status: Status | None) -> RunSummary:
-    """Return a summary of the folders that the state of a run depends on if its status is not recent."""
+    """Return a summary of the folders that determine a run's state if its status is not recent."""
     folders = [run.name]
     if status:
         folders = [run.key(FOLDER), run.key("submissions")]
@@ -156,7 +156,7 @@ def _list_parts(run: Run, status: Status | None) -> RunSummary:
 
 
 def read_listed(storage: Storage, listed: Mapping[str, RunSummary]) -> list[RunSeen]:
-    """Return listed runs with their statuses, except damaged ones. Each status takes one small request."""
+    """Return listed runs with their statuses. A damaged status is omitted. Each status takes one small request."""
 
     def read(name: str, summary: RunSummary) -> RunSeen:
         run = Run(storage, name)

@@ -51,8 +51,8 @@ def find_sightings(
 ) -> Iterator[Sighting]:
     """Yield how many nodes one run got in its places. Attempts and submissions are oldest first.
 
-    An attempt got nodes for the workers that it had. A submission without an attempt got no nodes, if it waited for
-    NODES_WITHIN_S. A run that is alive still has its workers, and a silent run has lost them.
+    An attempt got nodes for the workers that it had. A submission that waited for NODES_WITHIN_S without an attempt
+    got no nodes. A run that is alive still has its workers, and a silent run has lost its workers.
     """
     for attempt in attempts:
         place = Owner.parse(attempt.owner).place

@@ -4,9 +4,9 @@ The driver writes one object while the workers do not write theirs, and another 
 during training (`StatusKind`). A search has no workers, so its driver writes its progress. Readers use the current
 object (`newest_status`). Training never depends on the status.
 
-Each driver has separate objects for each of its attempts. A process can be frozen during a write until another process
-has taken over the run, or until the driver has ended. The write then only changes an object that is no longer current.
-A check before the write could not guarantee this.
+Each driver has separate objects for each of its attempts. A process can freeze during a write, and complete the write
+after another process has taken over the run or after the driver has ended. The late write then only changes an object
+that is no longer current. A check before the write could not guarantee this.
 """
 
 import contextlib
@@ -197,9 +197,9 @@ def _file(status: Status, kind: StatusKind) -> str:
 def newest_status(listed: Iterable[Entry], driver: str = "", other_than: str = "") -> Entry | None:
     """Return the current status object in a listing, or None if there is no such object. Nothing is read.
 
-    Once a driver has ended, only its ENDED object is considered. Among the considered objects for the newest attempt,
-    the one that was written last is current. If two objects were written at the same time, the driver's object is
-    current, because a driver writes only if its workers do not.
+    If a driver has ended, all of its objects except the ENDED object are ignored. Among the remaining objects of the
+    newest attempt, the object that was written last is current. If two objects were written at the same time, the
+    driver's object is current, because a driver writes only if its workers do not.
 
     `driver` limits the search to the objects of one driver. `other_than` excludes the objects of one driver.
     """

@@ -1,4 +1,4 @@
-"""Decides whether a worker or a node is so much slower than the others that it delays all of them."""
+"""Decides whether a worker or a node is so much slower than the others that it delays them all."""
 
 RECENT_S = 300.0
 """Seconds of recent metric history that are examined to find out whether a run is slow."""
@@ -17,10 +17,11 @@ STEADY_FRACTION = 0.75
 
 
 def lags(own_s: float, others_s: float, step_s: float, ratio: float = LAG_RATIO) -> bool:
-    """Return True if a worker that needs `own_s` seconds of a step is a straggler. The others need `others_s`.
+    """Return True if a worker is a straggler.
 
-    Neither time includes waiting for each other. The whole step takes `step_s`. `ratio` is the minimum ratio of the two
-    times.
+    The worker computes for `own_s` seconds per step, and the other workers for `others_s`. Neither time includes
+    waiting for each other. The whole step takes `step_s` seconds. A straggler takes at least `ratio` times as long as
+    the others.
     """
     lag_s = own_s - others_s
     return lag_s >= max(MIN_LAG_S, LAG_FRACTION * step_s) and own_s >= ratio * others_s

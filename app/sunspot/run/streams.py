@@ -1,9 +1,9 @@
-"""Streams of records (history.py), audit rows (audit.py) or output (logs.py), in storage that cannot append.
+"""Streams of records (history.py), audit rows (audit.py) or output (logs.py). Storage cannot append to an object.
 
-A stream consists of segments, and each segment's name contains its range of lines or steps. New lines become a small
-segment. Once small segments together reach one of SIZES, they are merged into one segment and then deleted. Each line
-is thus written at most 1 + len(SIZES) times, and the number of small objects is bounded. A reader ignores segments that
-were merged but not deleted yet.
+A stream therefore consists of segments, and each segment's name contains its range of lines or steps. New lines become
+a small segment. Once small segments together reach one of SIZES, they are merged into one segment and deleted. Each
+line is thus written at most 1 + len(SIZES) times, and the number of small objects is bounded. A reader ignores segments
+that were merged but not deleted yet.
 """
 
 import re
@@ -52,12 +52,12 @@ def new_stream(attempt: int) -> str:
 
 
 def list_segments(storage: Storage, folder: str) -> list[Segment]:
-    """Return the segments in a folder, except those that were merged, sorted by attempt, stream and line."""
+    """Return the segments in a folder, except merged segments, sorted by attempt, stream and line."""
     return without_merged_parts(list_all(storage, folder))
 
 
 def list_all(storage: Storage, folder: str, name: re.Pattern[str] = NAME) -> list[Segment]:
-    """Return all segments in a folder with names that match `name`, including those that were merged."""
+    """Return all segments in a folder with names that match `name`, including merged segments."""
     found = []
     for entry in storage.list(folder):
         match = name.fullmatch(entry.key.removeprefix(f"{folder}/"))

@@ -4,7 +4,7 @@ A setting is an environment variable with the prefix SUNSPOT_. The sentence belo
 `--help` and in the documentation. `takes` is the text after "set it to" in the error for an invalid value. Secrets are
 never settings.
 
-Some kinds of tasks do not support every setting. Each adapter lists the unsupported ones in `UNREAD_SETTINGS` and
+Some kinds of tasks do not support every setting. Each adapter lists the unsupported settings in `UNREAD_SETTINGS` and
 rejects them.
 """
 
@@ -287,7 +287,7 @@ class Settings(BaseModel):
 
     @property
     def worker_multiple(self) -> int:
-        """The number of workers must be a multiple of this number: SHARD_DEGREE under hsdp, otherwise 1."""
+        """The number by which the number of workers must be divisible: SHARD_DEGREE under hsdp, otherwise 1."""
         return max(1, self.shard_degree) if self.parallel == "hsdp" else 1
 
     def environment(self) -> dict[str, str]:
@@ -415,7 +415,7 @@ def setting_text(name: str, value: Any) -> str:
 
 
 def recorded_settings(environment: Mapping[str, str]) -> Settings:
-    """Return the settings that a run recorded (`Settings.environment`), except those that this version lacks."""
+    """Return the settings that a run recorded (`Settings.environment`), except those unknown to this version."""
     values = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if value != ""}
     return _parse({name: value for name, value in values.items() if name in FIELDS})
 

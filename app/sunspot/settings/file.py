@@ -37,7 +37,7 @@ def as_variables(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_task(given: str = "") -> str:
-    """Return the module of the task `given`, or of the default task in SUNSPOT_TASK or in this folder's FILE.
+    """Return the module of the task `given`, or of the default task in SUNSPOT_TASK or sunspot.toml.
 
     If the task is a file's path, the file's folder is added to the import path of this process and its children.
     Returns an empty string if there is no task. Raises `SettingsError` if the file cannot be imported.

@@ -13,7 +13,7 @@ def parse_deadline(text: str) -> float | None:
         return None
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
-        raise ValueError("without a time zone, its meaning would depend on the machine")
+        raise ValueError("the time zone is missing, so the time would depend on the machine")
     return moment.timestamp()
 
 

@@ -1,6 +1,6 @@
 """Defines the variables that a job's manifest sets in its pods. Users do not set them.
 
-They have the same prefix as the settings, are checked together with them, and are recorded with them.
+The variables have the same prefix as the settings, and are checked and recorded together with the settings.
 """
 
 import json
@@ -12,7 +12,7 @@ from sunspot.settings.fields import DUMPED, PARSED, parse_json, setting
 
 
 class NodeGroup(BaseModel):
-    """A group of identical nodes. They have a Ray resource with the group's name."""
+    """A group of identical nodes. Each node has a Ray resource with the group's name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -20,8 +20,8 @@ class NodeGroup(BaseModel):
     most: int = Field(ge=1)
     "Maximum number of training workers on the group's nodes."
     after_s: float = Field(ge=0)
-    """Seconds for which earlier groups must lack nodes before this group is used. It is no longer used once they have
-    had enough nodes for the same time."""
+    """Seconds for which earlier groups must lack nodes before this group is used. It is no longer used once the
+    earlier groups have had enough nodes for the same time."""
 
 
 HEAD = "head"
@@ -47,7 +47,7 @@ NodeGroups = Annotated[
 
 
 class JobContext(BaseModel):
-    """The job that a run trains in. The defaults mean that there is no job, because a user started the training."""
+    """The job that a run trains in. The default values are for a run that a user started without a job."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

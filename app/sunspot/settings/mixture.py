@@ -1,4 +1,4 @@
-"""DATASET as a mixture: several sources with weights, such as `a:0.7,b:0.3`.
+"""Parses DATASET as a mixture: several sources with weights, such as `a:0.7,b:0.3`.
 
 The source of each row depends only on the weights and on the row's position in the run, so a mixture needs no record of
 its own in a checkpoint.

@@ -169,7 +169,7 @@ def load_search(variables: Mapping[str, str]) -> Search:
 def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension, ...], dict[str, str]]:
     """Return the settings that all trials share, the dimensions of the search, and its variables.
 
-    The expressions in the variables are in canonical form. In the settings, the searched ones have their defaults.
+    The expressions in the variables are in canonical form. The searched settings have their default values.
     Raises `SettingsError`.
     """
     given = _ours(variables)
