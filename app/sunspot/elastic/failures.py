@@ -106,7 +106,7 @@ class WorkersFailedError(Exception):
 
 
 def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node: str = "") -> RankError:
-    """Return a description of the error that ends a rank on `node` after `step`."""
+    """Return a description of the error that ended a rank on `node` after step `step`."""
     return RankError(
         failure=describe_failure(error, attempt.number, rank, step),
         world_size=attempt.metadata.world_size,
@@ -206,7 +206,7 @@ class FailureJudge:
 
         `lost` is the number of lost workers, excluding replacements that could not train. `only_lost` is True in
         survivor mode if no worker raised an error itself. `short` lists the nodes that ran out of memory. Returns the
-        decision, its reason (or the number of failures left) and the new counts.
+        decision, a text that explains it, and the new counts.
         """
         same_line = in_user_code_alike(end.errors)
         alike = same_line or same_message(end.errors)
@@ -266,7 +266,7 @@ class FailureJudge:
     def _fetch_end(self, at_once: bool) -> GroupEnd:
         """Return how the group ended, once all ranks have reported their errors or OTHERS_S has passed.
 
-        If `at_once` is true, return immediately with what is known.
+        If `at_once` is True, do not wait, and return what is known so far.
         """
         until = time.monotonic() + OTHERS_S
         end = GroupEnd()
@@ -279,7 +279,10 @@ class FailureJudge:
 
 
 def count_ends(loops: Mapping[str, tuple[int, float]], kinds: set[str], now: float) -> dict[str, tuple[int, float]]:
-    """Return `loops` with one more failure of each kind in `kinds`. `now` is in seconds since the epoch."""
+    """Return `loops` with one more failure of each kind in `kinds`, and without kinds that have not failed for LOOP_S.
+
+    `now` is in seconds since the epoch.
+    """
     recent = {kind: (times, then) for kind, (times, then) in loops.items() if now - then <= LOOP_S}
     return {**recent, **{kind: (recent.get(kind, (0, now))[0] + 1, now) for kind in kinds}}
 
@@ -320,7 +323,7 @@ def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[objec
 
 
 def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
-    """Describe in one line which ranks ended and why. Errors that another rank's end caused are omitted.
+    """Describe in one line which ranks ended and why. An error that is only a consequence of another is omitted.
 
     If ranks have hung and ended themselves, the line names the ranks that the others waited for.
     """
@@ -354,7 +357,7 @@ def describe_failure_in_line(failure: Failure) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the line of an error that states the reason. If a worker is lost, Ray's error is a page long."""
+    """Return the line of an error's text that states the reason. Ray's error for a lost worker is a page long."""
     killed, figures = find_killed_for_memory(error)
     if killed:
         return figures

@@ -61,8 +61,8 @@ def ask_for_nodes(resources_per_worker: dict[str, float], workers: int) -> None:
 class NodeMonitor:
     """Finds at most one event for each worker group, because an event ends the group.
 
-    `usable` returns the nodes on which a group may start, and checks whether they answer. `lag_s` is the largest delay
-    of Ray Train's view of the nodes. `choice` chooses among several node groups.
+    `usable` returns the nodes on which a group may start, and checks whether they answer. `lag_s` is the maximum number
+    of seconds by which Ray Train's view of the nodes is out of date. `choice` chooses among several node groups.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class NodeMonitor:
         draining: dict[str, float | None],
         now: float,
     ) -> NodeEvent | None:
-        """Return the event for this worker group, or None.
+        """Return an event that affects this worker group, or None.
 
         `nodes` is `ray.nodes()`, `draining` is `draining_nodes()`, and `now` is in seconds of a monotonic clock.
         """
@@ -184,8 +184,8 @@ def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float
 def choose_placement(room: dict[str, int]) -> str:
     """Return the strategy by which Ray places workers in survivor mode, given the room on each node.
 
-    While no node has room for a replacement, Ray 2.60 retries without a pause, which takes 91 % of one of the head's
-    CPUs (ray-project/ray#65007). With STRICT_SPREAD, where each worker needs its own node, Ray waits for another node
+    While no node has room for a replacement, Ray 2.60 retries without a pause, which uses 91 % of a CPU on the head
+    (ray-project/ray#65007). With STRICT_SPREAD, where each worker needs its own node, Ray waits for another node
     instead. This function therefore returns STRICT_SPREAD if no node has room for two workers.
     """
     return "STRICT_SPREAD" if set(room.values()) == {1} else "PACK"
@@ -234,8 +234,8 @@ def asked_nodes(
 ) -> Iterator[WorkerRange]:
     """Request nodes for the maximum number of workers, and yield the number of workers to start in survivor mode.
 
-    Ray replaces these workers, but adds none. If the run began with the minimum number, it would soon restart with more
-    workers. This function therefore waits for a first node, and then until no other node has joined for
+    Ray replaces lost workers, but adds no others. A run that began with the minimum number of workers would soon
+    restart with more. This function therefore waits for a first node, and then until no other node has joined for
     FIRST_SETTLED_S. With `one_machine`, it does not wait, because no other node can join.
     """
     if one_machine:
