@@ -1,4 +1,4 @@
-"""Defines the errors that users can see, and their exit codes. Ends a process with the exit code of its error."""
+"""Defines the errors that users can see, with their exit codes, and ends a process with the exit code of its error."""
 
 import contextlib
 import os
@@ -75,7 +75,7 @@ class StorageError(SunspotError):
 
 
 class RefusedStorageError(StorageError):
-    """Storage rejects a request because of credentials, permissions or the bucket's name, or lacks a feature."""
+    """Storage rejects a request because of credentials, permissions, the bucket's name or an unsupported feature."""
 
     final = True
 
@@ -97,7 +97,7 @@ class TrackingError(SunspotError):
 
 
 class GaveUpError(SunspotError):
-    """The time limit of a wait has passed. The operation itself continues."""
+    """Waiting for an operation took longer than the time limit. The operation itself continues."""
 
     exit_code = 5
 
@@ -120,7 +120,7 @@ class DivergedError(SunspotError):
 
 
 class DamageError(SunspotError):
-    """Stored data does not match its record."""
+    """Stored data is damaged or missing."""
 
     exit_code = 7
 
@@ -145,9 +145,9 @@ class EndAtOnceError(KeyboardInterrupt):
 
 
 def find_in(error: BaseException) -> SunspotError | None:
-    """Return `error` if it is a `SunspotError`, or else the `SunspotError` that its text quotes, or None.
+    """Return the `SunspotError` that an error's text quotes, or else `error` if it is a `SunspotError`, or None.
 
-    Ray only keeps the text of an error that a task raises.
+    Ray keeps only the text of an error that a task raises.
     """
     carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
     if carried:
@@ -183,7 +183,7 @@ def without_secrets(text: str) -> str:
 
 
 def _secrets() -> list[str]:
-    """Return every credential in the environment, longest first, in each form in which an error can quote it."""
+    """Return all credentials in the environment, longest first, in every form in which an error may quote them."""
     from urllib.parse import quote
 
     from sunspot.credentials import CREDENTIAL
@@ -260,6 +260,6 @@ def _refuse_output(failure: OSError) -> int:
 
 
 def _complain(text: str) -> None:
-    """Print a text on stderr, if stderr can be written."""
+    """Print text on stderr, unless writing to stderr fails."""
     with contextlib.suppress(OSError):
         print(text, end="", file=sys.stderr, flush=True)
