@@ -132,7 +132,7 @@ class TooLargeError(SunspotError):
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM or SIGHUP ended the program like Ctrl-C does. The run can continue from its newest state."""
+    """SIGTERM or SIGHUP ended the program, as Ctrl-C does. The run can continue from its newest state."""
 
     def __init__(self, message: str = "", number: int = signal.SIGTERM) -> None:
         """Store the signal's `number`, which determines the exit code."""

@@ -180,7 +180,7 @@ def lay_out(source: Source, steps: Steps) -> EpochLayout:
 
 
 def describe_batch(steps: Steps) -> str:
-    """Return a description of a step's rows. A small dataset has fewer rows than GLOBAL_BATCH_SIZE."""
+    """Describe the rows of a step, which are the whole dataset if it is smaller than GLOBAL_BATCH_SIZE."""
     if steps.rows >= steps.batch:
         return f"{steps.batch} rows"
     return f"{steps.rows} rows, the whole dataset (SUNSPOT_GLOBAL_BATCH_SIZE={steps.batch})"
@@ -198,7 +198,7 @@ def describe_ways_to_evaluate(task: Task) -> str:
 
 
 def describe_share(settings: Settings, test: Source) -> str:
-    """Return a note about TEST_SHARE for the line about held-out rows, or an empty string."""
+    """Return a note about the effect of TEST_SHARE on the held-out rows, or an empty string if it is not set."""
     share = f"SUNSPOT_TEST_SHARE={settings.test_share:g}"
     parts = test.sources if isinstance(test, MixedSource) else (test,)
     held_out = [isinstance(part, RowSubset) for part in parts]
@@ -252,7 +252,7 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
     if settings.loader == "ray" and nodes == 1 and left <= 0:
         raise SettingsError(
             f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(given)}: {workers} workers take all {cores:g} cores, and "
-            "SUNSPOT_LOADER=ray would wait forever for one; give each worker fewer cores, or leave the setting empty"
+            "SUNSPOT_LOADER=ray would wait forever for a core; give each worker fewer cores, or leave the setting empty"
         )
     threads = max(1, math.floor(per_worker.get("CPU", 1)))
     shown = ", ".join(f"{amount:g} {name}" for name, amount in sorted(per_worker.items()))

@@ -73,7 +73,7 @@ HEADER_BYTES = 64 << 10
 
 
 class TableFile(ABC):
-    """An open file. Its methods raise Arrow's errors, which callers translate with `arrow_errors`."""
+    """A data file that is open for reading. Its methods may raise Arrow's errors, which `arrow_errors` translates."""
 
     schema: pa.Schema
     groups: list[int]

@@ -137,11 +137,11 @@ def find_cuda_error(error: Exception) -> int | None:
 class FailureJudge:
     """Decides whether another worker group follows one that failed.
 
-    At most `max_failures` groups in a row may fail without a new checkpoint, or without a new step in survivor mode. Up
-    to MAX_STARVED groups that got no rows, and RESTORES groups that took no step from an in-memory copy, do not count
-    toward this limit. In survivor mode, losses within one step end the run only if there are at least as many losses as
-    workers in the group, because all workers in a zone can be lost within seconds. The control channel keeps the
-    counts, because each of Ray's trainers has its own judge. `leave_out` is called before each group, and a
+    At most `max_failures` groups in a row may fail without a new checkpoint, or without a new step in survivor mode.
+    Groups that got no rows (up to MAX_STARVED) and groups that took no step from an in-memory copy (up to RESTORES) do
+    not count toward this limit. In survivor mode, losses within one step end the run only if there are at least as many
+    losses as workers in the group, because all workers in a zone can be lost within seconds. The control channel keeps
+    the counts, because each of Ray's trainers has its own judge. `leave_out` is called before each group, and a
     `SunspotError` that it raises ends the run.
     """
 

@@ -100,7 +100,7 @@ Message = Generation | Close | Change | None
 
 @dataclass(frozen=True)
 class MembershipSnapshot:
-    """A snapshot of a `Membership`."""
+    """The state of a `Membership` at one time."""
 
     size: int
     "Number of processes that were started."

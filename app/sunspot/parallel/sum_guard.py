@@ -2,16 +2,16 @@
 
 An aborted NCCL collective ends without an error, and leaves a wrong sum. A worker could wait for the sums before each
 change of parameters, but then the GPU has no work until the optimizer's kernels arrive. Instead, the GPU itself finds
-out whether the sums count:
+out whether the sums are complete:
 
 1. `trip` sets a word in main memory. `ProcessGroups.break_collectives` calls it *before* it aborts any
    collective.
 2. `begin_step` queues a read of this word behind the sums. If the GPU reads 0, no abort had begun by then, so the sums
    are complete. If it reads 1, they may be wrong.
-3. A fused optimizer gets the value that was read as `found_inf`, with which gradient scalers cancel a step. If it is
-   1, the step changes neither parameters nor the optimizer's state.
-4. `confirm` waits for the end of the step, one step later, and returns whether the step counts. So at most one step is
-   in doubt at any time.
+3. A fused optimizer gets this value as its `found_inf`, which gradient scalers use to cancel a step. If the value is 1,
+   the step changes neither parameters nor the optimizer's state.
+4. `confirm` is called one step later. It waits for the end of the step, and returns whether the step counts. At most
+   one step is therefore in doubt at any time.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The rule, in order:
 
-1. Places that the rest of the budget cannot pay for are excluded.
-2. If the time left barely suffices for the work, the run goes to on-demand nodes while these can meet the deadline.
+1. Places that the remaining budget cannot pay for are excluded.
+2. If the time left is barely enough for the work, the run goes to a place with on-demand nodes, if one is left.
 3. Otherwise the run goes to the cheapest place that is expected to keep the pace. The pace is the share of the wanted
-   nodes that meets the deadline if the run has them until then. Without a deadline, it is USUAL_PACE.
+   nodes with which the run would just meet the deadline. Without a deadline, the pace is USUAL_PACE.
 4. If no place keeps the pace, the run goes to the place with the most nodes.
 
 The cost of a move must be saved within STAY_S in the new place, so that the run does not move back and forth.
