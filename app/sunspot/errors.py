@@ -35,8 +35,10 @@ functions."""
 
 
 class SunspotError(Exception):
-    """An error with a message that tells the user what happened, the value seen, and the fix. Secrets in it are
-    hidden."""
+    """An error whose message tells users what happened, the value seen, and the fix.
+
+    Secrets in the message are hidden.
+    """
 
     exit_code = 1
 
@@ -103,7 +105,7 @@ class GaveUpError(SunspotError):
 
 
 class ConflictError(SunspotError):
-    """The run in storage was started with other settings."""
+    """Stored data conflicts with this run, for example because the run was started with other settings."""
 
     exit_code = 6
     final = True

@@ -68,9 +68,10 @@ class Plan:
 
     @property
     def pass_rows(self) -> int:
-        """Number of rows in every forward pass if COMPILE is on, regardless of the number of workers.
+        """Number of rows in every forward pass if COMPILE is on, or 0 if the passes vary in size.
 
-        0 if the passes vary in size."""
+        This does not depend on the number of workers.
+        """
         return 0 if self.settings.compile == "off" else self.pass_limit
 
     def find_order(self) -> str:

@@ -1,4 +1,4 @@
-"""The `Source` protocol, through which loaders read rows, and the record of a model's data in checkpoints."""
+"""Defines the `Source` protocol, through which loaders read rows, and the facts about a model's data in checkpoints."""
 
 from __future__ import annotations
 

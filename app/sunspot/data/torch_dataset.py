@@ -124,7 +124,8 @@ class DatasetSource:
 def open_datasets(settings: Settings) -> tuple[DatasetSource, DatasetSource | None]:
     """Open the training rows and the held-out rows, if any, that the task's `build_dataset` returns.
 
-    Raises `SettingsError` if it returns anything but datasets, and `DataError` if rows cannot be converted to tensors.
+    Raises `SettingsError` if `build_dataset` returns anything but datasets, and `DataError` if rows cannot be converted
+    to tensors.
     """
     folder = os.getcwd()
     splits = _built.build(settings, folder)
@@ -225,7 +226,7 @@ def build_splits(settings: Settings) -> Splits:
 
 
 def find_splits(returned: Any, task: str) -> Splits:
-    """Return the datasets in the return value of `build_dataset`. Raises `SettingsError` if it is invalid."""
+    """Return the datasets that `build_dataset` returned. Raises `SettingsError` for an invalid return value."""
     who = f"{PREFIX}TASK={task}: build_dataset returned"
     notes: tuple[str, ...] = ()
     train = returned

@@ -127,7 +127,7 @@ class ControlChannel:
         self._progress = progress
 
     def add_metrics(self, record: dict[str, Any]) -> None:
-        """Queue a record of the metric history to be printed in the terminal."""
+        """Queue a record of the metric history, to be printed on the terminal."""
         self._metrics.append(record)
 
     def add_step_times(self, times: StepTimes) -> None:
@@ -135,7 +135,7 @@ class ControlChannel:
         self._step_times = [each for each in self._step_times if each.time > times.time - RECENT_S] + [times]
 
     def log(self, line: str) -> None:
-        """Queue a line to be printed in the terminal."""
+        """Queue a line to be printed on the terminal."""
         self._lines.append(line)
 
     # --------------------------------------------------------------------------------- called by Ray's controller

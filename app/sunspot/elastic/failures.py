@@ -1,10 +1,10 @@
 """Determines why a worker group ended, prints the reason, and decides whether another group starts.
 
-Ray Train's controller asks about each worker failure (failure_callback.py). An error that the user's program raises on
-all ranks alike would occur again, so it ends the run at once. Other failures are counted, and the next checkpoint
-resets the count. Groups that got no rows from Ray Data are counted separately. So are groups that started from an
-in-memory copy and took no step: after a few such groups, the run continues from storage (copies.py). Processes that run
-out of memory in quick succession are counted even if there was a checkpoint in between (out_of_memory.py).
+Ray Train's controller asks about each worker failure (failure_callback.py). If all ranks raise the same error in the
+user's program, the error would occur again, so the run ends at once. Other failures are counted, and the next
+checkpoint resets the count. Groups that got no rows from Ray Data are counted separately. So are groups that started
+from an in-memory copy and took no step: after a few such groups, the run continues from storage (copies.py). Processes
+that run out of memory in quick succession are counted even if there was a checkpoint in between (out_of_memory.py).
 """
 
 import re
@@ -165,9 +165,9 @@ class FailureJudge:
     def __call__(self, errors: dict[int, Exception]) -> bool:
         """Return True if Ray Train should continue after these errors, which are keyed by rank.
 
-        In restart mode, Ray then starts another group. In survivor mode, it only replaces lost processes. If a worker
-        raised an error itself or the group ends for a restart, the trainer ends, and the driver decides whether another
-        trainer starts.
+        In restart mode, Ray then starts another group. In survivor mode, Ray only replaces lost processes, so the
+        trainer must end if a worker raised an error itself or if the group ends for a restart. The driver then decides
+        whether another trainer starts.
         """
         if any(isinstance(error, GroupRestartError) for error in errors.values()):
             return not self._survivor_mode
@@ -253,7 +253,7 @@ class FailureJudge:
         return True, f"; {action}, {remaining} of {self._max} SUNSPOT_MAX_FAILURES left", counts
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
-        """Exclude the nodes with a broken GPU. Returns whether another group starts, and the text to print."""
+        """Exclude the nodes with a broken GPU. Returns True if another group can start, and the text to print."""
         try:
             left_out = self._leave_out(suspects)
         except SunspotError as error:

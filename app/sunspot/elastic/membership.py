@@ -325,7 +325,7 @@ class Membership:
         return tuple(self._arrange(kept))
 
     def _arrange(self, members: list[Member]) -> list[Member]:
-        """Return the members of as many whole replicas as possible, by rank."""
+        """Return members that form as many whole replicas as possible, in the order of their ranks."""
         shards = {member: self.shard_of(member) for member in members}
         last = {member.lasting_name for member in self.generation.members}
         bound = {member: self._step_of(member) for member in members if member.lasting_name in last}

@@ -379,7 +379,7 @@ class MembershipClient:
         start_thread(lambda: self._beat(link), "heartbeat")
 
     def join_next(self, step: int | None, left_out: Callable[[], None] = lambda: None) -> tuple[Generation, int] | None:
-        """Leave the current generation, wait for one that includes this process, and return it with its rank.
+        """Leave the current generation, and return the next one that includes this process, with the process's rank.
 
         `step` is the step of this process's state, or None if it has no usable state. `left_out` is called when the
         others form a group without this process, because the number of members is limited. Returns None if no next
@@ -422,10 +422,9 @@ class MembershipClient:
 
     @contextlib.contextmanager
     def heartbeat_limit(self, limit_s: float) -> Iterator[None]:
-        """Context manager that makes the server wait up to `limit_s` for a heartbeat, or without limit if `limit_s` is
-        0.
+        """Context manager that lets this process go without a heartbeat for `limit_s` seconds.
 
-        Use it around code that can hold the GIL for long.
+        Use it around code that can hold the GIL for long. A `limit_s` of 0 means no limit.
         """
         before = self._heartbeat_limit_s
         self._set_heartbeat_limit(max(before, limit_s or math.inf))

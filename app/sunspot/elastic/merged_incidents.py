@@ -37,7 +37,7 @@ def strength(cause: Cause | None) -> int:
 
 
 def merge(known: Incident, new: Incident) -> Incident:
-    """Merge two reports of one incident. `known` came first."""
+    """Merge two reports of one incident. `known` was reported first."""
     stronger = strength(new.cause) > strength(known.cause)
     newer_hang = known.cause in HANGS and new.cause in HANGS
     first, second = (new, known) if stronger and known.cause in PLANNED else (known, new)

@@ -42,7 +42,7 @@ HEAD = "node:__internal_head__"
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """An event that a node check found for a worker group."""
+    """A change in the cluster's nodes that affects a worker group."""
 
     cause: Cause
     detail: str
@@ -123,8 +123,10 @@ class NodeMonitor:
         return found
 
     def _find_better(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-        """Return an event if better nodes can replace some of the group's nodes. Idle nodes are released without an
-        event."""
+        """Return an event if better nodes can replace some of the group's nodes.
+
+        Idle nodes are released without an event.
+        """
         if not self._choice:
             return None
         used = set(group.nodes.values())
@@ -152,7 +154,7 @@ class NodeMonitor:
 
 
 def find_lost(group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-    """Return an event if nodes of the group are gone."""
+    """Return an event if nodes of the group are gone, otherwise None."""
     alive = {node["NodeID"] for node in nodes if node["Alive"]}
     lost = set(group.nodes.values()) - alive
     return NodeEvent(Cause.NODE_LOST, _name(lost, group)) if lost else None
@@ -170,8 +172,8 @@ def find_preempted(group: WorkerGroup, draining: dict[str, float | None]) -> Nod
 def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float]) -> dict[str, int]:
     """Return how many workers fit on each node, keyed by node ID. Nodes without room are omitted.
 
-    Like Ray Train's ElasticScalingPolicy, this counts a node's total resources, because the group's own workers use
-    some of them, and ignores a head node without CPUs and GPUs.
+    Like Ray Train's ElasticScalingPolicy, this function counts a node's total resources, because the group's own
+    workers use some of them. A head node without CPUs and GPUs is ignored.
     """
     room = {}
     for node in nodes:

@@ -1,5 +1,7 @@
-"""Makes the receipts that record the cost of each restart. Rank 0 of the new worker group writes them after its first
-step."""
+"""Makes the receipts that record the cost of each restart.
+
+Rank 0 of the new worker group writes the receipt after its first step.
+"""
 
 import time
 from collections.abc import Sequence

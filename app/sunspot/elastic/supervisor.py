@@ -1,9 +1,9 @@
-"""Checks twice a second for node changes and stop requests, and passes them on to the workers. It runs in the driver.
+"""Checks for node changes and stop requests twice a second, and passes them on to the workers.
 
-It waits for the control channel and for Ray, but never for storage, because storage that hangs must not delay a notice
-or a SIGTERM. A thread of `run.outcome` reads storage for the driver, including the stop marker. Another thread reads
-how many workers are wanted (wanted_workers.py). Because a terminal may block a process that prints to it, lines about
-nodes go to `observe.progress`, which prints in a thread of its own.
+The supervisor runs in the driver. It waits for the control channel and for Ray, but never for storage, because storage
+that hangs must not delay a notice or a SIGTERM. A thread of `run.outcome` reads storage for the driver, including the
+stop marker. Another thread reads how many workers are wanted (wanted_workers.py). Because a terminal may block a
+process that prints to it, lines about nodes go to `observe.progress`, which prints in a thread of its own.
 """
 
 import logging

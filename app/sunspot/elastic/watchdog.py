@@ -236,11 +236,11 @@ def _cancel_timers_at_fork() -> None:
 
 @contextlib.contextmanager
 def ended_after(limit_s: float, until: str) -> Iterator[None]:
-    """Context manager that ends this process, with its stacks on stderr, if its body takes longer than `limit_s`
-    seconds.
+    """Context manager that ends this process if its body takes longer than `limit_s` seconds.
 
-    `until` describes what should have happened within this time. No watchdog may be active at the same time, because a
-    process has only one timer that works without the GIL (`faulthandler`).
+    The process prints its stacks on stderr before it ends. `until` describes what should have happened within this
+    time. No watchdog may be active at the same time, because a process has only one timer that works without the GIL
+    (`faulthandler`).
     """
     _cancel_timers_at_fork()
 

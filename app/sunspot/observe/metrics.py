@@ -92,7 +92,7 @@ class CopyInMemory:
     """A number that is being copied from a GPU to main memory."""
 
     def __init__(self, number: torch.Tensor) -> None:
-        """Begin the copy. The GPU makes it once it has computed the number."""
+        """Begin the copy, which the GPU makes once it has computed the number."""
         self._copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
         self._end = torch.cuda.Event()
         self._end.record()

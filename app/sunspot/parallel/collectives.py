@@ -30,7 +30,7 @@ INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """A worker's rank in a group."""
+    """A worker's rank in its group, and facts about the group."""
 
     group: dist.ProcessGroup | None = None
     "The CPU process group for agreements, separate from the one for gradients. None for a single worker."

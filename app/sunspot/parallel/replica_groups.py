@@ -1,4 +1,4 @@
-"""Process groups of PARALLEL=hsdp, which shards a model within a replica and replicates it between replicas.
+"""Process groups for PARALLEL=hsdp, which shards a model within a replica and replicates it between replicas.
 
 A replica is a set of `degree` workers that together hold one copy of the model. Rank r holds shard r % degree of
 replica r // degree:

@@ -244,7 +244,7 @@ def shard_like(value: Any, parameter: Any) -> Any:
 
 
 def shard_model_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard each tensor of a state_dict like the model's own tensor of this name."""
+    """Shard each tensor of a state_dict like the tensor of the same name in the model."""
     own = model.state_dict()
     return {name: shard_like(value, own.get(name)) for name, value in state.items()}
 

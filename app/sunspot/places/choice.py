@@ -47,7 +47,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Move:
-    """The cost of moving a run to another place."""
+    """The time and money that it costs to move a run to another place."""
 
     start_s: float = 600.0
     "Seconds until a new place has nodes, or is known to have none. The run trains in the old place meanwhile."
@@ -81,7 +81,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Goal:
-    """The user's limits."""
+    """The user's deadline and budget for a run."""
 
     deadline: float | None = None
     "Seconds since the epoch."
